@@ -28,7 +28,7 @@ from quatrain.backend import Backend, this_backend
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.unpacking import Unpacking
-from quatrain.models.decode_step import Continued, Sharing
+from quatrain.models.decode_step import Continued, Restored, Sharing
 from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.models.params import partition
@@ -233,6 +233,18 @@ def _extend(
 extend_program = sharded_program(_extend, *_SPECS, donated=(1,))
 
 
+def _restore(
+    params: dict, generated: CachePart, prompts: CachePart, restored: Restored, program: Program
+) -> CachePart:
+    """`generated` with tokens of turns that lost their slots."""
+    return decode_step.restore(
+        params, program.arch, restored, prompts, generated, dtype=program.dtype, backend=program.backend
+    )
+
+
+restore_program = sharded_program(_restore, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC, donated=(1,))
+
+
 class Slots(NamedTuple):
     """The sequences in the slots, [B] each; values are valid but arbitrary where `live` is False."""
 
@@ -395,12 +407,17 @@ def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mes
 
 
 def rearrange(part: CachePart, slots: np.ndarray, positions: np.ndarray, mesh: Mesh) -> CachePart:
-    """`part` with these `slots` (indices per replica) and `positions`; one small program serves all
-    arrays."""
-    keys, values = (
-        tuple(_pick(x, slots, positions, axis, mesh) for x in xs)
-        for xs, axis in ((part.keys, 3), (part.values, 2))
-    )
+    """`part` with these `slots` (indices per replica) and `positions`; one small program serves all arrays.
+
+    Each array of `part` is freed once it is copied, so that only one of them is in memory twice.
+    """
+
+    def moved(x: jax.Array, axis: int) -> jax.Array:
+        picked = _pick(x, slots, positions, axis, mesh)
+        x.delete()
+        return picked
+
+    keys, values = (tuple(moved(x, axis) for x in xs) for xs, axis in ((part.keys, 3), (part.values, 2)))
     return CachePart(keys, values)
 
 

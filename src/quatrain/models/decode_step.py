@@ -42,6 +42,17 @@ class Continued:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Restored:
+    """Tokens of turns of N sequences in slots, after their prefix slots: at most T of each."""
+
+    continued: Continued  # `starts` counts the tokens of the turn before these
+    prompt_lengths: jax.Array  # [N] int32: tokens before the turn, all of them in the prefix slot
+    slots: jax.Array  # [N] int32; out of range for padding
+    begins: jax.Array  # [N] int32: the ring position of the turn's first token
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Sharing:
     """Which sequences continue which prompt. Entries for slots without a sequence may be any valid index."""
 
@@ -102,29 +113,18 @@ def extend(
     positions_NT = continued.starts[:, None] + ahead_T
     real_NT = ahead_T < continued.counts[:, None]
     written_NT = jnp.where(real_NT, positions_NT, prompts.positions)  # out of range: not written
-    prefix_slots_N1 = continued.prefix_slots[:, None]
     back_NTS = positions_NT[:, :, None] - prompt_positions_S
 
     def attend_of(mixer: Attention) -> Attend:
-        window, cap = mixer.window, mixer.softcap
-        near = back_NTS >= 0
-        mask_NTS = near if window is None else near & (back_NTS < window)
+        mask_NTS = _within(back_NTS >= 0, back_NTS, mixer.window)
 
         def attend(
             q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: LayerCache
         ) -> tuple[jax.Array, LayerCache]:
-            B, T, heads, H = q_BTNH.shape
-            K = k_BTKH.shape[2]
-            keys, values = cache
-            keys = keys.at[prefix_slots_N1, :, :, written_NT].set(k_BTKH.astype(keys.dtype), mode="drop")
-            values = values.at[prefix_slots_N1, :, written_NT].set(v_BTKH.astype(values.dtype), mode="drop")
-            own_keys, own_values = (
-                jnp.take(x, continued.prefix_slots, axis=0, mode="clip") for x in (keys, values)
-            )
-            q_BTKGH = q_BTNH.reshape(B, T, K, heads // K, H)
-            attended = _attend(q_BTKGH, own_keys, own_values, mask_NTS, cap)
-            y_BTKGH = attended.sums / attended.total
-            return y_BTKGH.reshape(B, T, heads, H).astype(q_BTNH.dtype), (keys, values)
+            rows = continued.prefix_slots
+            cache = _written(cache, rows, written_NT, k_BTKH, v_BTKH)
+            attended = _attend(_by_key_head(q_BTNH, k_BTKH), *_rows_of(cache, rows), mask_NTS, mixer.softcap)
+            return (attended.sums / attended.total).reshape(q_BTNH.shape).astype(q_BTNH.dtype), cache
 
         return attend
 
@@ -132,6 +132,84 @@ def extend(
     hidden, new = run_layers(params, arch, *inputs, attend_of, prompts.layers, dtype=dtype, backend=backend)
     last_N = jnp.maximum(continued.counts - 1, 0)
     return hidden[jnp.arange(N), last_N], CachePart.of_layers(new)
+
+
+def restore(
+    params: Params,
+    arch: Architecture,
+    restored: Restored,
+    prompts: CachePart,
+    generated: CachePart,
+    *,
+    dtype: DTypeLike,
+    backend: Backend = ACCELERATOR,
+) -> CachePart:
+    """`generated` with the keys and values of tokens that were sampled before, as `decode` has written
+    them."""
+    S, C, continued = prompts.positions, generated.positions, restored.continued
+    ahead_T, begins_N1 = jnp.arange(continued.input_ids.shape[1]), restored.begins[:, None]
+    index_NT = continued.starts[:, None] + ahead_T
+    positions_NT = restored.prompt_lengths[:, None] + index_NT
+    real_NT = ahead_T < continued.counts[:, None]
+    written_NT = jnp.where(real_NT, (begins_N1 + index_NT) % C, C)  # out of range: not written
+    prompt_back_NTS = positions_NT[:, :, None] - jnp.arange(S)
+    in_prompt_NTS = (jnp.arange(S) < restored.prompt_lengths[:, None])[:, None]
+    back_NTC = index_NT[:, :, None] - ((jnp.arange(C) - begins_N1) % C)[:, None]
+
+    def attend_of(mixer: Attention) -> Attend:
+        prompt_mask_NTS = _within(in_prompt_NTS, prompt_back_NTS, mixer.window)
+        own_mask_NTC = _within(back_NTC >= 0, back_NTC, mixer.window)
+
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: tuple[LayerCache, LayerCache]
+        ) -> tuple[jax.Array, LayerCache]:
+            before, own = cache
+            own = _written(own, restored.slots, written_NT, k_BTKH, v_BTKH)
+            q_BTKGH = _by_key_head(q_BTNH, k_BTKH)
+            prompt = _rows_of(before, continued.prefix_slots)
+            y_BTKGH = _over_both(
+                _attend(q_BTKGH, *prompt, prompt_mask_NTS, mixer.softcap),
+                _attend(q_BTKGH, *_rows_of(own, restored.slots), own_mask_NTC, mixer.softcap),
+            )
+            return y_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), own
+
+        return attend
+
+    inputs = continued.input_ids, positions_NT
+    caches = list(zip(prompts.layers, generated.layers, strict=True))
+    _, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
+    return CachePart.of_layers(new)
+
+
+def _within(allowed: jax.Array, back: jax.Array, window: int | None) -> jax.Array:
+    """Which keys a query sees, of those `allowed`, `back` tokens before it."""
+    shape = jnp.broadcast_shapes(allowed.shape, back.shape)
+    return jnp.broadcast_to(allowed if window is None else allowed & (back < window), shape)
+
+
+def _written(
+    cache: LayerCache, rows_N: jax.Array, places_NT: jax.Array, k_NTKH: jax.Array, v_NTKH: jax.Array
+) -> LayerCache:
+    """The cache with these keys and values in these rows and positions; those out of range are dropped."""
+    keys, values = cache
+    at_N1 = rows_N[:, None]
+    return (
+        keys.at[at_N1, :, :, places_NT].set(k_NTKH.astype(keys.dtype), mode="drop"),
+        values.at[at_N1, :, places_NT].set(v_NTKH.astype(values.dtype), mode="drop"),
+    )
+
+
+def _rows_of(cache: LayerCache, rows_N: jax.Array) -> LayerCache:
+    """Keys [N, K, H, S] and values [N, K, S, H] of these rows; of any row where it is out of range."""
+    keys, values = (jnp.take(x, rows_N, axis=0, mode="clip") for x in cache)
+    return keys, values
+
+
+def _by_key_head(q_BTNH: jax.Array, k_BTKH: jax.Array) -> jax.Array:
+    """Queries [B, T, K, G, H]."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    return q_BTNH.reshape(B, T, K, N // K, H)
 
 
 def decode(
