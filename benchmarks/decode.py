@@ -8,8 +8,13 @@ group, and with a copy for every sequence (as many groups of one), in turns; the
 dropped, the figures are medians. Beside them, the products of a decode step with the weights alone: what is
 left where the cache costs nothing.
 
+Wasted decode, long completions and the memory of a prefill need no model. A long prompt is computed in parts,
+and what the compiler needs for one beside its arguments is compared with a row of 2,048 tokens. Log-normal
+lengths (median 2,048, at most 32,768 tokens; `--quick`: a sixteenth of these) are sampled with unlimited
+memory and in a quarter of what that takes at most, by the scheduler alone.
+
 Wasted decode is slots times steps that gave no token, on log-normal completion lengths (median 64, sigma 1,
-at most 512 tokens), for the scheduler and for batches that run until their last row is done; no model needed.
+at most 512 tokens), for the scheduler and for batches that run until their last row is done.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from quatrain.backend import this_backend
@@ -31,29 +37,51 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.admission import Admission
 from quatrain.engine.cache import Room
-from quatrain.engine.decode import TOKENS_PER_CALL
+from quatrain.engine.decode import TOKENS_PER_CALL, Program, extend_program, prefill_program
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.groups import Group, prompt_positions
+from quatrain.engine.groups import (
+    PREFILL_TOKENS,
+    Admitted,
+    Continuation,
+    Group,
+    calls,
+    extension,
+    pack_prompts,
+    prompt_positions,
+)
 from quatrain.engine.scheduler import Scheduler
 from quatrain.models.decoder import logits
-from quatrain.models.families import Architecture
+from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.models.kv_cache import empty_cache
 from quatrain.models.layers import linear
+from quatrain.models.params import abstract_params
+from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
 from quatrain.weights.load import load_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="path of a model; without it, only wasted decode")
+    parser.add_argument("model", nargs="?", help="path of a model; without it, only what needs none")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=130)
     parser.add_argument("--n", type=int, default=8, help="samples per prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="long completions of a sixteenth of the length")
     parser.add_argument("--json", type=Path, help="file the figures are written to")
     args = parser.parse_args()
-    report: dict[str, Any] = {"wasted decode": wasted_decode(sequences=256, n=8, slots=32)}
+    parts = 16 if args.quick else 1
+    arch = builtin_architecture("tiny", 300, (0,))
+    report: dict[str, Any] = {
+        "wasted decode": wasted_decode(sequences=256, n=8, slots=32),
+        "long completions": long_completions(
+            sequences=512, n=8, median=2048 // parts, longest=32768 // parts
+        ),
+        "bytes of a prefill": prefill_memory(arch, 32768),
+    }
     if args.model:
         report |= measure(args)
     text = json.dumps(report, indent=2)
@@ -224,6 +252,33 @@ class Simulation:
             self.tokens += done
             if done == left[slot]:
                 scheduler.finish(slot)
+
+
+def prefill_memory(arch: Architecture, long: int, *, dtype: str = "float32") -> dict[str, int]:
+    """What the compiler needs beside arguments: for a row of PREFILL_TOKENS, and for a part of a long prompt.
+
+    `long` tokens of one prompt; `cache` is what its prefix slot takes.
+    """
+    backend, mesh = this_backend(), one_device()
+    program = Program(arch, Sampling(1, 1), (), jnp.dtype(dtype), "xla", mesh)
+    params = abstract_params(arch, jnp.float32)
+
+    def temporary(run: Any, packed: Any, positions: int) -> tuple[int, int]:
+        prompts = jax.eval_shape(lambda: empty_cache(arch, 1, positions, dtype, mesh))
+        compiled = run(backend).lower(params, prompts, packed, np.uint32(0), program=program).compile()
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(prompts))
+        return compiled.memory_analysis().temp_size_in_bytes, size
+
+    def group(tokens: int) -> Group:
+        return Group.of(Prompt(0, np.ones(tokens, np.int32), ""), 0, (0,), 1)
+
+    row = pack_prompts([[Admitted(group(PREFILL_TOKENS), 0, 0)]], 1, 1, unpack=False)
+    usual, _ = temporary(prefill_program, row, PREFILL_TOKENS)
+    left = [[Continuation(group(long), 0, 0, 0)]]
+    batch, width, most = next(calls(left))
+    part = extension(batch, 1, 1, width, most, 1)
+    in_parts, cache = temporary(extend_program, part, prompt_positions(long))
+    return {f"{PREFILL_TOKENS} tokens": usual, f"part of {long} tokens": in_parts, "cache": cache}
 
 
 def wasted_decode(*, sequences: int, n: int, slots: int) -> dict[str, float]:

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quatrain.config.schema import RolloutConfig
+from quatrain.engine import session
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import prompt_positions
+from quatrain.models import decode_step
 from quatrain.models.params import init_params
 from quatrain.types.batches import Prompt
 
@@ -57,10 +59,11 @@ class Watched:
 
 @pytest.fixture
 def make(small_arch, tokenizer):
-    arch = changed(small_arch, family="qwen2", windows=(24,))
-    params = init_params(arch, jax.random.key(3))
+    usual = changed(small_arch, family="qwen2", windows=(24,))
+    params = init_params(usual, jax.random.key(3))
 
-    def make(positions, *, new=params, stop_ids=STOP_IDS, **config):
+    def make(positions, *, new=params, stop_ids=STOP_IDS, window=24, **config):
+        arch = changed(usual, windows=(window,))
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": LONGEST, "temperature": 0.9, **config})
         engine = RolloutEngine(
             arch, settings, tokenizer, stop_ids=stop_ids, seed=11, cache_bytes=positions * 128
@@ -172,3 +175,34 @@ def test_what_was_sampled_before_new_weights_stays_as_it_was(make):
             [rest] = fresh.run(given=[Prompt(i // 2, start, "")])
             assert completion.tokens[kept:] == rest.tokens[: 40 - kept]
             np.testing.assert_allclose(completion.logprobs[kept:], rest.logprobs[: 40 - kept], atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_long_prompt_is_computed_in_parts(make, monkeypatch, window):
+    """Of three: one in parts, one that goes on after a part is full, one that is packed as usual."""
+    draw, options = np.random.default_rng(0), {"window": window, "max_new_tokens": 12}
+    given = [Prompt(i, draw.integers(1, 290, size, np.int32), "") for i, size in enumerate((2100, 2049, 30))]
+    parts = make(1 << 20, **options)
+    found = parts.run(given=given)
+    monkeypatch.setattr(session, "PREFILL_TOKENS", 1 << 20)
+    whole = make(1 << 20, **options)
+    same(found, whole.run(given=given))
+    assert parts.stats.prefilled_tokens == whole.stats.prefilled_tokens == 2100 + 2049 + 30
+    assert parts.stats.recomputed_tokens == 0
+
+
+def test_a_part_of_a_long_prompt_needs_no_more_memory_than_a_row_of_short_ones(decode, small_arch):
+    arch = changed(small_arch, hidden_size=128, width=384, num_layers=1, head_dim=32)
+    usual, part, cache = decode.prefill_memory(arch, 1 << 15).values()
+    assert part <= 1.2 * usual < cache
+
+
+@pytest.mark.parametrize("window", [2048, 23])  # of no other test, which would have compiled the programs
+def test_keys_that_are_read_in_blocks_give_the_same_tokens(make, monkeypatch, window):
+    """Of sequences that are preempted; the sizes are those of short sequences."""
+    expected = make(1 << 20, window=window).run()
+    monkeypatch.setattr(decode_step, "MOST_AT_ONCE", 16)
+    monkeypatch.setattr(decode_step, "KEYS_AT_ONCE", 16)
+    blocks = make(2 * SEQUENCE, window=window)
+    same(blocks.run(), expected)
+    assert blocks.stats.recomputed_tokens > 40

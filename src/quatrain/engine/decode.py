@@ -186,18 +186,7 @@ def _prefill(
         jax.tree.map(partial(insert, order=(0, 2, 3, 1)), prompts.keys, new.keys),
         jax.tree.map(partial(insert, order=(0, 2, 1, 3)), prompts.values, new.values),
     )
-    n = packed.sequence_ids.shape[1]
-    last_ND = hidden_TD[after_N + packed.lengths - 1]
-    last_logits = logits(params, program.arch, last_ND, backend=program.backend)
-    tokens, logprobs = program.draw(
-        jnp.repeat(last_logits, n, axis=0),
-        seed,
-        jnp.repeat(packed.steps, n),
-        packed.sequence_ids.reshape(-1),
-        jnp.repeat(packed.offsets, n),
-        packed.sampling,
-    )
-    return prompts, *all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
+    return prompts, *_draw_samples(params, hidden_TD[after_N + packed.lengths - 1], packed, seed, program)
 
 
 _SPECS = (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
@@ -205,29 +194,39 @@ prefill_program = sharded_program(_prefill, *_SPECS, donated=(1,))
 
 
 class Extended(NamedTuple):
-    """N sequences that go on after prefix slots: tokens, and what one more is drawn from."""
+    """N sequences that go on after prefix slots: tokens, and what n samples of the next are drawn from."""
 
     continued: Continued
-    sequence_ids: jax.Array  # [N] uint32
+    sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
+    sampling: EachSampling | None = None  # [N], if each has its own
 
 
 def _extend(
     params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
-    """(prompt cache with the tokens in their prefix slots, next tokens [N], their log-probabilities [N])."""
+    """(prompt cache with the tokens in their prefix slots, next tokens [N, n], log-probabilities [N, n])."""
     hidden_ND, prompts = decode_step.extend(
         params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
     )
+    return prompts, *_draw_samples(params, hidden_ND, extended, seed, program)
+
+
+def _draw_samples(
+    params: dict, last_ND: jax.Array, drawn: Packed | Extended, seed: jax.Array, program: Program
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens [N, n] of the n samples after each of N contexts, their log-probabilities) of all replicas."""
+    n = drawn.sequence_ids.shape[1]
     tokens, logprobs = program.draw(
-        logits(params, program.arch, hidden_ND, backend=program.backend),
+        jnp.repeat(logits(params, program.arch, last_ND, backend=program.backend), n, axis=0),
         seed,
-        extended.steps,
-        extended.sequence_ids,
-        extended.offsets,
+        jnp.repeat(drawn.steps, n),
+        drawn.sequence_ids.reshape(-1),
+        jnp.repeat(drawn.offsets, n),
+        drawn.sampling,
     )
-    return prompts, *all_gather_shards((tokens, logprobs))
+    return all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
 
 extend_program = sharded_program(_extend, *_SPECS, donated=(1,))

@@ -25,16 +25,16 @@ from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 
 PREFILL_TOKENS = 2048
-"""Prompts are packed into rows of at most this many tokens; a longer prompt gets a row of its own."""
+"""Prompts are packed into rows of at most this many tokens; a longer one is computed in parts."""
 FEWEST_POSITIONS = 32
 """Least number of positions of a cache; the cache of generated tokens starts with it and grows by
 doubling."""
 FEWEST_CONTINUED = 4
 """Least number of continued sequences of one call; fewer take as long."""
 EXTENDED_TOKENS = 1024
-"""Most tokens of one call that computes what follows prefix slots."""
+"""Most tokens of one call that computes what follows in prefix slots or slots."""
 FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
-"""Tokens of one sequence in such a call, which bound the memory of its attention to the whole prefix slot."""
+"""Tokens of one sequence in such a call, if no sequence has EXTENDED_TOKENS left."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,7 @@ def calls(left: list[list[_Item]]) -> Iterator[tuple[list[list[_Item]], int, int
     while any(left):
         longest = max(item.left for items in left for item in items)
         width = min(power_of_two(max(longest, FEWEST_EXTENDED)), MOST_EXTENDED)
+        width = EXTENDED_TOKENS if longest >= EXTENDED_TOKENS else width
         most = EXTENDED_TOKENS // width
         batch = [items[:most] for items in left]
         yield batch, width, most
@@ -284,20 +285,24 @@ def _continued(
 
 
 def extension(
-    batch: list[list[Continuation]], n: int, width: int, most: int, num_prefix_slots: int
+    batch: list[list[Continuation]], n: int, drawn: int, width: int, most: int, num_prefix_slots: int
 ) -> Extended:
     """The next `width` tokens of each continuation; one list for each replica, of at most `most`.
 
-    `n` is the number of samples of a prompt.
+    `n` is the number of samples of a prompt, and `drawn` of those that tokens are drawn for.
     """
     contexts = [[item.group.context for item in items] for items in batch]
-    ids = _table(batch, most, (0, 0, 0), np.uint32)
+    *ids, steps, offsets = _table(batch, most, (0,) * (drawn + 2), np.uint32)
+    owners = [[item.group.own for item in items] + [None] * (len(steps[0]) - len(items)) for items in batch]
     for replica, items in enumerate(batch):
         for i, item in enumerate(items):
-            group = item.group
-            ids[:, replica, i] = *group.sequence_ids(n), group.step, group.offset
-    continued = _continued(batch, contexts, width, most, num_prefix_slots)
-    return Extended(continued, *as_jit_arguments(*map(np.concatenate, ids)))
+            for row, number in zip(ids, item.group.sequence_ids(n)):
+                row[replica, i] = number
+            steps[replica, i], offsets[replica, i] = item.group.step, item.group.offset
+    arrays = (np.concatenate(array) for array in (np.stack(ids, axis=-1), steps, offsets))
+    numbers, step, offset = as_jit_arguments(*arrays)
+    own = each_sampling(list(chain.from_iterable(owners)))
+    return Extended(_continued(batch, contexts, width, most, num_prefix_slots), numbers, step, offset, own)
 
 
 def restoration(

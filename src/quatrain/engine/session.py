@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ from quatrain.engine.decode import (
     restore_program,
 )
 from quatrain.engine.groups import (
+    PREFILL_TOKENS,
     Admitted,
     Continuation,
     Group,
@@ -293,17 +294,9 @@ class Session:
         """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""
         self._resize()
         began = time.perf_counter()
-        self._extend(params, version)
+        self._extend_resumed(params, version)
         while admitted := self._scheduler.admit():
-            prefix_slots = self._scheduler.num_prefix_slots
-            items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
-            for ticket, prefix_slot in admitted:
-                items[prefix_slot // prefix_slots].append(
-                    Admitted(self._groups[ticket], ticket, prefix_slot % prefix_slots)
-                )
-            # For each call one pack per replica, empty if a replica has fewer packs than others.
-            for packs in zip_longest(*map(split_into_packs, items)):
-                self._prefill([pack or [] for pack in packs], params, version)
+            self._prefill(admitted, params, version)
         self._restore(self._scheduler.fill(), params)
         decoding = time.perf_counter()
         if self._scheduler.num_live:
@@ -333,30 +326,44 @@ class Session:
         elif self._cache.shape != shape:
             self._cache = self._cache.resized(shape, used)
 
-    def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
+    def _prefill(self, admitted: Sequence[tuple[int, int]], params: Any, version: int) -> None:
+        """Computes the contexts of groups that were admitted: long ones in parts, others packed."""
+        prefix_slots = self._scheduler.num_prefix_slots
+        items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
+        long: list[list[Continuation]] = [[] for _ in items]
+        for ticket, prefix_slot in admitted:
+            replica, here = divmod(prefix_slot, prefix_slots)
+            group = self._groups[ticket]
+            if len(group.context) > PREFILL_TOKENS:
+                long[replica].append(Continuation(group, ticket, here, 0))
+            else:
+                items[replica].append(Admitted(group, ticket, here))
+            if self._scheduler.has_begun(ticket):
+                again = len(group.context) if group.turn_length(0) else group.kept
+                self.stats = self.stats.plus(recomputed_tokens=again)
+        # For each call one pack per replica, empty if a replica has fewer packs than others.
+        for packs in zip_longest(*map(split_into_packs, items)):
+            self._prefill_packs([pack or [] for pack in packs], params, version)
+        self._extend(long, self.sampling.n, params, version)
+
+    def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_prefix_slots, unpack=self._unpack)
-        again = (
-            len(group.context) if group.turn_length(0) else group.kept
-            for group, ticket, _ in chain.from_iterable(packs)
-            if self._scheduler.has_begun(ticket)
-        )
-        computed = int(np.count_nonzero(packed.segment_ids))
-        self.stats = self.stats.plus(prefilled_tokens=computed, recomputed_tokens=sum(again))
+        self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
         for replica, pack in enumerate(packs):
             for i, (group, ticket, _) in enumerate(pack, replica * size):
-                if not group.turn_length(0):
-                    own = slice(len(group.completions))
-                    self._begin(group, ticket, tokens[i][own], logprobs[i][own], version)
+                self._begin(group, ticket, tokens[i], logprobs[i], version)
 
     def _begin(
         self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
     ) -> None:
         """Appends the first token of each sample, from the first replica that computed the prompt."""
-        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
+        if group.turn_length(0):
+            return
+        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=False):
             completion.extend([token], [logprob], version)
-        for index in self._ended([(group, index) for index in range(len(tokens))]):
+        for index in self._ended([(group, index) for index in range(len(group.completions))]):
             suspended = None
             if self._is_suspended(group.completions[index]):
                 suspended = self._scheduler.suspend_waiting(ticket, index)
@@ -364,9 +371,9 @@ class Session:
             else:
                 self._scheduler.finish_waiting(ticket, index)
             self._end_turn(ticket, index, suspended)
-        self.stats = self.stats.plus(decoded_tokens=len(tokens))
+        self.stats = self.stats.plus(decoded_tokens=len(group.completions))
 
-    def _extend(self, params: Any, version: int) -> None:
+    def _extend_resumed(self, params: Any, version: int) -> None:
         """Computes what follows the prefix slots of resumed samples, and draws the first token of their
         turns."""
         scheduler = self._scheduler
@@ -379,14 +386,19 @@ class Session:
             group = self._groups[ticket]
             left[replica].append(Continuation(group, ticket, prefix_slot, group.kept))
         self._resumed = []
+        self._extend(left, 1, params, version)
+
+    def _extend(self, left: list[list[Continuation]], drawn: int, params: Any, version: int) -> None:
+        """Computes what is left of contexts of each replica, part after part, and draws the first tokens."""
         for batch, width, most in calls(left):
-            extended = extension(batch, self.sampling.n, width, most, scheduler.num_prefix_slots)
+            sizes = drawn, width, most, self._scheduler.num_prefix_slots
+            extended = extension(batch, self.sampling.n, *sizes)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
                 for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
                     if item.left <= width:
-                        self._begin(item.group, item.ticket, [tokens[i]], [logprobs[i]], version)
+                        self._begin(item.group, item.ticket, tokens[i], logprobs[i], version)
 
     def _restore(self, filled: Sequence[tuple[int, Occupant]], params: Any) -> None:
         """Computes the tokens again that samples have whose slot is another one now."""
