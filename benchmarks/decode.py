@@ -8,8 +8,13 @@ group, and with a copy for every sequence (as many groups of one), in turns; the
 dropped, the figures are medians. Beside them, the products of a decode step with the weights alone: what is
 left where the cache costs nothing.
 
+Wasted decode, long completions and the memory of a prefill need no model. A long prompt is computed in parts,
+and what the compiler needs for one beside its arguments is compared with a row of 2,048 tokens. Log-normal
+lengths (median 2,048, at most 32,768 tokens; `--quick`: a sixteenth of these) are sampled with unlimited
+memory and in a quarter of what that takes at most, by the scheduler alone.
+
 Wasted decode is slots times steps that gave no token, on log-normal completion lengths (median 64, sigma 1,
-at most 512 tokens), for the scheduler and for batches that run until their last row is done; no model needed.
+at most 512 tokens), for the scheduler and for batches that run until their last row is done.
 """
 
 from __future__ import annotations
@@ -19,38 +24,64 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from quatrain.backend import this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.engine.decode import TOKENS_PER_CALL
+from quatrain.engine.admission import Admission
+from quatrain.engine.cache import Room
+from quatrain.engine.decode import TOKENS_PER_CALL, Program, extend_program, prefill_program
 from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.groups import (
+    PREFILL_TOKENS,
+    Admitted,
+    Continuation,
+    Group,
+    calls,
+    extension,
+    pack_prompts,
+    prompt_positions,
+)
 from quatrain.engine.scheduler import Scheduler
 from quatrain.models.decoder import logits
-from quatrain.models.families import Architecture
+from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.models.kv_cache import empty_cache
 from quatrain.models.layers import linear
+from quatrain.models.params import abstract_params
+from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
 from quatrain.weights.load import load_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="path of a model; without it, only wasted decode")
+    parser.add_argument("model", nargs="?", help="path of a model; without it, only what needs none")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=130)
     parser.add_argument("--n", type=int, default=8, help="samples per prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="long completions of a sixteenth of the length")
     parser.add_argument("--json", type=Path, help="file the figures are written to")
     args = parser.parse_args()
-    report: dict[str, Any] = {"wasted decode": wasted_decode(sequences=256, n=8, slots=32)}
+    parts = 16 if args.quick else 1
+    arch = builtin_architecture("tiny", 300, (0,))
+    report: dict[str, Any] = {
+        "wasted decode": wasted_decode(sequences=256, n=8, slots=32),
+        "long completions": long_completions(
+            sequences=512, n=8, median=2048 // parts, longest=32768 // parts
+        ),
+        "bytes of a prefill": prefill_memory(arch, 32768),
+    }
     if args.model:
         report |= measure(args)
     text = json.dumps(report, indent=2)
@@ -146,36 +177,138 @@ def weight_products(arch: Architecture, params: Any, rows: int, dtype: str) -> C
     return measured
 
 
-def wasted_decode(*, sequences: int, n: int, slots: int) -> dict[str, float]:
-    """Share of decode work without a token, by the scheduler and by batches that wait for their last row."""
-    draw = random.Random(0)
-    lengths = [min(max(round(draw.lognormvariate(np.log(64), 1.0)), 1), 512) for _ in range(sequences)]
-    scheduler, tokens, work = Scheduler(slots), 0, 0
-    for _ in range(sequences // n):
-        scheduler.submit(n)
-    left = {(i // n, i % n): length - 1 for i, length in enumerate(lengths)}
-    while scheduler.num_unfinished:
-        wanted = scheduler.wanted_slots()
-        sizes = wanted, scheduler.wanted_prefix_slots(wanted)
-        if sizes != (len(scheduler.slots), len(scheduler.rows)):
-            scheduler.resize(*sizes)
+class Simulation:
+    """The scheduler and the admission of an engine, with samples of known lengths and without a model.
+
+    `lengths` has a row for each prompt of `prompt` tokens; `positions` is the memory of a replica's cache.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[Sequence[int]],
+        *,
+        limit: int,
+        positions: int,
+        prompt: int,
+        slots: int | None = None,
+        replicas: int = 1,
+    ):
+        self.lengths, self.scheduler = lengths, Scheduler(1, replicas)
+        self.groups: dict[int, Group] = {}
+        room, size = Room(positions, 1, prompt_positions(prompt)), len(lengths[0])
+        self.admission = Admission(self.scheduler, room, self.groups, size, slots, limit, turns=False)
+        self.steps = self.slot_steps = self.tokens = self.recomputed = self.read = self.peak = 0
+        ids = np.ones(prompt, np.int32)
+        for number in range(len(lengths)):
+            group = Group.of(Prompt(number, ids, ""), 0, range(size), limit)
+            self.groups[self.scheduler.submit(size)] = group
+
+    def run(self) -> dict[str, float]:
+        """Figures of all rounds until the last sample has ended."""
+        while self.scheduler.num_unfinished:
+            self.round()
+        return {
+            "decode steps": self.steps,
+            "slots times steps": self.slot_steps,
+            "wasted decode": 1 - self.tokens / max(self.slot_steps, 1),
+            "positions read per position used": self.read
+            / sum(n * n / 2 for row in self.lengths for n in row),
+            "most positions": self.peak,
+            "preempted": self.admission.num_preempted,
+            "tokens computed again per token": self.recomputed / sum(map(sum, self.lengths)),
+        }
+
+    def round(self) -> None:
+        """A round of the session."""
+        scheduler, shape = self.scheduler, self.admission.next_shape()
+        self.peak = max(self.peak, shape.num_positions)
+        if (scheduler.num_slots, scheduler.num_prefix_slots) != shape[:2]:
+            scheduler.resize(*shape[:2])
         while admitted := scheduler.admit():
             for ticket, _ in admitted:
-                for sample in range(n):
-                    if not left[ticket, sample]:
+                group = self.groups[ticket]
+                if group.turn_length(0):  # of another replica, or preempted
+                    self.recomputed += len(group.context) * scheduler.has_begun(ticket)
+                    continue
+                for sample, completion in enumerate(group.completions):
+                    completion.tokens = range(1)
+                    if self.lengths[ticket][sample] == 1:
                         scheduler.finish_waiting(ticket, sample)
-        scheduler.fill()
-        running = {slot: (who.ticket, who.sample) for slot, who in enumerate(scheduler.slots) if who}
-        steps = min(TOKENS_PER_CALL, max((left[key] for key in running.values()), default=0))
-        work += steps * len(scheduler.slots)
-        for slot, key in running.items():
-            done = min(steps, left[key])
-            tokens, left[key] = tokens + done, left[key] - done
-            if not left[key]:
+        for _, who in scheduler.fill():
+            self.recomputed += self.groups[who.ticket].turn_length(who.sample) - 1
+        running = [(slot, who) for slot, who in enumerate(scheduler.slots) if who]
+        left = {}
+        for slot, who in running:
+            left[slot] = self.lengths[who.ticket][who.sample] - self.groups[who.ticket].turn_length(
+                who.sample
+            )
+        steps = min(TOKENS_PER_CALL, max(left.values(), default=0))
+        self.steps += steps
+        self.slot_steps += steps * len(scheduler.slots)
+        self.read += steps * len(scheduler.slots) * shape.generated_positions
+        for slot, who in running:
+            completion, done = self.groups[who.ticket].completions[who.sample], min(steps, left[slot])
+            completion.tokens = range(len(completion.tokens) + done)
+            self.tokens += done
+            if done == left[slot]:
                 scheduler.finish(slot)
+
+
+def prefill_memory(arch: Architecture, long: int, *, dtype: str = "float32") -> dict[str, int]:
+    """What the compiler needs beside arguments: for a row of PREFILL_TOKENS, and for a part of a long prompt.
+
+    `long` tokens of one prompt; `cache` is what its prefix slot takes.
+    """
+    backend, mesh = this_backend(), one_device()
+    program = Program(arch, Sampling(1, 1), (), jnp.dtype(dtype), "xla", mesh)
+    params = abstract_params(arch, jnp.float32)
+
+    def temporary(run: Any, packed: Any, positions: int) -> tuple[int, int]:
+        prompts = jax.eval_shape(lambda: empty_cache(arch, 1, positions, dtype, mesh))
+        compiled = run(backend).lower(params, prompts, packed, np.uint32(0), program=program).compile()
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(prompts))
+        return compiled.memory_analysis().temp_size_in_bytes, size
+
+    def group(tokens: int) -> Group:
+        return Group.of(Prompt(0, np.ones(tokens, np.int32), ""), 0, (0,), 1)
+
+    row = pack_prompts([[Admitted(group(PREFILL_TOKENS), 0, 0)]], 1, 1, unpack=False)
+    usual, _ = temporary(prefill_program, row, PREFILL_TOKENS)
+    left = [[Continuation(group(long), 0, 0, 0)]]
+    batch, width, most = next(calls(left))
+    part = extension(batch, 1, 1, width, most, 1)
+    in_parts, cache = temporary(extend_program, part, prompt_positions(long))
+    return {f"{PREFILL_TOKENS} tokens": usual, f"part of {long} tokens": in_parts, "cache": cache}
+
+
+def wasted_decode(*, sequences: int, n: int, slots: int) -> dict[str, float]:
+    """Share of decode work without a token, by the scheduler and by batches that wait for their last row."""
+    lengths = lognormal(sequences, median=64, sigma=1.0, longest=512)
+    rows = [lengths[first : first + n] for first in range(0, sequences, n)]
+    refilled = Simulation(rows, limit=512, positions=1 << 40, prompt=128, slots=slots).run()
     batches = [lengths[first : first + slots] for first in range(0, sequences, slots)]
     until_last = sum(slots * (max(batch) - 1) for batch in batches)
-    return {"slots refilled": 1 - tokens / work, "until the last row": 1 - tokens / until_last}
+    tokens = sum(lengths) - sequences
+    return {"slots refilled": refilled["wasted decode"], "until the last row": 1 - tokens / until_last}
+
+
+def long_completions(*, sequences: int, n: int, median: int, longest: int) -> dict[str, dict[str, float]]:
+    """Log-normal lengths with unlimited memory, and with a quarter of what that takes at most."""
+    lengths = lognormal(sequences, median=median, sigma=1.0, longest=longest)
+    rows = [lengths[first : first + n] for first in range(0, sequences, n)]
+    figures, positions = {}, 1 << 40
+    for name in ("unlimited memory", "a quarter of it"):
+        figures[name] = Simulation(rows, limit=longest, positions=positions, prompt=200).run()
+        positions = figures[name]["most positions"] // 4
+    whole, quarter = figures.values()
+    ratio = quarter["decode steps"] / whole["decode steps"]
+    return {**figures, "decode steps, a quarter / unlimited": ratio}
+
+
+def lognormal(count: int, *, median: int, sigma: float, longest: int) -> list[int]:
+    """Lengths of completions, the same in every call."""
+    draw = random.Random(0)
+    return [min(max(round(draw.lognormvariate(np.log(median), sigma)), 1), longest) for _ in range(count)]
 
 
 if __name__ == "__main__":

@@ -205,9 +205,11 @@ def test_a_long_group_of_a_shared_sampling_does_not_lower_the_number_of_slots_fo
 
     [long, *short] = [engine.submit([one(size)]) for size in (100, *[5] * 19)]
     scheduler = engine._session._scheduler
+    engine.advance()
     assert scheduler.max_slots == MEMORY // 144
     while not engine.finished(long):
         engine.advance()
     engine.take(long)
+    engine.advance()
     assert scheduler.max_slots == MEMORY // 48
     assert all(completion.tokens for completion in finish(engine, short))

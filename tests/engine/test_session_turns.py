@@ -31,6 +31,8 @@ class Episodes:
     session: Session
     wait: Any = lambda turn, round: 0
     """Rounds that an answer takes, by the index of the turn and the number of the round."""
+    preempt: Any = lambda who, round: False
+    """Whether a sample loses its slot, or its place in the order of waiting, before a round."""
     of: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     done: dict[tuple[int, int], Completion] = field(default_factory=dict)
 
@@ -46,6 +48,9 @@ class Episodes:
                     suspended, answer(*sample, len(completion.turns)), self.session.sampling.max_new_tokens
                 )
             waiting = [item for item in waiting if item[0] > rounds]
+            for who in self.session._scheduler.placed:
+                if self.preempt(who, rounds):
+                    self.session._scheduler.preempt(*who)
             self.session.advance(params, 1)
             rounds += 1
             for end in self.session.take_ends():
@@ -69,7 +74,7 @@ def answer(prompt: int, number: int, turn: int) -> list[int]:
 
 @pytest.fixture
 def make_session(small_arch, tokenizer):
-    def make(*, arch=small_arch, most=None, **sampling):
+    def make(*, arch=small_arch, most=None, memory=1 << 28, **sampling):
         sampler = Sampler(
             arch,
             tokenizer,
@@ -78,7 +83,7 @@ def make_session(small_arch, tokenizer):
             jnp.dtype("float32"),
             "xla",
             one_device(),
-            1 << 28,
+            memory,
             more_context=400,
         )
         settings = Sampling(**{"n": 3, "max_new_tokens": 40, "temperature": 0.9, **sampling})
@@ -174,3 +179,22 @@ def test_text_depends_neither_on_slots_nor_on_when_answers_come(make_session, sm
     assert [c.turns for c in other] == [c.turns for c in usual]
     for one, two in zip(other, usual):
         assert one.logprobs == pytest.approx(two.logprobs, abs=2e-5)
+
+
+@pytest.mark.parametrize("positions", [1 << 20, 700, 2000])
+def test_text_depends_neither_on_memory_nor_on_preemption(make_session, small_params, positions):
+    """With room for one sequence, for three, or for all and samples that lose their slots in any round."""
+    usual = Episodes(make_session()).run(small_params)
+    chance = np.random.default_rng(1)
+    session = make_session(memory=positions * 256)
+    forced = positions > 2000
+    other = Episodes(
+        session,
+        lambda number, rounds: (number * 7 + rounds * 5) % 6,
+        lambda who, rounds: forced and chance.random() < 0.2,
+    ).run(small_params)
+    assert [c.tokens for c in other] == [c.tokens for c in usual]
+    assert [c.turns for c in other] == [c.turns for c in usual]
+    for one, two in zip(other, usual):
+        assert one.logprobs == pytest.approx(two.logprobs, abs=2e-5)
+    assert session.stats.recomputed_tokens > 0

@@ -114,8 +114,8 @@ def test_switches_are_tried_in_the_order_of_their_costs():
 
 
 def test_the_policy_waits_where_the_rollout_has_a_copy():
-    """In float32 beside a rollout in bfloat16, and not if the rollout runs ahead."""
-    options = ("model.dtype=bfloat16", "rollout.max_concurrency=512", "data.batch_size=256")
+    """In bfloat16 beside a rollout of merged weights in float32, and not if the rollout runs ahead."""
+    options = ("model.dtype=float32", "model.param_dtype=bfloat16", "lora.rank=2")
     memory = enough(*options, "offload.policy=true")
     assert memory < enough(*options)
     found = fits(int(memory / ROOM) + 1, *SMALL, *options, devices=1).found
@@ -126,12 +126,12 @@ def test_the_policy_waits_where_the_rollout_has_a_copy():
 
 
 def test_with_workers_their_devices_must_fit_too_and_the_policy_never_waits():
-    many = ("rollout.workers=1", "data.batch_size=8192", "update.mini_batch_size=4")
-    many += ("rollout.max_concurrency=8192",)
-    found = fits(10**8, *SMALL, *many, devices=1)
+    many = ("rollout.workers=1", "rollout.mesh=1,1,1", "lora.rank=2")
+    found = fits(2 * 10**6, *SMALL, *many, devices=4)
     assert not found.found
     options = [*SMALL, *many, *found.smallest.overrides]
-    placed = placement(load_config(None, options, {}).config, device_memory=int(ROOM * 10**8))
+    memory = int(ROOM * 2 * 10**6)
+    placed = placement(load_config(None, options, {}).config, devices=4, device_memory=memory)
     assert found.smallest.peak == placed.worker.peak > placed.peak
     assert not any("offload.policy" in override for override in found.smallest.overrides)
 

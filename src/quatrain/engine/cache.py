@@ -32,6 +32,11 @@ class CacheShape(NamedTuple):
     prompt_positions: int
     generated_positions: int
 
+    @property
+    def num_positions(self) -> int:
+        """Positions of all slots and prefix slots."""
+        return self.slots * self.generated_positions + self.prefix_slots * self.prompt_positions
+
 
 @dataclass(frozen=True)
 class Room:
@@ -77,6 +82,15 @@ class Room:
         while positions < needed:
             positions *= 2
         return min(positions, round_up(most + self.more_turn))
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that there is memory for."""
+        return self.num_bytes // self.position_bytes
+
+    def fits(self, shape: CacheShape) -> bool:
+        """Whether there is memory for a cache of this shape."""
+        return shape.num_positions <= self.num_positions
 
     def fitting(self, positions: int) -> int:
         """How many sequences of so many positions there is room for."""
@@ -137,7 +151,7 @@ class Cache:
 
     def rearranged(self, shape: CacheShape, slots: list[int], prefix_slots: list[int], used: int) -> Cache:
         """The cache in another shape: its given `slots` and `prefix_slots`, and the ring's last `used`
-        positions."""
+        positions. This one is freed as far as it is copied."""
         old, prompts, generated, position = self.shape, self.prompts, self.generated, self.ring_position
         if old[1:3] != shape[1:3] or prefix_slots != self._all(old.prefix_slots):
             prompts = rearrange(prompts, np.array(prefix_slots), np.arange(shape.prompt_positions), self.mesh)

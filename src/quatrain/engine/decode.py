@@ -28,7 +28,7 @@ from quatrain.backend import Backend, this_backend
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.unpacking import Unpacking
-from quatrain.models.decode_step import Continued, Sharing
+from quatrain.models.decode_step import Continued, Restored, Sharing
 from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.models.params import partition
@@ -186,18 +186,7 @@ def _prefill(
         jax.tree.map(partial(insert, order=(0, 2, 3, 1)), prompts.keys, new.keys),
         jax.tree.map(partial(insert, order=(0, 2, 1, 3)), prompts.values, new.values),
     )
-    n = packed.sequence_ids.shape[1]
-    last_ND = hidden_TD[after_N + packed.lengths - 1]
-    last_logits = logits(params, program.arch, last_ND, backend=program.backend)
-    tokens, logprobs = program.draw(
-        jnp.repeat(last_logits, n, axis=0),
-        seed,
-        jnp.repeat(packed.steps, n),
-        packed.sequence_ids.reshape(-1),
-        jnp.repeat(packed.offsets, n),
-        packed.sampling,
-    )
-    return prompts, *all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
+    return prompts, *_draw_samples(params, hidden_TD[after_N + packed.lengths - 1], packed, seed, program)
 
 
 _SPECS = (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
@@ -205,32 +194,54 @@ prefill_program = sharded_program(_prefill, *_SPECS, donated=(1,))
 
 
 class Extended(NamedTuple):
-    """N sequences that go on after prefix slots: tokens, and what one more is drawn from."""
+    """N sequences that go on after prefix slots: tokens, and what n samples of the next are drawn from."""
 
     continued: Continued
-    sequence_ids: jax.Array  # [N] uint32
+    sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
+    sampling: EachSampling | None = None  # [N], if each has its own
 
 
 def _extend(
     params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
-    """(prompt cache with the tokens in their prefix slots, next tokens [N], their log-probabilities [N])."""
+    """(prompt cache with the tokens in their prefix slots, next tokens [N, n], log-probabilities [N, n])."""
     hidden_ND, prompts = decode_step.extend(
         params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
     )
+    return prompts, *_draw_samples(params, hidden_ND, extended, seed, program)
+
+
+def _draw_samples(
+    params: dict, last_ND: jax.Array, drawn: Packed | Extended, seed: jax.Array, program: Program
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens [N, n] of the n samples after each of N contexts, their log-probabilities) of all replicas."""
+    n = drawn.sequence_ids.shape[1]
     tokens, logprobs = program.draw(
-        logits(params, program.arch, hidden_ND, backend=program.backend),
+        jnp.repeat(logits(params, program.arch, last_ND, backend=program.backend), n, axis=0),
         seed,
-        extended.steps,
-        extended.sequence_ids,
-        extended.offsets,
+        jnp.repeat(drawn.steps, n),
+        drawn.sequence_ids.reshape(-1),
+        jnp.repeat(drawn.offsets, n),
+        drawn.sampling,
     )
-    return prompts, *all_gather_shards((tokens, logprobs))
+    return all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
 
 extend_program = sharded_program(_extend, *_SPECS, donated=(1,))
+
+
+def _restore(
+    params: dict, generated: CachePart, prompts: CachePart, restored: Restored, program: Program
+) -> CachePart:
+    """`generated` with tokens of turns that lost their slots."""
+    return decode_step.restore(
+        params, program.arch, restored, prompts, generated, dtype=program.dtype, backend=program.backend
+    )
+
+
+restore_program = sharded_program(_restore, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC, donated=(1,))
 
 
 class Slots(NamedTuple):
@@ -395,12 +406,17 @@ def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mes
 
 
 def rearrange(part: CachePart, slots: np.ndarray, positions: np.ndarray, mesh: Mesh) -> CachePart:
-    """`part` with these `slots` (indices per replica) and `positions`; one small program serves all
-    arrays."""
-    keys, values = (
-        tuple(_pick(x, slots, positions, axis, mesh) for x in xs)
-        for xs, axis in ((part.keys, 3), (part.values, 2))
-    )
+    """`part` with these `slots` (indices per replica) and `positions`; one small program serves all arrays.
+
+    Each array of `part` is freed once it is copied, so that only one of them is in memory twice.
+    """
+
+    def moved(x: jax.Array, axis: int) -> jax.Array:
+        picked = _pick(x, slots, positions, axis, mesh)
+        x.delete()
+        return picked
+
+    keys, values = (tuple(moved(x, axis) for x in xs) for xs, axis in ((part.keys, 3), (part.values, 2)))
     return CachePart(keys, values)
 
 

@@ -450,4 +450,6 @@ def work_metrics(stats: EngineStats, seconds: float) -> dict[str, Metric]:
         "rollout/wasted_decode_fraction": Metric(
             stats.slot_steps - stats.useful_slot_steps, stats.slot_steps
         ),
+        "rollout/preempted": Metric(stats.preempted, reduction="sum"),
+        "rollout/recomputed_tokens": Metric(stats.recomputed_tokens, reduction="sum"),
     }

@@ -7,16 +7,17 @@ tokens. Turns that go on after a prefix slot: `Group` -> `Extended` -> `decode.e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
 
 from quatrain.engine.decode import Extended, Packed
 from quatrain.models.attention.unpacking import unpacking
-from quatrain.models.decode_step import Continued
+from quatrain.models.decode_step import Continued, Restored
 from quatrain.ops.packing import useful_common_prefix
 from quatrain.ops.sampling import EachSampling
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
@@ -24,12 +25,16 @@ from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 
 PREFILL_TOKENS = 2048
-"""Prompts are packed into rows of at most this many tokens; a longer prompt gets a row of its own."""
+"""Prompts are packed into rows of at most this many tokens; a longer one is computed in parts."""
 FEWEST_POSITIONS = 32
 """Least number of positions of a cache; the cache of generated tokens starts with it and grows by
 doubling."""
 FEWEST_CONTINUED = 4
 """Least number of continued sequences of one call; fewer take as long."""
+EXTENDED_TOKENS = 1024
+"""Most tokens of one call that computes what follows in prefix slots or slots."""
+FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
+"""Tokens of one sequence in such a call, if no sequence has EXTENDED_TOKENS left."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,10 @@ class Group:
     def turn_length(self, index: int) -> int:
         """Tokens that a sample has in this turn."""
         return len(self.completions[index].tokens) - self.offset
+
+    def turn(self, index: int) -> list[int]:
+        """The tokens of a sample in this turn."""
+        return self.completions[index].tokens[self.offset :]
 
     def left(self, index: int) -> int:
         """Tokens that the policy may still sample for a sample."""
@@ -210,30 +219,104 @@ class Continuation:
         return len(self.group.context) - self.done
 
 
-def extension(
-    batch: list[list[Continuation]], n: int, tokens: int, most: int, num_prefix_slots: int
-) -> Extended:
-    """The next `tokens` tokens of each continuation; one list for each replica, of at most `most`.
+@dataclass
+class Restoration:
+    """A sample that has a slot again, with the first `done` tokens of its turn.
 
-    They are padded to a power of four, so that few programs are compiled. `n` is the number of samples of a
-    prompt.
+    All but the last of these are computed again, which is the next input.
     """
+
+    group: Group
+    index: int
+    slot: int
+    prefix_slot: int
+    begin: int
+    """Ring position of the turn's first token."""
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens of the turn that are not computed yet."""
+        return self.group.turn_length(self.index) - 1 - self.done
+
+
+_Item = TypeVar("_Item", Continuation, Restoration)
+
+
+def calls(left: list[list[_Item]]) -> Iterator[tuple[list[list[_Item]], int, int]]:
+    """(items of one call, tokens of each, most items) until nothing is left; one list for each replica."""
+    while any(left):
+        longest = max(item.left for items in left for item in items)
+        width = min(power_of_two(max(longest, FEWEST_EXTENDED)), MOST_EXTENDED)
+        width = EXTENDED_TOKENS if longest >= EXTENDED_TOKENS else width
+        most = EXTENDED_TOKENS // width
+        batch = [items[:most] for items in left]
+        yield batch, width, most
+        for item in chain.from_iterable(batch):
+            item.done += min(width, item.left)
+        left = [[item for item in items if item.left] for items in left]
+
+
+def _table(batch: Sequence[Sequence[Any]], most: int, fills: Sequence[int], dtype: Any) -> np.ndarray:
+    """[fields, replicas, N] for N items of each replica, padded to a power of four so that few programs are
+    compiled."""
     count = min(power_of_four(max(FEWEST_CONTINUED, *map(len, batch))), most)
-    shape = (len(batch), count)
-    input_ids = np.zeros((*shape, tokens), np.int32)
-    starts, counts, prefix_slots = (np.full(shape, fill, np.int32) for fill in (0, 0, num_prefix_slots))
-    sequence_ids, steps, offsets = (np.zeros(shape, np.uint32) for _ in range(3))
+    return np.full((count, len(batch), len(fills)), fills, dtype).T.copy()
+
+
+def _continued(
+    batch: Sequence[Sequence[Continuation | Restoration]],
+    tokens: Sequence[Sequence[Any]],
+    width: int,
+    most: int,
+    num_prefix_slots: int,
+) -> Continued:
+    """The next `width` of the `tokens` of each item."""
+    starts, counts, prefix_slots = _table(batch, most, (0, 0, num_prefix_slots), np.int32)
+    input_ids = np.zeros((*starts.shape, width), np.int32)
     for replica, items in enumerate(batch):
         for i, item in enumerate(items):
-            at, group = (replica, i), item.group
-            part = group.context[item.done : item.done + tokens]
-            input_ids[at][: len(part)] = part
-            starts[at], counts[at], prefix_slots[at] = item.done, len(part), item.prefix_slot
-            [sequence_ids[at]] = group.sequence_ids(n)
-            steps[at], offsets[at] = group.step, group.offset
-    arrays = (input_ids, starts, counts, prefix_slots, sequence_ids, steps, offsets)
-    *continued, ids, step, offset = as_jit_arguments(*(np.concatenate(array) for array in arrays))
-    return Extended(Continued(*continued), ids, step, offset)
+            part = tokens[replica][i][item.done : item.done + min(width, item.left)]
+            input_ids[replica, i, : len(part)] = part
+            starts[replica, i], counts[replica, i] = item.done, len(part)
+            prefix_slots[replica, i] = item.prefix_slot
+    arrays = (input_ids, starts, counts, prefix_slots)
+    return Continued(*as_jit_arguments(*(np.concatenate(array) for array in arrays)))
+
+
+def extension(
+    batch: list[list[Continuation]], n: int, drawn: int, width: int, most: int, num_prefix_slots: int
+) -> Extended:
+    """The next `width` tokens of each continuation; one list for each replica, of at most `most`.
+
+    `n` is the number of samples of a prompt, and `drawn` of those that tokens are drawn for.
+    """
+    contexts = [[item.group.context for item in items] for items in batch]
+    *ids, steps, offsets = _table(batch, most, (0,) * (drawn + 2), np.uint32)
+    owners = [[item.group.own for item in items] + [None] * (len(steps[0]) - len(items)) for items in batch]
+    for replica, items in enumerate(batch):
+        for i, item in enumerate(items):
+            for row, number in zip(ids, item.group.sequence_ids(n)):
+                row[replica, i] = number
+            steps[replica, i], offsets[replica, i] = item.group.step, item.group.offset
+    arrays = (np.concatenate(array) for array in (np.stack(ids, axis=-1), steps, offsets))
+    numbers, step, offset = as_jit_arguments(*arrays)
+    own = each_sampling(list(chain.from_iterable(owners)))
+    return Extended(_continued(batch, contexts, width, most, num_prefix_slots), numbers, step, offset, own)
+
+
+def restoration(
+    batch: list[list[Restoration]], width: int, most: int, num_slots: int, num_prefix_slots: int
+) -> Restored:
+    """The next `width` tokens of the turn of each item; one list for each replica, of at most `most`."""
+    turns = [[item.group.turn(item.index) for item in items] for items in batch]
+    lengths, slots, begins = _table(batch, most, (0, num_slots, 0), np.int32)
+    for replica, items in enumerate(batch):
+        for i, item in enumerate(items):
+            lengths[replica, i], slots[replica, i] = len(item.group.context), item.slot
+            begins[replica, i] = item.begin
+    continued = _continued(batch, turns, width, most, num_prefix_slots)
+    return Restored(continued, *as_jit_arguments(*map(np.concatenate, (lengths, slots, begins))))
 
 
 def each_sampling(owners: Sequence[PerRequestSampling | None]) -> EachSampling | None:

@@ -10,6 +10,9 @@ of its own, with a prefix slot for its keys and values if one is free. `resume` 
 forgets it. A suspended group whose prefix slot another group needs loses it, and is queued like a new one
 when it is resumed.
 
+`preempt` takes the slot of a sample for which there is no memory left: the sample is queued again, before
+groups that have not begun. What it has sampled is kept by the caller.
+
 All replicas of the sampler have the same number of slots and of prefix slots, and a sample stays on the
 replica that it was assigned to. While more sequences wait than there are free slots, a group is assigned to
 one replica, unless it has more samples than a replica has slots. Once all remaining sequences fit into the
@@ -18,10 +21,10 @@ slots, groups are split if that balances the replicas."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from quatrain.ops.shape_buckets import power_of_two, round_up
 
@@ -43,13 +46,13 @@ class _Part:
 class _Group:
     """A group: `waiting` samples are not assigned to a replica yet; `parts` are keyed by replica.
 
-    `resumed`: whether it is a sample that was suspended.
+    `begun`: whether samples that wait were suspended or preempted, so that they come before new groups.
     """
 
     ticket: int
     waiting: deque[int]
     unfinished: int
-    resumed: bool = False
+    begun: bool = False
     parts: dict[int, _Part] = field(default_factory=dict)
 
 
@@ -61,6 +64,14 @@ class Occupant:
     ticket: int
     sample: int
     prefix_slot: int
+
+
+class Queued(NamedTuple):
+    """A group in the queue, of which `num_waiting` samples wait; `begun`: these, if they may have tokens."""
+
+    ticket: int
+    num_waiting: int
+    begun: Sequence[int]
 
 
 @dataclass
@@ -156,14 +167,40 @@ class Scheduler:
         self.slots[slot] = None
         self._count_finished(self._open[occupant.ticket], slot // self.num_slots)
 
-    def suspend(self, slot: int) -> tuple[int, int | None]:
+    def preempt(self, ticket: int, sample: int) -> None:
+        """Queues a sample again that runs, or that waits for a slot on its replica.
+
+        Its group keeps the prefix slot there as long as other samples of it need it."""
+        group, who = self._open[ticket], (ticket, sample)
+        running = [slot for slot, o in enumerate(self.slots) if o and (o.ticket, o.sample) == who]
+        if running:
+            replica = running[0] // self.num_slots
+            self.slots[running[0]] = None
+        else:
+            replica = next(r for r, part in group.parts.items() if sample in part.waiting)
+            group.parts[replica].waiting.remove(sample)
+        group.parts[replica].unfinished -= 1
+        if not group.parts[replica].unfinished:
+            self._free_part(group, replica)
+        if group in self._queue:
+            self._queue.remove(group)
+        group.waiting.append(sample)
+        self._queue_begun(group)
+
+    def free_a_prefix_slot(self) -> bool:
+        """Frees a prefix slot that no running or waiting sample needs now; whether there was one."""
+        return any(self._evicted_prefix_slot(replica) is not None for replica in range(self.num_replicas))
+
+    def suspend(self, slot: int, *, keep: bool = True) -> tuple[int, int | None]:
         """Frees `slot` and holds its sample as a group of one: (its ticket, its prefix slot or None).
 
-        The prefix slot of the sample's prompt, if no other sample uses it; else a free one, and None without
-        one."""
+        With `keep`, the prefix slot of the sample's prompt, if no other sample uses it; else a free one, and
+        None without one."""
         occupant = self.slots[slot]
         assert occupant is not None
         self.finish(slot)
+        if not keep:
+            return self._suspend(None)
         own_prefix_slot = self.prefix_slots[occupant.prefix_slot] is None
         return self._suspend(
             occupant.prefix_slot if own_prefix_slot else self._free_prefix_slot(slot // self.num_slots)
@@ -192,19 +229,22 @@ class Scheduler:
             part.unfinished = 1
             return True
         group.waiting.append(0)
-        self._queue.insert(sum(queued.resumed or bool(queued.parts) for queued in self._queue), group)
+        self._queue_begun(group)
         return False
 
-    def prefix_slot(self, ticket: int) -> int:
-        """The prefix slot of a resumed sample that still has one."""
-        [part] = self._open[ticket].parts.values()
-        return part.prefix_slot
+    def prefix_slot(self, ticket: int) -> int | None:
+        """The prefix slot of a sample that was resumed; None if it was preempted since."""
+        return next((part.prefix_slot for part in self._open[ticket].parts.values()), None)
 
     def drop(self, ticket: int) -> None:
         """Forgets a suspended sample, whose episode has ended."""
         del self._suspended[ticket]
         for part in self._open.pop(ticket).parts.values():
             self.prefix_slots[part.prefix_slot] = None
+
+    def has_begun(self, ticket: int) -> bool:
+        """Whether the unfinished group has samples that were suspended or preempted."""
+        return self._open[ticket].begun
 
     def is_finished(self, ticket: int) -> bool:
         """Whether all samples of the group are finished, and it was not taken yet."""
@@ -250,16 +290,21 @@ class Scheduler:
         return sum(self.loads()) + sum(len(group.waiting) for group in self._queue) + len(self._suspended)
 
     @property
-    def queued(self) -> list[int]:
-        """Tickets of groups with samples that are not assigned to a replica yet, in order."""
-        return [group.ticket for group in self._queue]
+    def queued(self) -> list[Queued]:
+        """The groups with samples that are not assigned to a replica yet, in order."""
+        return [Queued(g.ticket, len(g.waiting), g.waiting if g.begun else ()) for g in self._queue]
 
     @property
-    def in_memory(self) -> set[int]:
-        """Tickets of groups that have prefix slots or may get them now."""
-        return {ticket for ticket in self.prefix_slots if ticket is not None} | {
-            g.ticket for g in self._admissible()
-        }
+    def placed(self) -> list[tuple[int, int]]:
+        """(ticket, sample) of samples that run, or that wait for a slot on a replica."""
+        running = [(who.ticket, who.sample) for who in self.slots if who is not None]
+        parts = ((group.ticket, part) for group in self._open.values() for part in group.parts.values())
+        return running + [(ticket, sample) for ticket, part in parts for sample in part.waiting]
+
+    @property
+    def most_in_use(self) -> tuple[int, int]:
+        """(slots, prefix slots) in use on the replica that has the most of them."""
+        return max(self._in_use(self.slots)), max(self._in_use(self.prefix_slots))
 
     def wanted_slots(self) -> int:
         """The number of slots per replica for the current demand; few if only a few sequences remain.
@@ -329,7 +374,8 @@ class Scheduler:
                 replica = max(range(self.num_replicas), key=room.__getitem__)
                 if room[replica] <= 0:
                     return
-                count = min(left, room[replica] if all_fit else num_slots)
+                # Preempted samples are assigned only where they run at once: sizes are chosen for that.
+                count = min(left, room[replica] if all_fit or group.begun else num_slots)
                 yield group, replica, count
                 room[replica] -= count
                 left -= count
@@ -362,13 +408,19 @@ class Scheduler:
         return [len(here) - here.count(None) for here in each]
 
     def _suspend(self, prefix_slot: int | None) -> tuple[int, int | None]:
-        group = _Group(self._next_ticket, deque(), 1, resumed=True)
+        group = _Group(self._next_ticket, deque(), 1, begun=True)
         self._next_ticket += 1
         self._open[group.ticket] = group
         self._suspended[group.ticket] = None
         if prefix_slot is not None:
             self._give_prefix_slot(group, prefix_slot)
         return group.ticket, prefix_slot
+
+    def _queue_begun(self, group: _Group) -> None:
+        """Queues a group before new ones, and after those that hold prefix slots while they are queued."""
+        group.begun = True
+        before = sum(bool(q.parts) if group.parts else q.begun or bool(q.parts) for q in self._queue)
+        self._queue.insert(before, group)
 
     def _give_prefix_slot(self, group: _Group, prefix_slot: int) -> None:
         self.prefix_slots[prefix_slot] = group.ticket
@@ -380,10 +432,13 @@ class Scheduler:
         return replica * self.num_prefix_slots + prefix_slots.index(None) if None in prefix_slots else None
 
     def _evicted_prefix_slot(self, replica: int) -> int | None:
-        """The prefix slot on `replica` of the sample that is suspended the longest, which loses it."""
-        for ticket in self._suspended:
-            part = self._open[ticket].parts.pop(replica, None)
-            if part is not None:
+        """A prefix slot on `replica` that no running or waiting sample needs now, and that its group loses.
+
+        That of the sample that is suspended the longest; else of a group whose other samples are queued."""
+        for group in [*(self._open[ticket] for ticket in self._suspended), *self._queue]:
+            part = group.parts.get(replica)
+            if part is not None and not part.unfinished:
+                self._free_part(group, replica)
                 return part.prefix_slot
         return None
 
@@ -406,7 +461,10 @@ class Scheduler:
         samples."""
         done = [] if group.waiting else [r for r, part in group.parts.items() if not part.unfinished]
         for replica in done:
-            self.prefix_slots[group.parts.pop(replica).prefix_slot] = None
+            self._free_part(group, replica)
+
+    def _free_part(self, group: _Group, replica: int) -> None:
+        self.prefix_slots[group.parts.pop(replica).prefix_slot] = None
 
     def _count_finished(self, group: _Group, replica: int | None) -> None:
         """Counts a finished sample of `group`; `replica` is None if it was not assigned to one."""

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from quatrain.engine.cache import Cache, CacheShape, Move, Room
+from quatrain.engine.admission import Admission
+from quatrain.engine.cache import Cache, Move, Room
 from quatrain.engine.decode import (
     TOKENS_PER_CALL,
     Program,
@@ -29,18 +30,23 @@ from quatrain.engine.decode import (
     decode_program,
     extend_program,
     prefill_program,
+    restore_program,
 )
 from quatrain.engine.groups import (
+    PREFILL_TOKENS,
     Admitted,
     Continuation,
     Group,
     Pack,
     PerRequestSampling,
+    Restoration,
     as_jit_arguments,
+    calls,
     each_sampling,
     extension,
     pack_prompts,
     prompt_positions,
+    restoration,
     split_into_packs,
 )
 from quatrain.engine.scheduler import Occupant, Scheduler
@@ -49,16 +55,10 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import bytes_per_position
-from quatrain.ops.shape_buckets import power_of_two
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
 from quatrain.types.rollouts import Completion, Sampling
-
-EXTENDED_TOKENS = 1024
-"""Most tokens of one call that computes what follows prefix slots."""
-FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
-"""Tokens of one sequence in such a call, which bound the memory of its attention to the whole prefix slot."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,10 @@ class EngineStats:
     """Slot-steps that produced a token of a completion."""
     widest_slot_steps: int = 0
     """Slot-steps if the number of slots had always been its maximum."""
+    preempted: int = 0
+    """How often a sample lost its slot because the cache had no room for all."""
+    recomputed_tokens: int = 0
+    """Tokens whose keys and values were computed once more."""
 
     def plus(self, **more: float) -> EngineStats:
         """These totals with `more` added to the named fields."""
@@ -132,11 +136,11 @@ _Live = tuple[int, Group, int]
 class Session:
     """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
 
-    With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
-    `max_concurrency` sequences does not fit. At most `at_once` run, of those, if it is given.
+    Fewer run where the cache has no room for more (`admission.py`); `submit` raises ValueError if it has none
+    for one. At most `at_once` run, if it is given.
 
     With `per_request_sampling`, groups have one sample each with a sampling of its own (`submit_own`);
-    `sampling` is not used. Fewer than `max_concurrency` run where the cache has no room for more.
+    `sampling` is not used.
 
     With `goes_on`, samples have turns: `take_ends` returns each turn that has ended. A sample for which
     `goes_on` returned True is then suspended until `resume` or `drop` is called; another one is finished.
@@ -154,15 +158,13 @@ class Session:
     ):
         self.sampling, self.stats = sampling, EngineStats()
         self._per_request_sampling = per_request_sampling
-        self._most_tokens = 1 if per_request_sampling else sampling.max_new_tokens
         self._goes_on, self._ends = goes_on, list[TurnEnd]()
         self._resumed: list[int] = []
-        self._sampler, self._limit, self._at_once = sampler, max_concurrency, at_once
+        self._sampler = sampler
         self._program = sampler.program(None if per_request_sampling else sampling)
         self._unpack = unpacks(sampler.attention)
-        self._scheduler = Scheduler(
-            int(per_request_sampling), sampler.num_replicas, varying=per_request_sampling
-        )
+        replicas = sampler.num_replicas
+        self._scheduler = Scheduler(1, replicas, varying=per_request_sampling)
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
@@ -173,7 +175,17 @@ class Session:
             sampler.more_context,
             0 if goes_on is None else TOKENS_PER_CALL - 1,
         )
-        self._prompt_positions = self._room.context(1)
+        limits = [] if max_concurrency is None else [max_concurrency // replicas]
+        limits += [] if at_once is None else [-(-at_once // replicas)]
+        self._admission = Admission(
+            self._scheduler,
+            self._room,
+            self._groups,
+            group_size=1 if per_request_sampling else sampling.n,
+            most_slots=min(limits, default=None),
+            max_new_tokens=None if per_request_sampling else sampling.max_new_tokens,
+            turns=goes_on is not None,
+        )
         self._most_slots = 0
 
     @property
@@ -187,9 +199,9 @@ class Session:
         return self._scheduler.num_live
 
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
-        """Queue a group for each prompt; their tickets. Raises ValueError if the cache does not fit."""
+        """Queue a group for each prompt; their tickets. Raises ValueError as `check_memory` does."""
+        self.check_memory(prompts)
         limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
-        self._reserve_with(prompts)
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
     def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[PerRequestSampling]) -> tuple[int, ...]:
@@ -199,14 +211,23 @@ class Session:
         """
         groups = list(map(Group.alone, prompts, owners))
         for group in groups:
-            positions = self._room.positions(len(group.context), group.limit)
-            if not self._room.fitting(positions):
-                raise ValueError(
-                    "the KV cache of a sequence must fit into the memory for it: a prompt of "
-                    f"{len(group.context)} tokens and a completion of up to {group.limit} need "
-                    f"{self._room.share(positions)}; shorten the prompt or lower max_tokens"
-                )
+            self._check_fits(len(group.context), group.limit, "shorten the prompt or lower max_tokens")
         return self.submit_groups(groups)
+
+    def check_memory(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError if the cache of the longest sequence of these prompts does not fit alone."""
+        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
+        remedy = "lower rollout.max_new_tokens or data.max_prompt_length"
+        self._check_fits(longest, self.sampling.max_new_tokens, remedy)
+
+    def _check_fits(self, prompt: int, limit: int, remedy: str) -> None:
+        positions = self._room.positions(prompt, limit)
+        if not self._room.fitting(positions):
+            raise ValueError(
+                "the KV cache of a sequence must fit into the memory for it: a prompt of "
+                f"{prompt} tokens and a completion of up to {limit} need {self._room.share(positions)}; "
+                f"{remedy}"
+            )
 
     def completion(self, ticket: int) -> Completion:
         """What there is of the only sample of a group."""
@@ -219,45 +240,10 @@ class Session:
         self._free_cache()
 
     def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """Queue groups in their first turn, for which `reserve` made room; their tickets."""
-        if not self._scheduler.max_slots:
-            raise RuntimeError(
-                "call reserve() before submit_groups(): it decides how many sequences run at once"
-            )
+        """Queue groups in their first turn, each of which fits into the memory; their tickets."""
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
-        self._groups |= zip(tickets, groups, strict=True)
+        self._groups.update(zip(tickets, groups, strict=True))
         return tickets
-
-    def reserve(self, prompts: Sequence[Prompt], demand: int) -> None:
-        """Decides how many sequences run at once, of `demand` with these prompts, those in flight included.
-
-        Raises ValueError if the cache does not fit.
-        """
-        replicas = self._sampler.num_replicas
-        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        positions = self._room.positions(longest, self._most_tokens)
-        fitting = self._room.fitting(positions)
-        most = self._limit // replicas if self._limit else max(fitting, 1)
-        at_once = demand if self._at_once is None else self._at_once
-        together = min(most, -(-min(demand, at_once) // replicas))
-        if together > fitting and not (self._at_once and fitting):  # with `at_once`, fewer run instead
-            each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
-            remedy = "lower rollout.max_new_tokens or data.max_prompt_length"
-            if fitting:
-                remedy = f"set rollout.max_concurrency to {fitting * replicas} or fewer"
-            raise ValueError(
-                "the KV cache of all sequences that decode at once must fit into the memory for it: "
-                f"{together} sequences{each_of} of up to {positions} tokens need "
-                f"{self._room.share(together * positions)}, which is enough for {fitting}; {remedy}"
-            )
-        slots = min(most, max(fitting, 1))
-        self._scheduler.max_slots = slots if self._at_once is None else min(slots, -(-at_once // replicas))
-
-    def _reserve_with(self, prompts: Sequence[Prompt]) -> None:
-        """`reserve` for the unfinished groups and for `prompts`."""
-        finished = self._scheduler.is_finished
-        before = [group.prompt for ticket, group in self._groups.items() if not finished(ticket)]
-        self.reserve([*before, *prompts], self._scheduler.demand + len(prompts) * self.sampling.n)
 
     def take_ends(self) -> list[TurnEnd]:
         """The turns that have ended since this was last called."""
@@ -302,26 +288,16 @@ class Session:
         for ticket in tickets:
             self._scheduler.take(ticket)
         taken = [self._groups.pop(ticket) for ticket in tickets]
-        if self._goes_on is None and not self._per_request_sampling:
-            self._reserve_with(())  # those that are left may be shorter, so that more of them fit
         return [(group.prompt, completion) for group in taken for completion in group.completions], {}
 
     def advance(self, params: Any, version: int) -> None:
         """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""
         self._resize()
         began = time.perf_counter()
-        self._extend(params, version)
+        self._extend_resumed(params, version)
         while admitted := self._scheduler.admit():
-            prefix_slots = self._scheduler.num_prefix_slots
-            items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
-            for ticket, prefix_slot in admitted:
-                items[prefix_slot // prefix_slots].append(
-                    Admitted(self._groups[ticket], ticket, prefix_slot % prefix_slots)
-                )
-            # For each call one pack per replica, empty if a replica has fewer packs than others.
-            for packs in zip_longest(*map(split_into_packs, items)):
-                self._prefill([pack or [] for pack in packs], params, version)
-        self._scheduler.fill()
+            self._prefill(admitted, params, version)
+        self._restore(self._scheduler.fill(), params)
         decoding = time.perf_counter()
         if self._scheduler.num_live:
             self._decode(params, version)
@@ -335,87 +311,59 @@ class Session:
             self._cache = None
             self._scheduler.resize(0, 0)
 
-    def _make_room(self) -> None:
-        """Decides how many sequences run at once, by what those need that run and those that come next.
-
-        A queued sequence that is longer than these, so that fewer would fit than run before it, waits with
-        all behind it until others have ended.
-        """
-        scheduler, replicas = self._scheduler, self._sampler.num_replicas
-        loads, queued = scheduler.loads(), scheduler.queued
-        running = [self._groups[ticket] for ticket in scheduler.in_memory.difference(queued)]
-        prompt = max((len(group.context) for group in running), default=1)
-        new = max((group.limit for group in running), default=1)
-        fitting = self._room.fitting(self._room.positions(prompt, new))
-        for count, ticket in enumerate(queued, sum(loads)):
-            group = self._groups[ticket]
-            longer = max(prompt, len(group.context)), max(new, group.limit)
-            fewer = self._room.fitting(self._room.positions(*longer))
-            if max(loads) > fewer or (fewer < fitting and count >= fewer * replicas):
-                scheduler.barred = ticket
-                break
-            (prompt, new), fitting = longer, fewer
-        self._most_tokens = new
-        scheduler.max_slots = min(fitting, self._limit // replicas) if self._limit else fitting
-
     def _resize(self) -> None:
         """Changes the numbers of slots, prefix slots and positions to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
-        scheduler.barred = None
-        if self._per_request_sampling:
-            self._make_room()
-        elif max(scheduler.loads()) > scheduler.max_slots:  # `reserve` has decided that fewer run at once
-            scheduler.barred = next(iter(scheduler.queued), None)
-        slots = scheduler.wanted_slots()
-        prefix_slots = scheduler.wanted_prefix_slots(slots)
-        if self._goes_on is not None:
-            prefix_slots = max(
-                prefix_slots, slots
-            )  # from the second turn on, each sample has a prefix slot of its own
+        shape = self._admission.next_shape()
         used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
-        generated = self._room.ring(used + TOKENS_PER_CALL, self._most_tokens)
-        self._prompt_positions = self._wanted_positions(slots)
-        shape = CacheShape(slots, prefix_slots, self._prompt_positions, generated)
-        self._most_slots = max(self._most_slots, slots)
+        self.stats = replace(self.stats, preempted=self._admission.num_preempted)
+        self._most_slots = max(self._most_slots, shape.slots)
         if self._cache is None:
-            scheduler.resize(slots, prefix_slots)
+            scheduler.resize(shape.slots, shape.prefix_slots)
             self._cache = Cache.empty(sampler.arch, sampler.dtype, sampler.mesh, shape)
-        elif self._cache.shape[:2] != (slots, prefix_slots):
-            self._cache = self._cache.rearranged(shape, *scheduler.resize(slots, prefix_slots), used)
+        elif self._cache.shape[:2] != shape[:2]:
+            self._cache = self._cache.rearranged(shape, *scheduler.resize(*shape[:2]), used)
         elif self._cache.shape != shape:
             self._cache = self._cache.resized(shape, used)
 
-    def _wanted_positions(self, slots: int) -> int:
-        """Positions of the prompt cache, which holds every context of groups that run or may begin to.
+    def _prefill(self, admitted: Sequence[tuple[int, int]], params: Any, version: int) -> None:
+        """Computes the contexts of groups that were admitted: long ones in parts, others packed."""
+        prefix_slots = self._scheduler.num_prefix_slots
+        items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
+        long: list[list[Continuation]] = [[] for _ in items]
+        for ticket, prefix_slot in admitted:
+            replica, here = divmod(prefix_slot, prefix_slots)
+            group = self._groups[ticket]
+            if len(group.context) > PREFILL_TOKENS:
+                long[replica].append(Continuation(group, ticket, here, 0))
+            else:
+                items[replica].append(Admitted(group, ticket, here))
+            if self._scheduler.has_begun(ticket):
+                again = len(group.context) if group.turn_length(0) else group.kept
+                self.stats = self.stats.plus(recomputed_tokens=again)
+        # For each call one pack per replica, empty if a replica has fewer packs than others.
+        for packs in zip_longest(*map(split_into_packs, items)):
+            self._prefill_packs([pack or [] for pack in packs], params, version)
+        self._extend(long, self.sampling.n, params, version)
 
-        As many as before, where these suffice and `slots` sequences fit: another size is another program.
-        Requests of all lengths come to a server, which does not keep four times the positions that it needs.
-        """
-        groups = [self._groups[ticket] for ticket in self._scheduler.in_memory]
-        longest = max((max(len(group.context), group.kept) for group in groups), default=1)
-        needed = self._room.context(longest)
-        kept = max(needed, self._prompt_positions)
-        fits = slots <= self._room.fitting(kept + self._room.ring(self._most_tokens, self._most_tokens))
-        return kept if fits and not (self._per_request_sampling and kept >= 4 * needed) else needed
-
-    def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
+    def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_prefix_slots, unpack=self._unpack)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
         for replica, pack in enumerate(packs):
             for i, (group, ticket, _) in enumerate(pack, replica * size):
-                if not group.turn_length(0):
-                    own = slice(len(group.completions))
-                    self._begin(group, ticket, tokens[i][own], logprobs[i][own], version)
+                self._begin(group, ticket, tokens[i], logprobs[i], version)
 
     def _begin(
         self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
     ) -> None:
         """Appends the first token of each sample, from the first replica that computed the prompt."""
-        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
+        if group.turn_length(0):
+            return
+        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=False):
             completion.extend([token], [logprob], version)
-        for index in self._ended([(group, index) for index in range(len(tokens))]):
+        for index in self._ended([(group, index) for index in range(len(group.completions))]):
             suspended = None
             if self._is_suspended(group.completions[index]):
                 suspended = self._scheduler.suspend_waiting(ticket, index)
@@ -423,32 +371,53 @@ class Session:
             else:
                 self._scheduler.finish_waiting(ticket, index)
             self._end_turn(ticket, index, suspended)
-        self.stats = self.stats.plus(decoded_tokens=len(tokens))
+        self.stats = self.stats.plus(decoded_tokens=len(group.completions))
 
-    def _extend(self, params: Any, version: int) -> None:
+    def _extend_resumed(self, params: Any, version: int) -> None:
         """Computes what follows the prefix slots of resumed samples, and draws the first token of their
         turns."""
         scheduler = self._scheduler
         left: list[list[Continuation]] = [[] for _ in range(self._sampler.num_replicas)]
         for ticket in self._resumed:
-            replica, prefix_slot = divmod(scheduler.prefix_slot(ticket), scheduler.num_prefix_slots)
+            prefix_slot = scheduler.prefix_slot(ticket)
+            if prefix_slot is None:
+                continue  # preempted before it began
+            replica, prefix_slot = divmod(prefix_slot, scheduler.num_prefix_slots)
             group = self._groups[ticket]
             left[replica].append(Continuation(group, ticket, prefix_slot, group.kept))
         self._resumed = []
-        while any(left):
-            longest = max(item.left for items in left for item in items)
-            width = min(power_of_two(max(longest, FEWEST_EXTENDED)), MOST_EXTENDED)
-            most = EXTENDED_TOKENS // width
-            batch = [items[:most] for items in left]
-            extended = extension(batch, self.sampling.n, width, most, scheduler.num_prefix_slots)
+        self._extend(left, 1, params, version)
+
+    def _extend(self, left: list[list[Continuation]], drawn: int, params: Any, version: int) -> None:
+        """Computes what is left of contexts of each replica, part after part, and draws the first tokens."""
+        for batch, width, most in calls(left):
+            sizes = drawn, width, most, self._scheduler.num_prefix_slots
+            extended = extension(batch, self.sampling.n, *sizes)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
                 for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
-                    item.done += min(width, item.left)
-                    if not item.left:
-                        self._begin(item.group, item.ticket, [tokens[i]], [logprobs[i]], version)
-                left[replica] = [item for item in left[replica] if item.left]
+                    if item.left <= width:
+                        self._begin(item.group, item.ticket, tokens[i], logprobs[i], version)
+
+    def _restore(self, filled: Sequence[tuple[int, Occupant]], params: Any) -> None:
+        """Computes the tokens again that samples have whose slot is another one now."""
+        scheduler, cache = self._scheduler, self._cache
+        assert cache is not None
+        left: list[list[Restoration]] = [[] for _ in range(self._sampler.num_replicas)]
+        for slot, who in filled:
+            group = self._groups[who.ticket]
+            if count := group.turn_length(who.sample) - 1:
+                replica, here = divmod(slot, scheduler.num_slots)
+                prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
+                item = Restoration(group, who.sample, here, prefix_slot, cache.ring_position - count)
+                left[replica].append(item)
+        for batch, width, most in calls(left):
+            restored = restoration(batch, width, most, scheduler.num_slots, scheduler.num_prefix_slots)
+            self.stats = self.stats.plus(recomputed_tokens=int(np.sum(restored.continued.counts)))
+            run = restore_program(self._program.backend)
+            generated = run(params, cache.generated, cache.prompts, restored, program=self._program)
+            cache = self._cache = replace(cache, generated=generated)
 
     def _compute(self, program: Callable[..., Any], packed: Any, params: Any) -> tuple[list[Any], list[Any]]:
         """Fills prefix slots: (the tokens drawn after them, their log-probabilities)."""
@@ -510,7 +479,9 @@ class Session:
         moves = []
         for slot, group, index in suspended:
             before = self._occupant(slot)
-            ticket, prefix_slot = self._scheduler.suspend(slot)
+            kept = len(group.context) + group.turn_length(index) - 1
+            fits = self._admission.may_widen(self._room.context(kept))
+            ticket, prefix_slot = self._scheduler.suspend(slot, keep=fits)
             own = self._groups[ticket] = group.suspended(index)
             if prefix_slot is not None:
                 count = group.turn_length(index) - 1
@@ -521,10 +492,8 @@ class Session:
         if not moves:
             return
         assert self._cache is not None
-        needed = self._room.context(max(move.num_tokens + move.num_before for move in moves))
-        if needed > self._cache.shape.prompt_positions:
-            self._prompt_positions = needed  # as much as the turns need
-            self._cache = self._cache.resized(self._cache.shape._replace(prompt_positions=needed), 0)
+        if self._cache.shape != self._admission.shape:  # of the turns, some are longer than all before
+            self._cache = self._cache.resized(self._admission.shape, 0)
         self._cache = self._cache.kept(moves)
 
     def _is_suspended(self, completion: Completion) -> bool:

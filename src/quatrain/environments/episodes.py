@@ -196,8 +196,7 @@ class EpisodeSession:
 
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
         """Begin the episodes of each prompt; their tickets. Raises ValueError if the cache does not fit."""
-        unfinished = [episode.prompt for episode in self._episodes.values()]
-        self._session.reserve([*unfinished, *prompts], len(unfinished) + len(prompts) * self.sampling.n)
+        self._session.check_memory(prompts)
         self._patience_s = PATIENCE_S
         first = self._next_ticket
         self._next_ticket += len(prompts)

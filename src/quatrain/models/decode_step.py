@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
@@ -28,6 +30,13 @@ from quatrain.models.kv_cache import CachePart, LayerCache, write
 from quatrain.models.layers import MASKED, softcap
 from quatrain.models.params import Params
 
+MOST_AT_ONCE = 1024
+"""Sequences of a cache with at most so many positions are attended to as a whole."""
+KEYS_AT_ONCE = 128
+"""Positions of longer ones that are attended to at one time; sizes of such caches are multiples of it."""
+NOWHERE = np.iinfo(np.int32).max
+"""A position after all others."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -38,6 +47,17 @@ class Continued:
     starts: jax.Array  # [N] int32: tokens of the sequence that are in its prefix slot before these
     counts: jax.Array  # [N] int32: how many of the T tokens are real
     prefix_slots: jax.Array  # [N] int32; out of range for padding
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Restored:
+    """Tokens of turns of N sequences in slots, after their prefix slots: at most T of each."""
+
+    continued: Continued  # `starts` counts the tokens of the turn before these
+    prompt_lengths: jax.Array  # [N] int32: tokens before the turn, all of them in the prefix slot
+    slots: jax.Array  # [N] int32; out of range for padding
+    begins: jax.Array  # [N] int32: the ring position of the turn's first token
 
 
 @jax.tree_util.register_dataclass
@@ -98,33 +118,20 @@ def extend(
 ) -> tuple[jax.Array, CachePart]:
     """(hidden states [N, D] of the last real tokens of `continued`, `prompts` with their keys and values)."""
     N, T = continued.input_ids.shape
-    prompt_positions_S, ahead_T = jnp.arange(prompts.positions), jnp.arange(T)
+    ahead_T, places_S = jnp.arange(T), jnp.arange(prompts.positions)
     positions_NT = continued.starts[:, None] + ahead_T
     real_NT = ahead_T < continued.counts[:, None]
     written_NT = jnp.where(real_NT, positions_NT, prompts.positions)  # out of range: not written
-    prefix_slots_N1 = continued.prefix_slots[:, None]
-    back_NTS = positions_NT[:, :, None] - prompt_positions_S
+    places_NS = jnp.broadcast_to(places_S, (N, prompts.positions))
 
     def attend_of(mixer: Attention) -> Attend:
-        window, cap = mixer.window, mixer.softcap
-        near = back_NTS >= 0
-        mask_NTS = near if window is None else near & (back_NTS < window)
-
         def attend(
             q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: LayerCache
         ) -> tuple[jax.Array, LayerCache]:
-            B, T, heads, H = q_BTNH.shape
-            K = k_BTKH.shape[2]
-            keys, values = cache
-            keys = keys.at[prefix_slots_N1, :, :, written_NT].set(k_BTKH.astype(keys.dtype), mode="drop")
-            values = values.at[prefix_slots_N1, :, written_NT].set(v_BTKH.astype(values.dtype), mode="drop")
-            own_keys, own_values = (
-                jnp.take(x, continued.prefix_slots, axis=0, mode="clip") for x in (keys, values)
-            )
-            q_BTKGH = q_BTNH.reshape(B, T, K, heads // K, H)
-            attended = _attend(q_BTKGH, own_keys, own_values, mask_NTS, cap)
-            y_BTKGH = attended.sums / attended.total
-            return y_BTKGH.reshape(B, T, heads, H).astype(q_BTNH.dtype), (keys, values)
+            cache = _written(cache, continued.prefix_slots, written_NT, k_BTKH, v_BTKH)
+            sequences = _Sequences(cache, continued.prefix_slots, places_NS)
+            attended = _attend_to(_by_key_head(q_BTNH, k_BTKH), positions_NT, sequences, mixer)
+            return (attended.sums / attended.total).reshape(q_BTNH.shape).astype(q_BTNH.dtype), cache
 
         return attend
 
@@ -132,6 +139,67 @@ def extend(
     hidden, new = run_layers(params, arch, *inputs, attend_of, prompts.layers, dtype=dtype, backend=backend)
     last_N = jnp.maximum(continued.counts - 1, 0)
     return hidden[jnp.arange(N), last_N], CachePart.of_layers(new)
+
+
+def restore(
+    params: Params,
+    arch: Architecture,
+    restored: Restored,
+    prompts: CachePart,
+    generated: CachePart,
+    *,
+    dtype: DTypeLike,
+    backend: Backend = ACCELERATOR,
+) -> CachePart:
+    """`generated` with the keys and values of tokens that were sampled before, as `decode` has written
+    them."""
+    S, C, continued = prompts.positions, generated.positions, restored.continued
+    ahead_T = jnp.arange(continued.input_ids.shape[1])
+    lengths_N1, begins_N1 = restored.prompt_lengths[:, None], restored.begins[:, None]
+    index_NT = continued.starts[:, None] + ahead_T
+    positions_NT = lengths_N1 + index_NT
+    real_NT = ahead_T < continued.counts[:, None]
+    written_NT = jnp.where(real_NT, (begins_N1 + index_NT) % C, C)  # out of range: not written
+    prompt_NS = jnp.where(jnp.arange(S) < lengths_N1, jnp.arange(S), NOWHERE)
+    turn_NC = lengths_N1 + (jnp.arange(C) - begins_N1) % C
+
+    def attend_of(mixer: Attention) -> Attend:
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: tuple[LayerCache, LayerCache]
+        ) -> tuple[jax.Array, LayerCache]:
+            before, own = cache
+            own = _written(own, restored.slots, written_NT, k_BTKH, v_BTKH)
+            queries = _by_key_head(q_BTNH, k_BTKH), positions_NT
+            prompt = _attend_to(*queries, _Sequences(before, continued.prefix_slots, prompt_NS), mixer)
+            turn = _attend_to(*queries, _Sequences(own, restored.slots, turn_NC), mixer)
+            y_BTKGH = _over_both(prompt, turn)
+            return y_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), own
+
+        return attend
+
+    inputs = continued.input_ids, positions_NT
+    caches = list(zip(prompts.layers, generated.layers, strict=True))
+    _, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
+    return CachePart.of_layers(new)
+
+
+def _written(
+    cache: LayerCache, rows_N: jax.Array, places_NT: jax.Array, k_NTKH: jax.Array, v_NTKH: jax.Array
+) -> LayerCache:
+    """The cache with these keys and values in these rows and positions; those out of range are dropped."""
+    keys, values = cache
+    at_N1 = rows_N[:, None]
+    return (
+        keys.at[at_N1, :, :, places_NT].set(k_NTKH.astype(keys.dtype), mode="drop"),
+        values.at[at_N1, :, places_NT].set(v_NTKH.astype(values.dtype), mode="drop"),
+    )
+
+
+def _by_key_head(q_BTNH: jax.Array, k_BTKH: jax.Array) -> jax.Array:
+    """Queries [B, T, K, G, H]."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    return q_BTNH.reshape(B, T, K, N // K, H)
 
 
 def decode(
@@ -202,11 +270,65 @@ class _Attended(NamedTuple):
     """[..., 1] float32: the sum of the exponentials."""
 
 
-def _over_both(a: _Attended, b: _Attended) -> jax.Array:
-    """Attention [..., H] over two sets of keys."""
+def _merged(a: _Attended, b: _Attended) -> _Attended:
+    """Attention over two sets of keys."""
     peak = jnp.maximum(a.peak, b.peak)
     of_a, of_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
-    return (a.sums * of_a + b.sums * of_b) / (a.total * of_a + b.total * of_b)
+    return _Attended(a.sums * of_a + b.sums * of_b, peak, a.total * of_a + b.total * of_b)
+
+
+def _over_both(a: _Attended, b: _Attended) -> jax.Array:
+    """Attention [..., H] over two sets of keys."""
+    both = _merged(a, b)
+    return both.sums / both.total
+
+
+class _Sequences(NamedTuple):
+    """The keys and values of N sequences in rows of a cache."""
+
+    cache: LayerCache
+    rows: jax.Array  # [N] int32; any row where it is out of range
+    places: jax.Array  # [N, S] int32: the position in its sequence of each key; NOWHERE if it is none of it
+
+
+def _attend_to(
+    q_NTKGH: jax.Array, positions_NT: jax.Array, sequences: _Sequences, mixer: Attention
+) -> _Attended:
+    """Attention [N, T, K, G, H] of tokens at these positions to what is before them in their sequences.
+
+    Long sequences are read in blocks with a running softmax, so that no more than KEYS_AT_ONCE scores of a
+    query exist at one time; blocks that no query sees are skipped.
+    """
+    cache, rows_N, places_NS = sequences
+
+    def rows(x: jax.Array, axis: int, first: jax.Array | int, size: int) -> jax.Array:
+        """Those positions of the sequences' rows."""
+        sizes = tuple(size if i == axis else length for i, length in enumerate(x.shape))[1:]
+        begin = tuple(first if i == axis else 0 for i in range(x.ndim))[1:]
+        return jax.vmap(lambda row: lax.dynamic_slice(x, (row, *begin), (1, *sizes))[0])(rows_N)
+
+    def read(first: jax.Array | int, size: int) -> _Attended:
+        keys, values = rows(cache[0], 3, first, size), rows(cache[1], 2, first, size)
+        return _attend(q_NTKGH, keys, values, visible(first, size), mixer.softcap)
+
+    def visible(first: jax.Array | int, size: int) -> jax.Array:
+        places = lax.dynamic_slice_in_dim(places_NS, first, size, 1)
+        back_NTS = positions_NT[:, :, None] - places[:, None]
+        return (back_NTS >= 0) if mixer.window is None else (back_NTS >= 0) & (back_NTS < mixer.window)
+
+    S = places_NS.shape[1]
+    if S <= MOST_AT_ONCE:
+        return read(0, S)
+    assert S % KEYS_AT_ONCE == 0, S
+
+    def step(i: jax.Array, before: _Attended) -> _Attended:
+        first, size = i * KEYS_AT_ONCE, KEYS_AT_ONCE
+        return lax.cond(
+            visible(first, size).any(), lambda: _merged(before, read(first, size)), lambda: before
+        )
+
+    sums = jnp.zeros(q_NTKGH.shape, jnp.float32)
+    return lax.fori_loop(0, S // KEYS_AT_ONCE, step, _Attended(sums, sums[..., :1] + MASKED, sums[..., :1]))
 
 
 def _attend(

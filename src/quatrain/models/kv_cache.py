@@ -71,6 +71,12 @@ def bytes_per_position(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int
     return sum(map(math.prod, shapes)) // tp * jnp.dtype(dtype).itemsize
 
 
+def bytes_of_largest(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
+    """Bytes of one position in the largest array, the keys or values of a layer, on each of `tp` devices."""
+    shapes = (shape for kind in arch.layers for shape in kind.mixer.state(1, 1, tp))
+    return max(map(math.prod, shapes)) // tp * jnp.dtype(dtype).itemsize
+
+
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
     """`buffer` with `new` written at start, start + 1, ... along `axis`, the same positions in every slot."""
     return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis)

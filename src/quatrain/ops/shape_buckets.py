@@ -24,6 +24,14 @@ def round_up(size: int, minimum: int = 16) -> int:
     return -(-target // unit) * unit
 
 
+def round_down(size: int) -> int:
+    """The largest of 4, 5, 6 and 7 times a power of two, or 1, 2 and 3, that is at most `size`; or 0."""
+    unit = 1
+    while 8 * unit <= size:
+        unit *= 2
+    return size // unit * unit
+
+
 def round_up_coarsely(size: int, minimum: int = 1) -> int:
     """The smallest of 2 and 3 times a power of two, or 1, that is at least both arguments.
 

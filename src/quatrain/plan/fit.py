@@ -234,7 +234,7 @@ def render(result: Fits) -> str:
         text = (
             f"nothing fits {memory}: the smallest combination needs {in_units(result.smallest.peak)} on each "
             f"device, of which {ROOM:.0%} may be filled, with {result.smallest.command}; use more devices, "
-            "or lower rollout.max_new_tokens, data.max_prompt_length or rollout.max_concurrency"
+            "or lower rollout.max_new_tokens or data.max_prompt_length"
         )
         return "\n".join(wrapped(text))
     head = ("mesh", "remat", "budget", "offloaded", "state", "params", "peak", "of a device")

@@ -26,7 +26,7 @@ from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
 from quatrain.models.families import Architecture
-from quatrain.models.kv_cache import bytes_per_position
+from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position
 from quatrain.models.lora import trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
@@ -86,13 +86,13 @@ def placement(
 
 def _with_cache(plan: _Plan, result: Placement) -> Placement:
     """The plan of the devices that sample, with the KV cache for which the other parts leave room."""
-    memory, fitting = result.device_memory, None
+    memory, room = result.device_memory, None
     if memory is not None:
         (roles,) = (together for together in result.role_groups if "rollout" in together)
         used = (sum(p.num_bytes for p in result.parts_of(phase, roles)) for phase in plan.sampling_phases)
-        fitting = plan.sequences_that_fit(memory - max(used))
-    result = replace(result, parts=(*result.parts, plan.cache(plan.concurrency(fitting))))
-    warnings = (*plan.phase_warnings(result), *plan.cache_warnings(result, fitting))
+        room = int(CACHE_SHARE * max(memory - max(used), 0))
+    result = replace(result, parts=(*result.parts, plan.cache(room)))
+    warnings = (*plan.phase_warnings(result), *plan.cache_warnings(result, room))
     return replace(result, warnings=warnings)
 
 
@@ -218,10 +218,15 @@ class _Plan:
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
             yield Part(key, size, why, phases, "reward")
 
-    def cache(self, sequences: int) -> Part:
-        """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
-        slots = min(round_up(self._share(), minimum=1), sequences)
-        rollout = self.config.rollout
+    def cache(self, room: int | None) -> Part:
+        """The KV cache of a replica, in its padded shape, with the array that is in memory twice as it grows.
+
+        The sequences of a training step decode at once, each with the longest completion; where the cache may
+        have `room` bytes alone, as many as fit in it with the lengths that they have.
+        """
+        rollout, slots = self.config.rollout, round_up(self._share(), minimum=1)
+        if rollout.max_concurrency is not None:
+            slots = min(slots, rollout.max_concurrency // self.rollout_mesh.num_data_shards)
         # Between the turns of an episode, a prefix slot has its prompt and the turns before.
         prefix_slots = slots if rollout.has_episodes else min(power_of_two(-(-slots // rollout.n)), slots)
         prompt, own = self._cache_positions()
@@ -230,19 +235,16 @@ class _Plan:
             f"{slots} sequences at once x {own} tokens + {prefix_slots} {what} x {prompt}, each token "
             f"{in_units(self._position_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
-        size = (slots * own + prefix_slots * prompt) * self._position_bytes()
-        return Part("kv_cache", size, why, self.sampling_phases, "rollout")
-
-    def concurrency(self, fitting: int | None) -> int:
-        """Maximum number of sequences that a replica decodes at once, if memory allows `fitting` of them."""
-        limit, replicas = self.config.rollout.max_concurrency, self.rollout_mesh.num_data_shards
-        if limit is not None:
-            return limit // replicas
-        return round_up(self._share(), minimum=1) if fitting is None else max(fitting, 1)
-
-    def sequences_that_fit(self, free: int) -> int:
-        """Number of sequences with different prompts whose KV cache fits into CACHE_SHARE of `free` bytes."""
-        return int(CACHE_SHARE * max(free, 0)) // (sum(self._cache_positions()) * self._position_bytes())
+        size, one = (n * self._position_bytes() for n in (slots * own + prefix_slots * prompt, own + prompt))
+        if room is not None and size > room:
+            size = max(room, one)
+            why += (
+                f"; at most {CACHE_SHARE:g} of the free memory: {size // one} of them, or more shorter ones"
+            )
+        largest = bytes_of_largest(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
+        twice = min(max(slots * own, prefix_slots * prompt), size // self._position_bytes()) * largest
+        why += f"; and {in_units(twice)}, the largest array, of which there are two while it grows"
+        return Part("kv_cache", size + twice, why, self.sampling_phases, "rollout")
 
     def _share(self) -> int:
         """Sequences of a training step per replica; of a worker's, if all workers have as many groups."""
@@ -389,19 +391,16 @@ class _Plan:
                 f"{in_units(memory)}: {', '.join(excess)} do not fit; {self._remedy(phase, roles)}"
             )
 
-    def cache_warnings(self, result: Placement, fitting: int | None) -> Iterator[str]:
-        """A warning about a KV cache that is too large, where everything together is not."""
-        totals, together = result.totals().values(), min(self.concurrency(fitting), self._share())
+    def cache_warnings(self, result: Placement, room: int | None) -> Iterator[str]:
+        """A warning about a KV cache that is too small for one sequence, where everything together fits."""
+        totals, one = result.totals().values(), sum(self._cache_positions()) * self._position_bytes()
         sampling = max(size for phase, roles, size in totals if phase == "rollout" and "rollout" in roles)
-        if fitting is None or together <= fitting or sampling > (result.device_memory or 0):
+        if room is None or one <= room or sampling > (result.device_memory or 0):
             return
-        most = fitting * self.rollout_mesh.num_data_shards * max(self.num_workers, 1)
-        remedy = f"set rollout.max_concurrency to {most} or fewer"
         replica = "replica of a rollout worker" if self.num_workers else "rollout replica"
         yield (
-            f"the KV cache may use {CACHE_SHARE:g} of the free memory, which is enough for {fitting} "
-            f"sequences on each {replica}, but {together} should decode at once; "
-            f"{remedy if most else self._remedy('rollout', ('rollout',))}"
+            f"the KV cache may use {CACHE_SHARE:g} of the free memory, {in_units(room)} on each {replica}, "
+            f"but the longest sequence needs {in_units(one)}; {self._remedy('rollout', ('rollout',))}"
         )
 
     def _remedy(self, phase: Phase, roles: tuple[RoleName, ...]) -> str:
@@ -411,7 +410,7 @@ class _Plan:
             return f"name more devices in {places}, or offload what waits"
         if phase == "rollout" and not self.config.rollout.has_fleet:
             meshes = "rollout.mesh" if self.num_workers else "mesh and rollout.mesh"
-            sizes = "rollout.max_concurrency, rollout.max_new_tokens or data.max_prompt_length"
+            sizes = "rollout.max_new_tokens or data.max_prompt_length"
             return f"raise fsdp or tp of {meshes}, or lower {sizes}"
         remedy = "raise fsdp or tp of mesh"
         if phase in ("optimizer_step", "critic_optimizer_step"):

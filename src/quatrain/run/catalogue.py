@@ -199,6 +199,11 @@ rollout/slot_utilisation | fraction | mean |
     Decoded tokens, divided by decode steps times the largest number of slots.
 rollout/wasted_decode_fraction | fraction | mean |
     Fraction of slots times decode steps that gave no token of a completion.
+rollout/preempted | sequences | sum |
+    How often a sequence lost its slot because the KV cache had no room for all; it goes on later.
+rollout/recomputed_tokens | tokens | sum |
+    Tokens of prompts and completions computed once more: of sequences that lost their slots, and of contexts
+    between turns that lost their place.
 rollout/compilations | programs | sum |
     Programs compiled or read from the compilation cache in the rollout; 0 once all shapes occurred.
 data/skipped_prompts | prompts | sum |

@@ -42,8 +42,8 @@ class RolloutConfig(Section):
     stop: tuple[Text, ...] = Field((), strict=False)
     """Strings that end a completion, in addition to the model's stop tokens."""
     max_concurrency: Count | None = None
-    """Sequences that decode at the same time, on all replicas together; null: all sequences of a training
-    step, or as many as the KV cache has memory for."""
+    """Most sequences that decode at the same time, on all replicas together; null: all of a training step.
+    Where the KV cache has no room for so many, fewer do."""
     greedy_baseline: bool | None = None
     """Whether a greedy completion of each prompt is drawn too, scored and not trained on; derived: true for
     `advantage.estimator: remax`, else false. An estimator of your own that takes `baseline_rewards` needs

@@ -1,0 +1,208 @@
+"""Sequences are admitted by their actual lengths, and give way to others without a trace in their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+from architectures import changed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.engine import session
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.groups import prompt_positions
+from quatrain.models import decode_step
+from quatrain.models.params import init_params
+from quatrain.types.batches import Prompt
+
+STOP_IDS = tuple(range(0, 290, 40))
+LONGEST = 128
+SEQUENCE = 32 + LONGEST
+"""Positions of the longest sequence: those of its prompt and of its completion."""
+PROMPTS = [[5, 9, 200], [17], [3, 3, 3, 3, 3, 8], [120, 7], [250, 1, 40, 6], [8, 8], [31, 2, 77], [4]]
+
+
+def prompts():
+    return [Prompt(i, np.array(ids, np.int32), "", {}) for i, ids in enumerate(PROMPTS)]
+
+
+@dataclass
+class Watched:
+    """What an engine of one layer does in each round."""
+
+    engine: RolloutEngine
+    positions: int
+    """Of the cache."""
+
+    @property
+    def session(self):
+        return self.engine._session
+
+    def run(self, *, each_round=lambda number: None, step=3, given=None):
+        """The completions of the batch; the cache never has more positions than there is memory for."""
+        ticket = self.engine.submit(given or prompts(), step=step)
+        self.live, number = [], 0
+        while not self.engine.finished(ticket):
+            each_round(number)
+            self.engine.advance()
+            cache = self.session._cache
+            assert cache is None or cache.shape.num_positions <= self.positions
+            self.live.append(self.session._admission.shape.slots)
+            number += 1
+        self.stats = self.session.stats
+        return [completion for _, completion in self.engine.take(ticket)[0]]
+
+
+@pytest.fixture
+def make(small_arch, tokenizer):
+    usual = changed(small_arch, family="qwen2", windows=(24,))
+    params = init_params(usual, jax.random.key(3))
+
+    def make(positions, *, new=params, stop_ids=STOP_IDS, window=24, **config):
+        arch = changed(usual, windows=(window,))
+        settings = RolloutConfig(**{"n": 3, "max_new_tokens": LONGEST, "temperature": 0.9, **config})
+        engine = RolloutEngine(
+            arch, settings, tokenizer, stop_ids=stop_ids, seed=11, cache_bytes=positions * 128
+        )
+        engine.sync_weights(new, 5)
+        return Watched(engine, positions)
+
+    make.params = params
+    return make
+
+
+@pytest.fixture(scope="module")
+def decode(load_script):
+    """The benchmark whose simulation has the scheduler and the admission without a model."""
+    return load_script("decode")
+
+
+def same(one, other):
+    assert [c.tokens for c in one] == [c.tokens for c in other]
+    assert [c.finish_reason for c in one] == [c.finish_reason for c in other]
+    for a, b in zip(one, other):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+def test_sequences_are_admitted_by_their_lengths_and_give_way_to_longer_ones(make):
+    expected = make(1 << 20).run()
+    short = make(4 * SEQUENCE)
+    same(short.run(), expected)
+    lengths = [len(completion.tokens) for completion in expected]
+    assert max(lengths) > 60 > 30 > np.mean(lengths)
+    assert max(short.live) >= 12
+    assert short.stats.preempted > 0
+    assert short.stats.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("memory", [1, 2, 3])
+def test_down_to_one_sequence(make, memory):
+    expected = make(1 << 20).run()
+    least = make(memory * SEQUENCE)
+    same(least.run(), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 300), min_size=3, max_size=3), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.sampled_from([5, 70, 400]),
+    st.one_of(st.none(), st.integers(1, 8)),
+)
+def test_every_sample_ends_whatever_the_memory(decode, lengths, memory, replicas, prompt, slots):
+    """`memory` in tenths of what the longest needs, from one on; no round has more positions."""
+    longest = prompt_positions(prompt) + 320  # 300 rounded up
+    positions = longest * (9 + memory) // 10
+    sizes = {"limit": 300, "prompt": prompt, "slots": slots, "replicas": replicas}
+    figures = decode.Simulation(lengths, positions=positions, **sizes).run()
+    assert figures["most positions"] <= positions
+    whole = decode.Simulation(lengths, positions=1 << 40, **sizes).run()
+    assert whole["preempted"] == whole["tokens computed again per token"] == 0
+    again = decode.Simulation(lengths, positions=positions, **sizes).run()
+    assert again == figures
+
+
+def test_long_completions_need_few_more_steps_in_a_quarter_of_the_memory(decode):
+    figures = decode.long_completions(sequences=256, n=8, median=128, longest=2048)
+    assert figures["a quarter of it"]["preempted"] > 0
+
+
+@pytest.mark.parametrize("positions", [1 << 20, 4 * SEQUENCE])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_samples_that_are_preempted_in_any_round_have_the_same_tokens(make, positions, seed):
+    expected, forced = make(1 << 20).run(), make(positions)
+    draw, taken = np.random.default_rng(seed), []
+
+    def each_round(number):
+        scheduler = forced.session._scheduler
+        for who in scheduler.placed if number % 2 else []:
+            if draw.random() < 0.3:
+                scheduler.preempt(*who)
+                taken.append(who)
+
+    same(forced.run(each_round=each_round), expected)
+    assert len(taken) > 5
+    assert forced.stats.recomputed_tokens > 100
+
+
+def test_what_was_sampled_before_new_weights_stays_as_it_was(make):
+    """The tokens after them are those of a prompt with the tokens before, all by the new weights."""
+    options = {"temperature": 0.0, "n": 2, "max_new_tokens": 40, "stop_ids": ()}
+    expected, changed = make(1 << 20, **options).run(), make(1 << 20, **options)
+    other = jax.tree.map(lambda x: x * 1.3 if x.ndim > 1 else x, make.params)
+
+    def each_round(number):
+        if number == 2:
+            for who in changed.session._scheduler.placed:
+                changed.session._scheduler.preempt(*who)
+            changed.engine.sync_weights(other, 6)
+
+    completions = changed.run(each_round=each_round)
+    fresh = make(1 << 20, new=other, **{**options, "n": 1})
+    for i, (completion, before) in enumerate(zip(completions, expected)):
+        kept = completion.versions.count(5)
+        assert completion.versions == [5] * kept + [6] * (40 - kept)
+        assert kept == 17
+        assert completion.tokens[:kept] == before.tokens[:kept]
+        assert completion.logprobs[:kept] == before.logprobs[:kept]
+        if i % 2 == 0:
+            start = np.array([*PROMPTS[i // 2], *completion.tokens[:kept]], np.int32)
+            [rest] = fresh.run(given=[Prompt(i // 2, start, "")])
+            assert completion.tokens[kept:] == rest.tokens[: 40 - kept]
+            np.testing.assert_allclose(completion.logprobs[kept:], rest.logprobs[: 40 - kept], atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_long_prompt_is_computed_in_parts(make, monkeypatch, window):
+    """Of three: one in parts, one that goes on after a part is full, one that is packed as usual."""
+    draw, options = np.random.default_rng(0), {"window": window, "max_new_tokens": 12}
+    given = [Prompt(i, draw.integers(1, 290, size, np.int32), "") for i, size in enumerate((2100, 2049, 30))]
+    parts = make(1 << 20, **options)
+    found = parts.run(given=given)
+    monkeypatch.setattr(session, "PREFILL_TOKENS", 1 << 20)
+    whole = make(1 << 20, **options)
+    same(found, whole.run(given=given))
+    assert parts.stats.prefilled_tokens == whole.stats.prefilled_tokens == 2100 + 2049 + 30
+    assert parts.stats.recomputed_tokens == 0
+
+
+def test_a_part_of_a_long_prompt_needs_no_more_memory_than_a_row_of_short_ones(decode, small_arch):
+    arch = changed(small_arch, hidden_size=128, width=384, num_layers=1, head_dim=32)
+    usual, part, cache = decode.prefill_memory(arch, 1 << 15).values()
+    assert part <= 1.2 * usual < cache
+
+
+@pytest.mark.parametrize("window", [2048, 23])  # of no other test, which would have compiled the programs
+def test_keys_that_are_read_in_blocks_give_the_same_tokens(make, monkeypatch, window):
+    """Of sequences that are preempted; the sizes are those of short sequences."""
+    expected = make(1 << 20, window=window).run()
+    monkeypatch.setattr(decode_step, "MOST_AT_ONCE", 16)
+    monkeypatch.setattr(decode_step, "KEYS_AT_ONCE", 16)
+    blocks = make(2 * SEQUENCE, window=window)
+    same(blocks.run(), expected)
+    assert blocks.stats.recomputed_tokens > 40
