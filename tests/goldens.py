@@ -37,6 +37,8 @@ CASES = (
     "gemma2",
     "gemma3_text",
     "gemma3_text_rope_linear",
+    "gemma4_text",
+    "gemma4_text_dense",
     "llama_yarn",
     "qwen3_yarn",
     "mistral",
@@ -158,7 +160,8 @@ def golden_gradients(golden: Golden) -> dict[str, np.ndarray]:
         return -jnp.sum(logprobs * real) / real.sum()
 
     found = jax.tree.map(np.asarray, gradient(params))
-    return {name.name: name.of(leaf_at(found, name.path)) for name in tensor_names(arch)}
+    names = [name for name in tensor_names(arch) if not name.name.endswith("layer_scalar")]  # not trained
+    return {name.name: name.of(leaf_at(found, name.path)) for name in names}
 
 
 def probes(gradients: dict[str, np.ndarray]) -> np.ndarray:

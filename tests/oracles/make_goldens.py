@@ -78,6 +78,7 @@ LONGROPE = {
     },
 }
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "final_logit_softcapping": 3.0}
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "vocab_size_per_layer_input": 72}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-5}),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -115,6 +116,33 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": LINEAR,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             },
+        },
+    ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                *["sliding_attention"] * 2,
+                "full_attention",
+            ],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4_text_dense": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
     "llama_yarn": ("llama", {"rope_parameters": YARN}),
@@ -159,11 +187,12 @@ def main() -> None:
     for case, (model_type, fields) in CONFIGS.items():
         config = AutoConfig.for_model(model_type, **{**SMALL, **fields})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        tensors = tensors_of(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         weights = {name: draw(name, shape) for name, shape in shapes.items()}
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(torch.from_numpy(weights[name]))
+            for name, tensor in tensors.items():
+                tensor.copy_(torch.from_numpy(weights[name]))
         inputs = make_inputs(case)
         logits = run(model, inputs)
         off_cached = np.abs(run_cached(model, inputs) - logits)[inputs["attention_mask"] > 0].max()
@@ -177,6 +206,12 @@ def main() -> None:
         }
         np.savez_compressed(GOLDEN / f"{case}.npz", about=json.dumps(about), logits=logits, **inputs)
         print(f"{case}: logits std {logits.std():.2f}, cached {off_cached:.1e}, re-loaded export {off:.1e}")
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `model` has: its parameters, and the scalars of layers, which are buffers."""
+    buffers = {name: x for name, x in model.named_buffers() if name.endswith("layer_scalar")}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def check_multimodal() -> None:

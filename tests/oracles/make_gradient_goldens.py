@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from goldens import CASES, GOLDEN, Golden, golden_gradients, probes, read_golden
+from make_goldens import tensors_of
 
 LARGEST = 1e-4
 """Of a tensor's differences, as a share of the norm of its gradient."""
@@ -40,11 +41,13 @@ def torch_gradients(golden: Golden) -> dict[str, np.ndarray]:
     """The gradient of each tensor of the mean cross-entropy of all tokens with a predecessor, by torch."""
     config = AutoConfig.for_model(**golden.config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model.get_input_embeddings().padding_idx = None  # else a token that happens to be it has no gradient
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # else a token that happens to be it has no gradient
     weights = golden.weights()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(weights[name]))
+        for name, tensor in tensors_of(model).items():
+            tensor.copy_(torch.from_numpy(weights[name]))
     inputs = {name: torch.from_numpy(value) for name, value in golden.inputs.items()}
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     real = inputs["attention_mask"][:, 1:] * inputs["attention_mask"][:, :-1] > 0

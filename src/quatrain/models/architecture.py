@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quatrain.models.blocks.attention import Attention
+from quatrain.models.blocks.layer_input import LayerInput
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
 from quatrain.models.spec import ParamSpec, TensorName, require
@@ -58,6 +59,15 @@ class LayerKind:
     norms: Norms = PRE
     residual_scale: float = 1.0
     """The factor of what a block adds to the residual stream."""
+    layer_input: LayerInput | None = None
+    """What is added after the MLP of an embedding that the layer has of each token."""
+    scaled: bool = False
+    """Whether hidden states are at last multiplied by a number of the layer's, which is not trained."""
+
+    @property
+    def blocks(self) -> tuple[Attention | Dense | LayerInput, ...]:
+        """The blocks of a layer."""
+        return (self.mixer, self.mlp, *([self.layer_input] if self.layer_input else []))
 
     def params(self, d: int, norm: Norm, residual: float, lora: LoRA | None) -> dict[str, ParamSpec]:
         """The parameters of a layer for hidden states of `d` elements, with adapters if there are any.
@@ -66,6 +76,10 @@ class LayerKind:
         """
         specs = self.mixer.params(d, norm, residual) | self.mlp.params(d, residual)
         specs |= {name: norm.spec(d) for name, _ in self.norms}
+        if self.layer_input:
+            specs |= self.layer_input.params(d, norm, residual)
+        if self.scaled:
+            specs["layer_scalar"] = ParamSpec((1,), ("norm",), "constant", 1.0)
         if lora:
             for name in lora.targets:
                 specs |= specs[name].adapters(name, lora.rank, len(self.matrices()[name]))
@@ -74,7 +88,8 @@ class LayerKind:
     def tensors(self) -> list[TensorName]:
         """The tensors of a layer of a checkpoint: matrices, their biases, and norms."""
         norms = [TensorName(f"{module}.weight", (name,)) for name, module in self.norms]
-        return [*self.mixer.tensors(), *self.mlp.tensors(), *norms]
+        scalar = [TensorName("layer_scalar", ("layer_scalar",))] * self.scaled
+        return [*(tensor for block in self.blocks for tensor in block.tensors()), *norms, *scalar]
 
     def matrices(self) -> dict[str, list[TensorName]]:
         """The matrices, which may have adapters, each with the tensors that are stored as one."""
@@ -133,6 +148,24 @@ class Architecture:
         ropes = (mixer.rope for mixer in self.mixers if mixer.rope)
         short = [rope.original_max_position for rope in ropes if rope.kind == "longrope" and not rope.long]
         return min([self.max_position, *short])
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Of each layer, the number of its cache among those of all layers that have one.
+
+        A layer that reuses keys and values has that of the last layer that lends them with its window.
+        """
+        numbers, lent, count = [], dict[int | None, int](), 0
+        for kind in self.layers:
+            mixer = kind.mixer
+            if mixer.sharing == "reuses":
+                numbers.append(lent[mixer.window])
+                continue
+            numbers.append(count)
+            if mixer.sharing == "lends":
+                lent[mixer.window] = count
+            count += 1
+        return tuple(numbers)
 
     @property
     def num_layers(self) -> int:

@@ -12,7 +12,7 @@ B sequences, C positions in `generated`, D hidden, N query heads, K key/value he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,15 +94,15 @@ def prefill(
             attention, positions[None], segment_ids[None], branch_ids[None], window, sizes, layout=layout
         )
 
-        def attend(
-            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: None
-        ) -> tuple[jax.Array, LayerCache]:
+        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+            if mixer.sharing == "reuses":
+                k_BTKH, v_BTKH = (x[None] for x in cache[1])
             y_BTNH = self_attention(attention, q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap)
             return y_BTNH, (k_BTKH[0], v_BTKH[0])
 
         return attend
 
-    inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_layers
+    inputs, caches = (input_ids[None], positions[None]), [None] * (max(arch.cached) + 1)
     hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
     return hidden[0], CachePart.of_layers(new)
 
@@ -125,12 +125,13 @@ def extend(
     places_NS = jnp.broadcast_to(places_S, (N, prompts.positions))
 
     def attend_of(mixer: Attention) -> Attend:
-        def attend(
-            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: LayerCache
-        ) -> tuple[jax.Array, LayerCache]:
-            cache = _written(cache, continued.prefix_slots, written_NT, k_BTKH, v_BTKH)
+        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+            if mixer.sharing == "reuses":
+                _, cache = cache
+            else:
+                cache = _written(cache, continued.prefix_slots, written_NT, k_BTKH, v_BTKH)
             sequences = _Sequences(cache, continued.prefix_slots, places_NS)
-            attended = _attend_to(_by_key_head(q_BTNH, k_BTKH), positions_NT, sequences, mixer)
+            attended = _attend_to(_by_key_head(q_BTNH, cache), positions_NT, sequences, mixer)
             return (attended.sums / attended.total).reshape(q_BTNH.shape).astype(q_BTNH.dtype), cache
 
         return attend
@@ -164,12 +165,13 @@ def restore(
     turn_NC = lengths_N1 + (jnp.arange(C) - begins_N1) % C
 
     def attend_of(mixer: Attention) -> Attend:
-        def attend(
-            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: tuple[LayerCache, LayerCache]
-        ) -> tuple[jax.Array, LayerCache]:
-            before, own = cache
-            own = _written(own, restored.slots, written_NT, k_BTKH, v_BTKH)
-            queries = _by_key_head(q_BTNH, k_BTKH), positions_NT
+        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+            if mixer.sharing == "reuses":
+                (before, _), own = cache
+            else:
+                before, own = cache
+                own = _written(own, restored.slots, written_NT, k_BTKH, v_BTKH)
+            queries = _by_key_head(q_BTNH, own), positions_NT
             prompt = _attend_to(*queries, _Sequences(before, continued.prefix_slots, prompt_NS), mixer)
             turn = _attend_to(*queries, _Sequences(own, restored.slots, turn_NC), mixer)
             y_BTKGH = _over_both(prompt, turn)
@@ -195,10 +197,10 @@ def _written(
     )
 
 
-def _by_key_head(q_BTNH: jax.Array, k_BTKH: jax.Array) -> jax.Array:
+def _by_key_head(q_BTNH: jax.Array, cache: LayerCache) -> jax.Array:
     """Queries [B, T, K, G, H]."""
     B, T, N, H = q_BTNH.shape
-    K = k_BTKH.shape[2]
+    K = cache[0].shape[1]
     return q_BTNH.reshape(B, T, K, N // K, H)
 
 
@@ -237,20 +239,19 @@ def decode(
         near = (True, True) if window is None else (back_RMS < window, back_C < window)
         prompt_mask, generated_mask = real_RMS & near[0], (valid_BC & near[1])[:, None]
 
-        def attend(
-            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: tuple[LayerCache, LayerCache]
-        ) -> tuple[jax.Array, LayerCache]:
-            _, B, N, H = q_BTNH.shape
-            K = k_BTKH.shape[2]
-            (prompt_keys, prompt_values), (keys, values) = cache
-            keys = write(keys, k_BTKH[0, :, :, :, None], ring_position, 3)
-            values = write(values, v_BTKH[0, :, :, None], ring_position, 2)
-            q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
+        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+            if mixer.sharing == "reuses":
+                ((prompt_keys, prompt_values), _), (keys, values) = cache
+            else:
+                (prompt_keys, prompt_values), (keys, values) = cache
+                keys = write(keys, k_BTKH[0, :, :, :, None], ring_position, 3)
+                values = write(values, v_BTKH[0, :, :, None], ring_position, 2)
+            q_BKGH = _by_key_head(q_BTNH, (keys, values))[0]
             shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
             own = _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
             prompt = _Attended(*(x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared))
             y_BKGH = _over_both(prompt, _Attended(*(x[:, 0] for x in own)))
-            return y_BKGH.reshape(1, B, N, H).astype(q_BTNH.dtype), (keys, values)
+            return y_BKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), (keys, values)
 
         return attend
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -70,14 +71,16 @@ def forward(
             attention, positions, segment_ids, branch_ids, window, sizes, packed=packed, layout=layout
         )
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
-            return self_attention(attention, q, k, v, pattern, window=window, cap=cap), cache
+        def attend(q: jax.Array, k: Any, v: Any, cache: Any) -> tuple[jax.Array, Any]:
+            k, v = cache[1] if mixer.sharing == "reuses" else (k, v)
+            lent = (k, v) if mixer.sharing == "lends" else None
+            return self_attention(attention, q, k, v, pattern, window=window, cap=cap), lent
 
         # Without this checkpoint, the padded or repeated heads that a kernel reads would be kept for the
         # backward pass; with it, only queries, keys and values are kept.
         return jax.checkpoint(attend) if remat == "dots" and attention != "xla" else attend
 
-    tokens, caches = (input_ids, positions), [None] * arch.num_layers
+    tokens, caches = (input_ids, positions), [None] * (max(arch.cached) + 1)
     return run_layers(params, arch, *tokens, attend_of, caches, dtype=dtype, remat=remat, backend=backend)[0]
 
 
@@ -93,11 +96,11 @@ def run_layers(
     remat: str = "none",
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Hidden states [B, T, D] of tokens at `positions` [B, T], and the new cache of each layer.
+    """Hidden states [B, T, D] of tokens at `positions` [B, T], and the new cache of each layer that has one.
 
     `attend_of(mixer)` is the attention of the layers with this mixer, which takes and returns the cache of
-    each. It must be a pure function: layers of one kind are traced and lowered once. For the other arguments
-    see `forward`.
+    each; `caches` are those of `Architecture.cached`. It must be a pure function: layers of one kind are
+    traced and lowered once. For the other arguments see `forward`.
     """
     specs = partition(arch, current_mesh())
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
@@ -113,16 +116,36 @@ def run_layers(
         run = partial(_layer, kind, arch, attends[kind.mixer], *settings)
         return jax.jit(jax.checkpoint(run) if remat == "layer" else run)
 
-    new_caches = []
-    layers = zip(arch.layers, params["layers"], specs["layers"], caches, strict=True)
-    for kind, layer, layer_specs, cache in layers:
+    new_caches = list(caches)
+    inputs = _layer_inputs(params, specs, arch, input_ids, x_BTD)
+    layers = zip(arch.layers, params["layers"], specs["layers"], inputs, arch.cached, strict=True)
+    for kind, layer, layer_specs, input_BTP, number in layers:
         run, rope = compiled(kind, tuple(sorted(layer_specs.items()))), (kind.mixer.rope, kind.mixer.head_dim)
-        x_BTD, cache = run(x_BTD, layer, angles[rope], cache)
-        new_caches.append(cache)
+        if kind.mixer.sharing == "reuses":
+            lent = caches[number], new_caches[number]
+            x_BTD, _ = run(x_BTD, layer, angles[rope], lent, input_BTP)
+        else:
+            x_BTD, new_caches[number] = run(x_BTD, layer, angles[rope], caches[number], input_BTP)
     final_norm = gather_params(params["final_norm"], specs["final_norm"])
     if arch.head == "lm_head" and arch.logits_scale != 1.0:
         final_norm = arch.logits_scale * final_norm  # in float32: the logits of every caller are scaled alike
     return arch.norm(x_BTD, final_norm), tuple(new_caches)
+
+
+def _layer_inputs(
+    params: Params, specs: Any, arch: Architecture, input_ids: jax.Array, x_BTD: jax.Array
+) -> Sequence[jax.Array | None]:
+    """[B, T, P] of each layer: an embedding of the token, and a projection of the first hidden state."""
+    block = arch.layers[0].layer_input
+    if block is None:
+        return [None] * arch.num_layers
+    names = ("layer_embed", "layer_projection", "layer_norm")
+    table, matrix, norm = (gather_params(params[name], specs[name], x_BTD.dtype) for name in names)
+    projected = matmul_transposed(x_BTD, matrix) * arch.hidden_size**-0.5
+    shape = (*input_ids.shape, arch.num_layers, block.width)
+    embedded = table[input_ids].reshape(shape) * jnp.asarray(block.width**0.5, x_BTD.dtype)
+    inputs = (arch.norm(projected.reshape(shape), norm) + embedded) * 2**-0.5
+    return [inputs[:, :, i] for i in range(arch.num_layers)]
 
 
 def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax.Array:
@@ -195,6 +218,7 @@ def _layer(
     layer: Layer,
     angles: Angles | None,
     cache: Any,
+    input_BTP: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """x + mixer(norm(x)), then x + mlp(norm(x)), and the new cache.
 
@@ -215,4 +239,10 @@ def _layer(
 
     y_BTD, cache = kind.mixer.run(x_BTD, norm("attention_norm"), run, angles, attend, cache)
     x_BTD = added(x_BTD, y_BTD, "post_attention_norm")
-    return added(x_BTD, kind.mlp.run(x_BTD, norm("mlp_norm"), run), "post_mlp_norm"), cache
+    x_BTD = added(x_BTD, kind.mlp.run(x_BTD, norm("mlp_norm"), run), "post_mlp_norm")
+    if kind.layer_input and input_BTP is not None:
+        y_BTD = kind.layer_input.run(x_BTD, run, input_BTP)
+        x_BTD = x_BTD + run.part(lambda y, layer: arch.norm(y, layer["input_norm"]), y_BTD)
+    if kind.scaled:
+        x_BTD = x_BTD * lax.stop_gradient(run.layer["layer_scalar"]).astype(x_BTD.dtype)
+    return x_BTD, cache

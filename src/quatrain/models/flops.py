@@ -24,7 +24,7 @@ def packing_cost(arch: Architecture) -> PackingCost:
 
 def _costs(arch: Architecture) -> list[Costs]:
     """The costs of all blocks of all layers on one device."""
-    blocks = (block for kind in arch.layers for block in (kind.mixer, kind.mlp))
+    blocks = (block for kind in arch.layers for block in kind.blocks)
     return [block.costs(arch.hidden_size, tp=1) for block in blocks]
 
 

@@ -93,6 +93,13 @@ class RopeParameters(RopeConfig):
     sliding_attention: RopeConfig | None = None
 
 
+class LayerConfig(Description):
+    """What some layers have otherwise."""
+
+    head_dim: Annotated[int, Field(ge=1, le=2**12)] | None = None
+    num_key_value_heads: Heads | None = None
+
+
 class HFConfig(GenerationConfig):
     """config.json of a causal language model."""
 
@@ -130,7 +137,16 @@ class HFConfig(GenerationConfig):
     sliding_window_pattern: Period | None = None
     max_window_layers: Window = 28
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: bool | str | None = None
+    global_head_dim: Annotated[int, Field(ge=1, le=2**12)] | None = None
+    num_global_key_value_heads: Heads | None = None
+    per_layer_config: dict[str, LayerConfig] | None = None
+    attention_k_eq_v: bool | None = None
+    num_kv_shared_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = 0
+    use_double_wide_mlp: bool | None = None
+    enable_moe_block: bool | None = None
+    hidden_size_per_layer_input: Annotated[int, Field(ge=0, le=2**16)] = 0
+    vocab_size_per_layer_input: Vocabulary | None = None
     quantization_config: Any = None
     bos_token_id: TokenId | None = None
     pad_token_id: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

@@ -29,8 +29,8 @@ LayerCache = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CachePart:
-    """Keys and values of every layer; which token of a sequence a position holds is not stored, the reader
-    derives it.
+    """Keys and values of every layer that has its own. Which token of a sequence a position holds is not
+    stored, the reader derives it.
 
     For each layer, keys are [B, KV, H, S] and values [B, KV, S, H] (B slots, KV key/value heads, H head size,
     S positions): on a CPU the matrix products of a decode step take half as long as with keys [B, KV, S, H].
@@ -60,7 +60,7 @@ def empty_cache(arch: Architecture, slots: int, positions: int, dtype: DTypeLike
     """A cache of zeros with `slots` slots on each replica (data shard) of `mesh`."""
     slots *= mesh_shape(mesh).num_data_shards
     place = NamedSharding(mesh, CACHE_SPEC)
-    states = [kind.mixer.state(slots, positions, mesh.shape[TP]) for kind in arch.layers]
+    states = filter(None, (kind.mixer.state(slots, positions, mesh.shape[TP]) for kind in arch.layers))
     layers = ([jnp.zeros(shape, dtype, device=place) for shape in state] for state in states)
     return CachePart.of_layers(layers)
 

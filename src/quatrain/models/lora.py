@@ -174,9 +174,9 @@ def changed(matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.
     product = partial(jnp.einsum, precision="highest")
     if a.ndim == 2:  # one A, of a matrix that a checkpoint has as one
         change = product("...r,ri->...i", b, a)
-    elif matrix.ndim == 4:  # qkv [K, G + 2, H, D]
-        queries = product("kghr,rd->kghd", b[:, :-2], a[0])
-        others = product("kphr,prd->kphd", b[:, -2:], a[1:])
+    elif matrix.ndim == 4:  # qkv [K, G + 2, H, D], or G + 1 if values are keys
+        queries = product("kghr,rd->kghd", b[:, : 1 - len(a)], a[0])
+        others = product("kphr,prd->kphd", b[:, 1 - len(a) :], a[1:])
         change = jnp.concatenate([queries, others], axis=1)
     else:  # gate_up [2, F, D]
         change = product("pfr,prd->pfd", b, a)

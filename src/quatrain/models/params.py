@@ -25,7 +25,9 @@ from quatrain.parallel.mesh import device_put, mesh_shape, one_device, shardings
 Params = dict[str, Any]
 """{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], and the output head}.
 
-The head is `lm_head` [V, D] unless it is tied to `embed`, or `score` [1, D] (`Architecture.head`).
+The head is `lm_head` [V, D] unless it is tied to `embed`, or `score` [1, D] (`Architecture.head`). Models
+whose layers have inputs of their own also have `layer_embed` [V, L P], `layer_projection` [L P, D] and
+`layer_norm` [P].
 """
 
 MAX_TP = 2**12
@@ -53,6 +55,15 @@ def param_specs(arch: Architecture) -> Params:
         "layers": [kind.params(d, arch.norm, residual, arch.lora) for kind in arch.layers],
         "final_norm": arch.norm.spec(d),
     }
+    if block := arch.layers[0].layer_input:
+        inputs = arch.num_layers * block.width
+        specs |= {
+            "layer_embed": ParamSpec(
+                (arch.vocab_size, inputs), ("group", "embed"), "normal", block.width**-0.5
+            ),
+            "layer_projection": ParamSpec.matrix((inputs, d), ("group", "embed")),
+            "layer_norm": arch.norm.spec(block.width),
+        }
     score = ParamSpec((1, d), ("norm", "norm"), "constant", 0.0)
     specs[output_head_name(arch)] = score if arch.head == "value_head" else specs["embed"]
     return specs
@@ -75,7 +86,7 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
 
     Raises ValueError if a layer cannot be split over the `tp` devices of `mesh`.
     """
-    blocks = [block for kind in arch.kinds for block in (kind.mixer, kind.mlp)]
+    blocks = [block for kind in arch.kinds for block in kind.blocks]
     if not all(block.splits(mesh.tp) for block in blocks):
         rules = dict.fromkeys(block.split_rule for block in blocks)
         valid = [str(tp) for tp in range(1, MAX_TP + 1) if all(block.splits(tp) for block in blocks)]
@@ -127,6 +138,12 @@ def tensor_names(arch: Architecture) -> list[TensorName]:
     ]
     if (head := output_head_name(arch)) != "embed":
         names.append(TensorName(f"{head}.weight", (head,), vector=False))
+    if arch.layers[0].layer_input:
+        names += [
+            TensorName("model.embed_tokens_per_layer.weight", ("layer_embed",), vector=False),
+            TensorName("model.per_layer_model_projection.weight", ("layer_projection",), vector=False),
+            TensorName("model.per_layer_projection_norm.weight", ("layer_norm",)),
+        ]
     for i, kind in enumerate(arch.layers):
         names += [
             tensor._replace(name=f"model.layers.{i}.{tensor.name}", path=("layers", i, *tensor.path))

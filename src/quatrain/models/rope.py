@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 class Angles(NamedTuple):
@@ -40,6 +40,8 @@ class Rope:
       2023).
     - `longrope` divides each frequency by a number of its own (Ding et al. 2024): one of `short_factors`, or
       of `long_factors` if sequences may be longer than `original_max_position` (`for_length`).
+    - `proportional` has the frequencies theta ** (-2i / H) of a whole head of H elements and turns a share
+      `partial` of its pairs.
 
     `scale` multiplies cosines and sines, so scores by its square.
     """
@@ -75,7 +77,7 @@ class Rope:
 
     def rotated(self, head_dim: int) -> int:
         """How many of a head's elements are rotated."""
-        return int(head_dim * self.partial)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
 
     def frequencies(self, head_dim: int) -> jax.Array:
         """[R/2] float32 angles per position."""
@@ -83,6 +85,9 @@ class Rope:
         frequencies = 1.0 / self.theta ** (jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
         if self.kind == "default":
             return frequencies
+        if self.kind == "proportional":
+            turned = int(self.partial * head_dim // 2)
+            return jnp.where(jnp.arange(dims // 2) < turned, frequencies / self.factor, 0.0)
         if self.kind == "longrope":
             return frequencies / jnp.asarray(self.long_factors if self.long else self.short_factors)
         slow = frequencies / self.factor

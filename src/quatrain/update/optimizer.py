@@ -54,12 +54,14 @@ def build_optimizer(config: OptimizerConfig, total_steps: int) -> optax.Gradient
 
 
 def is_decayed(params: optax.Params) -> Any:
-    """Whether weight decay applies to each parameter: to all but norms and biases, which its name tells.
+    """Whether weight decay applies to each parameter: to all but norms, biases and the scalars of layers,
+    which its name tells.
 
     The number of dimensions does not tell: biases of matrices that are stored as one have several.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(("norm", "bias")), params
+        lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(("norm", "bias", "scalar")),
+        params,
     )
 
 

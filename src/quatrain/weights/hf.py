@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -346,8 +347,11 @@ def _check_shapes(arch: Architecture, files: Mapping[str, _Stored]) -> None:
 
 
 def _ignorable(arch: Architecture, name: str) -> bool:
-    """Whether a tensor is ignored: rotary frequencies (in old checkpoints), or an unused lm_head."""
+    """Whether a tensor is ignored: rotary frequencies (in old checkpoints), an unused lm_head, and what makes
+    keys and values in a layer that reuses those of another."""
     unused_head = arch.tie_embeddings or arch.head == "value_head"
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight", name):
+        return int(match[1]) < arch.num_layers and arch.layers[int(match[1])].mixer.sharing == "reuses"
     return name.endswith("rotary_emb.inv_freq") or (unused_head and name == LM_HEAD)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,17 @@ import numpy as np
 from jax import lax
 
 from quatrain.models.blocks.layer_run import Costs, Enter, LayerRun
-from quatrain.models.layers import Layer, Norm
+from quatrain.models.layers import Layer, Norm, rms_norm
 from quatrain.models.rope import Angles, Rope, rotate
 from quatrain.models.spec import LORA_A, LORA_B, ParamSpec, TensorName, linear_tensors, require
 from quatrain.parallel.axes import TP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Attend = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
 """(q [B, T, N, H], k and v [B, T, K, H], the layer's cache) -> ([B, T, N, H], the layer's new cache).
 
-A cache is any tree of arrays, or None."""
+A cache is any tree of arrays, or None. A layer that `reuses` keys and values has neither k nor v (None), and
+the cache is a pair: that of the layer that lends them, before it and after it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Attention:
     """The soft cap of scores (`layers.softcap`)."""
     fused: bool = False
     """Whether a checkpoint has queries, keys and values as one tensor (Phi-3)."""
+    keys_are_values: bool = False
+    """Whether values are the keys before their norm (Gemma 4)."""
+    value_norm: bool = False
+    """Whether values are normalised, without weights."""
+    sharing: Literal["lends", "reuses"] | None = None
+    """Whether a layer reuses keys and values of an earlier one, the last that lends with the same window."""
 
     def __post_init__(self) -> None:
         multiple = f"a multiple of num_kv_heads = {self.num_kv_heads}"
@@ -66,9 +73,10 @@ class Attention:
     def params(self, d: int, norm: Norm, residual: float) -> dict[str, ParamSpec]:
         """`qkv` [K, G + 2, H, D], `o` [D, N H], whose standard deviation is scaled by `residual`, and others.
 
-        `qkv` holds for each key/value head its G query heads, its key head and its value head.
+        `qkv` holds for each key/value head its G query heads, its key head and its value head. Values that
+        are keys have no head of their own there, and reused keys and values none at all.
         """
-        shape = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim, d)
+        shape = (self.num_kv_heads, self.num_heads // self.num_kv_heads + self._others, self.head_dim, d)
         specs = {
             "qkv": ParamSpec.matrix(shape, ("kv_heads", "group", "head", "embed")),
             "o": ParamSpec.matrix((d, self.num_heads * self.head_dim), ("embed", "heads"), residual),
@@ -83,16 +91,28 @@ class Attention:
     @property
     def _norms(self) -> dict[str, int]:
         """The norms of queries and keys, and how many heads one has weights for."""
-        heads = (self.num_heads, self.num_kv_heads) if self.norm_over_heads else (1, 1)
-        return dict(zip(("q_norm", "k_norm"), heads, strict=True)) if self.qk_norm else {}
+        if not self.qk_norm:
+            return {}
+        queries, keys = (self.num_heads, self.num_kv_heads) if self.norm_over_heads else (1, 1)
+        return {"q_norm": queries} | ({"k_norm": keys} if self._others else {})
+
+    @property
+    def _others(self) -> int:
+        """Heads beside the queries of each key/value head: a key and a value, a key alone, or none."""
+        return 0 if self.sharing == "reuses" else 2 - self.keys_are_values
 
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
-        elements = self._elements
+        elements, queries = self._elements, self.num_heads // self.num_kv_heads
+        parts = {
+            "q_proj": np.s_[:, :queries, *elements],
+            "k_proj": np.s_[:, queries, *elements],
+            "v_proj": np.s_[:, -1],
+        }
         tensors = [
-            *linear_tensors("self_attn.q_proj", "qkv", np.s_[:, :-2, *elements], bias=self.qkv_bias),
-            *linear_tensors("self_attn.k_proj", "qkv", np.s_[:, -2, *elements], bias=self.qkv_bias),
-            *linear_tensors("self_attn.v_proj", "qkv", np.s_[:, -1], bias=self.qkv_bias),
+            tensor
+            for name in [*parts][: 1 + self._others]
+            for tensor in linear_tensors(f"self_attn.{name}", "qkv", parts[name], bias=self.qkv_bias)
         ]
         if self.fused:
             tensors = linear_tensors("self_attn.qkv_proj", "qkv", self._one_after_another, bias=self.qkv_bias)
@@ -125,24 +145,29 @@ class Attention:
         """Attention of `enter(x)`: ([B, T, D], summed over the heads of all `tp` devices, the new cache)."""
 
         def heads(x_BTD: jax.Array, layer: Layer) -> jax.Array:
-            """[B, T, K, X, H]: for each key/value head its query heads, its key and its value."""
+            """[B, T, K, X, H]: for each key/value head its query heads, then its key and value, if any."""
             x_BTD = psum_backward(enter(x_BTD, layer), TP)
             return run.linear(x_BTD, self._rows_of_device(layer), "qkv")
 
-        def queries_keys_values(heads_BTKXH: jax.Array, layer: Layer) -> tuple[jax.Array, ...]:
-            """(queries, rotated and scaled for the dot product; keys, rotated; values)."""
-            B, T = heads_BTKXH.shape[:2]
-            q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, self.head_dim)
-            k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
+        def turned(x: jax.Array, layer: Layer, norm_name: str) -> jax.Array:
             if self.qk_norm:
                 norm = partial(self._norm_of_all_heads, run.norm) if self.norm_over_heads else run.norm
-                q_norm, k_norm = (psum_backward(layer[name], TP) for name in ("q_norm", "k_norm"))
-                q_BTNH, k_BTKH = norm(q_BTNH, q_norm), norm(k_BTKH, k_norm)
-            if angles is not None:
-                q_BTNH, k_BTKH = rotate(q_BTNH, angles), rotate(k_BTKH, angles)
-                if angles.query_scale is not None:
-                    q_BTNH = q_BTNH * angles.query_scale.astype(q_BTNH.dtype)
-            return q_BTNH * self.query_scale, k_BTKH, v_BTKH
+                x = norm(x, psum_backward(layer[norm_name], TP))
+            return x if angles is None else rotate(x, angles)
+
+        def queries_keys_values(heads_BTKXH: jax.Array, layer: Layer) -> tuple[Any, ...]:
+            """(queries, rotated and scaled for the dot product; keys, rotated; values)."""
+            B, T, queries = *heads_BTKXH.shape[:2], heads_BTKXH.shape[3] - self._others
+            q_BTNH = turned(heads_BTKXH[:, :, :, :queries].reshape(B, T, -1, self.head_dim), layer, "q_norm")
+            if angles is not None and angles.query_scale is not None:
+                q_BTNH = q_BTNH * angles.query_scale.astype(q_BTNH.dtype)
+            q_BTNH = q_BTNH * self.query_scale
+            if self.sharing == "reuses":
+                return q_BTNH, None, None
+            k_BTKH, v_BTKH = heads_BTKXH[:, :, :, queries], heads_BTKXH[:, :, :, -1]
+            if self.value_norm:
+                v_BTKH = rms_norm(v_BTKH, jnp.ones(self.head_dim), run.norm.eps)
+            return q_BTNH, turned(k_BTKH, layer, "k_norm"), v_BTKH
 
         def output(y_BTNH: jax.Array, layer: Layer) -> jax.Array:
             return run.linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis=TP)
@@ -165,9 +190,10 @@ class Attention:
 
         def sliced(rows: jax.Array) -> jax.Array:
             head = lax.dynamic_index_in_dim(psum_backward(rows, TP), number // sharing, 0)
-            queries = (head.shape[1] - 2) // sharing
-            first = number % sharing * queries
-            return jnp.concatenate([lax.dynamic_slice_in_dim(head, first, queries, 1), head[:, -2:]], axis=1)
+            all_queries = head.shape[1] - self._others
+            queries = all_queries // sharing
+            own = lax.dynamic_slice_in_dim(head, number % sharing * queries, queries, 1)
+            return jnp.concatenate([own, head[:, all_queries:]], axis=1)
 
         rows = {name: sliced(layer[name]) for name in ("qkv", "qkv_bias", "qkv" + LORA_B) if name in layer}
         return {**rows, **{name: layer[name] for name in ("qkv" + LORA_A,) if name in layer}}
@@ -200,15 +226,20 @@ class Attention:
             "key/value heads"
         )
 
-    def state(self, slots: int, positions: int, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of cached keys and values; with fewer heads than `tp` devices, each device has one."""
+    def state(self, slots: int, positions: int, tp: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of cached keys and values, if it has its own.
+
+        With fewer heads than `tp` devices, each device has one.
+        """
         heads = max(self.num_kv_heads, tp)
+        if self.sharing == "reuses":
+            return ()
         return (slots, heads, self.head_dim, positions), (slots, heads, positions, self.head_dim)
 
     def costs(self, d: int, tp: int) -> Costs:
         """Of a block for hidden states of `d` elements."""
         queries = self.num_heads * self.head_dim // tp
-        keys_values = 2 * max(self.num_kv_heads // tp, 1) * self.head_dim
+        keys_values = self._others * max(self.num_kv_heads // tp, 1) * self.head_dim
         return Costs(
             weights=d * (2 * queries + keys_values),
             per_key=queries,

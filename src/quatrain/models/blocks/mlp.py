@@ -20,6 +20,11 @@ from quatrain.parallel.collectives import psum_backward
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
+def activated(x: jax.Array, activation: str) -> jax.Array:
+    """The activation, one of `ACTIVATIONS`, of `x`."""
+    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
 @dataclass(frozen=True)
 class Dense:
     """A gated MLP of `width` columns, the same for every token."""
@@ -58,8 +63,7 @@ class Dense:
 
         def down(gate_up_BT2F: jax.Array, layer: Layer) -> jax.Array:
             gate, up = jnp.split(gate_up_BT2F.reshape(*gate_up_BT2F.shape[:-2], -1), 2, axis=-1)
-            gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-            return run.linear(gate * up, layer, "down", sum_axis=TP)
+            return run.linear(activated(gate, self.activation) * up, layer, "down", sum_axis=TP)
 
         y_BTD: jax.Array = run.part(down, run.part(up, x_BTD))
         return y_BTD

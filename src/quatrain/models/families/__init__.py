@@ -15,6 +15,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.families.common import Family, Json, write_common
 from quatrain.models.families.cousins import cousin
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
+from quatrain.models.families.gemma4 import GEMMA4
 from quatrain.models.families.glm import GLM, GLM4
 from quatrain.models.families.granite import GRANITE
 from quatrain.models.families.llama import LLAMA
@@ -29,7 +30,7 @@ from quatrain.models.hf_config import HFConfig
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3),
+        *(LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4),
         *(MISTRAL, MINISTRAL3, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM, GLM4),
     )
 }
@@ -86,7 +87,7 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}{near}")
     values = {**FAMILIES[family].defaults, **config}
     for key, remedy in _UNSUPPORTED.items():
-        if values.get(key):
+        if values.get(key) and values[key] != "vision":  # of images alone
             raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
     hf_config = checked(HFConfig, values, source)
     try:
@@ -100,4 +101,5 @@ def architecture_to_hf(arch: Architecture) -> Json:
     family = family_of(arch)
     score = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if arch.head == "value_head" else {}
     names = {"architectures": [family.classifier if score else family.hf_class], "model_type": arch.family}
-    return {**names, **write_common(arch), **family.write(arch), **score}
+    config = {**names, **write_common(arch), **family.write(arch), **score}
+    return {key: value for key, value in config.items() if key not in family.omitted}

@@ -36,6 +36,8 @@ class Family(NamedTuple):
     """The keys of config.json that not all families have, or that differ from `write_common`."""
     gguf: GGUF | None
     """None: its GGUF files are not read."""
+    omitted: tuple[str, ...] = ()
+    """Keys of `write_common` that its config.json must not have."""
 
 
 def architecture(

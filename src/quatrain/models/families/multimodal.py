@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MODEL_TYPES = frozenset({"gemma3", "mistral3"})
+MODEL_TYPES = frozenset({"gemma3", "gemma4", "mistral3"})
 """The `model_type` of their config.json, which has that of the text model in `text_config`."""
 _OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
 """Keys that count for the text model where its own configuration lacks them or the outer one has others."""
 _PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """How the names of its tensors begin, in folders that transformers 4 and 5 wrote."""
-_OTHER_PARTS = ("vision_tower", "multi_modal_projector", "visual", "vision_model", "embed_vision", "mtp")
+_OTHER_PARTS = (
+    *("vision_tower", "vision_model", "visual", "multi_modal_projector", "embed_vision"),
+    *("audio_tower", "embed_audio", "mtp"),
+)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 """The supported kinds of rotary embeddings, and the values that each must have."""
 _REMEDIES = {
@@ -66,6 +67,8 @@ def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, 
         if rope.factor not in (None, 1.0):
             raise ValueError(f"a rope factor ({rope.factor}) needs a rope_type, such as linear; add it")
         return Rope(**fields)
+    if kind == "proportional":
+        return Rope(**fields, factor=rope.factor or 1.0)
     values = {name: getattr(rope, name) for name in ROPE_TYPES[kind]}
     if None in values.values():
         raise ValueError(f"the rope type {kind} needs {', '.join(values)}; add the missing values")
