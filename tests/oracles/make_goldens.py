@@ -225,10 +225,13 @@ def check_multimodal() -> None:
         "patch_size": 14,
     }
     inputs = make_inputs("multimodal")
-    for outer, case in (("gemma3", "gemma3_text"), ("mistral3", "ministral3"), ("mistral3", "mistral")):
+    text_parts = (("gemma3", "gemma3_text"), ("gemma4", "gemma4_text"), ("mistral3", "ministral3"))
+    for outer, case in (*text_parts, ("mistral3", "mistral")):
         text_type, fields = CONFIGS[case]
         text = {**SMALL, **IDS, **fields, "model_type": text_type}
-        config = AutoConfig.for_model(outer, text_config=text, vision_config=vision)
+        own = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8} if outer == "gemma4" else {}
+        parts = {"audio_config": None} if own else {}
+        config = AutoConfig.for_model(outer, text_config=text, vision_config=vision | own, **parts)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)

@@ -237,9 +237,26 @@ SHAPES = {
     "small with norms": (SMALL, True, 512),
     "middle": (MIDDLE, False, 1024),
     **{case: ({**SMALL, "head_dim": 16, "model_type": case}, False, 512) for case in (*FAMILIES, "glm4")},
+    "gemma4": (
+        {
+            **SMALL,
+            "model_type": "gemma4_text",
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 16,
+            "use_double_wide_mlp": True,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+            ],
+        },
+        False,
+        512,
+    ),
 }
 QUICK = {("small with norms", "layer"), ("small with norms", "dots"), ("small", "none"), ("middle", "dots")}
-QUICK |= {("gemma2", "layer"), ("olmo3", "dots")}
+QUICK |= {("gemma2", "layer"), ("olmo3", "dots"), ("gemma4", "dots")}
 
 
 @pytest.mark.parametrize(

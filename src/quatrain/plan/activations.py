@@ -9,6 +9,7 @@ target devices; `tests/plan/test_placement.py` compares the two.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from quatrain.backend import ACCELERATOR
 from quatrain.config.mesh import MeshShape
-from quatrain.models.architecture import Architecture
+from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.lora import trained_part
 from quatrain.models.params import ParamSpec, is_spec, param_specs, partition
 from quatrain.ops.logprobs import even_parts
@@ -78,6 +79,8 @@ def activations(
     `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
     or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
 
+    Keys and values that layers lend are added to `layer` twice, the inputs of all layers three times.
+
     With adapters of rank r, their gradients are the only ones. The r columns of A x of each adapted matrix
     are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`.
     """
@@ -90,12 +93,20 @@ def activations(
     statistics = FLOAT32 * {"layer": 0, "dots": n.statistics, "none": n.statistics + 2}[remat]
     works = 6 * n.hidden + n.working + n.normed + 2 * n.low + n.added
     works -= 0 if remat == "layer" else products
+    works += n.between
 
     specs, places, gathered = param_specs(arch), partition(arch, mesh), mesh._replace(fsdp=1)
     whole = partition(arch, gathered)
-    weights = sum_on_device(specs["layers"][0], whole["layers"][0], gathered)
+    first_of_kind = [arch.layers.index(kind) for kind in arch.kinds]
+
+    def largest(specs: Any, places: Any) -> int:
+        """Elements of the largest layer."""
+        layers = ((specs["layers"][i], places["layers"][i]) for i in first_of_kind)
+        return max(sum_on_device(*layer, gathered) for layer in layers)
+
+    weights = largest(specs, whole)
     specs, places, whole = (trained_part(tree, arch) for tree in (specs, places, whole))
-    layer_gradient = sum_on_device(specs["layers"][0], whole["layers"][0], gathered)
+    layer_gradient = largest(specs, whole)
     gradients = sum_on_device(specs, places, mesh)
     in_dtype = weights * b if sharded or cast else 0
     table = n.vocabulary * n.hidden
@@ -115,7 +126,10 @@ def activations(
 
 
 class _Widths(NamedTuple):
-    """Columns of a token's activations in a layer on one `tp` device (`blocks.layer_run.Costs`)."""
+    """Columns of a token's activations in a layer on one `tp` device (`blocks.layer_run.Costs`).
+
+    Of what is kept the mean of all layers, of what is temporary the most.
+    """
 
     hidden: int
     vocabulary: int
@@ -127,22 +141,37 @@ class _Widths(NamedTuple):
     """Columns of A x of all adapted matrices of a layer."""
     added: int
     """Columns of B (A x) of the largest of them."""
+    between: int
+    """Columns that all layers share: lent keys and values, the inputs of layers, and their gradients."""
 
     @classmethod
     def of(cls, arch: Architecture, mesh: MeshShape) -> _Widths:
-        kind, d = arch.layers[0], arch.hidden_size
-        mixer, mlp = kind.mixer.costs(d, mesh.tp), kind.mlp.costs(d, mesh.tp)
-        outputs, parts = {**mixer.outputs, **mlp.outputs}, kind.matrices()
-        targets = arch.lora.targets if arch.lora else ()
+        d, targets = arch.hidden_size, arch.lora.targets if arch.lora else ()
+        counts = Counter(arch.layers)
+        costs = {kind: [block.costs(d, mesh.tp) for block in kind.blocks] for kind in counts}
+
+        def mean(of: Callable[[LayerKind], int]) -> int:
+            """Of all layers."""
+            return sum(count * of(kind) for kind, count in counts.items()) // arch.num_layers
+
+        def adapted(kind: LayerKind) -> int:
+            parts = kind.matrices()
+            return sum(len(parts[name]) for name in targets) * (arch.lora.rank if arch.lora else 0)
+
+        lending = (kind.mixer for kind in arch.layers if kind.mixer.sharing == "lends")
+        lent = [shape for mixer in lending for shape in mixer.state(1, 1, mesh.tp)]
+        inputs = arch.layers[0].layer_input.width if arch.layers[0].layer_input else 0
+        outputs = [cost.outputs for kind in costs for cost in costs[kind]]
         return cls(
             hidden=d,
             vocabulary=arch.vocab_size // (mesh.tp if TP in partition(arch, mesh)["embed"] else 1),
-            kept=mixer.kept + mlp.kept,
-            normed=mixer.normed + mlp.normed + d * (len(kind.norms) - 2),
-            working=mixer.working + mlp.working,
-            statistics=mixer.statistics + mlp.statistics,
-            low=sum(len(parts[name]) for name in targets) * (arch.lora.rank if arch.lora else 0),
-            added=max((outputs[name] for name in targets), default=0),
+            kept=mean(lambda kind: sum(cost.kept for cost in costs[kind])),
+            normed=mean(lambda kind: sum(cost.normed for cost in costs[kind]) + d * (len(kind.norms) - 2)),
+            working=max(sum(cost.working for cost in each) for each in costs.values()),
+            statistics=mean(lambda kind: sum(cost.statistics for cost in costs[kind])),
+            low=mean(adapted),
+            between=2 * sum(map(math.prod, lent)) // mesh.tp + 3 * arch.num_layers * inputs,
+            added=max((each[name] for each in outputs for name in targets if name in each), default=0),
         )
 
 

@@ -6,6 +6,7 @@ Data flow: `Config` and the number of devices -> `placement` -> `plan.device_mem
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -129,14 +130,15 @@ class _Plan:
         return PHASES if self.config.rollout.max_staleness else ("rollout",)
 
     def kinds(self) -> Iterator[ParameterKind]:
-        """The parameters on the training mesh; parameters of the same name in all layers are one kind."""
+        """The parameters on the training mesh; those of one name and shape in several layers are one kind."""
         specs, places = param_specs(self.arch), partition(self.arch, self.mesh)
-        layer, layers = specs["layers"][0], places["layers"][0]
-        kinds = [
-            ("embed", 1, specs["embed"], places["embed"]),
-            *((f"layers.{name}", self.arch.num_layers, layer[name], layers[name]) for name in layer),
-            *((name, 1, specs[name], places[name]) for name in ("final_norm", "lm_head") if name in specs),
-        ]
+        layers = Counter(
+            (f"layers.{name}", spec, place[name])
+            for layer, place in zip(specs.pop("layers"), places["layers"], strict=True)
+            for name, spec in layer.items()
+        )
+        (first, *rest) = [(name, 1, spec, places[name]) for name, spec in specs.items()]
+        kinds = [first, *((name, count, spec, place) for (name, spec, place), count in layers.items()), *rest]
         for name, count, spec, place in kinds:
             itemsize = jnp.dtype(spec.dtype or self.config.model.param_dtype).itemsize
             size = count * itemsize * elements_on_device(spec.shape, place, self.mesh)
