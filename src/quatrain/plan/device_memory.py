@@ -174,19 +174,21 @@ def render(result: Placement) -> str:
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:
-    head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
+    head = ("name", "on a device", "shape: logical axis=size/mesh axis")
     rows = [
         (
             kind.name if kind.count == 1 else f"{kind.name} x {kind.count}",
-            ",".join(map(str, kind.shape)),
-            ",".join(kind.axes),
-            ",".join(axis or "-" for axis in kind.spec),
             in_units(kind.num_bytes),
+            ", ".join(map(_dim, kind.axes, kind.shape, (*kind.spec, *(None,) * len(kind.shape)))),
         )
         for kind in result.parameters
     ]
     yield f"parameters on mesh {result.roles.train.mesh}"
-    yield from table([head, *rows], right=(4,))
+    yield from table([head, *rows], right=(1,))
+
+
+def _dim(axis: str, size: int, mesh_axis: str | None) -> str:
+    return f"{axis}={size}/{mesh_axis}" if mesh_axis else f"{axis}={size}"
 
 
 def totals_table(result: Placement) -> Iterator[str]:
@@ -223,7 +225,7 @@ def _totals(result: Placement) -> list[Part]:
 
 def _table(parts: Sequence[Part], title: str = "bytes on each device") -> Iterator[str]:
     yield title
-    yield from table([(p.key, in_units(p.num_bytes), p.why) for p in parts], right=(1,), wrap=True)
+    yield from table([(p.key, in_units(p.num_bytes), p.why) for p in parts], right=(1,))
 
 
 def in_units(num_bytes: int) -> str:
