@@ -700,6 +700,15 @@ def test_the_model_of_a_folder_is_evaluated(quatrain, monkeypatch):
     assert (status, "model and model.path both name a model" in " ".join(err.split())) == (2, True)
 
 
+def test_a_model_that_is_served_gets_no_warnings_about_training(quatrain, monkeypatch):
+    stand_in(monkeypatch, "serve.server", "serve", lambda config, **options: None)
+    Path("model").mkdir()
+    Path("model", "config.json").write_text("{}")
+    assert quatrain("serve", "model") == (0, "", "")
+    status, _, err = quatrain("config", "model.path=model")
+    assert (status, "is not the quickstart's" in " ".join(err.split())) == (0, True)
+
+
 def test_a_word_longer_than_a_file_name_is_a_setting(quatrain):
     files = ",".join(f"part-{number}.jsonl" for number in range(60))
     status, out, _ = quatrain("config", "--json", f"data.train={files}")

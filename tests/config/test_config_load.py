@@ -358,6 +358,7 @@ def test_the_quickstarts_training_is_for_its_model_alone(tmp_path):
     assert other.provenance["optimizer.learning_rate"] == "derived"
     (warning,) = other.warnings[:1]
     assert warning.startswith("model.path is not the quickstart's builtin:tiny, and without a CONFIG")
+    assert load_config(None, ["model.path=some/model"], {}, trains=False).warnings == []
     by_variable = load_config(None, [], {"QUATRAIN__MODEL__PATH": "some/model"}).config
     assert (by_variable.sft, by_variable.optimizer.learning_rate) == (sft, 1e-6)
     same = load_config(None, ["model.path=builtin:tiny"], {})

@@ -34,6 +34,7 @@ def test_a_list_of_one_data_set_is_the_one():
     ("override", "message"),
     [
         ("data.train=[]", "data.train must be a data set, or a list of data sets, as [a.jsonl, b.parquet]"),
+        ("data.train=''", "data.train must be a data set, or a list of data sets"),
         ("data.train=[a, 1]", "data.train must be a data set, or a list"),
         (
             "reward.functions={f: {wieght: 1}}",

@@ -187,7 +187,7 @@ def evaluate(
             "a model's folder is evaluated on the prompts and with the lengths of a configuration; got none; "
             f"give it too: quatrain eval CONFIG.yaml {folder}"
         )
-    resolved = _resolve(config, overrides)
+    resolved = _resolve(config, overrides, trains=False)
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.cluster.processes import is_main_process
         from quatrain.loop.evaluate import evaluate_run
@@ -517,7 +517,7 @@ def serve(
     """Serve a model, or that of a run (its folder), over HTTP with OpenAI's interface."""
     if name is not None and not name.strip():
         raise ValueError("--name must be the name that requests give the model; got an empty one")
-    resolved = _resolve(*_config_and_overrides(words, set_, folders=True))
+    resolved = _resolve(*_config_and_overrides(words, set_, folders=True), trains=False)
     try:
         from quatrain.serve.server import serve as run
     except ImportError as error:
@@ -581,14 +581,14 @@ def _config_and_overrides(
     return _of_folder(found[0], config, overrides) if found else (config, overrides)
 
 
-def _resolve(path: Path | None, overrides: Sequence[str]) -> Resolved:
+def _resolve(path: Path | None, overrides: Sequence[str], *, trains: bool = True) -> Resolved:
     """The final configuration; its warnings go to stderr, here and nowhere else."""
     from quatrain.config.environment import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
     dotenv = load_dotenv(os.environ)
     readable = warn_if_others_can_read(dotenv) if dotenv else None
-    resolved = load_config(path, overrides, os.environ)
+    resolved = load_config(path, overrides, os.environ, trains=trains)
     for warning in filter(None, (readable, *resolved.warnings)):
         _complain("warning", warning)
     return resolved

@@ -64,11 +64,13 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     *,
     now: datetime | None = None,
+    trains: bool = True,
 ) -> Resolved:
     """The configuration of a YAML file (None: the embedded quickstart), `--set` overrides and environment.
 
     `environ` is the process's environment unless given, `now` the present unless given (it names the run).
-    Raises ConfigError with one message per bad key: the rule, the value received and its layer.
+    Unless it `trains`, there are no warnings about training. Raises ConfigError with one message per bad key:
+    the rule, the value received and its layer.
     """
     environ = os.environ if environ is None else environ
     file = None if path is None else Path(path)
@@ -86,7 +88,9 @@ def load_config(
     derived = derived_values(config, stem, environ, now or datetime.now(UTC))
     merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
     config = merged.config()
-    warnings = [*_overridden(from_overrides, from_environment), *unsuitable, *warnings_about(config, environ)]
+    warnings = _overridden(from_overrides, from_environment)
+    if trains:
+        warnings += [*unsuitable, *warnings_about(config, environ)]
     return Resolved(config, merged.provenance(config), warnings)
 
 
