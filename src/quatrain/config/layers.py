@@ -207,8 +207,10 @@ def _read(path: Path, extending: Sequence[Path]) -> str:
         by = f" (which {extending[-1]} extends)" if extending else ""
         raise ConfigError(f"{path}: there is no such configuration file{by}{found}") from None
     except IsADirectoryError:
-        file = path / "config.yaml"
-        raise ConfigError(f"{path}: this is a folder; give the YAML file itself, as {file}") from None
+        instead = f"give the YAML file itself, as {path / 'config.yaml'}"
+        if (path / "config.json").is_file():
+            instead = f"give a YAML file, and the folder of a model as model.path={path}"
+        raise ConfigError(f"{path}: this is a folder; {instead}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the file is not UTF-8 text; give a YAML file") from None
 
@@ -221,7 +223,7 @@ def override_layer(overrides: Sequence[str]) -> list[Setting]:
         key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not key:
-            problems.append(f"--set needs KEY=VALUE, as --set rollout.n=16; got {shown(text.split('=')[0])}")
+            problems.append(f"--set needs KEY=VALUE, as --set rollout.n=16; got {shown(text)}")
             continue
         _collect(tuple(key.split(".")), _parse_value(value, f"--set {key}"), "--set", settings, problems)
     if problems:

@@ -16,6 +16,7 @@ from quatrain.config.roles import Roles
 from quatrain.plan.text import table, warning_lines, wrapped
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
+LEAST_BYTES = 10**6
 RoleName = Literal["train", "rollout", "reference", "critic", "reward"]
 Phase = Literal["rollout", "gradient", "optimizer_step", "critic_gradient", "critic_optimizer_step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -150,13 +151,14 @@ class Placement:
 def parse_bytes(text: str) -> int:
     """Bytes from text such as `80GB` (powers of 1000), `24GiB` (powers of 1024) or `16e9`.
 
-    Raises ValueError for other text, and for less than a byte.
+    Raises ValueError for other text, and for less than a megabyte.
     """
     found = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)\s*([kmgt]i?)?b?", text.strip(), re.IGNORECASE)
     number = float(found[1]) * UNITS[(found[2] or "").capitalize()] if found else 0
-    if not 1 <= number < math.inf:
+    if not LEAST_BYTES <= number < math.inf:
         raise ValueError(
-            f"a memory size must be a number with a unit, e.g. 80GB, 24GiB or 16e9; got {text!r}"
+            "a memory size must be at least 1MB, a number with a unit, e.g. 80GB, 24GiB or 16e9; got "
+            f"{text!r}"
         )
     return int(number)
 
