@@ -98,6 +98,18 @@ def test_the_environment_over_set_is_reported():
     ]
 
 
+def test_a_variable_with_single_underscores_is_reported():
+    environ = {"QUATRAIN_RUN_STEPS": "5", "QUATRAIN_DEBUG": "1", "quatrain_rollout_max_new_tokens": "5"}
+    assert load_config(None, [], environ).warnings == [
+        f"{name} sets nothing: a variable has two underscores before a section and a key; rename it to "
+        f"{right}"
+        for name, right in (
+            ("QUATRAIN_RUN_STEPS", "QUATRAIN__RUN__STEPS"),
+            ("quatrain_rollout_max_new_tokens", "QUATRAIN__ROLLOUT__MAX_NEW_TOKENS"),
+        )
+    ]
+
+
 def test_the_environment_over_an_entry_of_a_mapping_is_reported():
     entry = load_config(None, ["reward.functions.correct=2"], {"QUATRAIN__REWARD__FUNCTIONS__CORRECT": "3"})
     assert len(entry.warnings) == 1

@@ -41,6 +41,10 @@ def test_a_list_of_one_data_set_is_the_one():
             "no other keys than weight, args and data_source; it has wieght",
         ),
         ("reward.functions={f: {weight: x}}", "reward.functions.f.weight must be a number; got 'x'"),
+        (
+            "reward.functions=rewards.py:f",
+            "reward.functions must be a mapping from functions to weights, as {",
+        ),
         ("reward.functions={f: {args: [1]}}", "reward.functions.f.args must be a mapping of names to values"),
         ("reward.functions={f: {data_source: [1]}}", "reward.functions.f.data_source.0 must be text"),
         ("reward.functions={f: true}", "reward.functions.f must be a number, or a mapping"),

@@ -242,6 +242,7 @@ _EXPLAINED = {
     "kl_ctrl.type": "here the KL's weight adapts if 'reward.kl_target' and 'reward.kl_horizon' are set",
     "critic.optim": "here it is the section 'critic_optimizer'",
     "optim": "here it is the section 'optimizer'",
+    "logging_steps": "every training step is logged here, so there is no such key",
     "PPOLearner": _CRITIC,
     "clip_max": "here the ratio is clipped at 1 - 'update.clip_low' and 1 + 'update.clip_high'",
     "role_to_mesh[Role.ROLLOUT]": "here it is 'rollout.mesh'",

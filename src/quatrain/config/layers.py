@@ -8,7 +8,7 @@ error.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,9 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
         settings.append(Setting((*path[:2], ".".join(path[2:])), value, layer))
     elif key in keys:
         settings.append(Setting(path, value, layer))
+    elif isinstance(value, dict) and any(suggestion(f"{key}.{leaf}") for leaf in _leaves(value)):
+        for name, inner in value.items():  # another library's section: each of its keys has its counterpart
+            _collect((*path, str(name)), inner, layer, settings, problems)
     else:
         problems.append(f"unknown key {shown(key)} (from {layer})")
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
@@ -286,3 +289,9 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
                 return
             nearest = nearest_keys(key, keys if len(path) > 1 else [*keys, *nested])
             problems[-1] += f"; the nearest valid key is {' or '.join(map(repr, nearest))}"
+
+
+def _leaves(value: dict[Any, Any]) -> Iterator[str]:
+    """The dotted keys in nested mappings."""
+    for name, inner in value.items():
+        yield from (f"{name}.{leaf}" for leaf in _leaves(inner)) if isinstance(inner, dict) else (str(name),)

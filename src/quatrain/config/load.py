@@ -22,6 +22,7 @@ from quatrain.config.derive import derived_values
 from quatrain.config.errors import ConfigError, listed, rule, shown
 from quatrain.config.fields import value_at
 from quatrain.config.layers import (
+    ENVIRONMENT_PREFIX,
     QUICKSTART,
     KeyPath,
     Setting,
@@ -88,7 +89,7 @@ def load_config(
     derived = derived_values(config, stem, environ, now or datetime.now(UTC))
     merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
     config = merged.config()
-    warnings = _overridden(from_overrides, from_environment)
+    warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
     if trains:
         warnings += [*unsuitable, *warnings_about(config, environ)]
     return Resolved(config, merged.provenance(config), warnings)
@@ -214,6 +215,18 @@ def _as_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return shown(list(value) if isinstance(value, tuple) else value)
+
+
+def _misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each variable that is a key but for its underscores, as `QUATRAIN_RUN_STEPS`."""
+    keys = {f"{ENVIRONMENT_PREFIX[:-1]}{key.replace('.', '_')}".upper(): key for key in valid_keys()}
+    meant = ((variable, keys.get(variable.upper())) for variable in sorted(environ))
+    return [
+        f"{variable} sets nothing: a variable has two underscores before a section and a key; rename it to "
+        f"{ENVIRONMENT_PREFIX}{key.replace('.', '__').upper()}"
+        for variable, key in meant
+        if key
+    ]
 
 
 def _overridden(overrides: Sequence[Setting], environment: Sequence[Setting]) -> list[str]:

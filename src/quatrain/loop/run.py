@@ -338,7 +338,7 @@ class Run:
         if self.loaded.arch.lora:
             event(f"its adapters, for peft: {self.folder.final / ADAPTER}")
         if self.config.model.path.startswith("builtin:"):
-            event(f"next, a real model:{_next_command()}")
+            event(f"next, a real model:{_next_command(self.config)}")
         return Summary(self.folder.path, steps, self.evaluations.before, after)
 
 
@@ -555,8 +555,10 @@ def _check_profile_steps(config: Config, steps: int) -> None:
         )
 
 
-def _next_command() -> str:
-    """How to train a real model, in a copy of the repository or elsewhere."""
+def _next_command(config: Config) -> str:
+    """How to train a real model, on the data of `config` if it is the user's own."""
+    if not any(name.startswith("builtin:") for name in data_set_list(config.data.train)):
+        return " set model.path to a folder, a .gguf file or a model on the Hub"
     if NEXT_CONFIG.is_file() and Path("Makefile").is_file():
         return f"\n  make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
     return (
