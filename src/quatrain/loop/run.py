@@ -126,7 +126,8 @@ def open_run(
             logger.warning("%s", warning)
         try:
             with parts.pop_all():  # ended before the report is
-                describe(folder, run.config, reward_functions)
+                changed = folder.changed_keys(dump_yaml(run.resolved))
+                describe(folder, run.config, reward_functions, changed)
                 yield run
         except BaseException as error:
             if isinstance(error, Stopped):
