@@ -192,14 +192,18 @@ class Run:
         """Description of the number of prompts and samples in a training step."""
         return f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
 
-    def announce(self, plan: str) -> None:
-        """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
+    def announce(self, plan: str, *, samples: bool = True) -> None:
+        """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts.
+
+        A run that never `samples` training batches has no batch plan.
+        """
         event = self.recorder.report.event
         event(f"run {self.folder.name}: {plan}")
-        batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
-        for line in overview(batches):
-            event(line)
-        self.folder.write_plan(batches.to_dict())
+        if samples:
+            batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
+            for line in overview(batches):
+                event(line)
+            self.folder.write_plan(batches.to_dict())
         data, sft = self.config.data, self.config.sft
         train = shown_data_sets(data.train)
         for spec, source in (

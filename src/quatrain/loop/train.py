@@ -187,7 +187,8 @@ def train_sft(resolved: Resolved) -> Summary:
     _refuse_keys_of_training(resolved.config)
     with open_run(resolved, None) as run:
         run.resumable = False
-        run.announce(f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations")
+        supervised = f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations"
+        run.announce(supervised, samples=False)
         with Progress(steps) as run.recorder.progress:
             run.evaluations.first(run.loaded.params)
             params = run.warm_start(log_every_step=True)

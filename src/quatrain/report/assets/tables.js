@@ -104,7 +104,7 @@ function planSection() {
   const value = (v) => (v === null ? "–" : typeof v === "object" ? `${short(v.min)} to ${short(v.max)}` : short(v));
   const row = ({ key, value: v, unit, why }) => el("tr", {}, el("td", {}, code(key)), el("td", { class: "number" }, value(v)), el("td", {}, asText(unit)), el("td", { class: "wide" }, prose(asText(why))));
   const render = ({ plan }) => (plan === null
-    ? el("p", { class: "empty" }, prose("This run has no plan.json: it comes from a version that did not write it. `quatrain plan` prints the plan of a configuration."))
+    ? el("p", { class: "empty" }, prose("This run has no plan.json: it was `quatrain sft`, or comes from a version that did not write it. `quatrain plan` prints the plan of a configuration."))
     : el("div", {}, noteList(plan.warnings), table(["Size", "Value", "Unit", "Why"], plan.rows.map(row), { "aria-label": "Plan" })));
   return [host, () => renew(host, state.runs.map((run) => run.plan), () => perRun(render))];
 }
