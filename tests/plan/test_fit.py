@@ -168,4 +168,4 @@ def test_a_plan_that_does_not_fit_says_with_what_it_does(monkeypatch, capsys):
 
 def test_a_plan_that_nothing_makes_fit_says_so(monkeypatch, capsys):
     found = json.loads(run_plan(monkeypatch, capsys, "--device-memory", "1MB", "--json"))
-    assert " ".join(found["remedy"].split()).startswith("nothing fits 1 devices of 976.56 KiB: the smallest")
+    assert " ".join(found["remedy"].split()).startswith("nothing fits 1 device of 976.56 KiB: the smallest")

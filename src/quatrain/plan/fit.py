@@ -229,7 +229,7 @@ def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int)
 
 def render(result: Fits) -> str:
     """A table of the combinations that fit, and the options for the first."""
-    memory = f"{result.devices} devices of {in_units(result.device_memory)}"
+    memory = f"{result.devices} device{'s' * (result.devices != 1)} of {in_units(result.device_memory)}"
     if not result.found:
         text = (
             f"nothing fits {memory}: the smallest combination needs {in_units(result.smallest.peak)} on each "
