@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
-CONFIG = """# The final configuration of a run; the comment after a value names the layer that set it.
+CONFIG = """# The final configuration; after each value, a comment names its layer.
 seed: 0                                   # default
 
 run:

@@ -148,7 +148,7 @@ def evaluate(
     num_processes: NumProcessesOption = None,
     process_id: ProcessIdOption = None,
 ) -> None:
-    """Measure a model's accuracy on the evaluation prompts; of a run's folder: as the run does."""
+    """Measure the accuracy of a model, or of that of a run, on the evaluation prompts."""
     config, overrides, folder = given(words, set_, folders=True)
     if config is None and folder is not None:
         raise ValueError(
@@ -341,7 +341,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model, or that of a run (its folder), over HTTP with OpenAI's interface."""
+    """Serve a model, or that of a run, over HTTP with OpenAI's interface."""
     if name is not None and not name.strip():
         raise ValueError("--name must be the name that requests give the model; got an empty one")
     resolved = _resolve(given(words, set_, folders=True), trains=False)

@@ -28,7 +28,7 @@ Words = Annotated[
 RunWords = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG.yaml] [RUN or FOLDER] [KEY=VALUE …]",
+        metavar="[CONFIG.yaml] [RUN|FOLDER] [KEY=VALUE …]",
         show_default=False,
         help="Configuration file; default: the run's, or the quickstart. RUN: a run's name or folder. "
         "FOLDER: of a model in Hugging Face's form. KEY=VALUE is --set KEY=VALUE.",
