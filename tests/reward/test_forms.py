@@ -32,6 +32,9 @@ def raises(completions):
 def too_many(completions):
     return [0.0] * (len(completions) + 1)
 
+def of_messages(completions):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
 def one_for_all(completions):
     return [1.0]
 
@@ -165,6 +168,9 @@ def test_functions_are_tried_on_a_made_up_completion(scorer):
     (warning,) = scorer(raises=1.0).try_on(prompts("math"), [1])
     assert "`raises` fails on a made-up completion" in warning
     assert "error: KeyError: 'no such thing'" in warning
+    assert "texts here" not in warning
+    (warning,) = scorer(of_messages=1.0).try_on(prompts("math"), [1])
+    assert warning.endswith("; completions are texts here, not lists of messages as TRL may give")
     assert scorer(compares=1.0).try_on(prompts("math"), [1]) == []
     with pytest.raises(ValueError, match=r"expected 2, got 3 \(it was tried on 2 made-up completions"):
         scorer(too_many=1.0).try_on(prompts("math"), [1])

@@ -300,9 +300,11 @@ class RewardScorer:
                     made_up = f"it was tried on {copies} made-up completions of a training prompt"
                     raise ValueError(f"{error} ({made_up})") from None
                 if problem is not None:
+                    texts = "; completions are texts here, not lists of messages as TRL may give"
                     yield (
                         f"reward function `{function.name}` fails on a made-up completion of a training "
                         f"prompt ({problem}): every sample on which it fails gets -1"
+                        f"{texts if 'string indices must be integers' in problem else ''}"
                     )
 
         warnings: list[str] = self._decide(lambda: list(tried()))
