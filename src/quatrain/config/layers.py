@@ -219,6 +219,10 @@ def override_layer(overrides: Sequence[str]) -> list[Setting]:
     """The settings of `--set key.sub=value`, in order."""
     settings: list[Setting] = []
     problems: list[str] = []
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(
+            f"overrides must be a list of KEY=VALUE; got {shown(overrides)}; give ['rollout.n=16', 'seed=1']"
+        )
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()

@@ -74,6 +74,11 @@ def load_config(
     the rule, the value received and its layer.
     """
     environ = os.environ if environ is None else environ
+    if not isinstance(path, str | Path | None):
+        raise ConfigError(
+            f"a configuration is the path of a YAML file; got {shown(path)}; give settings as "
+            "overrides=['rollout.n=16']"
+        )
     file = None if path is None else Path(path)
     from_overrides, from_environment = override_layer(overrides), environment_layer(environ)
     from_file, unsuitable = file_layer(file), list[str]()

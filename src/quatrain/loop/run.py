@@ -347,6 +347,11 @@ class Run:
 
 def _check_given(config: Config, rows: GivenRows) -> None:
     """Raises ValueError for rows given from Python that no key of the configuration names."""
+    if not isinstance(rows, Mapping):
+        raise ValueError(
+            "rows must be a mapping from names in data.train, data.eval or sft.data to lists of dicts; got "
+            f"{type(rows).__name__}; give rows={{'people': [{{'prompt': …}}]}} and data.train=people"
+        )
     data = config.data
     named = [*data_set_list(data.train), *chain(*map(data_set_list, data.eval_sets.values()))]
     named += data_set_list(config.sft.data) if config.sft.data else ()
@@ -354,7 +359,7 @@ def _check_given(config: Config, rows: GivenRows) -> None:
         if name not in named:
             raise ValueError(
                 "rows that are given from Python must be named in data.train, data.eval or sft.data, which "
-                f"have {listed(named)}; rows has {name!r}; name it, as load_config(overrides="
+                f"have {listed(dict.fromkeys(named))}; rows has {name!r}; name it, as load_config(overrides="
                 f"['data.train={name}'])"
             )
 

@@ -423,6 +423,11 @@ def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: 
 
 def _check_functions(config: RewardConfig, functions: Mapping[str, Any]) -> None:
     """Raises ValueError unless functions given from Python are callable and entries of the configuration."""
+    if not isinstance(functions, Mapping):
+        raise ValueError(
+            "reward_functions must be a mapping from names in reward.functions to functions; got "
+            f"{type(functions).__name__}; give {{'mine': mine}}, and its weight as reward.functions.mine=1.0"
+        )
     for name, function in functions.items():
         if not callable(function):
             raise ValueError(
