@@ -84,7 +84,7 @@ def test_what_a_program_gives_in_another_form_is_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             train(given, **options)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="is the path of a YAML file; got {'seed': 3}"):
+    with pytest.raises(ConfigError, match=r"is the path of a YAML file; got {'seed': 3}"):
         load_config({"seed": 3}, (), {})
     for overrides in ("run.steps=3", {"run.steps": 3}):
         with pytest.raises(ConfigError, match="overrides must be a list of KEY=VALUE; got"):
