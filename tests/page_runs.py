@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
-CONFIG = """# The final configuration of a run; the comment after a value names the layer that set it.
+CONFIG = """# The final configuration; after each value, a comment names its layer.
 seed: 0                                   # default
 
 run:
@@ -128,6 +128,22 @@ def eval_sample(prompt: int, right: int, **more: Any) -> dict[str, Any]:
     return base | {"prompt_index": prompt} | more
 
 
+START: dict[str, Any] = {
+    "time": "2026-01-02T03:04:05+0000",
+    "step": 0,
+    "command": "quatrain train first.yaml",
+    "working_folder": "/home/me",
+    "run_folder": "/home/me/runs/first",
+    "versions": {"python": "3.11.7", "quatrain": "0.1.0"},
+    "commits": {"quatrain": {"hash": "0123abcd", "changed_files": 2}, "working_folder": None},
+    "devices": {"platform": "cpu", "kind": "cpu", "count": 1, "processes": 1},
+    "changed_keys": {},
+    "paths": {},
+    "code": {"/home/me/rewards.py": "code/rewards.py"},
+}
+RESUMED = START | {"step": 2, "changed_keys": {"run.steps": ["2", "3"]}}
+
+
 def make_run(root: Path, name: str = "first", *, steps: int = 3, weight: float = 0.5) -> Path:
     """A finished run with every file that the page reads."""
     folder = root / name
@@ -156,5 +172,8 @@ def make_run(root: Path, name: str = "first", *, steps: int = 3, weight: float =
     plan = {"prompts_per_step": 4, "lengths": {"min": 2, "max": 9}, "unit": {"prompts_per_step": "prompts"}}
     (folder / "plan.json").write_text(json.dumps(plan | {"why": {}, "warnings": ["odd"]}), encoding="utf-8")
     (folder / "config.yaml").write_text(CONFIG.format(name=name, weight=weight), encoding="utf-8")
+    (folder / "run.json").write_text(
+        json.dumps({"starts": [START | {"ended_with_step": 2}, RESUMED]}), encoding="utf-8"
+    )
     (folder / "final").mkdir()
     return folder

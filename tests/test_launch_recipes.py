@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from quatrain.cli import main as cli
+from quatrain.cli.words import given
 from quatrain.cluster.detect import Place, detect
 from quatrain.config.load import load_config
 
@@ -86,7 +87,7 @@ def parsed(words):
     """The configuration that a command line of quatrain names; fails where quatrain would refuse it."""
     command, *rest = words
     context = typer.main.get_command(cli.app).commands[command].make_context(command, list(rest))
-    file, overrides = cli._config_and_overrides(context.params["words"], context.params["set_"])
+    file, overrides, _ = given(context.params["words"], context.params["set_"])
     return load_config(REPOSITORY / file, overrides, {}).config
 
 

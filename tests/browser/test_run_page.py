@@ -291,6 +291,20 @@ def test_a_phone_needs_no_horizontal_scroll(browser, pages):
         assert page.js("return document.documentElement.scrollWidth") == browser.PHONE[0]
 
 
+@pytest.mark.parametrize("size", ["DESKTOP", "PHONE"])
+def test_what_made_a_run_is_opened_by_a_click(browser, pages, size):
+    page = browser.open(pages["one"], size=getattr(browser, size))
+    height = "return document.querySelector('.made').offsetHeight"
+    closed = page.js(height)
+    page.click(".made summary")
+    assert page.js(height) > closed + 100
+    rows = page.js("return [...document.querySelectorAll('.made tr')].map((r) => r.textContent)")
+    assert "commandquatrain train first.yaml" in rows
+    assert "changed: run.steps2 before, 3 now" in rows
+    assert page.js("return document.documentElement.scrollWidth") <= getattr(browser, size)[0]
+    assert page.js(OUTSIDE) == []
+
+
 def test_several_runs_share_charts_and_list_the_keys_that_differ(browser, pages):
     page = browser.open(pages["two"])
     assert page.texts("#differing tbody code") == ["run.name", "reward.functions.mine.py:f # g"]
@@ -390,6 +404,8 @@ def test_without_a_judge_the_filters_of_right_and_wrong_give_way(browser, crowde
     page.wait("return document.querySelectorAll('#filters button').length")
     assert page.texts("#filters button") == ["all", "truncated 0", "no signal 1 group"]
     assert "give mine.py:exact (eval.accuracy) a weight, which may be 0" in page.text("#filters .aside")
+    display = "return getComputedStyle(document.querySelector('#filters .aside .whole')).display"
+    assert page.js(display) == "inline-block"  # a name in the sentence has no line of its own
 
 
 def test_on_a_wide_screen_the_names_in_tables_are_whole(browser, crowded):

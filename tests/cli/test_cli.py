@@ -160,7 +160,7 @@ def test_plan_of_parameters(quatrain):
     status, out, err = quatrain(*layout, "--device-memory", "1MiB")
     assert (status, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "layers.o x 4 128,128 embed,heads fsdp,- 32.00 KiB" in lines
+    assert "layers.o x 4 32.00 KiB embed=128/fsdp, heads=128" in lines
     assert any(line.startswith("warning: the gradient needs ") for line in lines)
     status, out, err = quatrain(*layout, "--json")
     content = json.loads(out)
@@ -201,7 +201,8 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
         ),
         (
             ("plan", "--params", "--device-memory", "much"),
-            "error: a memory size must be a number with a unit, e.g. 80GB, 24GiB or 16e9; got 'much'",
+            "error: a memory size must be at least 1MB, a number with a unit, e.g. 80GB, 24GiB or 16e9; got "
+            "'much'",
         ),
         (
             ("plan", "--device-memory", "8GB"),
@@ -448,6 +449,7 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     )
     assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
+    make_run(Path("runs"), "x")
     assert quatrain("export", "runs/x", "out")[0] == 0
     assert quatrain("bench", "--steps", "2")[0] == 0
     served = "builtin:tiny is served at http://here/v1; Ctrl-C ends it\n"
@@ -698,6 +700,62 @@ def test_the_model_of_a_folder_is_evaluated(quatrain, monkeypatch):
             assert config.model.tokenizer == path
     status, _, err = quatrain("eval", "mine.yaml", "model", "model.path=base")
     assert (status, "model and model.path both name a model" in " ".join(err.split())) == (2, True)
+
+
+def test_a_model_that_is_served_gets_no_warnings_about_training(quatrain, monkeypatch):
+    stand_in(monkeypatch, "serve.server", "serve", lambda config, **options: None)
+    Path("model").mkdir()
+    Path("model", "config.json").write_text("{}")
+    assert quatrain("serve", "model") == (0, "", "")
+    status, _, err = quatrain("config", "model.path=model")
+    assert (status, "is not the quickstart's" in " ".join(err.split())) == (0, True)
+
+
+def test_a_run_is_evaluated_served_and_exported_by_its_name(quatrain, monkeypatch):
+    calls = []
+    stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: calls.append(resolved) or {})
+    stand_in(monkeypatch, "loop.export", "export", lambda run, output, *, step: calls.append(run) or 3)
+    folder = Path("runs", "first")
+    (folder / "final").mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 8\ndata: {eval: e.jsonl}\n")
+    assert quatrain("eval", "first")[0] == 0
+    assert (calls[0].config.model.path, calls[0].config.seed) == ("runs/first/final", 8)
+    status, out, _ = quatrain("export", "first", "out")
+    assert (status, out, calls[1]) == (0, "step 3 of runs/first is in out\n", folder)
+    for command in ("eval", "serve", "export"):
+        status, _, err = quatrain(command, "second", *(["out"] if command == "export" else []))
+        assert (status, "got 'second'; runs in runs: first" in " ".join(err.split())) == (2, True)
+
+
+def test_an_error_in_the_options_is_one_line_and_names_the_key(quatrain):
+    cases = {
+        ("train", "--set"): "error: Option '--set' requires an argument. (quatrain --help)",
+        ("trian",): "error: No such command 'trian'. Did you mean 'train'? (quatrain --help)",
+        ("samples",): "error: Missing argument 'RUN'. (quatrain samples --help)",
+        ("samples", "x", "--stepp", "1"): "error: No such option: --stepp (Possible options: --help, --step) "
+        "(quatrain samples --help)",
+        ("train", "--learning_rate", "1"): "error: --learning_rate is not an option of quatrain train; a key "
+        "of the configuration is given as KEY=VALUE: optimizer.learning_rate=…",
+        (
+            "sft",
+            "--steps",
+            "1",
+        ): "error: --steps is not an option of quatrain sft; a key of the "
+        "configuration is given as KEY=VALUE: run.steps=… or sft.steps=…",
+        ("eval", "--num-generations", "8"): "error: --num-generations is not an option of quatrain eval; a "
+        "key of the configuration is given as KEY=VALUE: rollout.n=…",
+    }
+    for words, message in cases.items():
+        assert quatrain(*words) == (2, "", f"{message}\n")
+    status, _, err = quatrain("serve", "--port", "99999")
+    assert (status, err.startswith("error: Invalid value for '--port'"), err.count("\n")) == (2, True, 1)
+
+
+def test_the_folder_of_a_model_is_no_configuration(quatrain):
+    Path("model").mkdir()
+    Path("model", "config.json").write_text("{}")
+    status, _, err = quatrain("train", "model")
+    assert (status, "give a YAML file, and the folder of a model as model.path=model" in err) == (2, True)
 
 
 def test_a_word_longer_than_a_file_name_is_a_setting(quatrain):

@@ -5,6 +5,7 @@ import pytest
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
 from quatrain.config.aliases import NAMES_ELSEWHERE, key_for, suggestion, value_for
+from quatrain.config.errors import ConfigError
 from quatrain.config.layers import valid_keys
 from quatrain.config.load import load_config
 
@@ -133,3 +134,21 @@ def test_the_error_about_an_unknown_key_names_ours():
         ValueError, match=r"unknown key 'optimizer.lr' .*; here it is 'optimizer.learning_rate'"
     ):
         load_config(None, ["optimizer.lr=1e-5"], environ={})
+
+
+def test_each_key_of_another_librarys_file_has_its_own_error(tmp_path):
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        "actor_rollout_ref: {rollout: {n: 5}, actor: {ppo_mini_batch_size: 4, odd: 1}}\nfoo: {a: 1}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [], {})
+    problems = [problem.replace(f" (from file {path})", "") for problem in error.value.problems]
+    assert problems[:2] == [
+        "unknown key 'actor_rollout_ref.rollout.n'; here it is 'rollout.n'",
+        "unknown key 'actor_rollout_ref.actor.ppo_mini_batch_size'; here it is 'update.mini_batch_size'",
+    ]
+    assert [problem.partition(";")[0] for problem in problems[2:]] == [
+        "unknown key 'actor_rollout_ref.actor.odd'",
+        "unknown key 'foo'",
+    ]

@@ -98,6 +98,18 @@ def test_the_environment_over_set_is_reported():
     ]
 
 
+def test_a_variable_with_single_underscores_is_reported():
+    environ = {"QUATRAIN_RUN_STEPS": "5", "QUATRAIN_DEBUG": "1", "quatrain_rollout_max_new_tokens": "5"}
+    assert load_config(None, [], environ).warnings == [
+        f"{name} sets nothing: a variable has two underscores before a section and a key; rename it to "
+        f"{right}"
+        for name, right in (
+            ("QUATRAIN_RUN_STEPS", "QUATRAIN__RUN__STEPS"),
+            ("quatrain_rollout_max_new_tokens", "QUATRAIN__ROLLOUT__MAX_NEW_TOKENS"),
+        )
+    ]
+
+
 def test_the_environment_over_an_entry_of_a_mapping_is_reported():
     entry = load_config(None, ["reward.functions.correct=2"], {"QUATRAIN__REWARD__FUNCTIONS__CORRECT": "3"})
     assert len(entry.warnings) == 1
@@ -358,6 +370,7 @@ def test_the_quickstarts_training_is_for_its_model_alone(tmp_path):
     assert other.provenance["optimizer.learning_rate"] == "derived"
     (warning,) = other.warnings[:1]
     assert warning.startswith("model.path is not the quickstart's builtin:tiny, and without a CONFIG")
+    assert load_config(None, ["model.path=some/model"], {}, trains=False).warnings == []
     by_variable = load_config(None, [], {"QUATRAIN__MODEL__PATH": "some/model"}).config
     assert (by_variable.sft, by_variable.optimizer.learning_rate) == (sft, 1e-6)
     same = load_config(None, ["model.path=builtin:tiny"], {})

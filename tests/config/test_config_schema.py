@@ -155,8 +155,11 @@ def test_weight_decay_without_effect_is_refused():
 def test_an_argument_of_a_function_is_a_scalar():
     for value in (1, 0.5, True, "text", None):
         assert UpdateConfig(loss_args={"x": value}).loss_args == {"x": value}
-    with pytest.raises(ValidationError, match="must be a number, text, true, false or null") as error:
+    with pytest.raises(ValidationError, match="must be a finite number, text, true, false or null") as error:
         AdvantageConfig(args={"x": [1, 2]})
+    assert error.value.error_count() == 1
+    with pytest.raises(ValidationError, match="must be a finite number") as error:
+        RunConfig(stop_when={"metric": "eval/accuracy", "at_least": float("nan")})
     assert error.value.error_count() == 1
 
 

@@ -34,12 +34,17 @@ def test_a_list_of_one_data_set_is_the_one():
     ("override", "message"),
     [
         ("data.train=[]", "data.train must be a data set, or a list of data sets, as [a.jsonl, b.parquet]"),
+        ("data.train=''", "data.train must be a data set, or a list of data sets"),
         ("data.train=[a, 1]", "data.train must be a data set, or a list"),
         (
             "reward.functions={f: {wieght: 1}}",
             "no other keys than weight, args and data_source; it has wieght",
         ),
         ("reward.functions={f: {weight: x}}", "reward.functions.f.weight must be a number; got 'x'"),
+        (
+            "reward.functions=rewards.py:f",
+            "reward.functions must be a mapping from functions to weights, as {",
+        ),
         ("reward.functions={f: {args: [1]}}", "reward.functions.f.args must be a mapping of names to values"),
         ("reward.functions={f: {data_source: [1]}}", "reward.functions.f.data_source.0 must be text"),
         ("reward.functions={f: true}", "reward.functions.f must be a number, or a mapping"),

@@ -47,7 +47,11 @@ def test_a_list_of_data_sets_is_read_as_one_in_its_order(write, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "data", "message"),
     [
-        ({"prompt": "a"}, {}, r"b\.jsonl: a reward function needs the column `answer`; the columns are none"),
+        (
+            {"prompt": "a"},
+            {},
+            r"b\.jsonl: a reward function needs the column `answer`; the columns beside the prompt are none",
+        ),
         ({"answer": 1}, {}, r"b\.jsonl: no column `prompt`"),
         ({"prompt": "a", "answer": " "}, {}, r"b\.jsonl, row 1: the column `answer` must have text"),
         ({"prompt": 5, "answer": 1}, {}, r"b\.jsonl, row 1: the column `prompt` must be"),

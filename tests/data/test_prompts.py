@@ -219,11 +219,13 @@ def test_messages_without_a_chat_template(dataset):
 def test_required_columns(dataset, tokenizer):
     spec = dataset({"prompt": "a", "answer": 1})
     assert len(load(spec, tokenizer, {"answer": "the reward `correct`"})) == 1
-    with pytest.raises(ValueError, match="the reward `f` needs the column `level`; the columns are answer"):
+    with pytest.raises(
+        ValueError, match="`f` needs the column `level`; the columns beside the prompt are answer"
+    ):
         load(spec, tokenizer, {"level": "the reward `f`"})
     with pytest.raises(ValueError, match="a reward function needs the column `level`"):
         load(spec, tokenizer, ["level"])
-    with pytest.raises(ValueError, match="needs the column `prompt`"):
+    with pytest.raises(ValueError, match=r"the column `prompt`.*functions get the prompts as `prompts`"):
         load(spec, tokenizer, {"prompt": "the reward `f`"})
 
 
@@ -373,7 +375,7 @@ def test_demonstrations(tokenizer):
     [
         (
             {"prompt": "a", "answer": 1},
-            "the supervised warm start needs the column `completion`; the columns are answer",
+            "warm start needs the column `completion`; the columns beside the prompt are answer",
         ),
         ({"prompt": "a", "completion": ""}, "row 1: the column `completion` must be a string with text"),
         ({"prompt": "a", "completion": 3}, "row 1: the column `completion` must be .* it is int 3"),

@@ -80,6 +80,7 @@ def test_rows_of_a_program_that_are_none(rows, message):
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", "\n \n", "is empty"),
         ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": ', "line 3: not valid JSON"),
+        ("a.jsonl", '{"prompt": "a"', "line 1: not valid JSON: Expecting ',' delimiter at character 15"),
         ("a.jsonl", '{"prompt": "a"}\n["b"]', "line 2: expected a JSON object, got list"),
         (
             "a.jsonl",

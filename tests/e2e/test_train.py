@@ -734,6 +734,8 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
 
 def test_supervised_command(tmp_path):
     summary = train_sft(small_run(tmp_path, "sft", "sft.steps=5"))
+    assert not (summary.run / "plan.json").exists()
+    assert "rollout: " not in (summary.run / "run.log").read_text()
     rows = read_metrics(summary.run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert rows[5]["sft/loss"] < rows[1]["sft/loss"]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from runs import small_run
 
+from quatrain.config.errors import ConfigError
+from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_rows
 from quatrain.engine.engine import RolloutEngine
 from quatrain.loop import run as run_module
@@ -70,6 +72,23 @@ def test_rows_of_a_program_are_trained_on_shown_and_evaluated(tmp_path):
         lines = (run / "samples" / f"{file}.jsonl").read_text("utf-8").splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines]
         assert {each[0]["content"] for each in prompts} == {row["prompt"][0]["content"] for row in rows[name]}
+
+
+def test_what_a_program_gives_in_another_form_is_refused(tmp_path):
+    resolved = load_config(None, ["run.steps=1", f"run.dir={tmp_path}"], {})
+    for given, options, message in (
+        (resolved.config, {}, "takes what quatrain.load_config returns; got Config"),
+        (resolved, {"rows": [{"prompt": "a"}]}, "rows must be a mapping from names .* got list"),
+        (resolved, {"reward_functions": [len]}, "reward_functions must be a mapping .* got list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(given, **options)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"is the path of a YAML file; got {'seed': 3}"):
+        load_config({"seed": 3}, (), {})
+    for overrides in ("run.steps=3", {"run.steps": 3}):
+        with pytest.raises(ConfigError, match="overrides must be a list of KEY=VALUE; got"):
+            load_config(None, overrides, {})
 
 
 def test_rows_of_a_program_that_no_key_names_are_refused(tmp_path):

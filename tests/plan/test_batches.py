@@ -320,7 +320,7 @@ def test_the_formulas_come_to_the_values(values, mini, room, devices):
     as_set = {"prompts_per_step", "samples_per_prompt", "devices", "processes"}
     sizes = {key for key in KEYS if "micro_batch_sequences" in key or key.endswith("tokens_per_device")}
     assert computed.keys() >= set(KEYS) - as_set - sizes
-    assert all(len(line) <= 100 for line in render(found).splitlines())
+    assert all(len(line) <= 80 for line in render(found).splitlines())
 
 
 def bounds(value):
@@ -387,14 +387,13 @@ def test_the_table_is_aligned_and_keeps_formulas_whole():
     lines = render(found).splitlines()
     assert lines[0] == "prompts_per_step                   60  prompts    P: data.batch_size"
     assert lines[2] == "sequences_per_step                720  sequences  P x G = 60 x 12"
-    assert (
-        "max_tokens_per_device               -  tokens     not used: update.micro_batch_size is set" in lines
-    )
+    unused = lines.index("max_tokens_per_device               -  tokens")
+    assert lines[unused + 1] == "    not used: update.micro_batch_size is set"
     begins = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert begins == KEYS
     wrapped = [line for line in lines if line.startswith(" ")]
     assert wrapped
-    assert all(len(line) - len(line.lstrip()) == 50 for line in wrapped)
+    assert all(len(line) - len(line.lstrip()) == 4 for line in wrapped)
     assert render(found) == render(worked_example(**{"update.mini_batch_size": 40}))
 
 

@@ -78,7 +78,7 @@ def test_sizes_of_memory():
     assert parse_bytes(" 1.5 gib ") == 3 * 2**29
     assert parse_bytes("16e9") == 16_000_000_000
     assert parse_bytes("512M") == 512_000_000
-    for text in ("", "lots", "80 XB", "-1GB", "0", "1e999", "GB"):
+    for text in ("", "lots", "80 XB", "-1GB", "0", "80", "1e999", "GB"):
         with pytest.raises(ValueError, match=r"e\.g\. 80GB, 24GiB or 16e9; got"):
             parse_bytes(text)
 
@@ -412,8 +412,8 @@ def test_a_cache_that_the_engine_would_refuse(final):
 def test_a_table(final):
     config = final(SMALL, "mesh=1,2,2")
     lines = [" ".join(line.split()) for line in render(placement(config, devices=4)).splitlines()]
-    assert "layers.o x 2 64,64 embed,heads fsdp,tp 8.00 KiB" in lines
-    assert "final_norm 64 norm - 256 B" in lines
+    assert "layers.o x 2 8.00 KiB embed=64/fsdp, heads=64/tp" in lines
+    assert "final_norm 256 B norm=64" in lines
     assert lines[0] == "parameters on mesh 1,2,2"
     assert any(line.startswith("kv_cache ") for line in lines)
 

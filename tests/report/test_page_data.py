@@ -5,7 +5,15 @@ import socket
 import pytest
 from page_runs import make_run, write_rows
 
-from quatrain.report.page_data import columns, config_rows, described, differing, distinct_names, run_data
+from quatrain.report.page_data import (
+    columns,
+    config_rows,
+    described,
+    differing,
+    distinct_names,
+    run_data,
+    run_stamp,
+)
 from quatrain.run.run_dir import find_run
 
 
@@ -133,9 +141,31 @@ def test_missing_and_damaged_files_cost_a_note(tmp_path):
     folder = make_run(tmp_path)
     (folder / "config.yaml").write_text("a: [")
     (folder / "plan.json").write_text("[1]")
+    (folder / "run.json").write_text('{"starts": [{}]}')
     data = run_data(folder)
-    assert (data["plan"], data["config"]) == (None, [])
-    assert [note.split(" could")[0] for note in data["notes"]] == ["config.yaml", "plan.json"]
+    assert (data["plan"], data["config"], data["starts"]) == (None, [], [])
+    assert [note.split(" could")[0] for note in data["notes"]] == ["config.yaml", "plan.json", "run.json"]
+
+
+def test_what_made_a_run_is_shown_of_each_start(tmp_path):
+    folder = make_run(tmp_path)
+    first, resumed = map(dict, run_data(folder)["starts"])
+    assert first == {
+        "started": "2026-01-02T03:04:05+0000, after step 0",
+        "command": "quatrain train first.yaml",
+        "working folder": "/home/me",
+        "versions": "python 3.11.7, quatrain 0.1.0",
+        "commit of quatrain": "0123abcd, 2 files changed",
+        "devices": "1 cpu in 1 process",
+        "copy of /home/me/rewards.py": "code/rewards.py",
+        "ended": "with step 2",
+    }
+    assert resumed["changed: run.steps"] == "2 before, 3 now"
+    assert resumed["ended"] == "with an error or a signal, or not yet"
+    before = run_stamp(folder)
+    (folder / "run.json").unlink()
+    assert run_data(folder)["starts"] == []
+    assert run_stamp(folder) != before
 
 
 def test_the_plan_is_rows_with_unit_and_reason(tmp_path):

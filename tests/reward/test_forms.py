@@ -32,6 +32,12 @@ def raises(completions):
 def too_many(completions):
     return [0.0] * (len(completions) + 1)
 
+def of_messages(completions):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+def one_for_all(completions):
+    return [1.0]
+
 def compares(completions):
     return [statistics.stdev(map(len, completions))] * len(completions)
 
@@ -51,9 +57,9 @@ def scorer(tmp_path, workers):
     path.write_text(SOURCE)
     made = []
 
-    def make(**functions):
+    def make(per_call="batch", **functions):
         entries = {f"{path}:{name}": entry for name, entry in functions.items()}
-        made.append(RewardScorer(RewardConfig(functions=entries, workers=workers)))
+        made.append(RewardScorer(RewardConfig(functions=entries, workers=workers, per_call=per_call)))
         return made[-1]
 
     yield make
@@ -162,16 +168,22 @@ def test_functions_are_tried_on_a_made_up_completion(scorer):
     (warning,) = scorer(raises=1.0).try_on(prompts("math"), [1])
     assert "`raises` fails on a made-up completion" in warning
     assert "error: KeyError: 'no such thing'" in warning
-    (warning,) = scorer(compares=1.0).try_on(prompts("math"), [1])
-    assert "StatisticsError" in warning
-    with pytest.raises(ValueError, match=r"expected 1, got 2 \(it was tried on a made-up completion"):
+    assert "texts here" not in warning
+    (warning,) = scorer(of_messages=1.0).try_on(prompts("math"), [1])
+    assert warning.endswith("; completions are texts here, not lists of messages as TRL may give")
+    assert scorer(compares=1.0).try_on(prompts("math"), [1]) == []
+    with pytest.raises(ValueError, match=r"expected 2, got 3 \(it was tried on 2 made-up completions"):
         scorer(too_many=1.0).try_on(prompts("math"), [1])
+    with pytest.raises(ValueError, match=r"expected 2, got 1 \(it was tried on 2 made-up completions"):
+        scorer(one_for_all=1.0).try_on(prompts("math"), [1])
+    each = scorer(one_for_all=1.0, per_call="sample")
+    assert each.try_on(prompts("math"), [1]) == []
 
 
 def test_a_function_is_tried_on_a_row_of_its_source(scorer):
     only = scorer(too_many={"data_source": "code"})
     assert only.try_on(prompts("math"), [1]) == []
-    with pytest.raises(ValueError, match="expected 1, got 2"):
+    with pytest.raises(ValueError, match="expected 2, got 3"):
         only.try_on(prompts("math", "code"), [1])
 
 

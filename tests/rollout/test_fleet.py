@@ -352,6 +352,8 @@ def test_a_worker_that_does_not_start_is_an_error_although_others_have(hangs, ca
     assert "\n" not in str(caught.value)
     assert "worker 0" not in str(caught.value)
     assert "groups are given to others" not in caplog.text
+    assert "was lost" not in caplog.text
+    assert "rollout worker 1 has not started: " in caplog.text
 
 
 def test_a_worker_that_refuses_the_run_at_its_start_ends_it():

@@ -36,8 +36,9 @@ def test_a_run_says_what_made_it(here, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["quatrain", "train", "--set", "x=a b", "hunter2hunter2"])
     config = configured("reward.functions={rewards.py:score: 1.0, correct: 1.0}", "data.train=rows.jsonl")
     run = RunDir.create(here / "runs", "first")
-    describe(run, config, {})
+    describe(run, config, {}, {"run.steps": ["2", "3"]})
     (start,) = starts(run)
+    assert start["changed_keys"] == {"run.steps": ["2", "3"]}
     assert start["command"] == "quatrain train --set 'x=a b' [redacted]"
     assert start["working_folder"] == str(here)
     assert start["run_folder"] == str(here / "runs" / "first")
@@ -57,18 +58,18 @@ def test_a_token_written_in_code_or_in_the_command_is_redacted(here, monkeypatch
     (here / "rewards.py").write_text(f"KEY = '{token}'\n")
     monkeypatch.setattr(sys, "argv", ["quatrain", "train", "--set", f"reward.functions={{f: {token}}}"])
     run = RunDir.create(here / "runs", "first")
-    describe(run, configured("update.loss=rewards.py:score"), {})
+    describe(run, configured("update.loss=rewards.py:score"), {}, {})
     assert (run.code / "rewards.py").read_text() == "KEY = '[redacted]'\n"
     assert starts(run)[0]["command"] == "quatrain train --set 'reward.functions={f: [redacted]}'"
 
 
 def test_each_start_is_added_and_code_that_changed_is_copied_beside_the_earlier(here):
     run, config = RunDir.create(here / "runs", "first"), configured("update.loss=rewards.py:score")
-    describe(run, config, {})
+    describe(run, config, {}, {})
     (run.checkpoints / "3").mkdir(parents=True)
-    describe(run, config, {})
+    describe(run, config, {}, {})
     (here / "rewards.py").write_text("changed = 1\n")
-    describe(run, config, {})
+    describe(run, config, {}, {})
     assert [start["step"] for start in starts(run)] == [0, 3, 3]
     assert [*starts(run)[1]["code"].values(), *starts(run)[2]["code"].values()] == [
         "code/rewards.py",
@@ -91,7 +92,7 @@ def test_code_is_found_in_modules_without_importing_them_and_of_functions_from_p
 
     functions = {"a": partial(configured, "x"), "b": Judge(), "c": len, "d": eval("lambda: 1")}
     config = configured("update.loss=mine_of_a_test.losses:f", "rollout.environment=gone.module:Game")
-    describe(run, config, functions)
+    describe(run, config, functions, {})
     assert sorted(starts(run)[0]["code"]) == sorted([str(package / "losses.py"), __file__])
 
 
@@ -126,6 +127,6 @@ def test_without_git_there_is_no_commit(here, monkeypatch):
 def test_a_damaged_description_is_told_and_written_again(here, caplog):
     run = RunDir.create(here / "runs", "first")
     run.description.write_text('{"starts": [')
-    describe(run, configured(), {})
+    describe(run, configured(), {}, {})
     assert len(starts(run)) == 1
     assert "run.json was damaged" in caplog.text

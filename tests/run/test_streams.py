@@ -1,4 +1,5 @@
 import errno
+import io
 import logging
 import os
 import pty
@@ -117,5 +118,9 @@ def test_warnings_that_no_run_logs_look_like_those_of_a_run(capsys):
     with console_messages(lambda text: text.replace("hunter2", "***")):
         logging.getLogger("quatrain.data").warning("a %s", "hunter2")
         logging.getLogger("quatrain.data").info("not printed")
+        prints_itself = logging.getLogger("hub")
+        prints_itself.addHandler(logging.StreamHandler(io.StringIO()))
+        logging.getLogger("hub.http").warning("printed by its own library")
+        prints_itself.handlers.clear()
     assert capsys.readouterr().err == "warning: a ***\n"
     assert not any(isinstance(handler, ConsoleHandler) for handler in logging.getLogger().handlers)

@@ -209,7 +209,7 @@ def test_an_argument_without_a_default_is_the_key_of_the_update_of_that_name(obj
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("absent", {}, "has no attribute 'absent'"),
+        ("absent", {}, "has no attribute 'absent'; it defines .*clipped.*; name one of them"),
         ("NUMBER", {}, "must be callable; it is a int"),
         ("scaled", {}, r"takes from update.loss_args scale: float = 2.0, sign: int; sign is missing"),
         ("scaled", {"loss_args": {"sign": 1, "skale": 2}}, r"scale: float = 2.0, sign: int; got skale"),

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 import quatrain
+from quatrain.cli import runs
+from quatrain.cli.words import Given, RunWords, SetOption, Words, examples, given, run_to_resume
 from quatrain.cluster.launcher import end_with_launcher
 from quatrain.run.streams import console_messages, fitted, guarded_output
 
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from quatrain.config.schema import Config
 
 USER_ERROR, FAILED_RUN, INTERRUPTED = 2, 1, 130
+UsageError: Any = typer.BadParameter.__base__
+"""Click's class, of the copy of click that typer has or of the package."""
 
 app = typer.Typer(
     name="quatrain",
@@ -43,33 +43,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG.yaml] [KEY=VALUE …]",
-        show_default=False,
-        help="Configuration file; default: the quickstart. KEY=VALUE is --set KEY=VALUE.",
-    ),
-]
-RunWords = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG.yaml] [FOLDER] [KEY=VALUE …]",
-        show_default=False,
-        help="Configuration file; default: the run's, or the quickstart. FOLDER: of a run, or of a model in "
-        "Hugging Face's form. KEY=VALUE is --set KEY=VALUE.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        show_default=False,
-        help="Set one configuration key, e.g. [cyan]rollout.n=16[/]; the value is YAML. Repeatable.",
-    ),
-]
 
 CoordinatorOption = Annotated[
     str | None,
@@ -85,11 +58,6 @@ NumProcessesOption = Annotated[
 ProcessIdOption = Annotated[
     int | None, typer.Option(metavar="I", show_default=False, help="Number of this process, from 0.")
 ]
-
-
-def _examples(*lines: str) -> str:
-    # Each line is a separate paragraph, because the help formatter joins the lines of a paragraph.
-    return "\n\n".join(["[bold]Examples[/]", *(f"[cyan]quatrain {line}[/]" for line in lines)])
 
 
 def _version(wanted: bool) -> None:
@@ -108,7 +76,7 @@ def _options(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "train",
         "train configs/gsm8k_smollm2_cpu.yaml run.steps=5",
         "train configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl",
@@ -143,10 +111,10 @@ def train(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train a model by reinforcement learning: rollout, reward, advantage, update."""
-    config, overrides = _config_and_overrides(words, set_)
+    config, overrides, _ = given(words, set_)
     if config is None and resume is not None:
-        config, resume = _run_to_resume(resume, overrides)
-    resolved = _resolve(config, overrides)
+        config, resume = run_to_resume(resume, overrides)
+    resolved = _resolve(Given(config, overrides))
     if print_config:
         _print_config(resolved)
         return
@@ -166,7 +134,7 @@ def train(
 
 @app.command(
     name="eval",
-    epilog=_examples(
+    epilog=examples(
         "eval",
         "eval configs/gsm8k_smollm2_cpu.yaml --set eval.final_num_prompts=100",
         "eval runs/my-run eval.n=8",
@@ -180,14 +148,14 @@ def evaluate(
     num_processes: NumProcessesOption = None,
     process_id: ProcessIdOption = None,
 ) -> None:
-    """Measure a model's accuracy on the evaluation prompts; of a run's folder: as the run does."""
-    config, overrides = _config_and_overrides(words, set_, folders=True)
-    if config is None and (folder := next(filter(os.path.isdir, words or ()), None)):
+    """Measure the accuracy of a model, or of that of a run, on the evaluation prompts."""
+    config, overrides, folder = given(words, set_, folders=True)
+    if config is None and folder is not None:
         raise ValueError(
             "a model's folder is evaluated on the prompts and with the lengths of a configuration; got none; "
             f"give it too: quatrain eval CONFIG.yaml {folder}"
         )
-    resolved = _resolve(config, overrides)
+    resolved = _resolve(Given(config, overrides), trains=False)
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.cluster.processes import is_main_process
         from quatrain.loop.evaluate import evaluate_run
@@ -197,7 +165,7 @@ def evaluate(
             _print_numbers(numbers)
 
 
-@app.command(epilog=_examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
+@app.command(epilog=examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
 def sft(
     words: Words = None,
     set_: SetOption = None,
@@ -206,7 +174,7 @@ def sft(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train on demonstrations: run only the supervised warm start."""
-    resolved = _resolve(*_config_and_overrides(words, set_))
+    resolved = _resolve(given(words, set_))
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.loop.train import train_sft
 
@@ -214,7 +182,7 @@ def sft(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "launch --processes 2 --devices-per-process 4 -- train",
         "launch --processes 2 -- train configs/gsm8k_smollm2_cpu.yaml --set run.steps=5",
     )
@@ -242,7 +210,7 @@ def launch(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "config",
         "config configs/gsm8k_qwen25_0p5b.yaml --set rollout.n=16",
         "config configs/gsm8k_qwen25_0p5b.yaml --json",
@@ -256,11 +224,11 @@ def config(
     ] = False,
 ) -> None:
     """Print the resolved configuration, each value with the layer it came from."""
-    _print_config(_resolve(*_config_and_overrides(words, set_)), as_json=as_json)
+    _print_config(_resolve(given(words, set_)), as_json=as_json)
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "plan",
         "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --set rollout.mesh=-1,1,2",
         "plan configs/gsm8k_qwen25_0p5b.yaml --set update.mini_batch_size=16 --json",
@@ -314,8 +282,8 @@ def plan(
         raise ValueError(
             "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
         )
-    config, overrides = _config_and_overrides(words, set_)
-    resolved = _resolve(config, overrides)
+    config, overrides, _ = given(words, set_)
+    resolved = _resolve(Given(config, overrides))
     if not (params or fit):
         from quatrain.plan.batches import plan as plan_batches
         from quatrain.plan.batches import render
@@ -345,148 +313,7 @@ def plan(
 
 
 @app.command(
-    epilog=_examples(
-        "export runs/my-run exported/",
-        "export runs/my-run exported/ --step 50",
-        "export runs/my-run --push OWNER/NAME",
-    )
-)
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    output: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="OUTPUT",
-            show_default=False,
-            help="Folder to write the model to; may be left out with --push.",
-        ),
-    ] = None,
-    step: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|best",
-            show_default=False,
-            help="Training step of the checkpoint, or best, that with the best checkpoint.best_metric; "
-            "default: the latest.",
-        ),
-    ] = None,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OWNER/NAME",
-            show_default=False,
-            help="Repository on the Hugging Face Hub to send the model and its card to; needs HF_TOKEN.",
-        ),
-    ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Make the repository of --push public if it is new.")
-    ] = False,
-) -> None:
-    """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer), or push it."""
-    from quatrain.config.environment import load_dotenv
-    from quatrain.config.places import HUB_ID
-    from quatrain.loop.export import export as write
-
-    if push is not None and not HUB_ID.fullmatch(push):
-        raise ValueError(f"--push names a repository on the Hugging Face Hub, as OWNER/NAME; got {push!r}")
-    if public and push is None:
-        raise ValueError("--public is for the repository of --push; give --push OWNER/NAME too")
-    if output is None and push is None:
-        raise ValueError(
-            "nothing says where the model goes; give a folder OUTPUT, --push OWNER/NAME, or both"
-        )
-    load_dotenv(os.environ)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) if output is None else output
-        if push is not None:
-            from quatrain.loop import hub
-            from quatrain.loop.export import check_export
-
-            check_export(run, folder, step=step)  # a misspelt RUN leaves no empty repository
-            hub.make_repository(push, private=not public)
-        found = write(run, folder, step=step)
-        if output is not None:
-            typer.echo(f"step {found} of {run} is in {output}")
-        if push is not None:
-            try:
-                address = hub.push(folder, push, run=run, step=found)
-            except (ValueError, OSError) as error:
-                if output is None:
-                    raise
-                again = f"quatrain export {shlex.quote(str(run))} --step {found} --push {push}"
-                raise ValueError(
-                    f"{error}; the model is in {output}; to push again, leave OUTPUT out:\n  {again}"
-                ) from error
-            typer.echo(f"step {found} of {run}, with its card: {address}")
-
-
-@app.command(
-    epilog=_examples(
-        "report runs/my-run",
-        "report first second --output comparison.html",
-        "report my-run --serve",
-    )
-)
-def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN …", help="Folders or names of runs.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="File to write; default: report.html in the run's folder, needed for several runs.",
-        ),
-    ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page live on this machine, while a run is in progress.")
-    ] = False,
-    port: Annotated[
-        int, typer.Option(metavar="N", help="Port for --serve; 0: any free one.", min=0, max=65535)
-    ] = 8765,
-) -> None:
-    """Write the run page: curves, completions, plan and configuration in one HTML file."""
-    folders = _run_folders(runs)
-    if serve:
-        from quatrain.report.page_server import serve as serve_page
-
-        serve_page(
-            folders, port=port, ready=lambda url: typer.echo(f"the run page is at {url}; Ctrl-C ends it")
-        )
-        return
-    if output is None and len(folders) > 1:
-        raise ValueError(
-            f"the page of several runs needs --output, the file to write: got {len(folders)} runs without "
-            "it; add --output comparison.html"
-        )
-    from quatrain.report.page import Page
-    from quatrain.run.run_dir import RunDir
-
-    path = output or RunDir(folders[0]).page
-    Page(folders).write(path)
-    typer.echo(f"the run page is {path}")
-
-
-@app.command(epilog=_examples("samples my-run", "samples runs/my-run --step 10", "samples my-run --eval"))
-def samples(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.")],
-    step: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="Training step; default: the last.")
-    ] = None,
-    evaluation: Annotated[
-        bool, typer.Option("--eval", help="Print the completions of the evaluation after that step instead.")
-    ] = False,
-) -> None:
-    """Print the completions of a training step, each prompt with its group, sorted by reward."""
-    from rich.console import Console
-
-    from quatrain.report.print_samples import print_samples
-
-    (folder,) = _run_folders([run])
-    print_samples(folder, Console(), step=step, evaluation=evaluation)
-
-
-@app.command(
-    epilog=_examples(
+    epilog=examples(
         "serve --set model.path=runs/my-run/final",
         "serve runs/my-run --port 9000 --name my-model",
         "serve configs/gsm8k_smollm2_cpu.yaml --set rollout.max_concurrency=16",
@@ -514,10 +341,10 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model, or that of a run (its folder), over HTTP with OpenAI's interface."""
+    """Serve a model, or that of a run, over HTTP with OpenAI's interface."""
     if name is not None and not name.strip():
         raise ValueError("--name must be the name that requests give the model; got an empty one")
-    resolved = _resolve(*_config_and_overrides(words, set_, folders=True))
+    resolved = _resolve(given(words, set_, folders=True), trains=False)
     try:
         from quatrain.serve.server import serve as run
     except ImportError as error:
@@ -538,14 +365,14 @@ def serve(
         )
 
 
-@app.command(epilog=_examples("bench", "bench configs/gsm8k_smollm2_cpu.yaml --steps 3"))
+@app.command(epilog=examples("bench", "bench configs/gsm8k_smollm2_cpu.yaml --steps 3"))
 def bench(
     words: Words = None,
     set_: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps to time.")] = 5,
 ) -> None:
     """Time the stages of the training step on this machine."""
-    resolved = _resolve(*_config_and_overrides(words, set_))
+    resolved = _resolve(given(words, set_))
     from quatrain.cli.bench import bench as run
     from quatrain.parallel.compilation_cache import compilation_cache
 
@@ -553,42 +380,22 @@ def bench(
         _print_numbers(run(resolved, steps))
 
 
+app.add_typer(runs.app)
+
+
 def _print_numbers(numbers: dict[str, float]) -> None:
     """One JSON object, three digits after the point."""
     typer.echo(json.dumps({name: round(value, 3) for name, value in numbers.items()}, indent=2))
 
 
-def _config_and_overrides(
-    words: Sequence[str] | None, set_: Sequence[str] | None, *, folders: bool = False
-) -> tuple[Path | None, list[str]]:
-    """(configuration file, overrides) of a command's words; a word with `=` that is no file is an override.
-
-    Overrides of the words come after those of `--set`. With `folders`, one word may be the folder of a run or
-    of a model.
-    """
-    named = [word for word in words or () if "=" not in word or os.path.exists(word)]
-    overrides = [*(set_ or ()), *(word for word in words or () if word not in named)]
-    paths = [Path(word) for word in named]
-    found = [path for path in paths if folders and path.is_dir()]
-    configs = [path for path in paths if path not in found]
-    if len(configs) > 1 or len(found) > 1:
-        raise ValueError(
-            f"a command takes one CONFIG.yaml{' and one FOLDER' if folders else ''}, and settings as "
-            f"KEY=VALUE; got {', '.join(named)}; to combine configurations, name one in the other, as "
-            "extends: other.yaml"
-        )
-    config = configs[0] if configs else None
-    return _of_folder(found[0], config, overrides) if found else (config, overrides)
-
-
-def _resolve(path: Path | None, overrides: Sequence[str]) -> Resolved:
+def _resolve(what: Given, *, trains: bool = True) -> Resolved:
     """The final configuration; its warnings go to stderr, here and nowhere else."""
     from quatrain.config.environment import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
     dotenv = load_dotenv(os.environ)
     readable = warn_if_others_can_read(dotenv) if dotenv else None
-    resolved = load_config(path, overrides, os.environ)
+    resolved = load_config(what.config, what.overrides, os.environ, trains=trains)
     for warning in filter(None, (readable, *resolved.warnings)):
         _complain("warning", warning)
     return resolved
@@ -655,74 +462,6 @@ def _one_configuration(resolved: Resolved) -> Resolved:
     return resolved
 
 
-def _run_to_resume(run: str, overrides: Sequence[str]) -> tuple[Path | None, str]:
-    """(configuration file in the folder of `run`, value of `resume`); `run` is a path, a name, or `auto`.
-
-    The file is None if `auto` finds no run. The value is the path of that folder; for a run without a
-    checkpoint it stays `auto`, which starts the run again.
-    """
-    from quatrain.run.run_dir import auto_run, checkpoint_steps, find_run
-
-    # Other overrides may need the run's own configuration to be valid.
-    settings = _run_settings([each for each in overrides if re.split(r"[.=]", each)[0].strip() == "run"])
-    runs = Path(settings.config.run.dir)
-    if run == "auto":
-        folder = auto_run(runs, settings.config.run.name or "", settings.chose("run.name"))
-        if folder is None or not (folder / "config.yaml").is_file():
-            return None, run
-        return folder / "config.yaml", str(folder) if checkpoint_steps(folder) else run
-    folder = find_run(run, runs)
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} has no config.yaml to resume the run with; give a CONFIG.yaml too")
-    return folder / "config.yaml", str(folder.absolute())
-
-
-def _of_folder(folder: Path, config: Path | None, overrides: list[str]) -> tuple[Path | None, list[str]]:
-    """(configuration file, overrides) with the model in `folder`: that of a run, or a model's own.
-
-    The configuration is `config`, or else the run's, also for the folder `final/` of a run.
-    """
-    is_run = (folder / "config.yaml").is_file()
-    run, final = (folder, folder / "final") if is_run else (folder.absolute().parent, folder)
-    if config is None and (run / "config.yaml").is_file() and (is_run or folder.name == "final"):
-        config = run / "config.yaml"
-    if any(override.partition("=")[0].strip() == "model.path" for override in overrides):
-        if not is_run:
-            raise ValueError(f"{folder} and model.path both name a model; leave one of the two out")
-        return config, overrides
-    if is_run and not final.is_dir():
-        raise ValueError(
-            f"{folder} has no final/: the run did not come to its end; export a checkpoint with "
-            f"`quatrain export {folder} OUTPUT`, and give --set model.path=OUTPUT"
-        )
-    if not is_run and not (final / "config.json").is_file():
-        raise ValueError(
-            f"a FOLDER must be that of a run (with config.yaml) or of a model (with config.json); "
-            f"got {folder} with neither; give another"
-        )
-    return config, [
-        *(f"{key}={json.dumps(str(final))}" for key in ("model.path", "model.tokenizer")),
-        *overrides,
-    ]
-
-
-def _run_settings(overrides: list[str]) -> Resolved:
-    """The configuration without a file, for `run.dir` and `run.name`."""
-    from quatrain.config.environment import load_dotenv
-    from quatrain.config.load import load_config
-
-    load_dotenv(os.environ)
-    return load_config(None, overrides, os.environ)
-
-
-def _run_folders(runs: list[str]) -> list[Path]:
-    """The folders of `runs`, each a path or a name under `run.dir`."""
-    from quatrain.run.run_dir import find_run
-
-    root = Path(_run_settings([]).config.run.dir)
-    return [find_run(run, root) for run in runs]
-
-
 def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:
     from quatrain.config.dump import dump_yaml, to_json
 
@@ -769,7 +508,11 @@ def _main() -> None:
     With `QUATRAIN_DEBUG=1` it prints a traceback instead.
     """
     try:
-        app()
+        sys.exit(app(prog_name=app.info.name, standalone_mode=False) or 0)
+    except UsageError as error:
+        if message := _about_usage(error):
+            _complain("error", message)
+        sys.exit(USER_ERROR)
     except KeyboardInterrupt:
         _complain("error", "interrupted")
         _end(INTERRUPTED, "interrupted")
@@ -789,6 +532,30 @@ def _main() -> None:
             _end(FAILED_RUN, message)
         _complain("error", message)
         _end(USER_ERROR if asked else FAILED_RUN, message)
+
+
+def _about_usage(error: Any) -> str:
+    """The message of a click.UsageError; empty if the help was printed.
+
+    It names the key of the configuration that is given as an option, as `--learning_rate`.
+    """
+    from quatrain.config.aliases import key_for
+    from quatrain.config.schema import valid_keys
+
+    command = error.ctx.command_path if error.ctx else "quatrain"
+    params = error.ctx.command.params if error.ctx else ()
+    options = {option for param in params for option in param.opts}
+    option = getattr(error, "option_name", None)
+    if option and "--set" in options and option not in options:
+        name = option.lstrip("-").replace("-", "_")
+        same = (key for key in valid_keys() if name in (key, key.rpartition(".")[2]))
+        if keys := [*filter(None, [key_for(name)])] or sorted(same):
+            return (
+                f"{option} is not an option of {command}; a key of the configuration is given as KEY=VALUE: "
+                f"{' or '.join(f'{key}=…' for key in keys)}"
+            )
+    message: str = error.format_message()
+    return message and f"{message} ({command} --help)"
 
 
 def _with_others() -> ModuleType | None:

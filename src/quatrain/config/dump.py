@@ -20,7 +20,7 @@ from quatrain.config.secrets import redact, redact_values
 
 # Column at which the comments start.
 COMMENT_COLUMN = 40
-HEADER = "# The final configuration of a run; the comment after a value names the layer that set it."
+HEADER = "# The final configuration; after each value, a comment names its layer."
 
 
 def dump_yaml(resolved: Resolved) -> str:

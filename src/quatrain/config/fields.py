@@ -107,7 +107,7 @@ def plain_value(value: object, depth: int = MAX_DEPTH) -> object:
     if finite or value is None or isinstance(value, int | str | bool):
         return value
     raise PydanticCustomError(
-        "rule", "must be a number, text, true, false, null, or a list or mapping of these"
+        "rule", "must be a finite number, text, true, false, null, or a list or mapping of these"
     )
 
 
@@ -121,8 +121,8 @@ PlainValue = Annotated[Any, BeforeValidator(plain_value), WithJsonSchema({"const
 Argument = Annotated[
     float | int | bool | str | None,
     must(
-        "be a number, text, true, false or null",
-        lambda value: value is None or isinstance(value, float | int | bool | str),
+        "be a finite number, text, true, false or null",
+        lambda value: value is None or isinstance(value, int | str) or math.isfinite(value),
         before=True,
     ),
 ]

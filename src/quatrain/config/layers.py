@@ -8,7 +8,7 @@ error.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,10 @@ def _read(path: Path, extending: Sequence[Path]) -> str:
         by = f" (which {extending[-1]} extends)" if extending else ""
         raise ConfigError(f"{path}: there is no such configuration file{by}{found}") from None
     except IsADirectoryError:
-        file = path / "config.yaml"
-        raise ConfigError(f"{path}: this is a folder; give the YAML file itself, as {file}") from None
+        instead = f"give the YAML file itself, as {path / 'config.yaml'}"
+        if (path / "config.json").is_file():
+            instead = f"give a YAML file, and the folder of a model as model.path={path}"
+        raise ConfigError(f"{path}: this is a folder; {instead}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the file is not UTF-8 text; give a YAML file") from None
 
@@ -217,11 +219,15 @@ def override_layer(overrides: Sequence[str]) -> list[Setting]:
     """The settings of `--set key.sub=value`, in order."""
     settings: list[Setting] = []
     problems: list[str] = []
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(
+            f"overrides must be a list of KEY=VALUE; got {shown(overrides)}; give ['rollout.n=16', 'seed=1']"
+        )
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not key:
-            problems.append(f"--set needs KEY=VALUE, as --set rollout.n=16; got {shown(text.split('=')[0])}")
+            problems.append(f"--set needs KEY=VALUE, as --set rollout.n=16; got {shown(text)}")
             continue
         _collect(tuple(key.split(".")), _parse_value(value, f"--set {key}"), "--set", settings, problems)
     if problems:
@@ -276,6 +282,9 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
         settings.append(Setting((*path[:2], ".".join(path[2:])), value, layer))
     elif key in keys:
         settings.append(Setting(path, value, layer))
+    elif isinstance(value, dict) and any(suggestion(f"{key}.{leaf}") for leaf in _leaves(value)):
+        for name, inner in value.items():  # another library's section: each of its keys has its counterpart
+            _collect((*path, str(name)), inner, layer, settings, problems)
     else:
         problems.append(f"unknown key {shown(key)} (from {layer})")
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
@@ -284,3 +293,9 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
                 return
             nearest = nearest_keys(key, keys if len(path) > 1 else [*keys, *nested])
             problems[-1] += f"; the nearest valid key is {' or '.join(map(repr, nearest))}"
+
+
+def _leaves(value: dict[Any, Any]) -> Iterator[str]:
+    """The dotted keys in nested mappings."""
+    for name, inner in value.items():
+        yield from (f"{name}.{leaf}" for leaf in _leaves(inner)) if isinstance(inner, dict) else (str(name),)

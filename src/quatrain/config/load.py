@@ -22,6 +22,7 @@ from quatrain.config.derive import derived_values
 from quatrain.config.errors import ConfigError, listed, rule, shown
 from quatrain.config.fields import value_at
 from quatrain.config.layers import (
+    ENVIRONMENT_PREFIX,
     QUICKSTART,
     KeyPath,
     Setting,
@@ -64,13 +65,20 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     *,
     now: datetime | None = None,
+    trains: bool = True,
 ) -> Resolved:
     """The configuration of a YAML file (None: the embedded quickstart), `--set` overrides and environment.
 
     `environ` is the process's environment unless given, `now` the present unless given (it names the run).
-    Raises ConfigError with one message per bad key: the rule, the value received and its layer.
+    Unless it `trains`, there are no warnings about training. Raises ConfigError with one message per bad key:
+    the rule, the value received and its layer.
     """
     environ = os.environ if environ is None else environ
+    if not isinstance(path, str | Path | None):
+        raise ConfigError(
+            f"a configuration is the path of a YAML file; got {shown(path)}; give settings as "
+            "overrides=['rollout.n=16']"
+        )
     file = None if path is None else Path(path)
     from_overrides, from_environment = override_layer(overrides), environment_layer(environ)
     from_file, unsuitable = file_layer(file), list[str]()
@@ -86,7 +94,9 @@ def load_config(
     derived = derived_values(config, stem, environ, now or datetime.now(UTC))
     merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
     config = merged.config()
-    warnings = [*_overridden(from_overrides, from_environment), *unsuitable, *warnings_about(config, environ)]
+    warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
+    if trains:
+        warnings += [*unsuitable, *warnings_about(config, environ)]
     return Resolved(config, merged.provenance(config), warnings)
 
 
@@ -210,6 +220,18 @@ def _as_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return shown(list(value) if isinstance(value, tuple) else value)
+
+
+def _misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each variable that is a key but for its underscores, as `QUATRAIN_RUN_STEPS`."""
+    keys = {f"{ENVIRONMENT_PREFIX[:-1]}{key.replace('.', '_')}".upper(): key for key in valid_keys()}
+    meant = ((variable, keys.get(variable.upper())) for variable in sorted(environ))
+    return [
+        f"{variable} sets nothing: a variable has two underscores before a section and a key; rename it to "
+        f"{ENVIRONMENT_PREFIX}{key.replace('.', '__').upper()}"
+        for variable, key in meant
+        if key
+    ]
 
 
 def _overridden(overrides: Sequence[Setting], environment: Sequence[Setting]) -> list[str]:

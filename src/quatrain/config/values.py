@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 def data_sets(spec: object) -> object:
     """One data set as text, several as a tuple; a list of one is the one."""
-    if isinstance(spec, str):
+    if spec and isinstance(spec, str):
         return spec
     if not isinstance(spec, list | tuple) or not spec or not all(isinstance(s, str) and s for s in spec):
         raise PydanticCustomError(

@@ -249,7 +249,11 @@ class _Reader:
             if name not in columns or name == "prompt":
                 needed_by = self.required[name] if isinstance(self.required, Mapping) else "a reward function"
                 others = listed(column for column in columns if column != "prompt")
-                raise ValueError(f"{spec}: {needed_by} needs the column `{name}`; the columns are {others}")
+                remedy = "; reward functions get the prompts as `prompts`" if name == "prompt" else ""
+                raise ValueError(
+                    f"{spec}: {needed_by} needs the column `{name}`; the columns beside the prompt are "
+                    f"{others}{remedy}"
+                )
         if self.by_pass_rate and data.pass_rate_column not in columns:
             raise ValueError(
                 f"{spec}: data.min_pass_rate and data.max_pass_rate need the column "

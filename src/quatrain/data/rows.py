@@ -150,6 +150,8 @@ def _text(content: bytes, where: str, encoding: str) -> str:
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON: {error.msg} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from error
 

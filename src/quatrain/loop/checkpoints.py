@@ -7,7 +7,7 @@ Used by `train.py` after each step and by `run.py` at the start and the end. Dat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,6 +22,7 @@ from quatrain.loop.reference import Reference
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.run.checkpoint import Checkpointer, NonFiniteState, SaveFailed, abstract
+from quatrain.run.resume import Identity
 from quatrain.run.run_dir import RunDir
 from quatrain.run.saved_state import check_saved_state
 from quatrain.types.batches import PromptPosition
@@ -34,8 +35,7 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """Saves the state of a run of `steps` training steps, with its reference and its evaluations.
 
-    `identity` is what must agree when the run is resumed (`resume.to_save`); `check` raises ValueError if it
-    does not agree with that of a checkpoint.
+    `identity` is what must agree when the run is resumed.
     """
 
     def __init__(
@@ -49,12 +49,11 @@ class Checkpoints:
         recorder: Recorder,
         *,
         steps: int,
-        identity: Mapping[str, Any],
-        check: Callable[[Mapping[str, Any]], None],
+        identity: Identity,
     ):
         self._every, self._folder, self._store = config.checkpoint.every_steps, folder, store
         self._arch, self._reference, self._evaluations = arch, reference, evaluations
-        self._recorder, self._steps, self._identity, self._check = recorder, steps, identity, check
+        self._recorder, self._steps, self._identity = recorder, steps, identity
         self._ahead = config.rollout.max_staleness > 0
         self._failure: SaveFailed | None = None
         """Why the last checkpoint could not be written."""
@@ -149,7 +148,7 @@ class Checkpoints:
             leaf.delete()  # there may not be memory for the state that a run begins with beside the restored
         step, arrays, host = self._store.restore(wanted)
         check_saved_state(host, self._folder.checkpoints)
-        self._check(host)  # an earlier checkpoint's, if the latest is damaged
+        self._identity.check(host)  # an earlier checkpoint's, if the latest is damaged
         arrays["params"] = with_trained(state.params, arrays["params"], self._arch)
         self._store.set_aside()
         self._folder.rewind(step)
@@ -182,7 +181,7 @@ class Checkpoints:
             "place": asdict(state.position),
             "reward_kl_coef": state.reward_kl_coef,
             "critic": None if state.critic is None else _counts(state.critic),
-            **self._identity,
+            **self._identity.to_save(),
             **self._evaluations.to_save(state.train_step),
         }
 

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -64,7 +63,6 @@ from quatrain.run.saved_state import check_saved_state
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
-from quatrain.weights.adapter import check_base
 
 logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
@@ -126,7 +124,8 @@ def open_run(
             logger.warning("%s", warning)
         try:
             with parts.pop_all():  # ended before the report is
-                describe(folder, run.config, reward_functions)
+                changed = folder.changed_keys(dump_yaml(run.resolved))
+                describe(folder, run.config, reward_functions, changed)
                 yield run
         except BaseException as error:
             if isinstance(error, Stopped):
@@ -193,14 +192,18 @@ class Run:
         """Description of the number of prompts and samples in a training step."""
         return f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
 
-    def announce(self, plan: str) -> None:
-        """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
+    def announce(self, plan: str, *, samples: bool = True) -> None:
+        """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts.
+
+        A run that never `samples` training batches has no batch plan.
+        """
         event = self.recorder.report.event
         event(f"run {self.folder.name}: {plan}")
-        batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
-        for line in overview(batches):
-            event(line)
-        self.folder.write_plan(batches.to_dict())
+        if samples:
+            batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
+            for line in overview(batches):
+                event(line)
+            self.folder.write_plan(batches.to_dict())
         data, sft = self.config.data, self.config.sft
         train = shown_data_sets(data.train)
         for spec, source in (
@@ -338,12 +341,17 @@ class Run:
         if self.loaded.arch.lora:
             event(f"its adapters, for peft: {self.folder.final / ADAPTER}")
         if self.config.model.path.startswith("builtin:"):
-            event(f"next, a real model:{_next_command()}")
+            event(f"next, a real model:{_next_command(self.config)}")
         return Summary(self.folder.path, steps, self.evaluations.before, after)
 
 
 def _check_given(config: Config, rows: GivenRows) -> None:
     """Raises ValueError for rows given from Python that no key of the configuration names."""
+    if not isinstance(rows, Mapping):
+        raise ValueError(
+            "rows must be a mapping from names in data.train, data.eval or sft.data to lists of dicts; got "
+            f"{type(rows).__name__}; give rows={{'people': [{{'prompt': …}}]}} and data.train=people"
+        )
     data = config.data
     named = [*data_set_list(data.train), *chain(*map(data_set_list, data.eval_sets.values()))]
     named += data_set_list(config.sft.data) if config.sft.data else ()
@@ -351,7 +359,7 @@ def _check_given(config: Config, rows: GivenRows) -> None:
         if name not in named:
             raise ValueError(
                 "rows that are given from Python must be named in data.train, data.eval or sft.data, which "
-                f"have {listed(named)}; rows has {name!r}; name it, as load_config(overrides="
+                f"have {listed(dict.fromkeys(named))}; rows has {name!r}; name it, as load_config(overrides="
                 f"['data.train={name}'])"
             )
 
@@ -382,35 +390,17 @@ def build_run(
     _refuse_staleness_in_several_processes(config)
     recorder = Recorder(config, folder.path, stop)
     loaded = load_policy(config, weights=weights)
-    base = _fingerprint_of_base(loaded)
-
-    def check_base_of(saved: Mapping[str, Any]) -> None:
-        if base is not None:
-            check_base(saved.get("base"), base, config.model.path, folder.path)
-
-    if saved is not None:
-        check_base_of(saved)
     scorer = build_scorer(config if weights else _without_reward_models(config), loaded, reward_functions)
     parts.callback(scorer.close)
-    prompts = load_prompts(
-        config.data.train,
-        config.data,
-        loaded.tokenizer,
-        seed=config.seed,
-        required_columns={**scorer.required_by, **loaded.required_by},
-        check_prompt=scorer.check_prompt,
-        turns=loaded.turns,
-        by_pass_rate=True,
-        rows=rows,
-    )
+    prompts = _load_prompts(config, loaded, scorer, rows)
     recorder.skipped = {
         f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
         for what in ("skipped", "truncated", "filtered")
     }
-    digests = prompts.digests()
-    check_prompts = partial(resume.check_prompts, config, len(prompts), digests)
+    base = _fingerprint_of_base(loaded)
+    identity = resume.Identity(config, folder, len(prompts), prompts.digests(), base)
     if saved is not None:
-        check_prompts(saved)
+        identity.check(saved)
     evaluator = Evaluator(config, loaded, scorer, rows)
     parts.callback(evaluator.close)
     warnings = [*_check_data(config, prompts, scorer, evaluator), *evaluator.warnings]
@@ -429,9 +419,6 @@ def build_run(
     best = best_of(config, folder, evaluator)
     stop_when = StopWhen(config, evaluator, scorer.function_names)
     _check_profile_steps(config, steps)
-    sampler = PromptSampler(
-        prompts, batch_size=config.data.batch_size, rounds=config.rollout.dynamic_sampling_rounds
-    )
     engine = build_engine(
         config,
         loaded,
@@ -440,57 +427,52 @@ def build_run(
     )
     parts.callback(engine.close)
     stages = Stages(engine, scorer, advantage, learner)
-    batches = AsyncRollouts(
-        stages,
-        sampler,
-        max_staleness=config.rollout.max_staleness,
-        steps=steps,
-        barrier_every=config.checkpoint.every_steps,
-        in_flight=config.rollout.in_flight,
-        on_stage=recorder.show_sampling,
-    )
+    batches = _ahead(config, stages, prompts, recorder, steps)
     parts.callback(batches.close)
     parts.callback(scorer.close)  # before the batches, whose thread may wait for a reward function
     parts.callback(evaluator.close)
     reference = Reference(config, loaded, learner, folder.reference)
     evaluations = Evaluations(config, evaluator, best, engine, batches, recorder, stop, steps=steps)
-
-    def check_resumed(saved: Mapping[str, Any]) -> None:
-        resume.check_config(config, saved, folder)
-        check_prompts(saved)
-        check_base_of(saved)
-
-    checkpoints = Checkpoints(
-        config,
-        folder,
-        store,
-        loaded.arch,
-        reference,
-        evaluations,
-        recorder,
-        steps=steps,
-        identity=resume.to_save(config, len(prompts), digests, base),
-        check=check_resumed,
-    )
+    state = (loaded.arch, reference, evaluations)
+    checkpoints = Checkpoints(config, folder, store, *state, recorder, steps=steps, identity=identity)
     if weights and (repository := config.hub.push):  # last, so that invalid input leaves no repository
         decided_by_main(lambda: make_repository(repository, private=config.hub.private))
     return Run(
-        resolved,
-        folder,
-        stop,
-        loaded,
-        prompts,
-        demonstrations,
-        evaluator,
+        *(resolved, folder, stop, loaded, prompts, demonstrations, evaluator, stages, batches, recorder),
+        *(reference, evaluations, checkpoints, stop_when, steps, warnings),
+    )
+
+
+def _load_prompts(
+    config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows
+) -> PromptSource:
+    """The training prompts, with the columns that reward functions and chat template need."""
+    return load_prompts(
+        config.data.train,
+        config.data,
+        loaded.tokenizer,
+        seed=config.seed,
+        required_columns={**scorer.required_by, **loaded.required_by},
+        check_prompt=scorer.check_prompt,
+        turns=loaded.turns,
+        by_pass_rate=True,
+        rows=rows,
+    )
+
+
+def _ahead(
+    config: Config, stages: Stages, prompts: PromptSource, recorder: Recorder, steps: int
+) -> AsyncRollouts:
+    """The rewarded batches of the run's steps, sampled ahead as far as the configuration says."""
+    rounds = config.rollout.dynamic_sampling_rounds
+    return AsyncRollouts(
         stages,
-        batches,
-        recorder,
-        reference,
-        evaluations,
-        checkpoints,
-        stop_when,
-        steps,
-        warnings,
+        PromptSampler(prompts, batch_size=config.data.batch_size, rounds=rounds),
+        max_staleness=config.rollout.max_staleness,
+        steps=steps,
+        barrier_every=config.checkpoint.every_steps,
+        in_flight=config.rollout.in_flight,
+        on_stage=recorder.show_sampling,
     )
 
 
@@ -555,8 +537,10 @@ def _check_profile_steps(config: Config, steps: int) -> None:
         )
 
 
-def _next_command() -> str:
-    """How to train a real model, in a copy of the repository or elsewhere."""
+def _next_command(config: Config) -> str:
+    """How to train a real model, on the data of `config` if it is the user's own."""
+    if not any(name.startswith("builtin:") for name in data_set_list(config.data.train)):
+        return " set model.path to a folder, a .gguf file or a model on the Hub"
     if NEXT_CONFIG.is_file() and Path("Makefile").is_file():
         return f"\n  make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
     return (

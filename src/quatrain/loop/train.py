@@ -58,6 +58,11 @@ def train(
     Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
     checkpoint, and `Stopped`, a KeyboardInterrupt, after a signal and a checkpoint of the last finished step.
     """
+    if not isinstance(resolved, Resolved):
+        raise ValueError(
+            f"quatrain.train takes what quatrain.load_config returns; got {type(resolved).__name__}; give "
+            "quatrain.load_config('my.yaml')"
+        )
     with open_run(resolved, resume, reward_functions, rows) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
         first = max(checkpoint_steps(run.folder.path), default=0)
@@ -187,7 +192,8 @@ def train_sft(resolved: Resolved) -> Summary:
     _refuse_keys_of_training(resolved.config)
     with open_run(resolved, None) as run:
         run.resumable = False
-        run.announce(f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations")
+        supervised = f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations"
+        run.announce(supervised, samples=False)
         with Progress(steps) as run.recorder.progress:
             run.evaluations.first(run.loaded.params)
             params = run.warm_start(log_every_step=True)

@@ -362,9 +362,9 @@ def overview(result: BatchPlan) -> list[str]:
 
 
 def render(batch_plan: BatchPlan) -> str:
-    """A table of name, value, unit and formula, at most 100 columns wide; warnings follow it."""
+    """A table of name, value, unit and formula, at most 80 columns wide; warnings follow it."""
     rows = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]
-    return "\n".join((*table(rows, right=(1,), wrap=True), *warning_lines(batch_plan.warnings)))
+    return "\n".join((*table(rows, right=(1,)), *warning_lines(batch_plan.warnings)))
 
 
 def _format_value(value: int | dict[str, int] | None) -> str:

@@ -16,6 +16,7 @@ from quatrain.config.roles import Roles
 from quatrain.plan.text import table, warning_lines, wrapped
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
+LEAST_BYTES = 10**6
 RoleName = Literal["train", "rollout", "reference", "critic", "reward"]
 Phase = Literal["rollout", "gradient", "optimizer_step", "critic_gradient", "critic_optimizer_step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -150,13 +151,14 @@ class Placement:
 def parse_bytes(text: str) -> int:
     """Bytes from text such as `80GB` (powers of 1000), `24GiB` (powers of 1024) or `16e9`.
 
-    Raises ValueError for other text, and for less than a byte.
+    Raises ValueError for other text, and for less than a megabyte.
     """
     found = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)\s*([kmgt]i?)?b?", text.strip(), re.IGNORECASE)
     number = float(found[1]) * UNITS[(found[2] or "").capitalize()] if found else 0
-    if not 1 <= number < math.inf:
+    if not LEAST_BYTES <= number < math.inf:
         raise ValueError(
-            f"a memory size must be a number with a unit, e.g. 80GB, 24GiB or 16e9; got {text!r}"
+            "a memory size must be at least 1MB, a number with a unit, e.g. 80GB, 24GiB or 16e9; got "
+            f"{text!r}"
         )
     return int(number)
 
@@ -174,19 +176,21 @@ def render(result: Placement) -> str:
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:
-    head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
+    head = ("name", "on a device", "shape: logical axis=size/mesh axis")
     rows = [
         (
             kind.name if kind.count == 1 else f"{kind.name} x {kind.count}",
-            ",".join(map(str, kind.shape)),
-            ",".join(kind.axes),
-            ",".join(axis or "-" for axis in kind.spec),
             in_units(kind.num_bytes),
+            ", ".join(map(_dim, kind.axes, kind.shape, (*kind.spec, *(None,) * len(kind.shape)))),
         )
         for kind in result.parameters
     ]
     yield f"parameters on mesh {result.roles.train.mesh}"
-    yield from table([head, *rows], right=(4,))
+    yield from table([head, *rows], right=(1,))
+
+
+def _dim(axis: str, size: int, mesh_axis: str | None) -> str:
+    return f"{axis}={size}/{mesh_axis}" if mesh_axis else f"{axis}={size}"
 
 
 def totals_table(result: Placement) -> Iterator[str]:
@@ -223,7 +227,7 @@ def _totals(result: Placement) -> list[Part]:
 
 def _table(parts: Sequence[Part], title: str = "bytes on each device") -> Iterator[str]:
     yield title
-    yield from table([(p.key, in_units(p.num_bytes), p.why) for p in parts], right=(1,), wrap=True)
+    yield from table([(p.key, in_units(p.num_bytes), p.why) for p in parts], right=(1,))
 
 
 def in_units(num_bytes: int) -> str:

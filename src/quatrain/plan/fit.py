@@ -19,7 +19,7 @@ from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config
 from quatrain.plan.device_memory import Placement, in_units
 from quatrain.plan.placement import architecture, placement
-from quatrain.plan.text import table, wrapped
+from quatrain.plan.text import GAP, WIDTH, table, wrapped
 
 ROOM = 0.9
 """Part of a device's memory that the plan may fill; the rest is for what it does not count."""
@@ -224,12 +224,12 @@ def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int)
         return render(result)
     same = f"mesh={placed.roles.train.mesh}"
     changes = tuple(override for override in result.found[0].overrides if override != same)
-    return f"it fits with: {replace(result.found[0], overrides=changes).command}"
+    return "\n".join(("it fits with:", *_options(replace(result.found[0], overrides=changes))))
 
 
 def render(result: Fits) -> str:
     """A table of the combinations that fit, and the options for the first."""
-    memory = f"{result.devices} devices of {in_units(result.device_memory)}"
+    memory = f"{result.devices} device{'s' * (result.devices != 1)} of {in_units(result.device_memory)}"
     if not result.found:
         text = (
             f"nothing fits {memory}: the smallest combination needs {in_units(result.smallest.peak)} on each "
@@ -237,13 +237,19 @@ def render(result: Fits) -> str:
             "or lower rollout.max_new_tokens or data.max_prompt_length"
         )
         return "\n".join(wrapped(text))
-    head = ("mesh", "remat", "budget", "offloaded", "state", "params", "peak", "of a device")
+    head = ("mesh", "remat", "budget", "state", "params", "peak", "share", "offloaded")
     rows = [
         (
-            *(c.mesh, c.remat, c.budget, c.offloaded, c.state_dtype, c.param_dtype),
-            *(in_units(c.peak), f"{c.peak / result.device_memory:.0%}"),
+            *(c.mesh, c.remat, c.budget, c.state_dtype, c.param_dtype),
+            *(in_units(c.peak), f"{c.peak / result.device_memory:.0%}", c.offloaded),
         )
         for c in result.found
     ]
     title = f"fits {memory}, the cheapest first"
-    return "\n".join((title, *table([head, *rows]), "", result.found[0].command))
+    return "\n".join((title, *table([head, *rows]), "", *_options(result.found[0])))
+
+
+def _options(combination: Combination) -> list[str]:
+    """The options in lines that a shell reads as one."""
+    *lines, last = wrapped(combination.command, WIDTH - 2, indent=GAP)
+    return [*(f"{line} \\" for line in lines), last]

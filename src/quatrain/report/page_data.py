@@ -1,6 +1,7 @@
 """Reads what the run page shows besides samples: metrics, configuration, plan, hints and state of a run.
 
-Data flow: `metrics.jsonl`, `config.yaml`, `plan.json` and `hints.jsonl` of a run -> `run_data` -> `page.py`.
+Data flow: `metrics.jsonl`, `config.yaml`, `plan.json`, `hints.jsonl` and `run.json` of a run -> `run_data` ->
+`page.py`.
 A file that is missing, damaged, or of an earlier version costs a note in the page, never the page.
 """
 
@@ -31,6 +32,7 @@ from quatrain.run.samples import plain_json
 
 RUNNING, FINISHED, ENDED = "running", "finished", "not finished"
 UNSET = "not set"
+READ = ("metrics.jsonl", "config.yaml", "plan.json", "hints.jsonl", "run.json")
 
 
 def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     config: list[dict[str, Any]] = []
     hints: list[dict[str, Any]] = []
+    starts: list[list[tuple[str, str]]] = []
     plan = None
     with _noted("metrics.jsonl", notes):
         rows = _metric_rows(folder / "metrics.jsonl", notes)
@@ -55,6 +58,10 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     with _noted("hints.jsonl", notes):
         hints, num_damaged = read_hints(folder / "hints.jsonl")
         notes += ["a damaged line of hints.jsonl was skipped"] * num_damaged
+    with _noted("run.json", notes):
+        starts = [
+            start_rows(start) for start in json.loads((folder / "run.json").read_text("utf-8"))["starts"]
+        ]
     last_step = rows[-1]["step"] if rows else None
     total_steps = next((row["value"] for row in config if row["key"] == "run.steps"), None)
     return {
@@ -66,6 +73,7 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
         "config": config,
         "plan": plan,
         "hints": hints,
+        "starts": starts,
         "notes": notes,
     }
 
@@ -77,7 +85,7 @@ def _noted(name: str, notes: list[str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
         notes.append(f"{name} could not be read: {error}")
 
 
@@ -93,7 +101,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 def run_stamp(folder: Path) -> list[Any]:
     """Size and time of each file that the page reads, and whether the run is being written."""
-    named = [folder / name for name in ("metrics.jsonl", "config.yaml", "plan.json", "hints.jsonl")]
+    named = [folder / name for name in READ]
     found: list[Any] = [_writer_is_alive(folder), *sample_files(folder, STEP), *sample_files(folder, EVAL)]
     for path in named:
         with suppress(OSError):
@@ -195,6 +203,30 @@ def _plan(plan: Mapping[str, Any]) -> dict[str, Any]:
         if key not in ("unit", "why", "warnings")
     ]
     return {"rows": rows, "warnings": [str(warning) for warning in plan.get("warnings", [])]}
+
+
+def start_rows(start: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, text) of what made the run at one of its starts, an entry of `run.json`."""
+    devices, ended = start["devices"], start.get("ended_with_step")
+    processes = f"{devices['processes']} process{'es' * (devices['processes'] != 1)}"
+    commits = [
+        (f"commit of {name.replace('_', ' ')}", f"{commit['hash']}, {commit['changed_files']} files changed")
+        for name, commit in start["commits"].items()
+        if commit is not None
+    ]
+    changed = start.get("changed_keys", {}).items()  # a start of an earlier version has none
+    rows = [
+        ("started", f"{start['time']}, after step {start['step']}"),
+        ("command", start["command"]),
+        ("working folder", start["working_folder"]),
+        ("versions", ", ".join(f"{name} {version}" for name, version in start["versions"].items())),
+        *commits,
+        ("devices", f"{devices['count']} {devices['kind']} in {processes}"),
+        *((f"changed: {key}", f"{before} before, {now} now") for key, (before, now) in changed),
+        *((f"copy of {path}", copy) for path, copy in start["code"].items()),
+        ("ended", "with an error or a signal, or not yet" if ended is None else f"with step {ended}"),
+    ]
+    return [(name, str(text)) for name, text in rows]
 
 
 def _state(folder: Path, ended: bool, last_step: int | None, total_steps: Any) -> str:

@@ -278,12 +278,14 @@ class RewardScorer:
         return []
 
     def try_on(self, prompts: Mapping[Any, Prompt], completion_ids: Sequence[int]) -> list[str]:
-        """Calls each user's function once on the completion MADE_UP of a prompt; a warning for each failure.
+        """Calls each user's function once on MADE_UP, as two completions of a prompt; warnings of failures.
 
         `prompts` has a prompt of each data source, and the first of them is the first training prompt.
         `completion_ids` are the tokens of MADE_UP. Raises ValueError if a function returns the wrong number
-        of values or values that are no numbers. Nothing is called without a prompt.
+        of values or values that are no numbers. Nothing is called without a prompt. With `per_call: sample`
+        there is one completion.
         """
+        copies = 1 if self._per_call == "sample" else 2
 
         def tried() -> Iterator[str]:
             for function in self._functions:
@@ -292,14 +294,17 @@ class RewardScorer:
                 if prompt is None or function.spec in BUILTIN_FUNCTIONS:
                     continue
                 try:
-                    problem = try_function(function, _made_up(prompt, list(completion_ids), self._episodes))
+                    samples = _made_up(prompt, list(completion_ids), self._episodes, copies)
+                    problem = try_function(function, samples)
                 except ValueError as error:
-                    made_up = "it was tried on a made-up completion of a training prompt"
+                    made_up = f"it was tried on {copies} made-up completions of a training prompt"
                     raise ValueError(f"{error} ({made_up})") from None
                 if problem is not None:
+                    texts = "; completions are texts here, not lists of messages as TRL may give"
                     yield (
                         f"reward function `{function.name}` fails on a made-up completion of a training "
                         f"prompt ({problem}): every sample on which it fails gets -1"
+                        f"{texts if 'string indices must be integers' in problem else ''}"
                     )
 
         warnings: list[str] = self._decide(lambda: list(tried()))
@@ -401,7 +406,7 @@ class RewardScorer:
         return called
 
 
-def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool) -> Samples:
+def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: int) -> Samples:
     text, columns = plain_prompt(prompt.text), dict(prompt.columns)
     if episodes:
         answer = {"role": "assistant", "content": MADE_UP}
@@ -413,11 +418,16 @@ def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool) -> Sampl
         "completion_ids": completion_ids,
         "finish_reasons": "stop",
     }
-    return Samples({name: [value] for name, value in arguments.items()}, [prompt.group_id])
+    return Samples({name: [value] * copies for name, value in arguments.items()}, [prompt.group_id] * copies)
 
 
 def _check_functions(config: RewardConfig, functions: Mapping[str, Any]) -> None:
     """Raises ValueError unless functions given from Python are callable and entries of the configuration."""
+    if not isinstance(functions, Mapping):
+        raise ValueError(
+            "reward_functions must be a mapping from names in reward.functions to functions; got "
+            f"{type(functions).__name__}; give {{'mine': mine}}, and its weight as reward.functions.mine=1.0"
+        )
     for name, function in functions.items():
         if not callable(function):
             raise ValueError(

@@ -370,8 +370,12 @@ class WorkerSupervisor:
         except GroupFailed as error:
             self._fail(error)
             return
-        what = f"{retried} groups are given to others, and it is" if slot.started else "it is"
-        logger.warning("rollout %s was lost: %s; %s started again", name, why, what)
+        if slot.started:
+            what = f"{retried} groups are given to others, and it is started again"
+            logger.warning("rollout %s was lost: %s; %s", name, why, what)
+        else:
+            limit = f"until rollout.timeout_s ({self._timeout_s:g} s) is over"
+            logger.warning("rollout %s has not started: %s; it is tried again %s", name, why, limit)
         start_thread(self._work, slot, slot.generation, name="worker of the fleet")
         self.changed.notify_all()
 

@@ -36,11 +36,13 @@ GIT_TIMEOUT_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., Any]]) -> None:
+def describe(
+    run: RunDir, config: Config, functions: Mapping[str, Callable[..., Any]], changed: Mapping[str, Any]
+) -> None:
     """Adds this start to `run.json`, in the main process; files with users' code are copied to `code/`.
 
-    `functions`: reward functions that were given from Python. Secrets are redacted, and in the copies and the
-    command also tokens of known services that no variable holds.
+    `functions`: reward functions that were given from Python. `changed`: `RunDir.changed_keys`. Secrets are
+    redacted, and in the copies and the command also tokens of known services that no variable holds.
     """
     if not is_main_process():
         return
@@ -67,6 +69,7 @@ def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., 
             "count": jax.device_count(),
             "processes": num_processes(),
         },
+        "changed_keys": dict(changed),
         "paths": paths_in(config),
         "code": {str(path): _copied(path, run.code) for path in dict.fromkeys(files)},
     }

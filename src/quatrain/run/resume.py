@@ -1,13 +1,15 @@
 """What must agree when a run is resumed: its configuration, its data, its base, its length.
 
-Data flow: `to_save` -> the host data of a checkpoint -> `check_*`, before the run goes on. The keys of the
-configuration are marked where they are declared (`MustAgreeOnResume`); what else must agree has a check here.
+Data flow: `Identity.to_save` -> the host data of a checkpoint -> `Identity.check`, before the run goes on.
+The keys of the configuration are marked where they are declared (`MustAgreeOnResume`); what else must agree
+has a check here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,39 @@ from quatrain.config.secrets import REDACTED, comparable, redact, same
 from quatrain.config.values import shown_data_sets
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.run_dir import RunDir
+from quatrain.weights.adapter import check_base
 
 
-def to_save(config: Config, num_prompts: int, data: Mapping[str, str], base: str | None) -> dict[str, Any]:
-    """What a checkpoint says of the run, to be compared when it is resumed; secrets as digests."""
-    return {
-        "config": {key: comparable(value, os.environ) for key, value in must_agree_on_resume(config).items()},
-        "num_prompts": num_prompts,
-        "data": comparable(data, os.environ),
-        **({} if base is None else {"base": base}),
-    }
+@dataclass(frozen=True)
+class Identity:
+    """What of a run in `folder` must be the same when it is resumed.
+
+    `data`: the digests of its `num_prompts` training prompts. `base`: the fingerprint of the frozen base;
+    None without adapters, or if no weights are read.
+    """
+
+    config: Config
+    folder: RunDir
+    num_prompts: int
+    data: Mapping[str, str]
+    base: str | None
+
+    def to_save(self) -> dict[str, Any]:
+        """What a checkpoint says of the run; secrets as digests."""
+        keys = must_agree_on_resume(self.config)
+        return {
+            "config": {key: comparable(value, os.environ) for key, value in keys.items()},
+            "num_prompts": self.num_prompts,
+            "data": comparable(self.data, os.environ),
+            **({} if self.base is None else {"base": self.base}),
+        }
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError unless the checkpoint `saved` is of the same run."""
+        check_config(self.config, saved, self.folder)
+        if self.base is not None:
+            check_base(saved.get("base"), self.base, self.config.model.path, self.folder.path)
+        check_prompts(self.config, self.num_prompts, self.data, saved)
 
 
 def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> None:

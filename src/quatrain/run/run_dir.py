@@ -134,18 +134,33 @@ class RunDir:
         if not is_main_process():
             return
         if self.config.exists():
-            before, now = _values(self.config.read_text(encoding="utf-8", errors="replace")), _values(text)
-            if before == now:
+            if self._configured() == _values(text):
                 return
             taken = len(list(self.path.glob("config.*.yaml")))
             earlier = self.path / f"config.{taken + 1}.yaml"
+            changed = self.changed_keys(text)
             shutil.copyfile(self.config, earlier)  # a copy, so that at no moment there is no config.yaml
             _log.warning("the configuration differs from the previous one, kept in %s", earlier.name)
-            for key in dict.fromkeys((*before, *now)) if before else ():
-                if (key in before, before.get(key)) != (key in now, now.get(key)):
-                    values = (shown(each[key]) if key in each else "absent" for each in (before, now))
-                    _log.warning("%s: %s before, %s now", key, *values)
+            for key, values in changed.items():
+                _log.warning("%s: %s before, %s now", key, *values)
         write_whole(self.config, text)
+
+    def changed_keys(self, text: str) -> dict[str, list[str]]:
+        """[value before, value now] of each key whose value in `config.yaml` is not that in `text`.
+
+        There are none if there is no whole `config.yaml`.
+        """
+        before, now = self._configured(), _values(text)
+        return {
+            key: [shown(each[key]) if key in each else "absent" for each in (before, now)]
+            for key in (dict.fromkeys((*before, *now)) if before else ())
+            if (key in before, before.get(key)) != (key in now, now.get(key))
+        }
+
+    def _configured(self) -> dict[str, Any]:
+        if not self.config.exists():
+            return {}
+        return _values(self.config.read_text(encoding="utf-8", errors="replace"))
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """Write the batch plan to `plan.json`."""

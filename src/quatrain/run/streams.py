@@ -133,6 +133,16 @@ class Redacting(logging.Formatter):
         return self._redact(super().format(record))
 
 
+def _is_printed(name: str) -> bool:
+    """Whether a logger of another library, such as huggingface_hub, prints the messages of `name` itself."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None and logger.parent is not None:
+        if any(type(handler) is logging.StreamHandler for handler in logger.handlers):
+            return True
+        logger = logger.parent
+    return False
+
+
 class ConsoleHandler(logging.Handler):
     """Prints messages to the current `sys.stderr`, which a live progress display replaces while it runs.
 
@@ -143,6 +153,7 @@ class ConsoleHandler(logging.Handler):
         super().__init__()
         self.setFormatter(Redacting("%(message)s", redact))
         self.addFilter(lambda record: not getattr(record, "only_in_file", False))
+        self.addFilter(lambda record: not _is_printed(record.name))
 
     def emit(self, record: logging.LogRecord) -> None:
         mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "

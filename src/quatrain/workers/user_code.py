@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from quatrain.config.errors import listed
+
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -40,7 +42,14 @@ def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: st
     try:
         function = getattr(module, attribute)
     except AttributeError as error:
-        raise ValueError(f"{name}: {where} has no attribute {attribute!r}") from error
+        own = [
+            public
+            for public, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__ and public[0] != "_"
+        ]
+        raise ValueError(
+            f"{name}: {where} has no attribute {attribute!r}; it defines {listed(own)}; name one of them"
+        ) from error
     if not callable(function):
         raise ValueError(f"{name} must be callable; it is a {type(function).__name__}")
     return function

@@ -53,6 +53,11 @@ WeightOrEntry = Annotated[
 Functions = Annotated[
     dict[Text, WeightOrEntry],
     must(
+        "be a mapping from functions to weights, as {correct: 1.0, rewards.py:mine: 0.5}",
+        lambda functions: isinstance(functions, dict),
+        before=True,
+    ),
+    must(
         "name a reward model with its path, as in model:PATH; one has none",
         lambda functions: REWARD_MODEL not in functions,
     ),

@@ -62,14 +62,25 @@ function what(run) {
 const noteList = (notes) => (notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, prose(note)))) : null);
 
 function overviewSection() {
-  const places = state.runs.map(() => ({ numbers: el("div", {}), hints: el("div", {}) }));
-  const host = el("div", { id: "overview-content" }, places.map(({ numbers, hints }) => el("div", { class: "run" }, numbers, hints)));
+  const places = state.runs.map(() => {
+    const starts = el("div", {});
+    return { numbers: el("div", {}), hints: el("div", {}), starts, made: el("details", { class: "made" }, el("summary", {}, "Command, versions, commit and devices"), starts) };
+  });
+  const host = el("div", { id: "overview-content" }, places.map(({ numbers, hints, made }) => el("div", { class: "run" }, numbers, hints, made)));
   const numbers = (run) => [state.runs.length > 1 ? el("h3", {}, run.name) : null, what(run), tiles(run)];
   const fill = () => state.runs.forEach((run, i) => {
     places[i].numbers.replaceChildren(...numbers(run).filter(Boolean));
     renew(places[i].hints, [run.hints, run.notes], () => [hintList(i), noteList(run.notes)]);
+    places[i].made.hidden = !run.starts.length;
+    renew(places[i].starts, run.starts, () => run.starts.map(startTable));
   });
   return [host, fill];
+}
+
+// Command, versions, commits and devices of one start of a run, as `run.json` has them.
+function startTable(rows, i) {
+  const row = ([name, text]) => el("tr", {}, el("td", {}, name), el("td", { class: "wide value" }, whole(pieces(text))));
+  return table([`Start ${i + 1}`, ""], rows.map(row), { "aria-label": `Start ${i + 1}` });
 }
 
 function hintList(i) {
@@ -93,7 +104,7 @@ function planSection() {
   const value = (v) => (v === null ? "–" : typeof v === "object" ? `${short(v.min)} to ${short(v.max)}` : short(v));
   const row = ({ key, value: v, unit, why }) => el("tr", {}, el("td", {}, code(key)), el("td", { class: "number" }, value(v)), el("td", {}, asText(unit)), el("td", { class: "wide" }, prose(asText(why))));
   const render = ({ plan }) => (plan === null
-    ? el("p", { class: "empty" }, prose("This run has no plan.json: it comes from a version that did not write it. `quatrain plan` prints the plan of a configuration."))
+    ? el("p", { class: "empty" }, prose("This run has no plan.json: it was `quatrain sft`, or comes from a version that did not write it. `quatrain plan` prints the plan of a configuration."))
     : el("div", {}, noteList(plan.warnings), table(["Size", "Value", "Unit", "Why"], plan.rows.map(row), { "aria-label": "Plan" })));
   return [host, () => renew(host, state.runs.map((run) => run.plan), () => perRun(render))];
 }

@@ -1,0 +1,160 @@
+"""The commands about runs that have begun or ended: `quatrain report | samples | export`.
+
+Data flow: the folder of a run -> a page, text in a terminal, or the folder of a model.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quatrain.cli.words import examples, run_folders
+
+app = typer.Typer(rich_markup_mode="rich")
+
+
+@app.command(
+    epilog=examples(
+        "report runs/my-run",
+        "report first second --output comparison.html",
+        "report my-run --serve",
+    )
+)
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN …", help="Folders or names of runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="File to write; default: report.html in the run's folder, needed for several runs.",
+        ),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the page live on this machine, while a run is in progress.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(metavar="N", help="Port for --serve; 0: any free one.", min=0, max=65535)
+    ] = 8765,
+) -> None:
+    """Write the run page: curves, completions, plan and configuration in one HTML file."""
+    folders = run_folders(runs)
+    if serve:
+        from quatrain.report.page_server import serve as serve_page
+
+        serve_page(
+            folders, port=port, ready=lambda url: typer.echo(f"the run page is at {url}; Ctrl-C ends it")
+        )
+        return
+    if output is None and len(folders) > 1:
+        raise ValueError(
+            f"the page of several runs needs --output, the file to write: got {len(folders)} runs without "
+            "it; add --output comparison.html"
+        )
+    from quatrain.report.page import Page
+    from quatrain.run.run_dir import RunDir
+
+    path = output or RunDir(folders[0]).page
+    Page(folders).write(path)
+    typer.echo(f"the run page is {path}")
+
+
+@app.command(epilog=examples("samples my-run", "samples runs/my-run --step 10", "samples my-run --eval"))
+def samples(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.")],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="Training step; default: the last.")
+    ] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--eval", help="Print the completions of the evaluation after that step instead.")
+    ] = False,
+) -> None:
+    """Print the completions of a training step, each prompt with its group, sorted by reward."""
+    from rich.console import Console
+
+    from quatrain.report.print_samples import print_samples
+
+    (folder,) = run_folders([run])
+    print_samples(folder, Console(), step=step, evaluation=evaluation)
+
+
+@app.command(
+    epilog=examples(
+        "export runs/my-run exported/",
+        "export my-run exported/ --step 50",
+        "export runs/my-run --push OWNER/NAME",
+    )
+)
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.")],
+    output: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUTPUT",
+            show_default=False,
+            help="Folder to write the model to; may be left out with --push.",
+        ),
+    ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|best",
+            show_default=False,
+            help="Training step of the checkpoint, or best, that with the best checkpoint.best_metric; "
+            "default: the latest.",
+        ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            show_default=False,
+            help="Repository on the Hugging Face Hub to send the model and its card to; needs HF_TOKEN.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make the repository of --push public if it is new.")
+    ] = False,
+) -> None:
+    """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer), or push it."""
+    from quatrain.config.environment import load_dotenv
+    from quatrain.config.places import HUB_ID
+    from quatrain.loop.export import export as write
+
+    if push is not None and not HUB_ID.fullmatch(push):
+        raise ValueError(f"--push names a repository on the Hugging Face Hub, as OWNER/NAME; got {push!r}")
+    if public and push is None:
+        raise ValueError("--public is for the repository of --push; give --push OWNER/NAME too")
+    if output is None and push is None:
+        raise ValueError(
+            "nothing says where the model goes; give a folder OUTPUT, --push OWNER/NAME, or both"
+        )
+    load_dotenv(os.environ)
+    (home,) = run_folders([run])
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) if output is None else output
+        if push is not None:
+            from quatrain.loop import hub
+            from quatrain.loop.export import check_export
+
+            check_export(home, folder, step=step)  # a misspelt RUN leaves no empty repository
+            hub.make_repository(push, private=not public)
+        found = write(home, folder, step=step)
+        if output is not None:
+            typer.echo(f"step {found} of {home} is in {output}")
+        if push is not None:
+            try:
+                address = hub.push(folder, push, run=home, step=found)
+            except (ValueError, OSError) as error:
+                if output is None:
+                    raise
+                again = f"quatrain export {shlex.quote(str(home))} --step {found} --push {push}"
+                raise ValueError(
+                    f"{error}; the model is in {output}; to push again, leave OUTPUT out:\n  {again}"
+                ) from error
+            typer.echo(f"step {found} of {home}, with its card: {address}")
