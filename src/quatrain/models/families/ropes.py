@@ -84,7 +84,9 @@ def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, 
         if low >= high:
             raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
         return Rope(**fields, **values)
-    given = rope.model_dump(exclude_none=True, exclude={"type", "rope_type", "rope_theta"})
+    given = rope.model_dump(
+        exclude_none=True, exclude={"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+    )
     written = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     fields["written"] = tuple(sorted({**written, "original_max_position_embeddings": original}.items()))
     return _yarn(rope, fields) if kind == "yarn" else _longrope(rope, c, fields)
