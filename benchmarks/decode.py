@@ -35,7 +35,7 @@ import numpy as np
 from quatrain.backend import this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.engine.admission import Admission
+from quatrain.engine.admission import RING_POSITIONS, Admission
 from quatrain.engine.cache import Room
 from quatrain.engine.decode import TOKENS_PER_CALL, Program, extend_program, prefill_program
 from quatrain.engine.engine import RolloutEngine
@@ -73,13 +73,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="long completions of a sixteenth of the length")
     parser.add_argument("--json", type=Path, help="file the figures are written to")
     args = parser.parse_args()
-    parts = 16 if args.quick else 1
     arch = builtin_architecture("tiny", 300, (0,))
     report: dict[str, Any] = {
         "wasted decode": wasted_decode(sequences=256, n=8, slots=32),
-        "long completions": long_completions(
-            sequences=512, n=8, median=2048 // parts, longest=32768 // parts
-        ),
+        "long completions": long_completions(sequences=512, n=8, parts=16 if args.quick else 1),
         "bytes of a prefill": prefill_memory(arch, 32768),
     }
     if args.model:
@@ -192,11 +189,14 @@ class Simulation:
         prompt: int,
         slots: int | None = None,
         replicas: int = 1,
+        ring_positions: tuple[int, ...] = RING_POSITIONS,
     ):
         self.lengths, self.scheduler = lengths, Scheduler(1, replicas)
         self.groups: dict[int, Group] = {}
         room, size = Room(positions, 1, prompt_positions(prompt)), len(lengths[0])
-        self.admission = Admission(self.scheduler, room, self.groups, size, slots, limit, turns=False)
+        self.admission = Admission(
+            self.scheduler, room, self.groups, size, slots, limit, turns=False, ring_positions=ring_positions
+        )
         self.steps = self.slot_steps = self.tokens = self.recomputed = self.read = self.peak = 0
         ids = np.ones(prompt, np.int32)
         for number in range(len(lengths)):
@@ -222,8 +222,12 @@ class Simulation:
         """A round of the session."""
         scheduler, shape = self.scheduler, self.admission.next_shape()
         self.peak = max(self.peak, shape.num_positions)
-        if (scheduler.num_slots, scheduler.num_prefix_slots) != shape[:2]:
-            scheduler.resize(*shape[:2])
+        rings = tuple(ring.slots for ring in shape.rings)
+        if (scheduler.rings, scheduler.num_prefix_slots) != (
+            rings,
+            shape.prefix_slots,
+        ) or scheduler.misplaced:
+            scheduler.resize(rings, shape.prefix_slots)
         while admitted := scheduler.admit():
             for ticket, _ in admitted:
                 group = self.groups[ticket]
@@ -245,7 +249,8 @@ class Simulation:
         steps = min(TOKENS_PER_CALL, max(left.values(), default=0))
         self.steps += steps
         self.slot_steps += steps * len(scheduler.slots)
-        self.read += steps * len(scheduler.slots) * shape.generated_positions
+        slots = sum(ring.slots * ring.positions for ring in shape.rings)
+        self.read += steps * scheduler.num_replicas * slots
         for slot, who in running:
             completion, done = self.groups[who.ticket].completions[who.sample], min(steps, left[slot])
             completion.tokens = range(len(completion.tokens) + done)
@@ -292,13 +297,24 @@ def wasted_decode(*, sequences: int, n: int, slots: int) -> dict[str, float]:
     return {"slots refilled": refilled["wasted decode"], "until the last row": 1 - tokens / until_last}
 
 
-def long_completions(*, sequences: int, n: int, median: int, longest: int) -> dict[str, dict[str, float]]:
-    """Log-normal lengths with unlimited memory, and with a quarter of what that takes at most."""
+def long_completions(*, sequences: int, n: int, parts: int = 1) -> dict[str, Any]:
+    """Log-normal lengths with unlimited memory, and with a quarter of what that takes at most.
+
+    Their median is 2,048 tokens and the longest has 32,768; these and the positions of the rings are divided
+    by `parts`.
+    """
+    median, longest = 2048 // parts, 32768 // parts
+    sizes = {
+        "limit": longest,
+        "prompt": 200 // parts,
+        "ring_positions": tuple(p // parts for p in RING_POSITIONS),
+    }
     lengths = lognormal(sequences, median=median, sigma=1.0, longest=longest)
     rows = [lengths[first : first + n] for first in range(0, sequences, n)]
-    figures, positions = {}, 1 << 40
+    figures: dict[str, Any] = {}
+    positions = 1 << 40
     for name in ("unlimited memory", "a quarter of it"):
-        figures[name] = Simulation(rows, limit=longest, positions=positions, prompt=200).run()
+        figures[name] = Simulation(rows, positions=positions, **sizes).run()
         positions = figures[name]["most positions"] // 4
     whole, quarter = figures.values()
     ratio = quarter["decode steps"] / whole["decode steps"]

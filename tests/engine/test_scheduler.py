@@ -93,7 +93,7 @@ class FakeModel:
         scheduler = self.scheduler
         old_slots, old_prefix_slots = list(scheduler.slots), list(scheduler.prefix_slots)
         before = scheduler.num_slots, scheduler.num_prefix_slots
-        from_slots, from_prefix_slots = scheduler.resize(slots, prefix_slots)
+        from_slots, from_prefix_slots = scheduler.resize((slots,), prefix_slots)
         self.sizes.add((slots, prefix_slots))
         for i, (new, old) in enumerate(zip(scheduler.slots, from_slots, strict=True)):
             was = old_slots[i // slots * before[0] + old] if new else None
@@ -325,7 +325,7 @@ def test_held_samples_go_on_with_their_prefix_slot_or_without_and_all_end(
         slots = scheduler.wanted_slots()
         prefix_slots = max(scheduler.wanted_prefix_slots(slots), slots)
         if (slots, prefix_slots) != (scheduler.num_slots, scheduler.num_prefix_slots):
-            scheduler.resize(slots, prefix_slots)
+            scheduler.resize((slots,), prefix_slots)
         while admitted := scheduler.admit():
             assert all(scheduler.prefix_slots[prefix_slot] == ticket for ticket, prefix_slot in admitted)
         scheduler.fill()

@@ -181,12 +181,13 @@ def test_text_depends_neither_on_slots_nor_on_when_answers_come(make_session, sm
         assert one.logprobs == pytest.approx(two.logprobs, abs=2e-5)
 
 
-@pytest.mark.parametrize("positions", [1 << 20, 700, 2000])
-def test_text_depends_neither_on_memory_nor_on_preemption(make_session, small_params, positions):
+@pytest.mark.parametrize(("positions", "rings"), [(1 << 20, ()), (700, ()), (2000, ()), (2000, (32,))])
+def test_text_depends_neither_on_memory_nor_on_preemption(make_session, small_params, positions, rings):
     """With room for one sequence, for three, or for all and samples that lose their slots in any round."""
     usual = Episodes(make_session()).run(small_params)
     chance = np.random.default_rng(1)
     session = make_session(memory=positions * 256)
+    session._admission.ring_positions = rings
     forced = positions > 2000
     other = Episodes(
         session,

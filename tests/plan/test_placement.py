@@ -157,15 +157,15 @@ def test_cache_is_that_of_the_session(final):
         for size in ((slots, own), (rows, prompt))
     ]
     arrays = [x.nbytes for x in jax.tree.leaves(cache)]
-    assert parts(config)["kv_cache"] == sum(arrays) + max(arrays)  # of which there are two while it grows
+    assert parts(config)["kv_cache"] == sum(arrays) + 2 * max(arrays)  # a layer, twice while it grows
     fewer = final(SMALL, *sizes, "rollout.max_concurrency=10", "model.dtype=bfloat16")
-    assert parts(fewer)["kv_cache"] == (10 * own * 5 / 4 + 2 * prompt) * 2 * 2 * 2 * 16 * 2
+    assert parts(fewer)["kv_cache"] == (10 * own * 6 / 4 + 2 * prompt) * 2 * 2 * 2 * 16 * 2
     longer = (*sizes, "model.dtype=bfloat16", "eval.max_new_tokens=100")
-    with_evaluation = (slots * 112 * 5 / 4 + rows * prompt) * 2 * 2 * 2 * 16 * 2
+    with_evaluation = (slots * 112 * 6 / 4 + rows * prompt) * 2 * 2 * 2 * 16 * 2
     assert parts(final(SMALL, *longer, "data.eval=builtin:arithmetic-heldout"))["kv_cache"] == with_evaluation
     assert parts(final(SMALL, *longer, "data.train=own.jsonl"))["kv_cache"] == parts(config)["kv_cache"]
     halves = parts(final(SMALL, *sizes, "mesh=1,2,2", "model.dtype=bfloat16"), devices=4)
-    assert halves["kv_cache"] == (16 * own * 5 / 4 + 4 * prompt) * 2 * 2 * 1 * 16 * 2
+    assert halves["kv_cache"] == (16 * own * 6 / 4 + 4 * prompt) * 2 * 2 * 1 * 16 * 2
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_positions_of_the_cache(final, tokens, positions):
         "advantage.estimator=reinforce",
     )
     position = 2 * 2 * 2 * 16 * 4
-    assert parts(config)["kv_cache"] == (16 + positions * 5 / 4) * position
+    assert parts(config)["kv_cache"] == (16 + positions * 6 / 4) * position
 
 
 def compiled_bytes(arch, tokens, remat):

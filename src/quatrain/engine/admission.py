@@ -4,20 +4,32 @@ Plain Python, called by `session.py`. Samples are admitted by the lengths that t
 they may reach. If the next call does not fit into the memory any more, those with the fewest tokens are
 preempted: they wait without keys and values, and are computed again when there is room.
 
+All slots are in one ring of positions, as long as the longest sequence, where all sequences fit into it.
+Elsewhere there are up to three, of RING_POSITIONS and of the longest; a sequence moves to the next one when
+its ring is full, and short sequences do not take the memory of long ones.
+
 All decisions depend on lengths, tickets and the memory alone, never on time: a run and its repetition, and
 all processes of a run, decide the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quatrain.engine.cache import CacheShape, Room
+from quatrain.engine.cache import CacheShape, Ring, Room
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.groups import Group
-from quatrain.engine.scheduler import Scheduler
+from quatrain.engine.scheduler import Queued, Scheduler
 from quatrain.ops.shape_buckets import power_of_two, round_down, round_up
+
+RING_POSITIONS = 2048, 8192
+"""Positions of the rings before the last."""
+MARGIN = 8
+"""Into several rings, samples are admitted while each has room for an eighth more positions than it needs.
+
+With more room, fewer run; with less, more are preempted and computed again (`benchmarks/decode.py`)."""
 
 
 class _Need(NamedTuple):
@@ -52,19 +64,45 @@ class Admission:
     most_slots: int | None
     max_new_tokens: int | None
     turns: bool
+    ring_positions: tuple[int, ...] = RING_POSITIONS
     num_preempted: int = 0
 
     def __post_init__(self) -> None:
-        self.shape = CacheShape(0, 0, self.room.context(1), 0)
+        self.shape = CacheShape((), 0, self.room.context(1))
         """The sizes of this round."""
+        self._bounds: tuple[int, ...] = (0,)
+        self.scheduler.ring_of = self.ring_of
 
     def next_shape(self) -> CacheShape:
         """The sizes of the next round; preempts samples that do not fit, and bars those that must wait."""
-        self.scheduler.barred = next((waiting.ticket for waiting in self.scheduler.queued), None)
+        self.scheduler.barred = self.scheduler.first_queued
+        self._choose_rings()
         self._preempt()
-        need = self._admit()
-        self.shape = self._sizes(need)
+        self.shape = self._sizes(self._admit()) if len(self._bounds) == 1 else self._sizes_in_rings()
         return self.shape
+
+    def ring_of(self, ticket: int, sample: int) -> int:
+        """The ring whose slots have room for the next call of a sample."""
+        return bisect_left(self._bounds, self._positions(ticket, sample))
+
+    def _positions(self, ticket: int, sample: int) -> int:
+        """Positions of a slot that a sample needs in the next call."""
+        return max(self.groups[ticket].turn_length(sample) - 1, 0) + TOKENS_PER_CALL
+
+    def _choose_rings(self) -> None:
+        """One ring, if all that are unfinished fit into it; else several."""
+        limit = self.max_new_tokens or max((group.limit for group in self.groups.values()), default=1)
+        longest = self.room.ring(limit, limit)
+        shorter = [positions for positions in self.ring_positions if positions < longest]
+        if shorter:
+            together = self._together(self._needed(), self.scheduler.queued)
+            shorter = [] if self._fitting(together) >= self._wanted() else shorter
+        self._bounds = (*shorter, longest)
+
+    def _wanted(self) -> int:
+        """Slots of a replica for all that are unfinished."""
+        demand = -(-self.scheduler.demand // self.scheduler.num_replicas)
+        return demand if self.most_slots is None else min(demand, self.most_slots)
 
     def may_widen(self, prompt_positions: int) -> bool:
         """Whether the prompt cache may have so many positions in this round; it then has."""
@@ -82,8 +120,12 @@ class Admission:
             if not scheduler.free_a_prefix_slot():
                 placed = sorted(scheduler.placed, key=self._by_tokens)
                 assert len(placed) > 1, "`Session` accepts no sequence that does not fit alone"
-                # As few numbers of slots as possible, each of which is a program: on to the next smaller one.
-                given_up = self._beyond(round_down(slots - 1)) if slots > 1 else placed[:1]
+                if len(self._bounds) > 1:
+                    running = {(who.ticket, who.sample) for who in scheduler.slots if who is not None}
+                    given_up = [who for who in placed if who in running or len(running) < 2][:1]
+                else:
+                    # As few numbers of slots as possible, each of which is a program: on to the next one.
+                    given_up = self._beyond(round_down(slots - 1)) if slots > 1 else placed[:1]
                 for who in given_up:
                     scheduler.preempt(*who)
                     self.num_preempted += 1
@@ -113,17 +155,15 @@ class Admission:
         scheduler, replicas = self.scheduler, self.scheduler.num_replicas
         loads, queued = scheduler.loads(), scheduler.queued
         need = self._needed()
-        needs = [self._need(waiting.ticket, waiting.begun) for waiting in queued]
-        fitting, together = self._fitting(need), need.and_(*needs)
+        fitting, together = self._fitting(need), self._together(need, queued)
         most = self.most_slots
         scheduler.barred = None
-        demand = -(-scheduler.demand // replicas)
-        if (fit := self._fitting(together)) >= (demand if most is None else min(demand, most)):
+        if (fit := self._fitting(together)) >= self._wanted():
             need, fitting = together, fit
         else:
             count = sum(loads)
-            for own, waiting in zip(needs, queued, strict=True):
-                longer = need.and_(own)
+            for waiting in queued:
+                longer = need.and_(self._need(waiting.ticket, waiting.begun))
                 fewer = fitting if longer == need else self._fitting(longer)
                 if max(loads) > fewer or (fewer < fitting and count >= fewer * replicas):
                     scheduler.barred = waiting.ticket
@@ -142,6 +182,14 @@ class Admission:
             fits = (n for n in sizes if self.room.fits(self._least(n, prefix_slots, need)))
             scheduler.max_slots = next(fits, slots)
         return need
+
+    def _together(self, need: _Need, queued: Sequence[Queued]) -> _Need:
+        """What those with this need and all that are queued need."""
+        groups = [self.groups[waiting.ticket] for waiting in queued]
+        context = max((max(len(group.context), group.kept) for group in groups), default=1)
+        limit = self.max_new_tokens or max((group.limit for group in groups), default=1)
+        begun = (self._need(waiting.ticket, waiting.begun) for waiting in queued if waiting.begun)
+        return need.and_(_Need(context, 0, limit), *begun)
 
     def _needed(self) -> _Need:
         """What those need that are not queued."""
@@ -164,8 +212,12 @@ class Admission:
     def _least(self, slots: int, prefix_slots: int, need: _Need) -> CacheShape:
         """The sizes for so many that run."""
         slots = max(slots, 1)
+        rings: tuple[Ring, ...] = (Ring(slots, self._ring(need)),)
+        if len(self._bounds) > 1:
+            rings = self._running(margin=False).rings or rings
+            slots = sum(ring.slots for ring in rings)
         prefix_slots = max(prefix_slots, slots if self.turns else 1)
-        return CacheShape(slots, prefix_slots, self.room.context(need.context), self._ring(need))
+        return CacheShape(rings, prefix_slots, self.room.context(need.context))
 
     def _fitting(self, need: _Need) -> int:
         """Slots of a replica for samples with this need, with room for twice as many tokens of each.
@@ -174,39 +226,151 @@ class Admission:
         """
         context, in_use = self.room.context(need.context), self.scheduler.most_in_use[1]
         ring, longest = self._ring(need, 2), self.room.ring(need.limit, need.limit)
-        slots = round_down(self.room.num_positions // ring)
+
+        def fits(slots: int, prefix_slots: int, positions: int) -> bool:
+            return self.room.fits(CacheShape((Ring(slots, positions),), max(prefix_slots, in_use), context))
+
         least = self.room.fitting(context + longest)
-        while least and not self.room.fits(CacheShape(least, max(least, in_use), context, longest)):
+        while least and not fits(least, least, longest):
             least -= 1
+        slots = round_down(self.room.num_positions // ring)
         while slots > least:
             groups = slots if self.turns else power_of_two(-(-slots // self.group_size))
-            if self.room.fits(CacheShape(slots, max(min(groups, slots), in_use), context, ring)):
+            if fits(slots, min(groups, slots), ring):
                 return slots
             slots = round_down(slots - 1)
         return least
 
     def _sizes(self, need: _Need) -> CacheShape:
-        """The sizes for the samples that may run now.
+        """The sizes for the samples that may run now, in one ring."""
+        slots = self.scheduler.wanted_slots()
+        self.scheduler.max_loads = None
+        return self._with_prompts((Ring(slots, self._ring(need)),), need)
+
+    def _with_prompts(self, rings: tuple[Ring, ...], need: _Need) -> CacheShape:
+        """These rings, and the sizes of the prompt cache beside them.
 
         The prompt cache keeps its positions where they suffice and the slots fit: others are another program.
         Requests of all lengths come to a server, which does not keep four times the positions that it needs.
         """
-        scheduler = self.scheduler
-        slots = scheduler.wanted_slots()
-        prefix_slots = scheduler.wanted_prefix_slots(slots)
+        scheduler, needed = self.scheduler, self.room.context(need.context)
+        shape = CacheShape(rings, 0, needed)
+        prefix_slots = scheduler.wanted_prefix_slots(shape.slots)
         if self.turns:
-            prefix_slots = max(prefix_slots, slots)
-        needed = self.room.context(need.context)
-        shape = CacheShape(slots, prefix_slots, needed, self._ring(need))
+            prefix_slots = max(prefix_slots, shape.slots)
+        shape = shape._replace(prefix_slots=prefix_slots)
         kept = shape._replace(prompt_positions=max(needed, self.shape.prompt_positions))
         most = self.room.fitting(kept.prompt_positions + self.room.ring(need.limit, need.limit))
-        if (slots <= most or self.room.fits(kept)) and not (
+        if (shape.slots <= most or self.room.fits(kept)) and not (
             self.max_new_tokens is None and kept.prompt_positions >= 4 * needed
         ):
             shape = kept
         if not self.room.fits(shape):  # the memory is full: fewer prompts wait in it for a slot
-            least = max(scheduler.most_in_use[1], 1)
-            left = (self.room.num_positions - slots * shape.generated_positions) // shape.prompt_positions
-            shape = shape._replace(prefix_slots=max(left, least))
+            generated = shape._replace(prefix_slots=0).num_positions
+            left = (self.room.num_positions - generated) // shape.prompt_positions
+            shape = shape._replace(prefix_slots=max(left, scheduler.most_in_use[1], 1))
         assert self.room.fits(shape), (shape, self.room)
         return shape
+
+    def _running(self, *, margin: bool) -> _Slots:
+        """The slots of those that run, with a `margin` of positions or without one."""
+        scheduler = self.scheduler
+        slots = _Slots(self.room, self._bounds, margin, scheduler.num_replicas)
+        for slot, who in enumerate(scheduler.slots):
+            if who is not None:
+                slots.add(self._positions(who.ticket, who.sample), slot // scheduler.num_slots)
+        return slots
+
+    def _sizes_in_rings(self) -> CacheShape:
+        """Admits samples while there is room for them with a margin; the sizes for all that run."""
+        scheduler = self.scheduler
+        now, ahead = self._running(margin=False), self._running(margin=True)
+        need = self._needed()
+        in_use, new_groups = scheduler.most_in_use[1], 0
+        running = {(who.ticket, who.sample) for who in scheduler.slots if who is not None}
+        waiting = [(who, False) for who in scheduler.placed if who not in running]
+        queued = [
+            ((w.ticket, sample), True)
+            for w in scheduler.queued
+            for sample in (w.begun or range(w.num_waiting))
+        ]
+        admitted: set[int] = set()
+        for who, is_queued in (*waiting, *queued):
+            ticket = who[0]
+            has_tokens = not is_queued or scheduler.has_begun(ticket)
+            positions = self._positions(*who) if has_tokens else TOKENS_PER_CALL
+            longer = need.and_(self._need(ticket, ()))
+            more_now, more_ahead = now.with_(positions), ahead.with_(positions)
+            new = new_groups + (is_queued and ticket not in admitted)
+            prefix_slots = in_use + -(-new // scheduler.num_replicas)
+            fits = all(
+                self.room.fits(
+                    CacheShape(
+                        slots.rings,
+                        max(prefix_slots, slots.most if self.turns else 0),
+                        self.room.context(longer.context),
+                    )
+                )
+                for slots in (more_now, more_ahead)
+            )
+            fits &= self.most_slots is None or more_now.most <= self.most_slots
+            if not fits and now.most:  # alone, the first one fits
+                break
+            if not fits and is_queued and scheduler.free_a_prefix_slot():
+                return self._sizes_in_rings()
+            now, ahead, need, new_groups = more_now, more_ahead, longer, new
+            admitted.add(ticket)
+        scheduler.barred = next((w.ticket for w in scheduler.queued if w.ticket not in admitted), None)
+        scheduler.max_loads = [sum(counts) for counts in now.counts]
+        kept = tuple(map(_kept, now.rings, [*self.shape.rings, *[Ring(0, 0)] * len(now.rings)]))
+        prefix_slots = max(in_use + new_groups, now.most if self.turns else 1)
+        fits = self.room.fits(CacheShape(kept, prefix_slots, self.room.context(need.context)))
+        rings = kept if fits else now.rings
+        scheduler.max_slots = sum(ring.slots for ring in rings)
+        return self._with_prompts(rings, need)
+
+
+def _kept(wanted: Ring, before: Ring) -> Ring:
+    """The ring with as many slots as before, if these suffice and are not twice as many."""
+    slots = before.slots if wanted.slots <= before.slots <= 2 * wanted.slots else wanted.slots
+    return wanted._replace(slots=slots)
+
+
+class _Slots:
+    """How many slots of each ring sequences need, with a `margin` of positions or without one."""
+
+    def __init__(self, room: Room, bounds: tuple[int, ...], margin: bool, num_replicas: int):
+        self._room, self._bounds, self._margin = room, bounds, margin
+        self.counts = [[0] * len(bounds) for _ in range(num_replicas)]
+        self._longest = [0] * len(bounds)
+
+    def add(self, positions: int, replica: int) -> None:
+        """One more sequence."""
+        positions = min(positions + self._margin * (positions // MARGIN), self._bounds[-1])
+        ring = bisect_left(self._bounds, positions)
+        self.counts[replica][ring] += 1
+        self._longest[ring] = max(self._longest[ring], positions)
+
+    def with_(self, positions: int) -> _Slots:
+        """These and one more sequence, on the replica that has the fewest."""
+        more = _Slots(self._room, self._bounds, self._margin, 0)
+        more.counts, more._longest = list(map(list.copy, self.counts)), list(self._longest)
+        more.add(positions, min(range(len(self.counts)), key=lambda replica: sum(self.counts[replica])))
+        return more
+
+    @property
+    def most(self) -> int:
+        """Sequences of the replica that has the most."""
+        return max(map(sum, self.counts))
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """The rings up to the last that is used."""
+        each = zip(zip(*self.counts, strict=True), self._longest, self._bounds, strict=True)
+        rings = [
+            Ring(round_up(max(counts), minimum=1), self._room.ring(longest, bound)) if longest else Ring(0, 0)
+            for counts, longest, bound in each
+        ]
+        while rings and not rings[-1].slots:
+            rings.pop()
+        return tuple(rings)

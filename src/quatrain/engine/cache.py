@@ -5,18 +5,21 @@ Called by `session.py`, which decides the sizes and what is moved; `decode.py` h
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.engine.decode import Turns, keep_turns, rearrange
+from quatrain.engine.decode import Picked, Turns, keep_turns, rearrange, rearrange_rings
 from quatrain.engine.groups import FEWEST_POSITIONS, prompt_positions
 from quatrain.models.architecture import Architecture
-from quatrain.models.kv_cache import CachePart, empty_cache
+from quatrain.models.kv_cache import CachePart, LayerCache, empty_cache, empty_layer
 from quatrain.ops.shape_buckets import power_of_four, round_up
 from quatrain.parallel.mesh import mesh_shape
 
@@ -24,18 +27,30 @@ FEWEST_OF_TURNS = 128
 """Least positions of the prompt cache of turns, where a context can need as many; fewer save little."""
 
 
-class CacheShape(NamedTuple):
-    """Sizes of the cache of one replica."""
+class Ring(NamedTuple):
+    """Sizes of a ring buffer of one replica: so many slots of so many positions each."""
 
     slots: int
+    positions: int
+
+
+class CacheShape(NamedTuple):
+    """Sizes of the cache of one replica: its slots are in rings of different lengths."""
+
+    rings: tuple[Ring, ...]
     prefix_slots: int
     prompt_positions: int
-    generated_positions: int
+
+    @property
+    def slots(self) -> int:
+        """Slots of all rings."""
+        return sum(ring.slots for ring in self.rings)
 
     @property
     def num_positions(self) -> int:
         """Positions of all slots and prefix slots."""
-        return self.slots * self.generated_positions + self.prefix_slots * self.prompt_positions
+        generated = sum(ring.slots * ring.positions for ring in self.rings)
+        return generated + self.prefix_slots * self.prompt_positions
 
 
 @dataclass(frozen=True)
@@ -102,9 +117,12 @@ class Room:
 
 
 class Move(NamedTuple):
-    """A turn whose keys and values are moved to a prefix slot; indices over all replicas."""
+    """A turn whose keys and values are moved to a prefix slot; indices of these over all replicas."""
 
+    replica: int
+    ring: int
     slot: int
+    """Of the ring, on its replica."""
     position: int
     """Position of the turn's first token; a multiple of the positions may be missing or too much."""
     num_tokens: int
@@ -120,13 +138,16 @@ class Move(NamedTuple):
 class Cache:
     """Keys and values of prompts, and of the turns that follow them, in slots.
 
-    `generated`, the part of the slots, is a ring buffer whose next decode step writes `ring_position`.
+    `generated`, the part of the slots, has a ring buffer for each ring of `shape`, whose next decode step
+    writes the one of `ring_positions`.
     """
 
     prompts: CachePart
-    generated: CachePart
-    ring_position: int
+    generated: tuple[CachePart, ...]
+    ring_positions: tuple[int, ...]
     shape: CacheShape
+    arch: Architecture
+    dtype: DTypeLike
     mesh: Mesh
 
     @classmethod
@@ -134,51 +155,104 @@ class Cache:
         """A cache of zeros."""
         empty = partial(empty_cache, arch, dtype=dtype, mesh=mesh)
         prompts = empty(shape.prefix_slots, shape.prompt_positions)
-        return cls(prompts, empty(shape.slots, shape.generated_positions), 0, shape, mesh)
+        generated = tuple(empty(*ring) for ring in shape.rings)
+        return cls(prompts, generated, (0,) * len(generated), shape, arch, dtype, mesh)
 
     @property
     def num_replicas(self) -> int:
         """Replicas of the sampler."""
         return mesh_shape(self.mesh).num_data_shards
 
-    def decoded(self, generated: CachePart, steps: int) -> Cache:
-        """After `steps` decode steps, which wrote `generated`."""
-        return replace(
-            self,
-            generated=generated,
-            ring_position=(self.ring_position + steps) % self.shape.generated_positions,
+    def with_ring(self, ring: int, generated: CachePart, steps: int = 0) -> Cache:
+        """The cache with this ring, after `steps` decode steps, which wrote it."""
+        parts, positions = list(self.generated), list(self.ring_positions)
+        parts[ring], positions[ring] = generated, (positions[ring] + steps) % generated.positions
+        return replace(self, generated=tuple(parts), ring_positions=tuple(positions))
+
+    def rearranged(
+        self, shape: CacheShape, slots: Sequence[int], prefix_slots: Sequence[int], used: Sequence[int]
+    ) -> Cache:
+        """The cache in another shape: its given `slots` (-1: none) and `prefix_slots` of each replica.
+
+        Of each new ring, the last `used` positions are kept. This cache is freed as far as it is copied.
+        """
+        old, prompts, generated = self.shape, self.prompts, self.generated
+        sources = [self._sources(shape, ring, slots, used[ring]) for ring in range(len(shape.rings))]
+        shrinks = shape.prefix_slots * shape.prompt_positions < old.prefix_slots * old.prompt_positions
+
+        def empty(ring: Ring) -> Callable[[int], LayerCache]:
+            return lambda layer: empty_layer(self.arch, layer, *ring, self.dtype, self.mesh)
+
+        for of_prompts in (shrinks, not shrinks):  # what shrinks makes room for what grows
+            if not of_prompts:
+                taken = [(own, more) for _, own, more in sources]
+                generated = rearrange_rings(generated, list(map(empty, shape.rings)), taken, self.mesh)
+            elif old[1:] != shape[1:] or prefix_slots != self._all(old.prefix_slots):
+                columns = np.arange(shape.prompt_positions)
+                prompts = rearrange(prompts, np.array(prefix_slots), columns, self.mesh)
+        positions = tuple(position for position, *_ in sources)
+        return replace(self, prompts=prompts, generated=generated, ring_positions=positions, shape=shape)
+
+    def _sources(
+        self, shape: CacheShape, ring: int, slots: Sequence[int], used: int
+    ) -> tuple[int, Picked | None, dict[int, Picked]]:
+        """(position of the new ring, what it takes of the old ring in its place, what of other rings)."""
+        old, (size, positions) = self.shape.rings, shape.rings[ring]
+        before = [0, *accumulate(r.slots for r in shape.rings)][ring]
+        ends = [*accumulate(r.slots for r in old)]
+        taken: dict[int, list[list[tuple[int, int]]]] = {}
+        for replica in range(self.num_replicas):
+            first = replica * shape.slots + before
+            for to, source in enumerate(slots[first : first + size]):
+                if source >= 0:
+                    of = bisect_right(ends, source)
+                    here = taken.setdefault(of, [[] for _ in range(self.num_replicas)])
+                    here[replica].append((to, source - (ends[of] - old[of].slots)))
+        stays = ring < len(old) and old[ring].slots > 0 and size > 0
+        own, position, in_place = taken.pop(ring, None), used % max(positions, 1), False
+        if stays and old[ring] == shape.rings[ring]:
+            in_place = all(to == source for pairs in own or [] for to, source in pairs)
+            position = self.ring_positions[ring] if in_place else position
+
+        def columns(of: int) -> np.ndarray:
+            """The position in an old ring of each position of the new one."""
+            back = (position - 1 - np.arange(positions)) % positions
+            return (self.ring_positions[of] - 1 - back) % old[of].positions
+
+        more = {of: Picked.moved(pairs, size, columns(of)) for of, pairs in taken.items()}
+        if not stays:
+            return position, None, more
+        if in_place:
+            return position, Picked(None, None, np.arange(0)), more
+        whole = [dict(pairs) for pairs in own or [[]] * self.num_replicas]
+        picked = np.array([each.get(to, 0) for each in whole for to in range(size)], np.int32)
+        return position, Picked(picked, None, columns(ring)), more
+
+    def resized(self, prompt_positions: int) -> Cache:
+        """The cache with another number of positions of the prompts."""
+        shape = self.shape._replace(prompt_positions=prompt_positions)
+        prompts = rearrange(
+            self.prompts, np.array(self._all(shape.prefix_slots)), np.arange(prompt_positions), self.mesh
         )
-
-    def rearranged(self, shape: CacheShape, slots: list[int], prefix_slots: list[int], used: int) -> Cache:
-        """The cache in another shape: its given `slots` and `prefix_slots`, and the ring's last `used`
-        positions. This one is freed as far as it is copied."""
-        old, prompts, generated, position = self.shape, self.prompts, self.generated, self.ring_position
-        if old[1:3] != shape[1:3] or prefix_slots != self._all(old.prefix_slots):
-            prompts = rearrange(prompts, np.array(prefix_slots), np.arange(shape.prompt_positions), self.mesh)
-        size = shape.generated_positions
-        if (old.slots, old.generated_positions) != (shape.slots, size) or slots != self._all(old.slots):
-            positions = (position - used + np.arange(size)) % old.generated_positions
-            generated = rearrange(generated, np.array(slots), positions, self.mesh)
-            position = used % size
-        return Cache(prompts, generated, position, shape, self.mesh)
-
-    def resized(self, shape: CacheShape, used: int) -> Cache:
-        """The cache with other numbers of positions; slots and prefix slots stay where they are."""
-        return self.rearranged(shape, self._all(shape.slots), self._all(shape.prefix_slots), used)
+        return replace(self, prompts=prompts, shape=shape)
 
     def kept(self, moves: list[Move]) -> Cache:
         """The cache with these turns in prefix slots, which has enough positions for them."""
-        slots, prefix_slots, *_ = self.shape
-        given: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_replicas)]
-        for slot, position, tokens, source, before, prefix_slot in moves:
-            own = (slot % slots, position, tokens, source % prefix_slots, before, prefix_slot % prefix_slots)
-            given[slot // slots].append(own)
-        size = power_of_four(max(map(len, given)))
-        padding = (0, 0, 0, 0, 0, prefix_slots)
-        table = np.array([own + [padding] * (size - len(own)) for own in given], np.int32)
-        turns = Turns(*table.reshape(-1, len(padding)).T.copy())
-        return replace(self, prompts=keep_turns(self.prompts, self.generated, turns, self.mesh))
+        prompts, prefix_slots = self.prompts, self.shape.prefix_slots
+        for ring in range(len(self.shape.rings)):
+            given: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_replicas)]
+            for replica, of, slot, position, tokens, source, before, to in moves:
+                if of == ring:
+                    own = (slot, position, tokens, source % prefix_slots, before, to % prefix_slots)
+                    given[replica].append(own)
+            if any(given):
+                size = power_of_four(max(map(len, given)))
+                padding = (0, 0, 0, 0, 0, prefix_slots)
+                table = np.array([own + [padding] * (size - len(own)) for own in given], np.int32)
+                turns = Turns(*table.reshape(-1, len(padding)).T.copy())
+                prompts = keep_turns(prompts, self.generated[ring], turns, self.mesh)
+        return replace(self, prompts=prompts)
 
     def _all(self, size: int) -> list[int]:
-        """Every slot or prefix slot, by its index on its replica."""
+        """Every prefix slot, by its index on its replica."""
         return [*range(size)] * self.num_replicas

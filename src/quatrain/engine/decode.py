@@ -14,7 +14,7 @@ entries of all replicas, concatenated along the first dimension; indices of slot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,9 +30,10 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decode_step import Continued, Restored, Sharing
 from quatrain.models.decoder import logits
-from quatrain.models.kv_cache import CACHE_SPEC, CachePart
+from quatrain.models.kv_cache import CACHE_SPEC, CachePart, LayerCache
 from quatrain.models.params import partition
 from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
+from quatrain.ops.shape_buckets import power_of_four
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
@@ -410,14 +411,62 @@ def rearrange(part: CachePart, slots: np.ndarray, positions: np.ndarray, mesh: M
 
     Each array of `part` is freed once it is copied, so that only one of them is in memory twice.
     """
+    [new] = rearrange_rings((part,), (), [(Picked(slots, None, positions), {})], mesh)
+    return new
 
-    def moved(x: jax.Array, axis: int) -> jax.Array:
-        picked = _pick(x, slots, positions, axis, mesh)
-        x.delete()
-        return picked
 
-    keys, values = (tuple(moved(x, axis) for x in xs) for xs, axis in ((part.keys, 3), (part.values, 2)))
-    return CachePart(keys, values)
+class Picked(NamedTuple):
+    """What a ring takes of another: slots, and which of their positions; indices per replica."""
+
+    slots: np.ndarray | None
+    """None: all of them, where they are."""
+    to: np.ndarray | None
+    """The slots that these become, out of range for padding; None: all, in order."""
+    positions: np.ndarray
+
+    @classmethod
+    def moved(cls, pairs: list[list[tuple[int, int]]], size: int, positions: np.ndarray) -> Picked:
+        """The (to, from) slots of each replica, into a ring of `size` slots."""
+        count = power_of_four(max(map(len, pairs)))
+        table = np.array([own + [(size, 0)] * (count - len(own)) for own in pairs], np.int32)
+        to, slots = table.reshape(-1, 2).T.copy()
+        return cls(slots, to, positions)
+
+
+def rearrange_rings(
+    old: Sequence[CachePart],
+    empty: Sequence[Callable[[int], LayerCache]],
+    sources: Sequence[tuple[Picked | None, Mapping[int, Picked]]],
+    mesh: Mesh,
+) -> tuple[CachePart, ...]:
+    """New rings, each of the old one in its place, or of `empty` layers, and of slots that come from others.
+
+    Arrays of `old` are freed layer by layer. Slots may come from rings before, and from rings that are not
+    among the new ones.
+    """
+    layers: list[list[tuple[jax.Array, ...]]] = [[] for _ in sources]
+    for layer in range(len(old[0].keys)):
+        fresh = {ring: empty[ring](layer) for ring, (own, _) in enumerate(sources) if own is None}
+        pairs: list[dict[int, jax.Array]] = [{}, {}]
+        for kind, axis in enumerate((3, 2)):
+            before = [(part.keys, part.values)[kind][layer] for part in old]
+            for ring in reversed(range(len(sources))):  # before what it takes of shorter rings is freed
+                own, more = sources[ring]
+                if own is None:
+                    new = fresh[ring][kind]
+                elif own.slots is None:
+                    new = before[ring]
+                else:
+                    new = _pick(before[ring], own.slots, own.positions, axis, mesh)
+                for of, picked in more.items():
+                    new = _put(new, before[of], picked.slots, picked.to, picked.positions, axis, mesh)
+                pairs[kind][ring] = new
+            for x in before:
+                if all(x is not new for new in pairs[kind].values()) and not x.is_deleted():
+                    x.delete()
+        for ring, new_layers in enumerate(layers):
+            new_layers.append((pairs[0][ring], pairs[1][ring]))
+    return tuple(map(CachePart.of_layers, layers))
 
 
 @partial(jax.jit, static_argnames=("axis", "mesh"))
@@ -428,3 +477,23 @@ def _pick(x: jax.Array, slots: np.ndarray, positions: np.ndarray, axis: int, mes
     return shard_mapped(pick_shard, mesh, (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), CACHE_SPEC)(
         x, slots, positions
     )
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("x",))
+def _put(
+    x: jax.Array,
+    source: jax.Array,
+    slots: np.ndarray,
+    to: np.ndarray,
+    positions: np.ndarray,
+    axis: int,
+    mesh: Mesh,
+) -> jax.Array:
+    def put_shard(
+        x: jax.Array, source: jax.Array, slots: jax.Array, to: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        new = jnp.take(jnp.take(source, slots, axis=0, mode="clip"), positions, axis=axis, mode="clip")
+        return x.at[to].set(new, mode="drop")
+
+    specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE
+    return shard_mapped(put_shard, mesh, specs, CACHE_SPEC)(x, source, slots, to, positions)

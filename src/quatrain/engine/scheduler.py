@@ -20,10 +20,11 @@ slots, groups are split if that balances the replicas."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 from quatrain.ops.shape_buckets import power_of_two, round_up
@@ -82,7 +83,11 @@ class Scheduler:
     and `prefix_slots[i]` is the ticket of the group whose prompt is in prefix slot i; the entries of replica
     0 come first, then those of replica 1, and so on. Only `resize` changes the numbers of slots and prefix
     slots. `varying`: the demand changes all the time, so that the number of slots is a power of two or
-    `max_slots`. The queued group `barred`, and those behind it, are not admitted."""
+    `max_slots`. The queued group `barred`, and those behind it, are not admitted.
+
+    The slots of a replica are those of its rings, one after another: `rings[i]` slots of ring i. A sample has
+    a slot of the ring that `ring_of` says, by ticket and sample. `max_loads`: the most samples that may be
+    assigned to each replica, if they are fewer than its slots."""
 
     max_slots: int
     num_replicas: int = 1
@@ -90,6 +95,9 @@ class Scheduler:
     prefix_slots: list[int | None] = field(default_factory=list)
     varying: bool = False
     barred: int | None = None
+    rings: tuple[int, ...] = ()
+    ring_of: Callable[[int, int], int] = lambda ticket, sample: 0
+    max_loads: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._queue: deque[_Group] = deque()
@@ -142,14 +150,18 @@ class Scheduler:
     def fill(self) -> list[tuple[int, Occupant]]:
         """Assigns waiting samples of admitted groups to free slots, oldest group first: [(slot, sample)]."""
         filled = []
-        waiting = [self._waiting_on(replica) for replica in range(self.num_replicas)]
-        for slot, occupant in enumerate(self.slots):
-            part = None if occupant else next(waiting[slot // self.num_slots], None)
-            if part is not None:
-                ticket, here = part
-                placed = Occupant(ticket, here.waiting.popleft(), here.prefix_slot)
-                self.slots[slot] = placed
-                filled.append((slot, placed))
+        for replica in range(self.num_replicas):
+            rings = enumerate(self.ring_slots(replica))
+            free = {ring: deque(slot for slot in slots if self.slots[slot] is None) for ring, slots in rings}
+            for ticket, part in self._waiting_on(replica):
+                if not any(free.values()):
+                    break
+                for sample in list(part.waiting):
+                    if slots := free.get(self.ring_of(ticket, sample)):
+                        part.waiting.remove(sample)
+                        slot = slots.popleft()
+                        self.slots[slot] = placed = Occupant(ticket, sample, part.prefix_slot)
+                        filled.append((slot, placed))
         return filled
 
     def cancel(self, ticket: int) -> None:
@@ -290,6 +302,11 @@ class Scheduler:
         return sum(self.loads()) + sum(len(group.waiting) for group in self._queue) + len(self._suspended)
 
     @property
+    def first_queued(self) -> int | None:
+        """The ticket of the group at the head of the queue."""
+        return self._queue[0].ticket if self._queue else None
+
+    @property
     def queued(self) -> list[Queued]:
         """The groups with samples that are not assigned to a replica yet, in order."""
         return [Queued(g.ticket, len(g.waiting), g.waiting if g.begun else ()) for g in self._queue]
@@ -333,13 +350,30 @@ class Scheduler:
         prefix_slots = max(power_of_two(max(*needed, 1)), self.num_prefix_slots)
         return min(prefix_slots, max(num_slots, *in_use))
 
-    def resize(self, num_slots: int, num_prefix_slots: int) -> tuple[list[int], list[int]]:
-        """Changes the numbers of slots and prefix slots per replica; entries in use move to the front.
+    def ring_slots(self, replica: int) -> list[range]:
+        """The slots of each ring of a replica."""
+        ends = list(accumulate(self.rings, initial=replica * self.num_slots))
+        return [range(first, end) for first, end in pairwise(ends)]
 
-        Returns, for each new slot and each new prefix slot, the old index on its replica; 0 for unused
-        entries."""
+    def place(self, slot: int) -> tuple[int, int]:
+        """(ring, slot of the ring) of a slot, on its replica."""
+        here, ends = slot % self.num_slots, list(accumulate(self.rings))
+        ring = bisect_right(ends, here)
+        return ring, here - ends[ring] + self.rings[ring]
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether a sample runs in another ring than `ring_of` says."""
+        running = ((slot, who) for slot, who in enumerate(self.slots) if who is not None)
+        return any(self.place(slot)[0] != self.ring_of(who.ticket, who.sample) for slot, who in running)
+
+    def resize(self, rings: Sequence[int], num_prefix_slots: int) -> tuple[list[int], list[int]]:
+        """Changes the numbers of slots per ring and of prefix slots, and moves samples to their rings.
+
+        Entries in use move to the front where the number changes. Returns, for each new slot and each new
+        prefix slot, the old index on its replica; for unused slots -1, for unused prefix slots 0."""
         prefix_slots_before = self.num_prefix_slots
-        from_slots, self.slots = self._compacted(self.slots, num_slots)
+        from_slots = self._resize_rings(tuple(rings))
         from_prefix_slots, self.prefix_slots = self._compacted(self.prefix_slots, num_prefix_slots)
         moved = {}
         for prefix_slot, (ticket, old) in enumerate(zip(self.prefix_slots, from_prefix_slots, strict=True)):
@@ -349,6 +383,31 @@ class Scheduler:
                 self._open[ticket].parts[replica].prefix_slot = prefix_slot
         self.slots = [who and Occupant(who.ticket, who.sample, moved[who.prefix_slot]) for who in self.slots]
         return from_slots, from_prefix_slots
+
+    def _resize_rings(self, rings: tuple[int, ...]) -> list[int]:
+        """The old index on its replica of each new slot, -1 for unused ones."""
+        origins: list[int] = []
+        slots: list[Occupant | None] = []
+        for replica in range(self.num_replicas):
+            first, old = replica * self.num_slots, self.ring_slots(replica)
+            stay: list[dict[int, None]] = [{} for _ in rings]
+            come: list[dict[int, None]] = [{} for _ in rings]
+            for i, slot in ((i, slot) for i, ring in enumerate(old) for slot in ring):
+                if (who := self.slots[slot]) is not None:
+                    ring = self.ring_of(who.ticket, who.sample)
+                    (stay if ring == i else come)[ring][slot] = None
+            for i, size in enumerate(rings):
+                if i < len(old) and len(old[i]) == size:
+                    new = [slot if slot in stay[i] else None for slot in old[i]]
+                else:
+                    new = [*stay[i], *[None] * (size - len(stay[i]))]
+                for slot in come[i]:
+                    new[new.index(None)] = slot
+                assert len(new) == size
+                origins += [-1 if slot is None else slot - first for slot in new]
+                slots += [None if slot is None else self.slots[slot] for slot in new]
+        self.rings, self.slots = rings, slots
+        return origins
 
     def _compacted(self, items: list[_T | None], size: int) -> tuple[list[int], list[_T | None]]:
         """(old index of each new item, new items): per replica, the items in use, then None up to `size`."""
@@ -368,6 +427,8 @@ class Scheduler:
         all_fit = fair <= num_slots
         most = fair if all_fit else num_slots
         room = [most - load for load in loads]
+        if self.max_loads is not None:
+            room = [min(most, limit) - load for limit, load in zip(self.max_loads, loads, strict=True)]
         for group in self._admissible():
             left = len(group.waiting)
             while left:
@@ -443,11 +504,10 @@ class Scheduler:
         return None
 
     def _waiting_on(self, replica: int) -> Iterator[tuple[int, _Part]]:
-        """(ticket, part) for each sample that waits for a slot on `replica`, oldest group first."""
+        """(ticket, part) of the groups with samples that wait for a slot on `replica`, oldest first."""
         for ticket in sorted(self._open):
             part = self._open[ticket].parts.get(replica)
-            for _ in range(len(part.waiting) if part else 0):
-                assert part is not None
+            if part is not None and part.waiting:
                 yield ticket, part
 
     def _unqueue_if_assigned(self, group: _Group) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -309,22 +309,25 @@ class Session:
         """Frees the cache if no group is in flight."""
         if not self._scheduler.num_unfinished:
             self._cache = None
-            self._scheduler.resize(0, 0)
+            self._scheduler.resize((), 0)
 
     def _resize(self) -> None:
         """Changes the numbers of slots, prefix slots and positions to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
         shape = self._admission.next_shape()
-        used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
+        rings = tuple(ring.slots for ring in shape.rings)
         self.stats = replace(self.stats, preempted=self._admission.num_preempted)
         self._most_slots = max(self._most_slots, shape.slots)
         if self._cache is None:
-            scheduler.resize(shape.slots, shape.prefix_slots)
+            scheduler.resize(rings, shape.prefix_slots)
             self._cache = Cache.empty(sampler.arch, sampler.dtype, sampler.mesh, shape)
-        elif self._cache.shape[:2] != shape[:2]:
-            self._cache = self._cache.rearranged(shape, *scheduler.resize(*shape[:2]), used)
-        elif self._cache.shape != shape:
-            self._cache = self._cache.resized(shape, used)
+        elif self._cache.shape != shape or scheduler.misplaced:
+            slots, prefix_slots = scheduler.resize(rings, shape.prefix_slots)
+            used = [0] * len(rings)
+            for slot, group, index in self._live():
+                ring, _ = scheduler.place(slot)
+                used[ring] = max(used[ring], group.turn_length(index) - 1)
+            self._cache = self._cache.rearranged(shape, slots, prefix_slots, used)
 
     def _prefill(self, admitted: Sequence[tuple[int, int]], params: Any, version: int) -> None:
         """Computes the contexts of groups that were admitted: long ones in parts, others packed."""
@@ -402,22 +405,25 @@ class Session:
 
     def _restore(self, filled: Sequence[tuple[int, Occupant]], params: Any) -> None:
         """Computes the tokens again that samples have whose slot is another one now."""
-        scheduler, cache = self._scheduler, self._cache
-        assert cache is not None
-        left: list[list[Restoration]] = [[] for _ in range(self._sampler.num_replicas)]
-        for slot, who in filled:
-            group = self._groups[who.ticket]
-            if count := group.turn_length(who.sample) - 1:
-                replica, here = divmod(slot, scheduler.num_slots)
-                prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
-                item = Restoration(group, who.sample, here, prefix_slot, cache.ring_position - count)
-                left[replica].append(item)
-        for batch, width, most in calls(left):
-            restored = restoration(batch, width, most, scheduler.num_slots, scheduler.num_prefix_slots)
-            self.stats = self.stats.plus(recomputed_tokens=int(np.sum(restored.continued.counts)))
-            run = restore_program(self._program.backend)
-            generated = run(params, cache.generated, cache.prompts, restored, program=self._program)
-            cache = self._cache = replace(cache, generated=generated)
+        scheduler, replicas = self._scheduler, self._sampler.num_replicas
+        assert self._cache is not None
+        for ring, (num_slots, _) in enumerate(self._cache.shape.rings):
+            left: list[list[Restoration]] = [[] for _ in range(replicas)]
+            position = self._cache.ring_positions[ring]
+            for slot, who in filled:
+                group, (own, here) = self._groups[who.ticket], scheduler.place(slot)
+                if own == ring and (count := group.turn_length(who.sample) - 1):
+                    prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
+                    item = Restoration(group, who.sample, here, prefix_slot, position - count)
+                    left[slot // scheduler.num_slots].append(item)
+            for batch, width, most in calls(left):
+                restored = restoration(batch, width, most, num_slots, scheduler.num_prefix_slots)
+                self.stats = self.stats.plus(recomputed_tokens=int(np.sum(restored.continued.counts)))
+                caches = self._cache.generated[ring], self._cache.prompts
+                run = restore_program(self._program.backend)
+                self._cache = self._cache.with_ring(
+                    ring, run(params, *caches, restored, program=self._program)
+                )
 
     def _compute(self, program: Callable[..., Any], packed: Any, params: Any) -> tuple[list[Any], list[Any]]:
         """Fills prefix slots: (the tokens drawn after them, their log-probabilities)."""
@@ -430,36 +436,50 @@ class Session:
         return tokens.tolist(), logprobs.tolist()
 
     def _decode(self, params: Any, version: int) -> None:
+        """A call for each ring that has live slots; the host reads the results of all of them together."""
         assert self._cache is not None
-        cache = self._cache
-        generated, decoded = decode_program(self._program.backend)(
-            params,
-            cache.generated,
-            cache.prompts,
-            self._slots(),
-            self._sharing(),
-            np.int32(cache.ring_position),
-            self._seed,
-            program=self._program,
-        )
-        decoded = jax.device_get(decoded)
-        steps = int(decoded.num_steps)
-        self._cache = cache.decoded(generated, steps)
-        live = self._live()
-        begins = {slot: cache.ring_position + 1 - group.turn_length(index) for slot, group, index in live}
-        before = sum(group.turn_length(index) for _, group, index in live)
-        for slot, group, index in live:
-            count = decoded.counts[slot]
-            tokens, logprobs = decoded.tokens[slot, :count], decoded.logprobs[slot, :count]
-            group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
-        ended = [live[i] for i in self._ended([(group, index) for _, group, index in live])]
-        useful = sum(group.turn_length(index) for _, group, index in live) - before
+        scheduler, cache, replicas = self._scheduler, self._cache, self._sampler.num_replicas
+        every = zip(*map(scheduler.ring_slots, range(replicas)), strict=True)
+        rings = [list(chain.from_iterable(slots)) for slots in every]
+        live = {slot: (slot, group, index) for slot, group, index in self._live()}
+        running = [ring for ring, slots in enumerate(rings) if not live.keys().isdisjoint(slots)]
+        results = []
+        for ring in running:
+            generated, decoded = decode_program(self._program.backend)(
+                params,
+                cache.generated[ring],
+                cache.prompts,
+                self._slots(rings[ring]),
+                self._sharing(rings[ring]),
+                np.int32(cache.ring_positions[ring]),
+                self._seed,
+                program=self._program,
+            )
+            self._cache = self._cache.with_ring(ring, generated)
+            results.append(decoded)
+        results = jax.device_get(results)
+        before = sum(group.turn_length(index) for _, group, index in live.values())
+        begins, slot_steps, most_steps = {}, 0, 0
+        for ring, decoded in zip(running, results, strict=True):
+            steps = int(decoded.num_steps)
+            self._cache = self._cache.with_ring(ring, self._cache.generated[ring], steps)
+            slot_steps, most_steps = slot_steps + steps * len(rings[ring]), max(most_steps, steps)
+            for i, slot in enumerate(rings[ring]):
+                if slot in live:
+                    _, group, index = live[slot]
+                    begins[slot] = cache.ring_positions[ring] + 1 - group.turn_length(index)
+                    count = decoded.counts[i]
+                    tokens, logprobs = decoded.tokens[i, :count], decoded.logprobs[i, :count]
+                    group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
+        samples = list(live.values())
+        ended = [samples[i] for i in self._ended([(group, index) for _, group, index in samples])]
+        useful = sum(group.turn_length(index) for _, group, index in samples) - before
         self._free_slots(ended, begins)
         self.stats = self.stats.plus(
             decoded_tokens=useful,
-            slot_steps=steps * len(self._scheduler.slots),
+            slot_steps=slot_steps,
             useful_slot_steps=useful,
-            widest_slot_steps=steps * self._most_slots * self._sampler.num_replicas,
+            widest_slot_steps=most_steps * self._most_slots * replicas,
         )
 
     def _free_slots(self, ended: list[_Live], begins: Mapping[int, int]) -> None:
@@ -486,14 +506,17 @@ class Session:
             if prefix_slot is not None:
                 count = group.turn_length(index) - 1
                 moves.append(
-                    Move(slot, begins[slot], count, before.prefix_slot, own.kept - count, prefix_slot)
+                    Move(
+                        *(slot // self._scheduler.num_slots, *self._scheduler.place(slot), begins[slot]),
+                        *(count, before.prefix_slot, own.kept - count, prefix_slot),
+                    )
                 )
             self._end_turn(before.ticket, index, ticket)
         if not moves:
             return
         assert self._cache is not None
         if self._cache.shape != self._admission.shape:  # of the turns, some are longer than all before
-            self._cache = self._cache.resized(self._admission.shape, 0)
+            self._cache = self._cache.resized(self._admission.shape.prompt_positions)
         self._cache = self._cache.kept(moves)
 
     def _is_suspended(self, completion: Completion) -> bool:
@@ -539,35 +562,38 @@ class Session:
         assert occupant is not None
         return occupant
 
-    def _slots(self) -> Slots:
-        """The last token, lengths, sequence id and step of the sequence in each slot, as arrays."""
-        count = len(self._scheduler.slots)
+    def _slots(self, ring: Sequence[int]) -> Slots:
+        """The last token, lengths, sequence id and step of the sequence in each slot of a ring, as arrays."""
+        count = len(ring)
         tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
         lengths, limits, prompt_lengths = (np.ones(count, np.int32) for _ in range(3))
         offsets, sequence_ids, steps = (np.zeros(count, np.uint32) for _ in range(3))
         owners: list[PerRequestSampling | None] = [None] * count
-        for slot, group, index in self._live():
-            tokens[slot], lengths[slot] = group.completions[index].tokens[-1], group.turn_length(index)
-            limits[slot] = lengths[slot] + group.left(index)
-            prompt_lengths[slot], offsets[slot] = len(group.context), group.offset
-            sequence_ids[slot] = group.sequence_ids(self.sampling.n)[index]
-            steps[slot], live[slot] = group.step, True
-            owners[slot] = group.own
+        for i, slot in enumerate(ring):
+            if (occupant := self._scheduler.slots[slot]) is None:
+                continue
+            group, index = self._groups[occupant.ticket], occupant.sample
+            tokens[i], lengths[i] = group.completions[index].tokens[-1], group.turn_length(index)
+            limits[i] = lengths[i] + group.left(index)
+            prompt_lengths[i], offsets[i] = len(group.context), group.offset
+            sequence_ids[i] = group.sequence_ids(self.sampling.n)[index]
+            steps[i], live[i] = group.step, True
+            owners[i] = group.own
         arrays = as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
         return Slots._make([*arrays, each_sampling(owners)])
 
-    def _sharing(self) -> Sharing:
-        """Which slots attend to which prefix slot, as indices on their replica."""
+    def _sharing(self, ring: Sequence[int]) -> Sharing:
+        """Which slots of a ring attend to which prefix slot, as indices on their replica."""
         scheduler = self._scheduler
-        most = min(self.sampling.n, scheduler.num_slots)
+        num_slots = len(ring) // self._sampler.num_replicas
+        most = min(self.sampling.n, num_slots)
         members: list[list[int]] = [[] for _ in scheduler.prefix_slots]
-        place = np.zeros(len(scheduler.slots), np.int32)
-        for slot, occupant in enumerate(scheduler.slots):
-            if occupant is not None:
-                place[slot] = occupant.prefix_slot % scheduler.num_prefix_slots * most + len(
-                    members[occupant.prefix_slot]
-                )
-                members[occupant.prefix_slot].append(slot % scheduler.num_slots)
+        place = np.zeros(len(ring), np.int32)
+        for i, slot in enumerate(ring):
+            if (occupant := scheduler.slots[slot]) is not None:
+                here = members[occupant.prefix_slot]
+                place[i] = occupant.prefix_slot % scheduler.num_prefix_slots * most + len(here)
+                here.append(i % num_slots)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.prefix_slots]
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))

@@ -56,13 +56,23 @@ class CachePart:
         return self.values[0].shape[2]
 
 
+def empty_layer(
+    arch: Architecture, layer: int, slots: int, positions: int, dtype: DTypeLike, mesh: Mesh
+) -> LayerCache:
+    """Zeros for the layer with cache number `layer` (`Architecture.cached`), with `slots` slots on each
+    replica (data shard) of `mesh`."""
+    place = NamedSharding(mesh, CACHE_SPEC)
+    slots *= mesh_shape(mesh).num_data_shards
+    mixer = arch.layers[arch.cached.index(layer)].mixer
+    state = mixer.state(slots, positions, mesh.shape[TP])
+    keys, values = (jnp.zeros(shape, dtype, device=place) for shape in state)
+    return keys, values
+
+
 def empty_cache(arch: Architecture, slots: int, positions: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
     """A cache of zeros with `slots` slots on each replica (data shard) of `mesh`."""
-    slots *= mesh_shape(mesh).num_data_shards
-    place = NamedSharding(mesh, CACHE_SPEC)
-    states = filter(None, (kind.mixer.state(slots, positions, mesh.shape[TP]) for kind in arch.layers))
-    layers = ([jnp.zeros(shape, dtype, device=place) for shape in state] for state in states)
-    return CachePart.of_layers(layers)
+    layers = range(max(arch.cached) + 1)
+    return CachePart.of_layers(empty_layer(arch, i, slots, positions, dtype, mesh) for i in layers)
 
 
 def bytes_per_position(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
@@ -72,9 +82,9 @@ def bytes_per_position(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int
 
 
 def bytes_of_largest(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
-    """Bytes of one position in the largest array, the keys or values of a layer, on each of `tp` devices."""
-    shapes = (shape for kind in arch.layers for shape in kind.mixer.state(1, 1, tp))
-    return max(map(math.prod, shapes)) // tp * jnp.dtype(dtype).itemsize
+    """Bytes of one position in the layer with the most of them, on each of `tp` devices."""
+    layers = (sum(map(math.prod, kind.mixer.state(1, 1, tp))) for kind in arch.layers)
+    return max(layers) // tp * jnp.dtype(dtype).itemsize
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:

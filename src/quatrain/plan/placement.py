@@ -221,7 +221,7 @@ class _Plan:
             yield Part(key, size, why, phases, "reward")
 
     def cache(self, room: int | None) -> Part:
-        """The KV cache of a replica, in its padded shape, with the array that is in memory twice as it grows.
+        """The KV cache of a replica, in its padded shape, with the layer that is in memory twice as it grows.
 
         The sequences of a training step decode at once, each with the longest completion; where the cache may
         have `room` bytes alone, as many as fit in it with the lengths that they have.
@@ -245,7 +245,7 @@ class _Plan:
             )
         largest = bytes_of_largest(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
         twice = min(max(slots * own, prefix_slots * prompt), size // self._position_bytes()) * largest
-        why += f"; and {in_units(twice)}, the largest array, of which there are two while it grows"
+        why += f"; and {in_units(twice)}, the largest layer, which is in memory twice while it grows"
         return Part("kv_cache", size + twice, why, self.sampling_phases, "rollout")
 
     def _share(self) -> int:
