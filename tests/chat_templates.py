@@ -2,7 +2,8 @@
 
 A template here writes what its model's writes, apart from long instructions about tools and what only some
 arguments bring. Qwen3's removes the thoughts of earlier turns, Llama 3.1's trims texts and quotes results,
-Gemma 3's and Mistral's have alternating roles, and Mistral's repeats the tools before the last question.
+Gemma 3's and Mistral's have alternating roles, Mistral's repeats the tools before the last question, and
+Hermes' asks for the name of the tool in a result, and leaves out text beside calls.
 """
 
 from __future__ import annotations
@@ -146,30 +147,30 @@ LLAMA31 = """\
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 HERMES = """\
-{{- bos_token + '<|im_start|>system\\n' }}
+{{- bos_token }}
 {%- if tools %}
-    {{- 'You are a function calling AI model. Here are the available tools: <tools>' }}
+    {{- 'You are a function calling AI model. Here are the available tools: <tools> ' }}
     {%- for tool in tools %}{{- tool.function | tojson + '\\n' }}{%- endfor %}
-    {{- '</tools>' }}
+    {{- ' </tools>For each function call return a json object:\\n<tool_call>\\n{"name": <function-name>, ' }}
+    {{- '"arguments": <args-dict>}\\n</tool_call><|im_end|>' }}
 {%- endif %}
-{{- '<|im_end|>\\n' }}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-            {{- '<|im_start|>tool\\n' }}
+        {%- if message.name is not defined %}
+            {{- raise_exception("Tool response dicts require a 'name' key!") }}
         {%- endif %}
-        {{- '<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' else '\\n' }}
+        {{- '<|im_start|>tool\\n<tool_response>\\n{"name": "' + message.name + '", "content": ' }}
+        {{- message.content | tojson + '}\\n</tool_response> <|im_end|>\\n' }}
     {%- elif message.role == 'assistant' and message.tool_calls is defined %}
         {{- '<|im_start|>assistant' }}
         {%- for tool_call in message.tool_calls %}
             {{- '\\n<tool_call>\\n' }}
             {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
-            {{- '{"name": "' + tool_call.name + '"' }}
+            {{- '{ ' }}
             {%- if tool_call.arguments is defined %}
-                {{- ', "arguments": ' + tool_call.arguments | tojson }}
+                {{- '"arguments": ' + tool_call.arguments | tojson + ', ' }}
             {%- endif %}
-            {{- '}\\n</tool_call>' }}
+            {{- '"name": "' + tool_call.name + '"}\\n</tool_call> ' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- else %}

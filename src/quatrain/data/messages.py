@@ -23,11 +23,21 @@ def checked_messages(prompt: Any) -> list[dict[str, Any]]:
 
     Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
     calls an empty one. The arguments of past tool calls become objects; they may come as JSON text. An empty
-    or null list of calls is left out, because some templates ask only whether there is one.
+    or null list of calls is left out, because some templates ask only whether there is one. The result of a
+    tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template asks for it.
     """
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
-    return [_checked_message(message) for message in prompt]
+    messages = [_checked_message(message) for message in prompt]
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if call.get("id") is not None:
+                names[str(call["id"])] = call_of(call)["name"]
+        name = names.get(str(message.get("tool_call_id")))
+        if message["role"] == "tool" and message.get("name") is None and name is not None:
+            message["name"] = name
+    return messages
 
 
 def _checked_message(message: Any) -> dict[str, Any]:

@@ -31,8 +31,11 @@ STAND_IN = "STANDIN"
 """What is rendered in place of the assistant's text; letters that no template changes."""
 CALL_ID = "call00000"
 """Id of a tool call: nine letters and digits, which Mistral's templates ask for."""
-_CALL = re.compile(rf'((?:<tool_call>\s*)?{{\s*"name": "){STAND_IN}(", "(?:arguments|parameters)":)')
-"""A call of the tool STAND_IN in the forms of Qwen and Hermes, and of Llama 3."""
+_CALLS = (
+    (re.compile(r'<tool_call>\s*{\s*(?="(?:name|arguments)":)'), "arguments"),
+    (re.compile(rf'{{(?="name": "{STAND_IN}", "parameters":)'), "parameters"),
+)
+"""The beginning of a call of STAND_IN in the forms of Qwen and Hermes and of Llama 3; the arguments' name."""
 _QUESTION = {"role": "user", "content": "QUESTION"}
 _RESULT = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": "RESULT"}
 
@@ -162,19 +165,22 @@ def begun_call(
     call = {"id": CALL_ID, "type": "function", "function": {"name": STAND_IN, "arguments": {}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     messages: list[dict[str, Any]] = [dict(_QUESTION), answer]
+    reason = "another form"
     try:
-        text, reason = fill_template(tokenizer, messages, add_generation_prompt=False, tools=tools), "another"
+        text = fill_template(tokenizer, messages, add_generation_prompt=False, tools=tools)
     except ValueError as error:
         text, reason = "", f"none: {error}"
-    found = _CALL.search(text)
-    if found is None:
-        raise ValueError(
-            "a call can be begun only in the forms of Qwen and Hermes and of Llama 3; the chat template "
-            f"writes {reason}; let tool_choice be auto, or set data.chat_template to one that writes these"
-        )
-    if name is None:
-        return found[1]
-    return f"{found[1]}{json.dumps(name, ensure_ascii=False)[1:-1]}{found[2]}"
+    _, _, written = text.rpartition(_QUESTION["content"])
+    for form, key in _CALLS:
+        if found := form.search(written):
+            begun = f'{found[0]}"name": "'
+            if name is None:
+                return begun
+            return f'{begun}{json.dumps(name, ensure_ascii=False)[1:-1]}", "{key}":'
+    raise ValueError(
+        "a call can be begun only in the forms of Qwen and Hermes and of Llama 3; the chat template writes "
+        f"{reason}; let tool_choice be auto, or set data.chat_template to one that writes these"
+    )
 
 
 def conversation(prompt: PromptText) -> tuple[Message, ...]:

@@ -210,7 +210,7 @@ def test_without_tools_calls_are_text():
 
 
 def reference(tokenizer, messages, tools, **variables):
-    """The ids that transformers gives messages: past arguments as objects, and no null fields."""
+    """The ids that transformers gives messages: with past arguments as objects, and without null fields."""
     text = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
     )
@@ -225,8 +225,8 @@ def called(*calls, content=""):
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
-def result(content, n=0):
-    return {"role": "tool", "tool_call_id": f"call0000{n}", "content": content}
+def result(content, n=0, name="add"):
+    return {"role": "tool", "name": name, "tool_call_id": f"call0000{n}", "content": content}
 
 
 TRANSCRIPTS = {
@@ -235,7 +235,7 @@ TRANSCRIPTS = {
         {"role": "system", "content": "Be brief – ü."},
         *ASK,
         called(("look_up", NESTED)),
-        result('{"found": "中 🙂"}'),
+        result('{"found": "中 🙂"}', name="look_up"),
         {"role": "assistant", "content": "It is 中."},
         {"role": "user", "content": "And?"},
         called(("add", {})),
@@ -245,7 +245,7 @@ TRANSCRIPTS = {
         *ASK,
         called(("add", {"a": 1}), ("look_up", {"q": "é"}), content="Both."),
         result("2"),
-        result("x", 1),
+        result("x", 1, "look_up"),
     ],
 }
 
@@ -253,7 +253,7 @@ TRANSCRIPTS = {
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3.1", "hermes"])
 @pytest.mark.parametrize("transcript", TRANSCRIPTS)
 def test_prompt_ids_of_transcripts_are_those_of_transformers(name, transcript):
-    """As a client sends them: null content, arguments as JSON text, results, parts and null fields."""
+    """As clients send them: content null, arguments as text, parts, null fields, results without names."""
     tokenizer, dialogue = TOKENIZERS[name], TRANSCRIPTS[transcript]
     sent = []
     for message in dialogue:
@@ -264,6 +264,7 @@ def test_prompt_ids_of_transcripts_are_those_of_transformers(name, transcript):
             message = {"refusal": None, "tool_calls": None, "audio": None, **message}
         if message["role"] == "tool":
             message["content"] = [{"type": "text", "text": message["content"]}]
+            del message["name"]
         sent.append(message | ({} if message["content"] else {"content": None}))
     with answering("ok", name) as (_, http, service):
         body = {"model": MODEL, "messages": sent, "tools": TOOLS, "return_token_ids": True}
@@ -304,7 +305,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 FORCED = {
     "qwen2.5": ('<tool_call>\n{"name": "add", "arguments":', ' {"a": 7}}\n</tool_call>'),
     "qwen3": ('<tool_call>\n{"name": "add", "arguments":', ' {"a": 7}}\n</tool_call>'),
-    "hermes": ('<tool_call>\n{"name": "add", "arguments":', ' {"a": 7}}\n</tool_call>'),
+    "hermes": ('<tool_call>\n{ "name": "add", "arguments":', ' {"a": 7}}\n</tool_call>'),
     "llama3.1": ('{"name": "add", "parameters":', ' {"a": 7}}'),
 }
 
