@@ -1,8 +1,9 @@
-"""Chat templates of six families in short, and small tokenizers that have their special tokens.
+"""Chat templates of seven families in short, and small tokenizers that have their special tokens.
 
 A template here writes what its model's writes, apart from long instructions about tools and what only some
 arguments bring. Qwen3's removes the thoughts of earlier turns, Llama 3.1's trims texts and quotes results,
-Gemma 3's and Mistral's have alternating roles, and Mistral's repeats the tools before the last question.
+Gemma 3's and Mistral's have alternating roles, Mistral's repeats the tools before the last question, and
+Hermes' asks for the name of the tool in a result, and leaves out text beside calls.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ _QWEN_RESULTS = """\
     {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
     {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 """
+_QWEN_CALL = """\
+        {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+        {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+        {{- call.arguments | tojson + '}\\n</tool_call>' }}
+"""
 QWEN25 = (
     """\
 {%- set system = messages[0].content if messages[0].role == 'system' else 'You are Qwen.' %}
@@ -38,6 +44,16 @@ QWEN25 = (
 """
     + _QWEN_RESULTS
     + """\
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {{- '\\n' }}
+"""
+    + _QWEN_CALL
+    + """\
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
     {%- elif not (message.role == 'system' and loop.first) %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
     {%- endif %}
@@ -77,7 +93,14 @@ QWEN3 = (
             {%- set thought = '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' %}
             {%- set content = thought + content.lstrip('\\n') %}
         {%- endif %}
-        {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
+        {{- '<|im_start|>assistant\\n' + content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if content or not loop.first %}{{- '\\n' }}{%- endif %}
+"""
+    + _QWEN_CALL
+    + """\
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
     {%- elif not (message.role == 'system' and loop.first) %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
     {%- endif %}
@@ -109,12 +132,52 @@ LLAMA31 = """\
 {%- for message in messages %}
     {%- if message.role in ('tool', 'ipython') %}
         {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content | tojson + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", ' }}
+        {{- '"parameters": ' + call.arguments | tojson + '}<|eot_id|>' }}
     {%- else %}
         {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
         {{- message.content | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+HERMES = """\
+{{- bos_token }}
+{%- if tools %}
+    {{- 'You are a function calling AI model. Here are the available tools: <tools> ' }}
+    {%- for tool in tools %}{{- tool.function | tojson + '\\n' }}{%- endfor %}
+    {{- ' </tools>For each function call return a json object:\\n<tool_call>\\n{"name": <function-name>, ' }}
+    {{- '"arguments": <args-dict>}\\n</tool_call><|im_end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if message.name is not defined %}
+            {{- raise_exception("Tool response dicts require a 'name' key!") }}
+        {%- endif %}
+        {{- '<|im_start|>tool\\n<tool_response>\\n{"name": "' + message.name + '", "content": ' }}
+        {{- message.content | tojson + '}\\n</tool_response> <|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' and message.tool_calls is defined %}
+        {{- '<|im_start|>assistant' }}
+        {%- for tool_call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n' }}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '{ ' }}
+            {%- if tool_call.arguments is defined %}
+                {{- '"arguments": ' + tool_call.arguments | tojson + ', ' }}
+            {%- endif %}
+            {{- '"name": "' + tool_call.name + '"}\\n</tool_call> ' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -201,6 +264,14 @@ FAMILIES = {
         "<|eot_id|>",
         "<|eom_id|>",
         ("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
+    ),
+    "hermes": Family(
+        HERMES,
+        "<|begin_of_text|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        ("<|im_start|>",),
+        ("<tool_call>", "</tool_call>"),
     ),
     "smollm2": Family(SMOLLM2, "<|im_start|>", "<|im_end|>", "<|endoftext|>"),
     "gemma3": Family(

@@ -366,6 +366,26 @@ def test_a_past_call_without_arguments_has_an_empty_object(arguments: str | None
     }
 
 
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_past_calls_are_left_out(calls: Any) -> None:
+    said = {"role": "assistant", "content": "x"}
+    assert checked_messages([{**said, "tool_calls": calls}]) == [said]
+
+
+def test_a_result_gets_the_name_of_the_last_call_with_its_id() -> None:
+    def called(name: str, identity: str | None) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"id": identity, "function": {"name": name}}]}
+
+    result = {"role": "tool", "content": "7"}
+    dialogue = [
+        *(called("f", "a"), {**result, "tool_call_id": "a"}, {**result, "tool_call_id": "b"}),
+        *(called("g", "a"), {**result, "tool_call_id": "a", "name": None}),
+        *(called("h", None), result, {**result, "tool_call_id": "a", "name": "own"}),
+    ]
+    results = [message for message in checked_messages(dialogue) if message["role"] == "tool"]
+    assert [message.get("name") for message in results] == ["f", None, "g", None, "own"]
+
+
 @pytest.mark.parametrize(
     ("calls", "message"),
     [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quatrain.environments.tool_calls import ToolCall, tool_calls
+from quatrain.environments.tool_calls import CallStream, ToolCall, split_calls, tool_calls
 
 ADD = ToolCall("add", {"a": 1, "b": [2, "é"]})
 BODY = '"name": "add", "arguments": {"a": 1, "b": [2, "é"]}'
@@ -205,6 +205,60 @@ PIECES = (
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 def test_no_completion_raises(completion):
     assert all(call.name is not None or call.problem for call in tool_calls(completion))
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        (f"I add.\n<tool_call>{{{BODY}}}</tool_call>\n<tool_call>{{{BODY}}}</tool_call>\n", "I add."),
+        (f"\nA <tool_call>{{{BODY}}}</tool_call> b", "\nA  b"),
+        (f"<tool_call>3</tool_call> <tool_call>{{{BODY}}}", "<tool_call>3</tool_call>"),
+        (f"<think>{PARAMETERS}</think>\n{PARAMETERS}\n", f"<think>{PARAMETERS}</think>"),
+        (f"I try <tool_call>{{{BODY}}}</tool_call>?\n</think>```json\n{{{BODY}}}\n```", None),
+    ],
+)
+def test_the_text_outside_of_calls(completion, text):
+    before = completion[: completion.index("```")] if text is None else text
+    found = split_calls(completion)
+    assert found == (before, [ADD] * len(found[1]))
+    assert found[1]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ['{"name": "add", "arguments": {"a": 1e999}}', '{"name": "\\ud800", "arguments": {}}', "3", "add(1)", ""],
+)
+def test_a_call_that_cannot_be_made_stays_text(inner):
+    text = f"A <tool_call>{inner}</tool_call> \n"
+    assert split_calls(text) == (text, [])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from((*PIECES, f"{{{BODY}}}", PARAMETERS, "ab", "\n", "Hi, ", "<", "json", "add.call()")),
+        max_size=12,
+    ).map("".join),
+    st.lists(st.integers(1, 9), min_size=1),
+)
+def test_a_stream_says_what_the_whole_says(completion, sizes):
+    stream, said, at = CallStream(completion[: sizes[0] // 5]), [], sizes[0] // 5
+    while at < len(completion):
+        size = sizes[len(said) % len(sizes)]
+        said.append(stream.push(completion[at : at + size]))
+        at += size
+    rest, calls = stream.end()
+    assert ("".join(said) + rest, calls) == split_calls(completion)
+    assert [*filter(None, (call.problem for call in calls))] == []
+
+
+@pytest.mark.parametrize("part", ["a b ", "<think>a ", "<think>a</think> b ", "é", " ", "< ", "{"])
+def test_a_long_stream_takes_no_long_time(part):
+    stream, began = CallStream(), time.perf_counter()
+    for _ in range(20_000):
+        stream.push(part)
+    assert stream.end()[1] == []
+    assert time.perf_counter() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -375,6 +375,35 @@ def test_new_weights_are_used_from_the_next_token_on(server, http, small_arch, s
     assert http.get("/version").json()["weight_version"] == 0
 
 
+@pytest.mark.parametrize("model", ["gpt", "\ud800"])
+def test_any_model_is_answered_by_the_one_of_the_server(http, model):
+    answer = posted(http, {**GOOD, "model": model, "max_tokens": 2})
+    assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+
+
+def test_generate_samples_what_a_completion_does(http):
+    sampling = {"max_tokens": 12, "temperature": 0.9, "seed": 3}
+    body = {**GOOD, **sampling, "return_token_ids": True, "logprobs": 0}
+    [wanted] = http.post("/v1/completions", json=body).json()["choices"]
+    body = {"token_ids": PROMPT, "sampling_params": {**sampling, "logprobs": 1}}
+    [found] = http.post("/inference/v1/generate", json=body).json()["choices"]
+    assert found["token_ids"] == wanted["token_ids"]
+    logprobs = [each["logprob"] for each in found["logprobs"]["content"]]
+    np.testing.assert_allclose(logprobs, wanted["logprobs"]["token_logprobs"], atol=1e-5)
+    body["sampling_params"]["stop_token_ids"] = wanted["token_ids"][2:3]
+    [ended] = http.post("/inference/v1/generate", json=body).json()["choices"]
+    first = wanted["token_ids"].index(wanted["token_ids"][2])
+    assert ended["token_ids"] == wanted["token_ids"][: first + 1]
+    assert ended["finish_reason"] == "stop"
+    names = {**GOOD, **sampling, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    [named] = http.post("/v1/completions", json=names).json()["choices"]
+    ids = [*PROMPT, *wanted["token_ids"]]
+    assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+    tops = named["logprobs"]["top_logprobs"][1:]
+    assert all(top.keys() <= {f"token_id:{token}" for token in range(10**4)} for top in tops)
+    assert all(f"token_id:{token}" in top for token, top in zip(ids[1:], tops, strict=True))
+
+
 def test_health_models_and_metrics(http):
     assert http.get("/health").json() == {"status": "ok"}
     [model] = http.get("/v1/models").json()["data"]
@@ -422,7 +451,6 @@ BAD = {
     "empty text": ({**GOOD, "prompt": ""}, 400, "at least one token"),
     "token out of range": ({**GOOD, "prompt": [3, 10**6]}, 400, "1000000"),
     "negative token": ({**GOOD, "prompt": [-1]}, 400, "prompt"),
-    "another model": ({**GOOD, "model": "gpt"}, 404, "/v1/models"),
     "temperature": ({**GOOD, "temperature": -1}, 400, "temperature"),
     "tiny temperature": ({**GOOD, "temperature": 1e-6}, 400, "0.01"),
     "not a number": ({**GOOD, "temperature": "warm"}, 400, "temperature"),
@@ -455,7 +483,7 @@ BAD = {
     "long prompt": ({**GOOD, "prompt": [3] * 10**6}, 400, "positions"),
     "long text": ({**GOOD, "prompt": "a" * 5_000_000}, 400, "characters"),
     "half a character": ({**GOOD, "prompt": "\ud800"}, 400, "Unicode"),
-    "half a character as the model": ({**GOOD, "model": "\ud800"}, 404, "/v1/models"),
+    "a model that is no text": ({**GOOD, "model": 3}, 400, "model"),
     "huge step": (
         {**GOOD, "seed": 1, "quatrain": {"step": 2**32, "group_id": 0, "sample": 0, "n": 1}},
         400,
@@ -590,7 +618,8 @@ def test_a_server_with_a_token_answers_nobody_without_it(server, http):
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         with httpx.Client(base_url=server[0], headers=headers) as stranger:
             assert stranger.get("/health").status_code == 200
-            for path in ("/v1/completions", "/v1/chat/completions", "/weights", "/pause", "/resume"):
+            paths = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+            for path in (*paths, "/weights", "/pause", "/resume"):
                 assert stranger.post(path, json=GOOD).status_code == 401
             assert stranger.get("/v1/models").status_code == 401
     assert http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400

@@ -6,6 +6,7 @@ Data flow: tokenizer (`tokenizer.py`) -> `with_chat_template` -> prompts, and th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import listed, shown
@@ -39,7 +40,7 @@ def with_chat_template(tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> 
         tokenizer.chat_template = _template(data.chat_template)
     variables = dict(data.chat_template_kwargs)
     if variables:
-        _check_variables(variables, tokenizer.chat_template)
+        check_variables(variables, tokenizer.chat_template, "data.chat_template_kwargs")
     tokenizer.template_variables = variables
     return tokenizer
 
@@ -79,8 +80,8 @@ def _template(value: str) -> str:
     return text
 
 
-def _check_variables(variables: dict[str, Any], template: Any) -> None:
-    key = "data.chat_template_kwargs"
+def check_variables(variables: Mapping[str, Any], template: Any, key: str) -> None:
+    """Raises ValueError, which names `key`, for variables that a template does not read or rendering sets."""
     if not template:
         raise ValueError(
             f"{key} has {listed(variables)}, and the tokenizer has no chat template; set data.chat_template, "

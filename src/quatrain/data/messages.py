@@ -1,6 +1,7 @@
 """The messages of prompts: checked, and brought into one form.
 
-Data flow: a row's prompt, and what environments return -> `checked_messages` -> `tokenizer.render`.
+Data flow: a row's prompt, what environments return and requests to `quatrain serve` -> `checked_messages`
+-> `tokenizer.render`; the tools of a request -> `checked_tools` -> the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from quatrain.config.errors import shown
+from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH
 
 MAX_TEXT_CHARS = 4_000_000
@@ -21,11 +22,22 @@ def checked_messages(prompt: Any) -> list[dict[str, Any]]:
     """The messages as dictionaries in one form; raises ValueError for what no chat template can take.
 
     Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
-    calls an empty one. The arguments of past tool calls become objects; they may come as JSON text.
+    calls an empty one. The arguments of past tool calls become objects; they may come as JSON text. An empty
+    or null list of calls is left out, because some templates ask only whether there is one. The result of a
+    tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template asks for it.
     """
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
-    return [_checked_message(message) for message in prompt]
+    messages = [_checked_message(message) for message in prompt]
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if call.get("id") is not None:
+                names[str(call["id"])] = call_of(call)["name"]
+        name = names.get(str(message.get("tool_call_id")))
+        if message["role"] == "tool" and message.get("name") is None and name is not None:
+            message["name"] = name
+    return messages
 
 
 def _checked_message(message: Any) -> dict[str, Any]:
@@ -39,10 +51,34 @@ def _checked_message(message: Any) -> dict[str, Any]:
         )
     if calls:
         fields["tool_calls"] = _checked_calls(calls)
-    reason = _unfit(fields, MAX_DEPTH)
+    elif calls is None or calls == []:
+        fields.pop("tool_calls", None)
+    reason = unfit(fields)
     if reason:
         raise ValueError(f"a message {reason}; correct the message {shown(message)}")
     return fields
+
+
+def checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """The descriptions of functions that a model may call, in OpenAI's form; ValueError for others."""
+    names = []
+    for tool in tools:
+        described = isinstance(tool, Mapping) and tool.get("type") == "function"
+        function = tool.get("function") if described else None
+        function = function if isinstance(function, Mapping) else {}
+        name, parameters = function.get("name"), function.get("parameters")
+        if not (isinstance(name, str) and name and isinstance(parameters, Mapping | None)):
+            raise ValueError(
+                'a tool must be {"type": "function", "function": {"name": …, "description": …, "parameters": '
+                f"a JSON schema}}}}; got {shown(tool)}"
+            )
+        reason = unfit(tool)
+        if reason:
+            raise ValueError(f"the tool {shown(name)} {reason}; correct its description")
+        names.append(name)
+    if len(set(names)) < len(names):
+        raise ValueError(f"tools must each have a name of their own; got {listed(names)}; rename one")
+    return [dict(tool) for tool in tools]
 
 
 def joined_text(content: Any) -> str | None:
@@ -78,7 +114,7 @@ def _arguments(came: Any) -> dict[str, Any]:
     return dict(arguments)
 
 
-def _unfit(value: Any, depth: int) -> str | None:
+def unfit(value: Any, depth: int = MAX_DEPTH) -> str | None:
     """Why `value` cannot be part of a message, which is written as JSON into `samples/`; None if it can."""
     if isinstance(value, str):
         return unfit_text(value)
@@ -91,7 +127,7 @@ def _unfit(value: Any, depth: int) -> str | None:
     if depth == 0:
         return f"must not be nested deeper than {MAX_DEPTH} levels"
     inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-    return next(filter(None, (_unfit(each, depth - 1) for each in inner)), None)
+    return next(filter(None, (unfit(each, depth - 1) for each in inner)), None)
 
 
 def unfit_text(text: str) -> str | None:

@@ -269,14 +269,17 @@ def render(
     tokenizer: PreTrainedTokenizerFast,
     prompt: PromptText | Sequence[Mapping[str, str]],
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    variables: Mapping[str, Any] | None = None,
+    begun: str = "",
 ) -> list[int]:
     """The token ids of a prompt.
 
     A string is tokenised with the special tokens that the tokenizer adds in front of any text (for Llama a
     BOS, none for Qwen and SmolLM), unless it begins with them; what it adds at the end, such as an EOS, is
     left out. Messages (see `checked_messages`) are rendered with the chat template, which writes all special
-    tokens, up to the start of the assistant's answer. The template also gets `tools`, the JSON schemas of
-    functions that the model may call.
+    tokens, up to the start of the assistant's answer, and `begun`, which the answer begins with. The template
+    also gets `tools`, the JSON schemas of functions that the model may call, and `variables`.
 
     Raises ValueError for malformed messages, messages that the template rejects, messages without a chat
     template, and a prompt that has no tokens.
@@ -284,8 +287,11 @@ def render(
     if isinstance(prompt, str):
         ids = encode(tokenizer, prompt, closed=False)
     else:
-        text = fill_template(tokenizer, checked_messages(prompt), add_generation_prompt=True, tools=tools)
-        ids = encode(tokenizer, text, add_special_tokens=False)
+        messages = checked_messages(prompt)
+        text = fill_template(
+            tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables
+        )
+        ids = encode(tokenizer, text + begun, add_special_tokens=False)
     if not ids:
         raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
     return ids
@@ -313,8 +319,11 @@ def fill_template(
     *,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The text that the chat template makes of `messages`, with the start of the assistant's answer if asked.
+
+    It gets the special tokens, the tokenizer's `template_variables` and `variables`.
 
     A template from a model's folder is a program: it runs in a child process with limits. quatrain's own
     templates do not. Templates differ in the form in which they take past tool calls: the first form that
@@ -329,7 +338,7 @@ def fill_template(
     problem = ""
     called = [call_of(call)["name"] for message in messages for call in message.get("tool_calls") or ()]
     for form in argument_forms(messages) if called else [messages]:
-        rendered, text = _filled(tokenizer, form, add_generation_prompt, tools)
+        rendered, text = _filled(tokenizer, form, add_generation_prompt, tools, variables or {})
         left_out = [name for name in called if name not in text]
         if rendered and not left_out:
             return text
@@ -343,6 +352,7 @@ def _filled(
     messages: list[dict[str, Any]],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]],
+    given: Mapping[str, Any],
 ) -> tuple[bool, str]:
     """Whether the template takes the messages, and the text, or else the reason."""
     template = tokenizer.chat_template
@@ -350,7 +360,8 @@ def _filled(
         add = add_generation_prompt
         return True, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
     # `chat_template.with_chat_template` sets them on the policy's tokenizer only.
-    variables = dict(tokenizer.special_tokens_map) | getattr(tokenizer, "template_variables", {})
+    own = getattr(tokenizer, "template_variables", {})
+    variables = {**tokenizer.special_tokens_map, **own, **given}
     if tools:
         variables["tools"] = list(tools)
     request = json.dumps([template, variables, messages, add_generation_prompt])

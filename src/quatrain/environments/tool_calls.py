@@ -1,6 +1,7 @@
 """Finds the calls of tools in a completion, in the forms in which chat models write them.
 
-Data flow: a completion -> `tool_calls` -> `ToolCall`s, for `tools.py`. A completion is untrusted: it
+Data flow: a completion -> `tool_calls` -> `ToolCall`s, for `tools.py`; a completion while it comes ->
+`CallStream` -> the text outside of calls, and the calls, for `quatrain serve`. A completion is untrusted: it
 is parsed, and never evaluated.
 
 | form | models |
@@ -25,12 +26,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quatrain.config.errors import SHOWN_VALUE_LENGTH, shown
+from quatrain.data.messages import unfit
 
-_OPEN, _CLOSE, _THOUGHT_END = "<tool_call>", "</tool_call>", "</think>"
+_OPEN, _CLOSE, _THOUGHT, _THOUGHT_END = "<tool_call>", "</tool_call>", "<think>", "</think>"
 _MARKUP = re.compile(r"<think>|</think>|<tool_call>")
 _PYTHON_TAG, _FENCE = "<|python_tag|>", "```"
 _OPENING = re.compile(r"\s*(<\|python_tag\|>\s*)?(```(json)?\s*)?(\[TOOL_CALLS\]\s*)?")
 _METHOD = re.compile(r"([A-Za-z_]\w*)\.call\(\s*")
+_BEGUN_METHOD = re.compile(r"[A-Za-z_]\w*(\.(c(a(l(l(\(.*)?)?)?)?)?)?", re.DOTALL)
+_LOOKED_AT = 200
+"""Characters that show whether an answer may begin with a call."""
 _KEY = re.compile(r"([A-Za-z_]\w*)\s*=\s*")
 _BETWEEN, _SPACE = re.compile(r"[\s;,]*"), re.compile(r"\s*")
 _FORM = '{"name": the tool\'s name, "arguments": {name: value}}'
@@ -52,22 +57,109 @@ Found = tuple[list[ToolCall], int]
 
 def tool_calls(completion: str) -> list[ToolCall]:
     """The calls in a completion, in order; empty if there is none."""
+    return [call for _, _, calls in _blocks(completion) for call in calls]
+
+
+def split_calls(completion: str) -> tuple[str, list[ToolCall]]:
+    """The text outside of calls, and the calls that can be made; a malformed call stays text.
+
+    So does one that no message can have, such as one with half a surrogate pair. If there are calls, the text
+    does not end with white space.
+    """
+    found: list[ToolCall] = []
+    text, at = "", 0
+    for begin, end, calls in _blocks(completion):
+        if all(map(_can_be_made, calls)):
+            text, at = text + completion[at:begin], end
+            found += calls
+    return ((text + completion[at:]).rstrip(), found) if found else (completion, [])
+
+
+def _can_be_made(call: ToolCall) -> bool:
+    message = {"tool_calls": [{"function": {"name": call.name, "arguments": call.arguments}}]}
+    return call.problem is None and unfit(message) is None
+
+
+class CallStream:
+    """The text and the calls of a completion that begins with `begun`, while it comes."""
+
+    def __init__(self, begun: str = ""):
+        self._text, self._at, self._sent = begun, 0, 0
+        self._no_close = 0
+        """The thoughts that begin at `_at` do not end before it."""
+        self._may_be_whole = True
+        """Whether an answer that consists of calls may begin at `_at`."""
+
+    def push(self, text: str) -> str:
+        """The text that became certain: no call can reach it, whatever follows.
+
+        White space is certain once other text follows it. From what may be the first call on, text waits for
+        the end.
+        """
+        self._text += text
+        certain = self._text[self._sent : self._end()].rstrip()
+        self._sent += len(certain)
+        return certain
+
+    def end(self) -> tuple[str, list[ToolCall]]:
+        """The rest of the text outside of calls, and the calls, as `split_calls` finds them."""
+        text, calls = split_calls(self._text)
+        return text[self._sent :], calls
+
+    def _end(self) -> int:
+        """Where the text ends that no call can reach."""
+        while True:
+            if self._may_be_whole and _may_begin(self._text, self._at):
+                return self._at
+            self._may_be_whole = False
+            markup = _MARKUP.search(self._text, self._at)
+            self._at = markup.start() if markup else _part_of_tag(self._text, self._at)
+            if markup is None or markup[0] == _OPEN:
+                return self._at
+            close = self._text.find(_THOUGHT_END, max(self._at, self._no_close))
+            if close < 0:
+                self._no_close = len(self._text) - len(_THOUGHT_END)
+                return len(self._text)
+            self._at, self._may_be_whole = close + len(_THOUGHT_END), True
+
+
+def _part_of_tag(text: str, at: int) -> int:
+    """Where the beginning of a tag starts with which `text` ends, at or after `at`; else its length."""
+    place = text.rfind("<", max(at, len(text) - len(_OPEN)))
+    ends = place >= 0 and any(tag.startswith(text[place:]) for tag in (_OPEN, _THOUGHT, _THOUGHT_END))
+    return place if ends else len(text)
+
+
+def _may_begin(text: str, at: int) -> bool:
+    """Whether an answer that consists of calls may begin at a position, if more text comes."""
+    opening = _OPENING.match(text, at)
+    assert opening  # it matches nothing, too
+    rest = text[opening.end() : opening.end() + _LOOKED_AT]
+    if not rest or rest[0] in "{[":
+        return True
+    markers = (_PYTHON_TAG, _FENCE, *(["json"] if opening[2] else []))
+    return any(marker.startswith(rest) for marker in markers) or bool(_BEGUN_METHOD.fullmatch(rest))
+
+
+def _blocks(completion: str) -> list[tuple[int, int, list[ToolCall]]]:
+    """The blocks of calls, in order: where each begins and ends, and the calls in it."""
     text = completion.rstrip()
-    tagged: list[ToolCall] = []
-    whole, at = _whole(text, 0)
+    tagged: list[tuple[int, int, list[ToolCall]]] = []
+    begin, (whole, at) = 0, _whole(text, 0)
     while markup := _MARKUP.search(text, at):
         at = markup.end()
         if markup[0] == _OPEN:
             calls, at = _tagged(text, at)
-            tagged += calls
+            at += len(_CLOSE) if text.startswith(_CLOSE, at) else 0
+            tagged.append((markup.start(), at, calls))
             continue
         if markup[0] == _THOUGHT_END:  # the template wrote the `<think>`
             tagged = []
         else:
             end = text.find(_THOUGHT_END, at)
             at = len(text) if end < 0 else end + len(_THOUGHT_END)
-        whole, at = _whole(text, at)
-    return tagged or whole
+        begin, (whole, at) = at, _whole(text, at)
+    return tagged or ([(begin, len(text), whole)] if whole else [])
 
 
 def _tagged(text: str, at: int) -> Found:

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's completions and chat, and verbs for weights, in front of the engine.
+"""The HTTP interface: OpenAI's completions and chat, vLLM's `generate`, and verbs for weights.
 
 Data flow: a request -> checked (`requests.py`) -> token ids -> `EngineService` -> `Progress` -> JSON, whole
 or as a stream of events. The event loop only passes these on: text is encoded, decoded and written as JSON in
@@ -12,11 +12,12 @@ import copy
 import hmac
 import json
 import math
+import secrets
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +31,21 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quatrain import __version__
+from quatrain.data.chat_template import check_variables
 from quatrain.data.tokenizer import render
+from quatrain.data.turns import CALL_ID, begun_call, warn_of_unwritten
 from quatrain.engine.scoring import Scores
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
+from quatrain.environments.tool_calls import CallStream, ToolCall
 from quatrain.rollout.server_kinds import TOKEN
-from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
+from quatrain.serve.requests import (
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    WeightsRequest,
+    parsed,
+)
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
 from quatrain.types.batches import Prompt
 
@@ -43,7 +54,7 @@ MOST_BYTES = 32 * 2**20
 LOOK_S = 0.5
 """Seconds between two looks whether a client that waits for an answer is still there."""
 
-AnyRequest = CompletionRequest | ChatRequest
+AnyRequest = CompletionRequest | ChatRequest | GenerateRequest
 Handler = Callable[[Request], Awaitable[Response]]
 Events = AsyncIterator[tuple[int, Progress]]
 
@@ -55,6 +66,8 @@ class _Choice:
     text: TextStream
     token_texts: TokenTexts
     prompt_ids: Sequence[int]
+    calls: CallStream | None = None
+    """What finds the calls in the text, if there are tools."""
     echoed: str | None = None
     """The text of the prompt, if the answer begins with it."""
     scores: Scores | None = None
@@ -66,6 +79,15 @@ class _Choice:
     @property
     def tokens(self) -> list[int]:
         return [token for progress in self.progress for token in progress.tokens]
+
+    def said(self, tokens: Sequence[int], *, finished: bool) -> tuple[str, list[ToolCall]]:
+        """The text outside of calls that is certain since the last call of this, and at the end the calls."""
+        new = self.text.push(tokens, finished=finished)
+        if self.calls is None:
+            return new, []
+        certain = self.calls.push(new)
+        rest, calls = self.calls.end() if finished else ("", [])
+        return certain + rest, calls
 
 
 class Api:
@@ -97,6 +119,7 @@ class Api:
             "max_model_len": max_positions,
         }
         self._encoding = asyncio.Lock()
+        self._had_tools = False
 
     def app(self, hosts: Sequence[str]) -> Starlette:
         """The application; it answers requests that name one of `hosts`, or any with "*"."""
@@ -108,6 +131,7 @@ class Api:
             "/v1/models/{name:path}": ("GET", self._named_model),
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
+            "/inference/v1/generate": ("POST", self._generate),
             "/weights": ("POST", self._weights),
             "/pause": ("POST", self._pause),
             "/resume": ("POST", self._resume),
@@ -167,7 +191,13 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._described]})
 
     async def _named_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
+        name = request.path_params["name"]
+        if name != self._model:
+            raise BadRequest(
+                f"this server has the model {self._model}; got {name[:100]!r}; see /v1/models",
+                "model",
+                status=404,
+            )
         return JSONResponse(self._described)
 
     async def _metrics(self, request: Request) -> Response:
@@ -202,25 +232,38 @@ class Api:
 
     async def _completions(self, request: Request) -> Response:
         asked = await asyncio.to_thread(parsed, CompletionRequest, await _body(request))
-        self._check_model(asked.model)
         return await self._sampled(request, asked, [await self._ids(prompt) for prompt in asked.prompts])
+
+    async def _generate(self, request: Request) -> Response:
+        asked = await asyncio.to_thread(parsed, GenerateRequest, await _body(request))
+        return await self._sampled(request, asked, [await self._ids(asked.token_ids, asked.prompt_field)])
 
     async def _chat(self, request: Request) -> Response:
         asked = await asyncio.to_thread(parsed, ChatRequest, await _body(request))
-        self._check_model(asked.model)
-        return await self._sampled(request, asked, [await self._ids(asked.messages, "messages")])
+        async with self._encoding:
+            ids, begun = await asyncio.to_thread(self._rendered, asked)
+        return await self._sampled(request, asked, [ids], begun)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            raise BadRequest(
-                f"this server has the model {self._model}; got {name[:100]!r}; see /v1/models",
-                "model",
-                status=404,
-            )
+    def _rendered(self, asked: ChatRequest) -> tuple[list[int], str]:
+        """The token ids of a chat's prompt, and the text of those at its end that begin the answer."""
+        tools, variables, begun = asked.offered_tools, asked.chat_template_kwargs, ""
+        if variables:
+            with _at_fault("chat_template_kwargs"):
+                check_variables(variables, self._tokenizer.chat_template, "chat_template_kwargs")
+        if asked.must_call:
+            with _at_fault("tool_choice"):
+                begun = begun_call(self._tokenizer, tools, asked.called)
+        with _at_fault(asked.prompt_field):
+            ids = render(self._tokenizer, asked.messages, tools, variables=variables, begun=begun)
+        if tools and not self._had_tools:
+            self._had_tools = True
+            with suppress(ValueError):  # a template that takes these messages, and not a question alone
+                warn_of_unwritten(self._tokenizer, tools)
+        return ids, begun
 
-    async def _ids(self, prompt: Any, name: str = "prompt") -> list[int]:
-        """The token ids of a text, of messages, or of a list that has them already."""
-        if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+    async def _ids(self, prompt: str | list[int], name: str = "prompt") -> list[int]:
+        """The token ids of a text, or of a list that has them already."""
+        if isinstance(prompt, list):
             outside = [token for token in prompt if token >= self._vocab_size]
             if outside or not prompt:
                 what = f"{outside[0]}" if outside else "none"
@@ -229,19 +272,25 @@ class Api:
                 )
             return prompt
         async with self._encoding:
-            try:
+            with _at_fault(name):
                 return await asyncio.to_thread(render, self._tokenizer, prompt)
-            except ValueError as error:
-                raise BadRequest(str(error), name) from error
 
-    async def _sampled(self, request: Request, asked: AnyRequest, prompts: list[list[int]]) -> Response:
+    async def _sampled(
+        self, request: Request, asked: AnyRequest, prompts: list[list[int]], begun: str = ""
+    ) -> Response:
+        """The answer to a request with these prompts; that of a chat begins with the text `begun`."""
         if not prompts:
             raise BadRequest("a request has at least one prompt; got an empty list", "prompt")
         owners = asked.sequences(list(map(len, prompts)), self._max_positions)
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated[: len(owners)], owners)
         choices = [
-            _Choice(TextStream(self._tokenizer, asked.stop_strings), TokenTexts(self._vocabulary), prompt)
+            _Choice(
+                TextStream(self._tokenizer, asked.stop_strings),
+                TokenTexts(self._vocabulary),
+                prompt,
+                CallStream(begun) if isinstance(asked, ChatRequest) and asked.offered_tools else None,
+            )
             for prompt in repeated
         ]
         answer = _Answer(asked, self._model, choices, prompts, self._vocabulary)
@@ -249,7 +298,8 @@ class Api:
             return StreamingResponse(
                 self._stream(answer, queued), media_type="text/event-stream", headers=_NO_CACHE
             )
-        async with self._events(queued, request.is_disconnected) as events:
+        ends = frozenset(asked.stop_token_ids if isinstance(asked, GenerateRequest) else ())
+        async with self._events(queued, request.is_disconnected, ends) as events:
             async for number, progress in events:
                 choices[number].progress.append(progress)
         if not owners:
@@ -279,7 +329,9 @@ class Api:
                 for part in answer.first():
                     yield _event(part)
                 async for number, progress in events:
-                    yield await asyncio.to_thread(lambda n, p: _event(answer.part(n, p)), number, progress)
+                    yield await asyncio.to_thread(
+                        lambda n, p: "".join(map(_event, answer.parts(n, p))), number, progress
+                    )
             for part in answer.last(self._service.version):
                 yield _event(part)
             yield "data: [DONE]\n\n"
@@ -308,15 +360,19 @@ class Api:
 
     @asynccontextmanager
     async def _events(
-        self, queued: _Queued, gone: Callable[[], Awaitable[bool]] | None = None
+        self,
+        queued: _Queued,
+        gone: Callable[[], Awaitable[bool]] | None = None,
+        ends: frozenset[int] = frozenset(),
     ) -> AsyncIterator[Events]:
         """The progress of queued sequences until all have ended; those left at the end are cancelled.
 
-        Every LOOK_S, `gone` is asked whether the client has left; then ClientDisconnect is raised.
+        A sequence also ends with the first token of `ends`. Every LOOK_S, `gone` is asked whether the client
+        has left; then ClientDisconnect is raised.
         """
 
         async def events() -> Events:
-            left, looked = len(queued.keys), time.monotonic()
+            left, looked = set(range(len(queued.keys))), time.monotonic()
             while left:
                 if gone is not None and time.monotonic() - looked >= LOOK_S:
                     if await gone():
@@ -328,7 +384,13 @@ class Api:
                     continue
                 if progress.error is not None:
                     raise ServiceFailed(progress.error)
-                left -= progress.finish_reason is not None
+                if number not in left:  # sampled after one of `ends`
+                    continue
+                if not ends.isdisjoint(progress.tokens):
+                    progress = _until(progress, ends)
+                    self._service.cancel([queued.keys[number]])
+                if progress.finish_reason is not None:
+                    left.remove(number)
                 yield number, progress
 
         try:
@@ -345,8 +407,14 @@ class _Queued:
     queue: asyncio.Queue[tuple[int, Progress]]
 
 
+def _until(progress: Progress, ends: frozenset[int]) -> Progress:
+    """Progress up to and with the first token of `ends`, which is one of its tokens."""
+    size = 1 + next(at for at, token in enumerate(progress.tokens) if token in ends)
+    return Progress(progress.tokens[:size], progress.logprobs[:size], progress.versions[:size], "stop")
+
+
 class _Answer:
-    """The JSON of an answer, in OpenAI's form, whole or in parts."""
+    """The JSON of an answer, in OpenAI's form, or vLLM's, whole or in parts."""
 
     def __init__(
         self,
@@ -358,22 +426,41 @@ class _Answer:
     ):
         self._asked, self._choices, self._vocabulary = asked, choices, vocabulary
         self._is_chat = isinstance(asked, ChatRequest)
-        self._prompt_tokens = sum(map(len, prompts))
+        self._prompts = prompts
         kind = "chatcmpl" if self._is_chat else "cmpl"
         self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, version: int) -> dict[str, Any]:
         """The answer to a request without a stream."""
-        choices = []
+        choices, is_generate = [], isinstance(self._asked, GenerateRequest)
         for index, choice in enumerate(self._choices):
-            content = choice.text.push(choice.tokens, finished=True)
-            message = {"message": {"role": "assistant", "content": content}}
             choice.echoed = self._echoed(index)
-            said = message if self._is_chat else {"text": (choice.echoed or "") + content}
-            choices.append({"index": index, **said, **self._facts(choice, choice.progress)})
+            said, calls = self._said(choice)
+            facts = self._facts(choice, choice.progress, calls=calls, prompt=not is_generate)
+            choices.append({"index": index, **said, **facts})
+        numbers = {"usage": self._usage(), "weight_version": version}
+        if isinstance(self._asked, GenerateRequest):
+            head = {"request_id": self._asked.request_id, "model": self._head["model"]}
+            return {**head, "choices": choices, **numbers}
         kind = "chat.completion" if self._is_chat else "text_completion"
-        body = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
-        return {**body, "weight_version": version}
+        return {**self._head, "object": kind, "choices": choices, **self._chat_prompt(), **numbers}
+
+    def _said(self, choice: _Choice) -> tuple[dict[str, Any], Sequence[ToolCall]]:
+        """What a whole choice says, and its calls."""
+        if isinstance(self._asked, GenerateRequest):
+            return {}, ()
+        content, calls = choice.said(choice.tokens, finished=True)
+        if not self._is_chat:
+            return {"text": (choice.echoed or "") + content}, ()
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"content": content or None, "tool_calls": list(map(_call, calls))}
+        return {"message": message}, calls
+
+    def _chat_prompt(self) -> dict[str, Any]:
+        """In a chat, the ids of its prompt, if ids were asked for."""
+        asked = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
+        return {"prompt_token_ids": list(self._prompts[0])} if self._is_chat and asked else {}
 
     def _echoed(self, index: int) -> str | None:
         """The text of a choice's prompt: as it came, or that of its ids without special tokens."""
@@ -386,17 +473,30 @@ class _Answer:
         """The events before the first token: in a chat, who speaks."""
         if self._is_chat:
             for index in range(len(self._choices)):
-                delta = {"delta": {"role": "assistant", "content": ""}}
-                yield self._chunk([{"index": index, **delta, "logprobs": None, "finish_reason": None}])
+                content = "" if self._choices[index].calls is None else None
+                delta = {"role": "assistant", "content": content}
+                yield {**self._delta(index, delta), **(self._chat_prompt() if index == 0 else {})}
 
-    def part(self, number: int, progress: Progress) -> dict[str, Any]:
-        """The event of a sequence's progress."""
+    def parts(self, number: int, progress: Progress) -> Iterator[dict[str, Any]]:
+        """The events of a sequence's progress: one, and at the end of a chat one of each call before it."""
         choice = self._choices[number]
         choice.progress.append(progress)
-        new = choice.text.push(progress.tokens, finished=progress.finish_reason is not None)
-        said = {"delta": {"content": new}} if self._is_chat else {"text": new}
-        first = len(choice.progress) == 1
-        return self._chunk([{"index": number, **said, **self._facts(choice, [progress], prompt=first)}])
+        ended = progress.finish_reason is not None
+        new, calls = choice.said(progress.tokens, finished=ended)
+        facts = self._facts(choice, [progress], calls=calls, prompt=len(choice.progress) == 1)
+        said: dict[str, Any] = {"content": new} if new or ended or choice.calls is None else {}
+        if calls:
+            if new:
+                yield self._delta(number, said)
+            for index, call in enumerate(calls):
+                yield self._delta(number, {"tool_calls": [{"index": index, **_call(call)}]})
+            said = {}
+        yield self._chunk(
+            [{"index": number, **({"delta": said} if self._is_chat else {"text": new}), **facts}]
+        )
+
+    def _delta(self, number: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk([{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def last(self, version: int) -> Iterator[dict[str, Any]]:
         """The event with the numbers of tokens, if it was asked for."""
@@ -408,18 +508,31 @@ class _Answer:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _facts(self, choice: _Choice, progress: Sequence[Progress], *, prompt: bool = True) -> dict[str, Any]:
-        """What is said of tokens beside their text."""
+    def _facts(
+        self, choice: _Choice, progress: Sequence[Progress], *, calls: Sequence[ToolCall], prompt: bool
+    ) -> dict[str, Any]:
+        """What is said of tokens beside their text; a choice that was cut may lack further calls."""
         tokens = [token for part in progress for token in part.tokens]
-        facts: dict[str, Any] = {"finish_reason": progress[-1].finish_reason, "logprobs": None}
+        reason = progress[-1].finish_reason
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        facts: dict[str, Any] = {"finish_reason": reason, "logprobs": None}
         if self._asked.wants_logprobs:
             values = [value for part in progress for value in part.logprobs]
             if not all(map(math.isfinite, values)):
                 raise BadRequest("the model's logits are not finite; load other weights", status=500)
             texts = list(map(choice.token_texts.push, tokens))
+            if self._asked.return_tokens_as_token_ids:
+                texts = [
+                    text._replace(name=_named_by_id(token)) for text, token in zip(texts, tokens, strict=True)
+                ]
             if self._is_chat:
                 choice.unlisted += zip(texts, values, strict=True)
                 facts["logprobs"] = {"content": list(self._listed(choice))}
+            elif isinstance(self._asked, GenerateRequest):
+                pairs = zip(texts, values, strict=True)
+                facts["logprobs"] = {
+                    "content": [{"token": text.name, "logprob": value} for text, value in pairs]
+                }
             else:
                 facts["logprobs"] = self._named(choice, texts, values)
         if self._asked.return_token_ids:
@@ -441,7 +554,10 @@ class _Answer:
         offsets = [text.start + len(choice.echoed or "") for text in texts]
         if scores is not None and choice.echoed is not None:
             prompt = list(map(TokenTexts(self._vocabulary).push, choice.prompt_ids))
-            names = [*(text.name for text in prompt), *names]
+            if self._asked.return_tokens_as_token_ids:
+                names = [*map(_named_by_id, choice.prompt_ids), *names]
+            else:
+                names = [*(text.name for text in prompt), *names]
             offsets = [*(text.start for text in prompt), *offsets]
             known = [None, *scores.logprobs[1:num_prompt].tolist(), *known]
         top = None
@@ -462,29 +578,48 @@ class _Answer:
             return None
         named: dict[str, float] = {}
         for token, logprob in likeliest:
-            named.setdefault(self._vocabulary.name(token, first), logprob)
+            by_id = self._asked.return_tokens_as_token_ids
+            named.setdefault(_named_by_id(token) if by_id else self._vocabulary.name(token, first), logprob)
         named.setdefault(name, value)
         return named
 
     def _listed(self, choice: _Choice) -> Iterator[dict[str, Any]]:
-        """The tokens of which the text returned so far consists; with `return_token_ids`, every token."""
+        """The tokens of which the text sampled so far consists; if ids were asked for, every token."""
         text, ended = choice.text, choice.progress[-1].finish_reason is not None
-        every = self._asked.return_token_ids or (ended and not text.stopped)
+        ids = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
+        every = ids or (ended and not text.stopped)
         while choice.unlisted:
             token, value = choice.unlisted[0]
             if not (every or (token.start < text.length if ended else token.end <= text.length)):
                 return
             choice.unlisted.popleft()
-            if token.bytes or self._asked.return_token_ids:
+            if token.bytes or ids:
                 yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
 
     def _usage(self) -> dict[str, int]:
-        sampled = sum(len(choice.tokens) for choice in self._choices)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": self._prompt_tokens + sampled,
-        }
+        asked, sampled = (sum(map(len, each)) for each in (self._prompts, [c.tokens for c in self._choices]))
+        return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+def _named_by_id(token: int) -> str:
+    """A token's name in log-probabilities with `return_tokens_as_token_ids`, in vLLM's form."""
+    return f"token_id:{token}"
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call in OpenAI's form. Its id has the form of CALL_ID, and is new: models repeat their own."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    identity = secrets.token_hex(len(CALL_ID))[: len(CALL_ID)]
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+@contextmanager
+def _at_fault(field: str) -> Iterator[None]:
+    """Raises BadRequest, which names `field`, for a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRequest(str(error), field) from error
 
 
 _NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,21 +1,24 @@
 """The requests that the server takes, checked: OpenAI's fields, and some of vLLM's and quatrain's own.
 
-Data flow: JSON -> `parsed`, which leaves out what changes nothing -> `CompletionRequest` or `ChatRequest` ->
-`sequences` -> `PerRequestSampling` for each sequence. A field that is null counts as left out. Every field of
-the request types of the openai package is a field of these classes, or in IGNORED or UNCHANGING.
+Data flow: JSON -> `parsed`, which leaves out what changes nothing -> `CompletionRequest`, `ChatRequest` or
+`GenerateRequest` -> `sequences` -> `PerRequestSampling` for each sequence. A field that is null counts as
+left out. Every field of the request types of the openai package is a field of these classes, or in IGNORED or
+UNCHANGING.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from quatrain.config.errors import shown
+from quatrain.config.errors import listed, shown
+from quatrain.data.messages import checked_tools
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import MOST_LIKELIEST
 from quatrain.types.rollouts import Sampling
@@ -35,6 +38,7 @@ IGNORED = frozenset(
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),  # speed
         *("reasoning_effort", "verbosity"),  # wishes, which the weights and the template do not know
         *("parallel_tool_calls", "service_tier", "store"),  # nothing is stored; one tier
+        "cache_salt",  # nothing is cached between requests
     }
 )
 """Fields that are accepted with any value and ignored."""
@@ -55,10 +59,8 @@ UNCHANGING: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "include_reasoning": (True,),
-    "return_tokens_as_token_ids": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
     "suffix": ("",),
     "audio": (),
     "function_call": ("none", "auto"),
@@ -66,11 +68,9 @@ UNCHANGING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
-"""Fields that are not supported: the values that change nothing, with which they are accepted."""
+"""Fields that a kind of request does not have: the values that change nothing, with which it accepts them."""
 
 _AnyRequest = TypeVar("_AnyRequest", bound=BaseModel)
 TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
@@ -111,9 +111,10 @@ class StreamOptions(_Strict):
 
 
 class _Request(_Strict):
-    """What both kinds of requests have."""
+    """What all kinds of requests have."""
 
     model: str
+    """Any name: the server has one model, which its answers name."""
     n: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 1
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -124,6 +125,7 @@ class _Request(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     quatrain: Place | None = None
     logit_bias: dict[str, float] | None = None
 
@@ -158,6 +160,9 @@ class _Request(_Strict):
     def num_likeliest(self) -> int | None:
         """Alternatives to return for each token, from a pass that scores the tokens; None: no such pass."""
         return None
+
+    prompt_field: ClassVar[str] = "prompt"
+    """The field that has the prompt."""
 
     @property
     @abstractmethod
@@ -200,7 +205,7 @@ class _Request(_Strict):
             raise BadRequest(
                 f"a prompt must leave room for a token in the model's {length + room} positions; it has "
                 f"{length} tokens; shorten it",
-                "messages" if isinstance(self, ChatRequest) else "prompt",
+                self.prompt_field,
             )
 
     def _sampling(self, room: int) -> Sampling:
@@ -268,8 +273,9 @@ class CompletionRequest(_Request):
 
 
 class ChatRequest(_Request):
-    """`POST /v1/chat/completions`: messages, which the chat template renders."""
+    """`POST /v1/chat/completions`: messages and tools, which the chat template renders."""
 
+    prompt_field: ClassVar[str] = "messages"
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -277,6 +283,43 @@ class ChatRequest(_Request):
     top_logprobs: Literal[0] | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: Annotated[Any, Field(validate_default=True)] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("tools")
+    @classmethod
+    def _describe_functions(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return checked_tools(value)
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_a_choice(cls, value: Any, info: ValidationInfo) -> Any:
+        tools = info.data.get("tools", [])
+        if value in ("none", "auto") or (value == "required" and tools):
+            return value
+        names = [tool["function"]["name"] for tool in tools]
+        if value not in [{"type": "function", "function": {"name": name}} for name in names]:
+            raise ValueError(
+                'must be "none", "auto" or, with tools, "required" or {"type": "function", "function": '
+                f'{{"name": one of the tools}}}}; the tools are {listed(names)}'
+            )
+        return value
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer begins with a call: of `called`, or of any tool."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def called(self) -> str | None:
+        """The name of the tool that `tool_choice` names, if it does."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -287,6 +330,36 @@ class ChatRequest(_Request):
     def wants_logprobs(self) -> bool:
         """`logprobs`."""
         return bool(self.logprobs)
+
+
+class GenerateRequest(_Request):
+    """`POST /inference/v1/generate`: token ids to token ids, as vLLM's; `sampling_params` are fields here."""
+
+    prompt_field: ClassVar[str] = "token_ids"
+    model: str = ""
+    token_ids: TokenIds
+    request_id: Annotated[str, Field(min_length=1)] = Field(default_factory=lambda: uuid.uuid4().hex)
+    max_tokens: Annotated[int, Field(ge=1)] = DEFAULT_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    stop_token_ids: TokenIds = []
+    stream: Literal[False] = False
+    return_token_ids: Literal[True] = True
+    return_tokens_as_token_ids: Literal[True] = True
+    # An answer has no text, which these are about.
+    detokenize: bool = False
+    skip_special_tokens: bool = False
+    spaces_between_special_tokens: bool = False
+    include_stop_str_in_output: bool = True
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """`max_tokens`."""
+        return self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether `logprobs` is given: those of the tokens alone, in the distribution they are drawn from."""
+        return self.logprobs is not None
 
 
 class WeightsRequest(_Strict):
@@ -305,16 +378,31 @@ def parsed(kind: type[_AnyRequest], body: bytes) -> _AnyRequest:
     if not isinstance(value, dict):
         raise BadRequest(f"the body of a request must be a JSON object; got {type(value).__name__}")
     value = {name: given for name, given in value.items() if given is not None}
+    if kind is GenerateRequest:
+        value = _flat(value)
     if issubclass(kind, _Request):
-        value = {name: given for name, given in value.items() if _changes_something(name, given)}
+        value = {name: given for name, given in value.items() if _changes_something(kind, name, given)}
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         raise BadRequest(*_first_fault(error)) from error
 
 
-def _changes_something(name: str, given: Any) -> bool:
+def _flat(value: dict[str, Any]) -> dict[str, Any]:
+    """A request with its `sampling_params` as fields; raises BadRequest for a field in both places."""
+    sampling = value.pop("sampling_params", {})
+    if not isinstance(sampling, dict) or (twice := sorted(sampling.keys() & value.keys())):
+        got = f"{listed(twice)} beside it too" if isinstance(sampling, dict) else shown(sampling)
+        raise BadRequest(
+            f"sampling_params must be an object, whose fields are in it alone; got {got}", "sampling_params"
+        )
+    return {**value, **{name: given for name, given in sampling.items() if given is not None}}
+
+
+def _changes_something(kind: type[_Request], name: str, given: Any) -> bool:
     """Whether a field matters; raises BadRequest if it would, but is not supported."""
+    if name in kind.model_fields:
+        return True
     if name not in UNCHANGING or given in UNCHANGING[name]:
         return name not in UNCHANGING and name not in IGNORED
     allowed = " or ".join(map(json.dumps, UNCHANGING[name]))
