@@ -118,7 +118,8 @@ class Admission:
         most = self.most_slots
         scheduler.barred = None
         demand = -(-scheduler.demand // replicas)
-        if (fit := self._fitting(together)) >= (demand if most is None else min(demand, most)):
+        wanted = max(demand if most is None else min(demand, most), scheduler.most_in_use[0])
+        if (fit := self._fitting(together)) >= wanted:
             need, fitting = together, fit
         else:
             count = sum(loads)
@@ -200,12 +201,14 @@ class Admission:
         shape = CacheShape(slots, prefix_slots, needed, self._ring(need))
         kept = shape._replace(prompt_positions=max(needed, self.shape.prompt_positions))
         most = self.room.fitting(kept.prompt_positions + self.room.ring(need.limit, need.limit))
-        if (slots <= most or self.room.fits(kept)) and not (
-            self.max_new_tokens is None and kept.prompt_positions >= 4 * needed
+        least = max(scheduler.most_in_use[1], 1)
+        if (
+            (slots <= most or self.room.fits(kept))
+            and self.room.fits(kept._replace(prefix_slots=least))
+            and not (self.max_new_tokens is None and kept.prompt_positions >= 4 * needed)
         ):
             shape = kept
         if not self.room.fits(shape):  # the memory is full: fewer prompts wait in it for a slot
-            least = max(scheduler.most_in_use[1], 1)
             left = (self.room.num_positions - slots * shape.generated_positions) // shape.prompt_positions
             shape = shape._replace(prefix_slots=max(left, least))
         assert self.room.fits(shape), (shape, self.room)
