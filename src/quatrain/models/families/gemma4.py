@@ -22,10 +22,10 @@ def _read(c: HFConfig) -> Architecture:
     require(same, "vocab_size_per_layer_input", f"vocab_size, {c.vocab_size}", c.vocab_size_per_layer_input)
     types = c.layer_types or [SLIDING if (i + 1) % 6 else FULL for i in range(c.num_hidden_layers)]
     types = [*types[:-1], FULL]
-    layers, full_layers = c.per_layer_config or {}, {str(i) for i, kind in enumerate(types) if kind == FULL}
-    own = next(iter(layers.values()), None)
-    alike = not layers or (layers.keys() == full_layers and all(other == own for other in layers.values()))
-    require(alike, "per_layer_config", f"the same for all layers of {FULL}, and for no other", [*layers])
+    given, full_layers = c.per_layer_config or {}, {str(i) for i, kind in enumerate(types) if kind == FULL}
+    own = next(iter(given.values()), None)
+    alike = not given or (given.keys() == full_layers and all(other == own for other in given.values()))
+    require(alike, "per_layer_config", f"the same for all layers of {FULL}, and for no other", [*given])
     full_heads = (
         own.num_key_value_heads if own else c.num_global_key_value_heads if c.attention_k_eq_v else None
     )
