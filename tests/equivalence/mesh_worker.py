@@ -17,9 +17,6 @@ import jax
 import numpy as np
 import optax
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from architectures import of_golden
-
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.cluster import processes as hosts
 from quatrain.config.load import load_config
@@ -70,13 +67,10 @@ class Tokenizer:
 
 
 def architecture(mode: str):
-    """The small model of `mode`, or the golden model `FAMILY` in the environment.
+    """The small model of `mode`.
 
     Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does.
     """
-    if case := os.environ.get("FAMILY"):
-        heads = {"num_kv_heads": 1} if os.environ.get("SHARED_HEADS") else {}
-        return of_golden(case, vocab_size=64, **heads)
     arch = builtin_architecture("tiny", 63 if mode == "rows" else 64, (1,))
     kind, rows, tokens = arch.layers[0], mode == "rows", mode == "tokens"
     mixer = replace(kind.mixer, head_dim=8, qkv_bias=tokens, output_bias=tokens, qk_norm=tokens)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from goldens import CASES
 
 WORKER = Path(__file__).parent / "mesh_worker.py"
 ONE = "placement.train=0"
@@ -98,23 +97,6 @@ def test_eight_devices_train_as_one_does(quick):
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(f"2 x 4: {layout}" for layout in IN_TWO_PROCESSES)])
 def test_every_layout_of_eight_devices_trains_as_one_device_does(every, layout, mode):
     _assert_same(every, layout, mode)
-
-
-def _trains_on_four_devices(folder, case, *layouts, **environment):
-    process = _start(folder / "r.npz", (ONE, *layouts), devices=4, MODES="tokens", FAMILY=case, **environment)
-    results = _results(folder / "r.npz", process)
-    for layout in layouts:
-        _assert_same(results, layout, "tokens")
-
-
-def test_norms_of_all_heads_where_devices_share_a_key_head(tmp_path):
-    _trains_on_four_devices(tmp_path, "olmo3", "mesh=1,2,2", SHARED_HEADS="1")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_every_family_trains_on_four_devices_as_on_one(case, tmp_path):
-    _trains_on_four_devices(tmp_path, case, "mesh=1,2,2", "mesh=2,2,1")
 
 
 def test_what_is_sampled_differs_by_step_and_has_ragged_lengths(quick):

@@ -12,6 +12,7 @@ from quatrain.models.families import (
     architecture_to_hf,
     builtin_architecture,
 )
+from quatrain.models.families.cousins import _COUSINS
 from quatrain.models.params import is_spec, param_specs, tensor_names
 from quatrain.models.rope import Rope
 
@@ -438,3 +439,91 @@ def test_builtin_architecture():
         ValueError, match="unknown builtin model builtin:huge; the builtin models are: builtin:tiny"
     ):
         builtin_architecture("huge", 64, ())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("mixtral", "it is nearest to mistral, but has experts"),
+        ("qwen3_next", "it is nearest to qwen3, but has gated DeltaNet layers and experts"),
+        ("olmo", "it is nearest to olmo2, but has layer norms without weights"),
+        ("lama", r"did you mean llama\?"),
+        ("gemma3n_text", "did you mean gemma3_text"),
+    ],
+)
+def test_an_unknown_family_is_told_the_nearest(model_type, message):
+    with pytest.raises(ValueError, match=f"unsupported model_type '{model_type}' in config.json.*{message}"):
+        architecture_from_hf({**LLAMA_32_1B, "model_type": model_type})
+
+
+def test_every_cousin_names_a_family_and_is_none():
+    for model_type, (nearest, differs) in _COUSINS.items():
+        assert nearest in FAMILIES
+        assert model_type not in FAMILIES
+        assert differs
+
+
+def test_the_text_part_of_a_multimodal_config_with_its_end_tokens():
+    text = {key: value for key, value in GEMMA3_1B.items() if key != "eos_token_id"}
+    outer = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106], "vision_config": {}}
+    assert architecture_from_hf(outer) == architecture_from_hf(GEMMA3_1B)
+
+
+def test_a_text_config_without_sizes_has_those_of_transformers():
+    """As the 4B model on the Hub has it."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }
+    arch = architecture_from_hf({"model_type": "gemma3", "text_config": text})
+    mixer = arch.layers[0].mixer
+    assert (arch.vocab_size, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (262_208, 8, 4, 256)
+
+
+def test_longrope_is_decided_by_the_longest_sequence():
+    arch = architecture_from_hf(read_golden("phi3_longrope").config)
+    short, long = arch.for_length(64), arch.for_length(65)
+    assert (short.longest, long.longest) == (64, 128)
+    assert [a.layers[0].mixer.rope.long for a in (short, long)] == [False, True]
+    assert short == arch
+    assert architecture_to_hf(short) == architecture_to_hf(long)
+    llama = architecture_from_hf(LLAMA_32_1B)
+    assert llama.for_length(10**6) is llama
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+            "have 1 and 4",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
+            "longrope needs short_factor, long_f",
+        ),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be less than or equal to 1"),
+        ({"rope_scaling": {"type": "su", "short_factor": ["a"], "long_factor": [1.0]}}, "short_factor"),
+    ],
+)
+def test_what_is_wrong_in_a_phi_config(changes, message):
+    config = {k: v for k, v in read_golden("phi3_longrope").config.items() if k != "rope_parameters"}
+    with pytest.raises(ValueError, match=message):
+        architecture_from_hf({**config, "partial_rotary_factor": 0.5, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block must be false"),
+        ({"num_kv_shared_layers": 4}, "layer_types must be a type of layer that has keys and values"),
+        ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input must be vocab_size, 72"),
+        ({"use_bidirectional_attention": "all"}, "only causal attention is supported"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers must be less than num_hidden_layers"),
+    ],
+)
+def test_what_is_wrong_in_a_gemma_4_config(changes, message):
+    with pytest.raises(ValueError, match=message):
+        architecture_from_hf({**read_golden("gemma4_text").config, **changes})

@@ -292,3 +292,28 @@ def test_memory_peaks_near_the_size_of_the_parameters(stored, tmp_path):
     ratio = (peak - before) * 1024 / parameters
     print(f"{stored}: {parameters / 1e6:.0f} MB of parameters, peak {ratio:.2f} x")
     assert ratio <= 1.3
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_multimodal_folder_the_text_part_is_loaded(prefix, tmp_path, caplog):
+    golden = read_golden("gemma3_text")
+    text, folder = golden.write_model(tmp_path / "text"), tmp_path / "both"
+    folder.mkdir()
+    head = "language_model.lm_head.weight" if prefix.startswith("language") else "lm_head.weight"
+    renamed = {name.replace("model.", prefix, 1): value for name, value in golden.weights().items()}
+    renamed[head] = renamed.pop("lm_head.weight")
+    renamed |= {
+        "vision_tower.embed.weight": np.ones((3, 2), np.float32),
+        "multi_modal_projector.norm": np.ones(2),
+    }
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": golden.config}))
+    with caplog.at_level("INFO"):
+        (arch, params), (expected_arch, expected) = load_hf(folder), load_hf(text)
+    assert arch == expected_arch
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert "2 tensors of multi_modal_projector, vision_tower are not read" in caplog.text
+    del renamed["language_model.model.norm.weight" if "model.model" in prefix else f"{prefix}norm.weight"]
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing model.norm.weight"):
+        load_hf(folder)

@@ -208,7 +208,8 @@ def _check_positions(config: Config, arch: Architecture) -> None:
             raise ValueError(
                 "a sequence must not be longer than its model's maximum number of positions: "
                 f"data.max_prompt_length + {section}.max_new_tokens is {longest} tokens, {config.model.path} "
-                f"has {arch.max_position} positions; lower one of the two"
+                f"has {arch.max_position} positions; lower one of the two, or give the model a rope kind for "
+                "longer sequences in its config.json (rope_parameters, max_position_embeddings)"
             )
 
 

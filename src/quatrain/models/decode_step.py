@@ -246,12 +246,14 @@ def decode(
                 (prompt_keys, prompt_values), (keys, values) = cache
                 keys = write(keys, k_BTKH[0, :, :, :, None], ring_position, 3)
                 values = write(values, v_BTKH[0, :, :, None], ring_position, 2)
-            q_BKGH = _by_key_head(q_BTNH, (keys, values))[0]
+            _, B, N, H = q_BTNH.shape
+            K = keys.shape[1]
+            q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
             shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
             own = _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
             prompt = _Attended(*(x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared))
             y_BKGH = _over_both(prompt, _Attended(*(x[:, 0] for x in own)))
-            return y_BKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), (keys, values)
+            return y_BKGH.reshape(1, B, N, H).astype(q_BTNH.dtype), (keys, values)
 
         return attend
 

@@ -1,7 +1,4 @@
-"""Gemma 2 (soft caps) and the text models of Gemma 3 (norms of queries and keys, two rotary embeddings).
-
-In both, most layers have a sliding window, norms stand before and after blocks, and embeddings are scaled.
-"""
+"""Gemma 2 (soft caps) and the text models of Gemma 3 (norms of queries and keys, two rotary embeddings)."""
 
 from __future__ import annotations
 
@@ -85,8 +82,7 @@ def _write_3(arch: Architecture) -> Json:
 
 
 def _of_gguf(keys: GGUFKeys, *, scaled_by_heads: int) -> Json:
-    """Windows and scales; llama.cpp knows by its number of layers a model whose queries are scaled by hidden
-    size / heads."""
+    """Windows and scales; llama.cpp scales queries by hidden size / heads in models with that many layers."""
     by_heads = keys.block_count == scaled_by_heads
     scalar = keys.embedding_length // keys.heads if by_heads else keys.head_dim
     layers, pattern = range(keys.block_count), keys.pattern

@@ -1,11 +1,19 @@
-"""One optimizer step of adapters on meshes of 8 simulated devices; writes its results to the file argv[1]."""
+"""One optimizer step on meshes of 8 simulated devices; writes its results to the file argv[1].
 
+Of the adapters of a small model; or of a golden model, FAMILY in the environment, with adapters and without.
+"""
+
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 from tiny_qwen2 import tiny_qwen2
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from architectures import of_golden
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
@@ -15,15 +23,15 @@ from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
-from quatrain.models.architecture import LoRA
-from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
+from quatrain.models.architecture import Architecture, LoRA
+from quatrain.models.lora import merged, trained_part, with_adapters, with_trained
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
 from quatrain.update.gradient import init_optimizer, optimizer_step, sum_gradients
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
 
-ARCH = replace(tiny_qwen2(num_layers=2), lora=LoRA(rank=4, alpha=6.0, targets=LoraConfig().targets))
+ADAPTERS = LoRA(rank=4, alpha=6.0, targets=LoraConfig().targets)
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 
@@ -39,26 +47,36 @@ def table() -> TokenTable:
     return plain.weighted("token_mean", 15)
 
 
-def results(shape: MeshShape) -> dict[str, np.ndarray]:
+def architectures() -> dict[str, Architecture]:
+    case = os.environ.get("FAMILY")
+    if case is None:
+        return {"": replace(tiny_qwen2(num_layers=2), lora=ADAPTERS)}
+    heads = {"num_kv_heads": 1} if os.environ.get("SHARED_HEADS") else {}
+    arch = of_golden(case, vocab_size=64, **heads)
+    return {"whole ": arch, "adapters ": replace(arch, lora=ADAPTERS)}
+
+
+def results(shape: MeshShape, arch: Architecture) -> dict[str, np.ndarray]:
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
-    base = init_params(replace(ARCH, lora=None), jax.random.key(0), mesh=mesh)
-    params = with_adapters(base, ARCH, jax.random.key(0), mesh)
+    params = init_params(replace(arch, lora=None), jax.random.key(0), mesh=mesh)
+    if arch.lora:
+        params = with_adapters(params, arch, jax.random.key(0), mesh)
     drawn = np.random.default_rng(1)
     moved = jax.tree.map(
         lambda x: jax.device_put(to_host(x) + 0.1 * drawn.standard_normal(x.shape, np.float32), x.sharding),
-        adapters_of(params),
+        trained_part(params, arch),
     )
-    params = with_trained(params, moved, ARCH)
-    model = PolicySpec(ARCH, mesh=mesh)
+    params = with_trained(params, moved, arch)
+    model = PolicySpec(arch, mesh=mesh)
     planner = MicroBatchPlanner(rows=4, num_shards=shape.num_data_shards)
     batches = [batch for _, batch in micro_batches(table(), planner, mesh)]
     logprobs = predict_tokens(params, table(), model=model, planner=planner)
     grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
-    engine = RolloutEngine(ARCH, RolloutConfig(), None, stop_ids=(0,), seed=0, mesh=mesh)
+    engine = RolloutEngine(arch, RolloutConfig(), None, stop_ids=(0,), seed=0, mesh=mesh)
     found = {"logprobs": logprobs}
     found |= _named("gradient", jax.tree.map(lambda g: g.sum(axis=0), grads))
-    found |= _named("merged", merged(params, ARCH)) | _named("placed", engine.copy_weights(params))
-    opt_state = init_optimizer(OPTIMIZER, adapters_of(params))
+    found |= _named("merged", merged(params, arch)) | _named("placed", engine.copy_weights(params))
+    opt_state = init_optimizer(OPTIMIZER, trained_part(params, arch))
     params, *_ = optimizer_step(
         params, opt_state, batches, model=model, objective=OBJECTIVE, optimizer=OPTIMIZER
     )
@@ -74,5 +92,6 @@ if __name__ == "__main__":
     every = {}
     for text in sys.argv[2:]:
         shape = MeshShape(*map(int, text.split(",")))
-        every |= {f"{text} {name}": value for name, value in results(shape).items()}
+        for kind, arch in architectures().items():
+            every |= {f"{text} {kind}{name}": value for name, value in results(shape, arch).items()}
     np.savez(sys.argv[1], **every)
