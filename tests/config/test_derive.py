@@ -2,7 +2,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from quatrain.config.derive import derived_values
+from quatrain.config.derive import derived_values, longest_of_run
 from quatrain.config.errors import ConfigError
 from quatrain.config.schema import Config
 from quatrain.config.warnings import warnings_about
@@ -127,6 +127,18 @@ def test_the_token_budget_holds_the_longest_sequence(prompt, completion, budget)
     values = derived(data={"max_prompt_length": prompt}, rollout={"max_new_tokens": completion})
     assert values["update.max_tokens_per_device"] == budget
     assert values["logprob.max_tokens_per_device"] == 2 * budget
+
+
+def test_the_longest_sequence_of_a_run_is_of_training_or_evaluation_with_an_environments_tokens():
+    def longest(**rollout):
+        rollout = {"max_new_tokens": 30, **rollout}
+        return longest_of_run(
+            Config(data={"max_prompt_length": 100}, eval={"max_new_tokens": 60}, rollout=rollout)
+        )
+
+    assert longest() == 160
+    assert longest(max_new_tokens=70) == 170
+    assert longest(environment="echo.py:Echo", max_environment_tokens=40) == 200
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine import decode as decode_programs
 from quatrain.engine import session
+from quatrain.engine.admission import Admission
+from quatrain.engine.cache import CacheShape, Room
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.groups import prompt_positions
+from quatrain.engine.groups import Group, prompt_positions
+from quatrain.engine.scheduler import Scheduler
 from quatrain.models import decode_step
 from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position
 from quatrain.models.params import init_params
@@ -172,6 +175,56 @@ def test_every_sample_ends_whatever_the_memory(decode, lengths, memory, replicas
     assert whole["preempted"] == whole["tokens computed again per token"] == 0
     again = decode.Simulation(lengths, positions=positions, **sizes).run()
     assert again == figures
+
+
+@dataclass
+class Placed:
+    """Groups of one sample in slots of `scheduler`, and its admission to the positions of a replica."""
+
+    scheduler: Scheduler
+    positions: int
+
+    def __post_init__(self):
+        self.groups = {}
+        room = Room(self.positions, 1, 32)
+        self.admission = Admission(self.scheduler, room, self.groups, 1, None, None, turns=False)
+
+    def submit(self, prompt):
+        group = Group.of(Prompt(0, np.ones(prompt, np.int32), ""), 0, range(1), 300)
+        self.groups[self.scheduler.submit(1)] = group
+        return group.completions[0]
+
+
+def test_an_idle_replica_makes_no_room_on_another_for_a_long_prompt():
+    """Of 4 + 1 samples 3 on each replica would fit, but 4 run on the first and stay there."""
+    placed = Placed(Scheduler(4, 2), 2000)
+    completions = [placed.submit(5) for _ in range(8)]
+    placed.scheduler.resize(4, 4)
+    placed.scheduler.admit()
+    placed.scheduler.fill()
+    for completion in completions:
+        completion.tokens = [0] * 200
+    for slot in range(4, 8):
+        placed.scheduler.finish(slot)
+    placed.submit(200)
+    assert placed.admission.next_shape() == (4, 4, 32, 256)
+    assert placed.scheduler.barred == 8
+    for slot in range(4):
+        placed.scheduler.finish(slot)
+    assert placed.admission.next_shape().prompt_positions == 256
+
+
+def test_a_prompt_cache_that_was_wider_is_not_kept_where_prompts_in_use_do_not_fit():
+    """One sample runs, another waits with its prompt in the cache, which a longer prompt has left."""
+    placed = Placed(Scheduler(2), 700)
+    running, _ = placed.submit(20), placed.submit(20)
+    placed.scheduler.resize(2, 2)
+    placed.scheduler.admit()
+    placed.scheduler.resize(1, 2)
+    placed.scheduler.fill()
+    running.tokens = [0] * 130
+    placed.admission.shape = CacheShape(1, 2, 256, 128)
+    assert placed.admission.next_shape() == (1, 2, 32, 256)
 
 
 def test_long_completions_need_few_more_steps_in_a_quarter_of_the_memory(decode):

@@ -219,6 +219,48 @@ def test_a_gemma_model_without_sliding_windows_is_written_with_the_size_that_tra
     assert windows(architecture_from_hf(by_pattern)) == [None] * 3
 
 
+@pytest.mark.parametrize("case", ["gemma4_text_dense", "olmo3"])
+def test_a_model_with_full_attention_alone_is_written_with_a_window_that_transformers_needs(case):
+    config = read_golden(case).config
+    full = {"layer_types": ["full_attention"] * config["num_hidden_layers"], "per_layer_config": None}
+    arch = architecture_from_hf({**config, **full})
+    written = architecture_to_hf(arch)
+    assert written["sliding_window"] == arch.max_position
+    assert architecture_from_hf(written) == arch
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "field"),
+    [
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 1.0}}, {"partial": 1.0}),
+        (
+            "gemma4_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "factor": 2.0}}},
+            {"factor": 2.0},
+        ),
+    ],
+)
+def test_what_differs_from_a_familys_usual_rotary_embeddings_is_written(case, changes, field):
+    arch = architecture_from_hf(read_golden(case).config | changes)
+    rope = arch.layers[-1].mixer.rope
+    assert {name: getattr(rope, name) for name in field} == field
+    assert architecture_from_hf(architecture_to_hf(arch)) == arch
+
+
+def test_a_share_of_a_head_that_is_odd_is_rotated_as_in_transformers():
+    """5 of 10 elements are three frequencies, and so six elements, in the order of the checkpoint."""
+    share = {"rope_parameters": {"partial_rotary_factor": 0.5}, "head_dim": 10}
+    arch = architecture_from_hf(read_golden("glm4").config | share)
+    mixer = arch.layers[0].mixer
+    assert mixer.rope.rotated(10) == 6
+    np.testing.assert_allclose(
+        mixer.rope.frequencies(10), 10_000.0 ** -np.array([0, 2 / 5, 4 / 5]), rtol=1e-6
+    )
+    query = next(name for name in tensor_names(arch) if name.name.endswith("0.self_attn.q_proj.bias"))
+    rows = query.rows(np.zeros(param_specs(arch)["layers"][0]["qkv_bias"].shape))[1]
+    assert rows[:10].tolist() == [0, 3, 1, 4, 2, 5, 6, 7, 8, 9]
+
+
 @pytest.mark.parametrize("case", SCORE_CASES)
 def test_a_model_with_a_score_head_is_written_as_a_classifier_of_one_label(case):
     read = read_score_golden(case).config
@@ -330,6 +372,52 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
         ),
         ({**GEMMA2_2B, "use_bidirectional_attention": True}, "only causal attention"),
         ({**GEMMA3_1B, "attn_logit_softcapping": 50.0}, "set it to null"),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": GEMMA3_1B,
+                "quantization_config": {"quant_method": "fp8"},
+            },
+            "quantised weights are not supported",
+        ),
+        (
+            {**LLAMA_32_1B, "model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval must be a positive number; got 0",
+        ),
+        (
+            {**GEMMA3_1B, "model_type": "gemma4_text", "num_kv_shared_layers": 27},
+            "num_kv_shared_layers must be less than num_hidden_layers, 26; got 27",
+        ),
+        (
+            {
+                **GEMMA3_1B,
+                "model_type": "gemma4_text",
+                "hidden_size_per_layer_input": 0,
+                "per_layer_config": {str(i): {"head_dim": 512 + i} for i in (5, 11, 17, 23, 25)},
+            },
+            "per_layer_config must be the same for all layers of full_attention",
+        ),
+        (
+            {
+                **GEMMA3_1B,
+                "model_type": "gemma4_text",
+                "per_layer_config": {"5": {"intermediate_size": 4}},
+            },
+            "per_layer_config.5.intermediate_size is not supported",
+        ),
+        (
+            {
+                **LLAMA_32_1B,
+                "model_type": "phi3",
+                "original_max_position_embeddings": 1,
+                "rope_scaling": {"type": "su", "short_factor": [1.0] * 32, "long_factor": [1.0] * 32},
+            },
+            "original_max_position_embeddings of 2 or more; got 1",
+        ),
+        (
+            {**LLAMA_32_1B, "rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "yarn needs a rope_theta above 1; got 1.0",
+        ),
     ],
 )
 def test_what_the_decoder_lacks_is_an_error(config, message):
@@ -433,7 +521,7 @@ def test_what_is_wrong_in_a_phi_config(changes, message):
         ({"num_kv_shared_layers": 4}, "layer_types must be a type of layer that has keys and values"),
         ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input must be vocab_size, 72"),
         ({"use_bidirectional_attention": "all"}, "only causal attention is supported"),
-        ({"num_kv_shared_layers": 5}, "layer_types must be"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers must be less than num_hidden_layers"),
     ],
 )
 def test_what_is_wrong_in_a_gemma_4_config(changes, message):

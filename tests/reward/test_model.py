@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from architectures import changed
 from classifiers import save_classifier
 from goldens import SCORE_CASES, read_score_golden, weights_crc
 from rollouts import make_rollouts
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from quatrain.config.schema import LogprobConfig, ModelConfig, RewardConfig
 from quatrain.forward.predict import sequence_scores
 from quatrain.forward.specs import CriticSpec
+from quatrain.models.rope import Rope
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.model import RewardModel, load_reward_models
 from quatrain.reward.scorer import RewardScorer
@@ -116,6 +118,20 @@ def test_a_model_with_fewer_positions_than_a_run_needs_is_told(copy, caplog):
         model = load(copy, longest=48)
     assert model.longest == 20
     assert "reads at most 20 tokens, and the longest sequence of this run has 48" in caplog.text
+
+
+def test_longropes_short_factors_score_no_longer_sequence_than_they_were_trained_for(
+    small_arch, tokenizer, tmp_path
+):
+    factors = (1.0,) * (small_arch.layers[0].mixer.head_dim // 2)
+    written = (("long_factor", factors), ("original_max_position_embeddings", 40), ("short_factor", factors))
+    rope = Rope(kind="longrope", original_max_position=40, written=written)
+    folder = save_classifier(tmp_path / "judge", changed(small_arch, rope=rope), tokenizer)
+    short, long = load(folder, longest=40), load(folder, longest=41)
+    assert (short.longest, long.longest) == (40, min(256, small_arch.max_position))
+    assert long.spec.arch.layers[0].mixer.rope.long
+    counts = short.score(make_rollouts(["b" * 60], ["Tom"])).counts
+    assert counts["too_long"] == 1
 
 
 def test_the_scorer_weighs_models_and_functions(classifier):

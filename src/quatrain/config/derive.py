@@ -83,8 +83,8 @@ def longest_sequence(config: Config) -> int:
 
 def longest_of_run(config: Config) -> int:
     """Length in tokens of the longest sequence in training and evaluation."""
-    evaluated = config.data.max_prompt_length + (config.eval.max_new_tokens or 0)
-    return max(longest_sequence(config), evaluated)
+    new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    return config.data.max_prompt_length + new + environment_tokens(config)
 
 
 class _Size(NamedTuple):

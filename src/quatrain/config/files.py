@@ -53,6 +53,8 @@ def _problem(detail: Mapping[str, Any]) -> str:
     key = ".".join(str(part)[:SHOWN_VALUE_LENGTH] for part in detail["loc"])
     if detail["type"] == "missing":
         return f"{key} must be given"
+    if detail["type"] == "extra_forbidden":
+        return f"{key} is not supported"
     # The configuration's rule for text has advice on YAML.
     said = "must be text" if detail["type"] == "string_type" else rule(detail)
     return f"{key} {said}, not {shown(detail['input'])}"

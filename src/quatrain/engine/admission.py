@@ -100,9 +100,10 @@ class Admission:
         self._bounds = (*shorter, longest)
 
     def _wanted(self) -> int:
-        """Slots of a replica for all that are unfinished."""
+        """Slots of a replica for all that are unfinished; the one that runs most may run more than its share."""
         demand = -(-self.scheduler.demand // self.scheduler.num_replicas)
-        return demand if self.most_slots is None else min(demand, self.most_slots)
+        wanted = demand if self.most_slots is None else min(demand, self.most_slots)
+        return max(wanted, self.scheduler.most_in_use[0])
 
     def may_widen(self, prompt_positions: int) -> bool:
         """Whether the prompt cache may have so many positions in this round; it then has."""
@@ -261,14 +262,17 @@ class Admission:
         shape = shape._replace(prefix_slots=prefix_slots)
         kept = shape._replace(prompt_positions=max(needed, self.shape.prompt_positions))
         most = self.room.fitting(kept.prompt_positions + self.room.ring(need.limit, need.limit))
-        if (shape.slots <= most or self.room.fits(kept)) and not (
-            self.max_new_tokens is None and kept.prompt_positions >= 4 * needed
+        least = max(scheduler.most_in_use[1], 1)
+        if (
+            (shape.slots <= most or self.room.fits(kept))
+            and self.room.fits(kept._replace(prefix_slots=least))
+            and not (self.max_new_tokens is None and kept.prompt_positions >= 4 * needed)
         ):
             shape = kept
         if not self.room.fits(shape):  # the memory is full: fewer prompts wait in it for a slot
             generated = shape._replace(prefix_slots=0).num_positions
             left = (self.room.num_positions - generated) // shape.prompt_positions
-            shape = shape._replace(prefix_slots=max(left, scheduler.most_in_use[1], 1))
+            shape = shape._replace(prefix_slots=max(left, least))
         assert self.room.fits(shape), (shape, self.room)
         return shape
 

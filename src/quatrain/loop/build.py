@@ -436,7 +436,7 @@ def build_scorer(
         config.model,
         mesh=loaded.meshes.reward,
         memory="host" if config.offload.reward_models else "device",
-        longest=longest_sequence(config),
+        longest=longest_of_run(config),
     )
     return RewardScorer(
         config.reward,

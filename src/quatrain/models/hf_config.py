@@ -93,7 +93,7 @@ class RopeParameters(RopeConfig):
     sliding_attention: RopeConfig | None = None
 
 
-class LayerConfig(Description):
+class LayerConfig(Description, extra="forbid"):
     """What some layers have otherwise."""
 
     head_dim: Annotated[int, Field(ge=1, le=2**12)] | None = None

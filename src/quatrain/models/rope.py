@@ -76,12 +76,16 @@ class Rope:
         return replace(self, long=tokens > self.original_max_position) if self.kind == "longrope" else self
 
     def rotated(self, head_dim: int) -> int:
-        """How many of a head's elements are rotated."""
+        """How many of a head's elements are rotated: pairs, of which the last may be half of one in R."""
+        return head_dim if self.kind == "proportional" else 2 * -(-self._dims(head_dim) // 2)
+
+    def _dims(self, head_dim: int) -> int:
+        """R of the frequencies, which may be odd."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
 
     def frequencies(self, head_dim: int) -> jax.Array:
         """[R/2] float32 angles per position."""
-        dims = self.rotated(head_dim)
+        dims = self._dims(head_dim)
         frequencies = 1.0 / self.theta ** (jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
         if self.kind == "default":
             return frequencies

@@ -45,7 +45,7 @@ class RewardModel:
     ):
         self.name, self.tokenizer, self.spec, self.max_tokens = name, tokenizer, spec, max_tokens
         self._planner = spec.planner(LogprobConfig(max_tokens_per_device=max_tokens))
-        self.longest = min(max_tokens, spec.arch.max_position)
+        self.longest = min(max_tokens, spec.arch.longest)
         """Tokens of the longest sequence that gets a score."""
         self._params = to_memory(memory, params)
 
@@ -65,7 +65,7 @@ class RewardModel:
         if tokens > self.longest:
             raise ValueError(
                 f"a prompt must fit into a reward model; this one has {tokens} tokens for {self.name}, which "
-                f"has {self.spec.arch.max_position} positions, and reward.model_max_tokens_per_device is "
+                f"has {self.spec.arch.longest} positions, and reward.model_max_tokens_per_device is "
                 f"{self.max_tokens}; remove the prompt, raise the budget or take another reward model"
             )
 

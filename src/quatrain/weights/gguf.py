@@ -233,6 +233,7 @@ def _architecture(header: GGUFHeader) -> Architecture:
     keys = checked(GGUFKeys, metadata, f"{header.path}, keys {prefix}…")
     special = checked(SpecialIds, header.metadata, str(header.path))
     _check_plain(header, gguf, metadata, keys)
+    rope = _rope(header, keys, tensors)
     config = {
         "model_type": family.model_type,
         "vocab_size": embeddings.shape[0],
@@ -244,7 +245,8 @@ def _architecture(header: GGUFHeader) -> Architecture:
         "head_dim": keys.head_dim,
         "max_position_embeddings": keys.context_length,
         "rms_norm_eps": keys.norm_eps,
-        **write_rope(_rope(header, keys, tensors)),
+        **write_rope(rope),
+        "partial_rotary_factor": rope.partial,
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,

@@ -119,8 +119,13 @@ def write_head_dim(arch: Architecture, *, always: bool = False) -> Json:
     return {} if usual and not always else {"head_dim": mixer.head_dim}
 
 
-def write_windows(arch: Architecture) -> Json:
-    """The type of each layer, and the sliding window of those that have one."""
+def write_windows(arch: Architecture, *, always: bool = False) -> Json:
+    """The type of each layer, and the sliding window of those that have one.
+
+    `always`: a size also where none has; transformers makes the mask of such windows for some families
+    anyway.
+    """
     windows = [kind.mixer.window for kind in arch.layers]
     types = [SLIDING if window else FULL for window in windows]
-    return {"layer_types": types, "sliding_window": next(filter(None, windows), None)}
+    size = next(filter(None, windows), arch.max_position if always else None)
+    return {"layer_types": types, "sliding_window": size}

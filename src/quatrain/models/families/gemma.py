@@ -60,13 +60,11 @@ def _read_3(c: HFConfig) -> Architecture:
 
 
 def _write(arch: Architecture) -> Json:
-    layer, windows = arch.layers[0], common.write_windows(arch)
+    layer = arch.layers[0]
     scalar = round(layer.mixer.query_scale**-2, 9)
-    # transformers makes masks of sliding windows for a Gemma model without any, and needs a size.
-    windows["sliding_window"] = windows["sliding_window"] or arch.max_position
     return {
         **common.write_attention(arch),
-        **windows,
+        **common.write_windows(arch, always=True),
         "hidden_activation": layer.mlp.activation,
         "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
         "attn_logit_softcapping": layer.mixer.softcap,

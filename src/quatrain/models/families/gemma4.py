@@ -22,7 +22,10 @@ def _read(c: HFConfig) -> Architecture:
     require(same, "vocab_size_per_layer_input", f"vocab_size, {c.vocab_size}", c.vocab_size_per_layer_input)
     types = c.layer_types or [SLIDING if (i + 1) % 6 else FULL for i in range(c.num_hidden_layers)]
     types = [*types[:-1], FULL]
-    own = next(iter((c.per_layer_config or {}).values()), None)
+    given, full_layers = c.per_layer_config or {}, {str(i) for i, kind in enumerate(types) if kind == FULL}
+    own = next(iter(given.values()), None)
+    alike = not given or (given.keys() == full_layers and all(other == own for other in given.values()))
+    require(alike, "per_layer_config", f"the same for all layers of {FULL}, and for no other", [*given])
     full_heads = (
         own.num_key_value_heads if own else c.num_global_key_value_heads if c.attention_k_eq_v else None
     )
@@ -57,6 +60,8 @@ def _read(c: HFConfig) -> Architecture:
 
 def _sharing(layers: list[LayerKind], reusing: int, wide: bool) -> list[LayerKind]:
     """The layers, of which the last `reusing` take keys and values of the last before them of their type."""
+    most = f"less than num_hidden_layers, {len(layers)}"
+    require(reusing < len(layers), "num_kv_shared_layers", most, reusing)
     first = len(layers) - reusing
     windows = [kind.mixer.window for kind in layers[:first]]
     for i in range(first, len(layers)):
@@ -76,7 +81,7 @@ def _write(arch: Architecture) -> Json:
     reusing = sum(kind.mixer.sharing == "reuses" for kind in arch.layers)
     block, first, last = arch.layers[0].layer_input, arch.layers[0].mlp, arch.layers[-1].mlp
     return {
-        **common.write_windows(arch),
+        **common.write_windows(arch, always=True),
         **write_rope(full.rope or Rope(), sliding.rope or Rope()),
         "attention_bias": sliding.qkv_bias,
         "head_dim": sliding.head_dim,

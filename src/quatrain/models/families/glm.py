@@ -9,8 +9,9 @@ from quatrain.models.architecture import PRE, Architecture, Norms
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
 from quatrain.models.families.gguf import GGUF
-from quatrain.models.families.ropes import read_rope
+from quatrain.models.families.ropes import read_rope, write_rope
 from quatrain.models.hf_config import HFConfig
+from quatrain.models.rope import Rope
 
 _BOTH: Norms = (
     ("attention_norm", "input_layernorm"),
@@ -26,7 +27,10 @@ def _read(c: HFConfig, *, family: str, norms: Norms) -> Architecture:
 
 
 def _write(arch: Architecture) -> Json:
-    return {**common.write_attention(arch), "hidden_act": arch.layers[0].mlp.activation}
+    rope = arch.layers[0].mixer.rope or Rope()
+    share: Json = {"partial_rotary_factor": rope.partial}  # also where it is 1: half is rotated without it
+    ropes = {**share, "rope_parameters": write_rope(rope)["rope_parameters"] | share}
+    return {**common.write_attention(arch), **ropes, "hidden_act": arch.layers[0].mlp.activation}
 
 
 _DEFAULTS: Json = {

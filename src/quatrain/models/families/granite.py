@@ -33,7 +33,7 @@ def _write(arch: Architecture) -> Json:
         "attention_multiplier": layer.mixer.query_scale,
         "residual_multiplier": layer.residual_scale,
         "embedding_multiplier": arch.embedding_scale,
-        "logits_scaling": round(1 / arch.logits_scale, 9),
+        "logits_scaling": float(f"{1 / arch.logits_scale:.12g}"),
     }
 
 

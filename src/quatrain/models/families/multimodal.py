@@ -10,7 +10,7 @@ from typing import Any
 
 MODEL_TYPES = frozenset({"gemma3", "gemma4", "mistral3"})
 """The `model_type` of their config.json, which has that of the text model in `text_config`."""
-_OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+_OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
 """Keys that count for the text model where its own configuration lacks them or the outer one has others."""
 _PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """How the names of its tensors begin, in folders that transformers 4 and 5 wrote."""

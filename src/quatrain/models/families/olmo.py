@@ -38,7 +38,7 @@ def _write(arch: Architecture) -> Json:
 def _write_3(arch: Architecture) -> Json:
     ropes = {kind.mixer.window is None: kind.mixer.rope or Rope() for kind in arch.layers}
     written = write_rope(ropes.get(True) or ropes[False], ropes.get(False) or ropes[True])
-    return {**_write(arch), **common.write_windows(arch), **written}
+    return {**_write(arch), **common.write_windows(arch, always=True), **written}
 
 
 _DEFAULTS: Json = {"eos_token_id": 50279, "pad_token_id": 1, "rms_norm_eps": 1e-5}

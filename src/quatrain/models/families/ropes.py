@@ -84,15 +84,16 @@ def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, 
         if low >= high:
             raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
         return Rope(**fields, **values)
-    given = rope.model_dump(
-        exclude_none=True, exclude={"type", "rope_type", "rope_theta", "partial_rotary_factor"}
-    )
+    apart = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+    given = rope.model_dump(exclude_none=True, exclude=apart)
     written = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     fields["written"] = tuple(sorted({**written, "original_max_position_embeddings": original}.items()))
     return _yarn(rope, fields) if kind == "yarn" else _longrope(rope, c, fields)
 
 
 def _yarn(rope: RopeConfig, fields: dict[str, Any]) -> Rope:
+    if fields["theta"] <= 1:
+        raise ValueError(f"yarn needs a rope_theta above 1; got {fields['theta']}")
     factor, values = rope.factor or 1.0, dict(fields["written"])
     return Rope(
         **fields,
@@ -108,7 +109,9 @@ def _yarn(rope: RopeConfig, fields: dict[str, Any]) -> Rope:
 def _longrope(rope: RopeConfig, c: HFConfig, fields: dict[str, Any]) -> Rope:
     original, short, long = fields["original_max_position"], rope.short_factor or [], rope.long_factor or []
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
-    expected = int(head_dim * fields["partial"]) // 2
+    expected = Rope(partial=fields["partial"]).rotated(head_dim) // 2
+    if original < 2:
+        raise ValueError(f"longrope needs an original_max_position_embeddings of 2 or more; got {original}")
     if (len(short), len(long)) != (expected, expected):
         raise ValueError(
             f"short_factor and long_factor of longrope need a number for each of the {expected} frequencies; "
@@ -128,6 +131,8 @@ def write_rope(rope: Rope, sliding: Rope | None = None) -> dict[str, Any]:
         written = {name: list(value) if isinstance(value, tuple) else value for name, value in rope.written}
     else:
         written = {name: getattr(rope, name) for name in ROPE_TYPES[rope.kind]}
+    if rope.kind == "proportional" and rope.factor != 1.0:
+        written["factor"] = rope.factor
     values = {"rope_type": rope.kind, **written}
     if rope.kind == "llama3":
         values["original_max_position_embeddings"] = rope.original_max_position

@@ -13,6 +13,7 @@ from quatrain.models.spec import require
 
 def _read(c: HFConfig) -> Architecture:
     layers, every, rope = c.num_hidden_layers, c.no_rope_layer_interval, read_rope(c)
+    require(every > 0 or bool(c.no_rope_layers), "no_rope_layer_interval", "a positive number", every)
     rotated = c.no_rope_layers or [int((i + 1) % every != 0) for i in range(layers)]  # 1: with rope
     require(len(rotated) >= layers, "no_rope_layers", f"a list of {layers} entries or more", rotated)
     window = c.sliding_window if c.use_sliding_window else None
