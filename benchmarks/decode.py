@@ -246,6 +246,9 @@ class Simulation:
             left[slot] = self.lengths[who.ticket][who.sample] - self.groups[who.ticket].turn_length(
                 who.sample
             )
+            positions = shape.rings[scheduler.place(slot)[0]].positions
+            length = self.groups[who.ticket].turn_length(who.sample)
+            assert length - 1 + min(TOKENS_PER_CALL, left[slot]) <= positions, "a slot is too short"
         steps = min(TOKENS_PER_CALL, max(left.values(), default=0))
         self.steps += steps
         self.slot_steps += steps * len(scheduler.slots)

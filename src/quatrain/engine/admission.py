@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from quatrain.engine.cache import CacheShape, Ring, Room
@@ -82,16 +83,20 @@ class Admission:
         return self.shape
 
     def ring_of(self, ticket: int, sample: int) -> int:
-        """The ring whose slots have room for the next call of a sample."""
-        return bisect_left(self._bounds, self._positions(ticket, sample))
+        """The ring for the next call of a sample; past all rings if none is long enough in this round."""
+        positions, rings = self._positions(ticket, sample), self.shape.rings
+        ring = bisect_left(self._bounds, positions)
+        return ring if ring < len(rings) and positions <= rings[ring].positions else len(rings)
 
     def _positions(self, ticket: int, sample: int) -> int:
         """Positions of a slot that a sample needs in the next call."""
-        return max(self.groups[ticket].turn_length(sample) - 1, 0) + TOKENS_PER_CALL
+        positions = max(self.groups[ticket].turn_length(sample) - 1, 0) + TOKENS_PER_CALL
+        return min(positions, self._bounds[-1])
 
     def _choose_rings(self) -> None:
         """One ring, if all that are unfinished fit into it; else several."""
-        limit = self.max_new_tokens or max((group.limit for group in self.groups.values()), default=1)
+        unfinished = (self.groups[ticket].limit for ticket in self.scheduler.unfinished)
+        limit = self.max_new_tokens or max(unfinished, default=1)
         longest = self.room.ring(limit, limit)
         shorter = [positions for positions in self.ring_positions if positions < longest]
         if shorter:
@@ -132,6 +137,14 @@ class Admission:
                     self.num_preempted += 1
             slots, prefix_slots = scheduler.most_in_use
             need = self._needed()
+
+    def _requeue_another(self, who: tuple[int, int]) -> bool:
+        """Preempts the sample with the fewest tokens beside `who`; whether there is another."""
+        another = min((w for w in self.scheduler.placed if w != who), key=self._by_tokens, default=None)
+        if another is not None:
+            self.scheduler.preempt(*another)
+            self.num_preempted += 1
+        return another is not None
 
     def _beyond(self, slots: int) -> list[tuple[int, int]]:
         """The samples to preempt so that so many run on each replica."""
@@ -215,7 +228,7 @@ class Admission:
         slots = max(slots, 1)
         rings: tuple[Ring, ...] = (Ring(slots, self._ring(need)),)
         if len(self._bounds) > 1:
-            rings = self._running(margin=False).rings or rings
+            rings = self._running(margin=False).rings
             slots = sum(ring.slots for ring in rings)
         prefix_slots = max(prefix_slots, slots if self.turns else 1)
         return CacheShape(rings, prefix_slots, self.room.context(need.context))
@@ -293,13 +306,13 @@ class Admission:
         in_use, new_groups = scheduler.most_in_use[1], 0
         running = {(who.ticket, who.sample) for who in scheduler.slots if who is not None}
         waiting = [(who, False) for who in scheduler.placed if who not in running]
-        queued = [
+        queued = (
             ((w.ticket, sample), True)
             for w in scheduler.queued
             for sample in (w.begun or range(w.num_waiting))
-        ]
+        )
         admitted: set[int] = set()
-        for who, is_queued in (*waiting, *queued):
+        for who, is_queued in chain(waiting, queued):
             ticket = who[0]
             has_tokens = not is_queued or scheduler.has_begun(ticket)
             positions = self._positions(*who) if has_tokens else TOKENS_PER_CALL
@@ -318,10 +331,10 @@ class Admission:
                 for slots in (more_now, more_ahead)
             )
             fits &= self.most_slots is None or more_now.most <= self.most_slots
-            if not fits and now.most:  # alone, the first one fits
+            if not fits and now.most:
                 break
-            if not fits and is_queued and scheduler.free_a_prefix_slot():
-                return self._sizes_in_rings()
+            if not fits and (scheduler.free_a_prefix_slot() or self._requeue_another(who)):
+                return self._sizes_in_rings()  # alone, the first one fits
             now, ahead, need, new_groups = more_now, more_ahead, longer, new
             admitted.add(ticket)
         scheduler.barred = next((w.ticket for w in scheduler.queued if w.ticket not in admitted), None)
@@ -369,7 +382,7 @@ class _Slots:
 
     @property
     def rings(self) -> tuple[Ring, ...]:
-        """The rings up to the last that is used."""
+        """The rings up to the last that is used; at least one slot."""
         each = zip(zip(*self.counts, strict=True), self._longest, self._bounds, strict=True)
         rings = [
             Ring(round_up(max(counts), minimum=1), self._room.ring(longest, bound)) if longest else Ring(0, 0)
@@ -377,4 +390,4 @@ class _Slots:
         ]
         while rings and not rings[-1].slots:
             rings.pop()
-        return tuple(rings)
+        return tuple(rings) or (Ring(1, self._room.ring(TOKENS_PER_CALL, self._bounds[0])),)

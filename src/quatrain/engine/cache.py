@@ -225,7 +225,7 @@ class Cache:
         if in_place:
             return position, Picked(None, None, np.arange(0)), more
         whole = [dict(pairs) for pairs in own or [[]] * self.num_replicas]
-        picked = np.array([each.get(to, 0) for each in whole for to in range(size)], np.int32)
+        picked = np.array([each.get(to, 0) for each in whole for to in range(size)])
         return position, Picked(picked, None, columns(ring)), more
 
     def resized(self, prompt_positions: int) -> Cache:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, TypeVar
@@ -290,6 +290,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Groups with unfinished samples, queued ones included."""
         return len(self._open)
+
+    @property
+    def unfinished(self) -> Iterable[int]:
+        """Tickets of groups with unfinished samples."""
+        return self._open.keys()
 
     @property
     def num_suspended(self) -> int:
