@@ -16,7 +16,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.engine import decode as decode_programs
 from quatrain.engine import session
 from quatrain.engine.admission import Admission
-from quatrain.engine.cache import CacheShape, Room
+from quatrain.engine.cache import CacheShape, Ring, Room
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import Group, prompt_positions
 from quatrain.engine.scheduler import Scheduler
@@ -199,7 +199,7 @@ def test_an_idle_replica_makes_no_room_on_another_for_a_long_prompt():
     """Of 4 + 1 samples 3 on each replica would fit, but 4 run on the first and stay there."""
     placed = Placed(Scheduler(4, 2), 2000)
     completions = [placed.submit(5) for _ in range(8)]
-    placed.scheduler.resize(4, 4)
+    placed.scheduler.resize((4,), 4)
     placed.scheduler.admit()
     placed.scheduler.fill()
     for completion in completions:
@@ -207,7 +207,7 @@ def test_an_idle_replica_makes_no_room_on_another_for_a_long_prompt():
     for slot in range(4, 8):
         placed.scheduler.finish(slot)
     placed.submit(200)
-    assert placed.admission.next_shape() == (4, 4, 32, 256)
+    assert placed.admission.next_shape() == CacheShape((Ring(4, 256),), 4, 32)
     assert placed.scheduler.barred == 8
     for slot in range(4):
         placed.scheduler.finish(slot)
@@ -218,13 +218,13 @@ def test_a_prompt_cache_that_was_wider_is_not_kept_where_prompts_in_use_do_not_f
     """One sample runs, another waits with its prompt in the cache, which a longer prompt has left."""
     placed = Placed(Scheduler(2), 700)
     running, _ = placed.submit(20), placed.submit(20)
-    placed.scheduler.resize(2, 2)
+    placed.scheduler.resize((2,), 2)
     placed.scheduler.admit()
-    placed.scheduler.resize(1, 2)
+    placed.scheduler.resize((1,), 2)
     placed.scheduler.fill()
     running.tokens = [0] * 130
-    placed.admission.shape = CacheShape(1, 2, 256, 128)
-    assert placed.admission.next_shape() == (1, 2, 32, 256)
+    placed.admission.shape = CacheShape((Ring(1, 128),), 2, 256)
+    assert placed.admission.next_shape() == CacheShape((Ring(1, 256),), 2, 32)
 
 
 def test_long_completions_need_few_more_steps_in_a_quarter_of_the_memory(decode):

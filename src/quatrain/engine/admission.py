@@ -105,7 +105,7 @@ class Admission:
         self._bounds = (*shorter, longest)
 
     def _wanted(self) -> int:
-        """Slots of a replica for all that are unfinished, or for those that one runs beyond its share."""
+        """Slots of a replica for all that are unfinished; one may run more than its share of them."""
         demand = -(-self.scheduler.demand // self.scheduler.num_replicas)
         wanted = demand if self.most_slots is None else min(demand, self.most_slots)
         return max(wanted, self.scheduler.most_in_use[0])
