@@ -309,3 +309,12 @@ def test_keys_that_are_read_in_blocks_give_the_same_tokens(make, monkeypatch, wi
     blocks = make(2 * SEQUENCE, window=window)
     same(blocks.run(), expected)
     assert blocks.stats.recomputed_tokens > 40
+
+
+@pytest.mark.parametrize("rings", [(), (16,)])
+def test_a_limit_between_two_calls(make, rings):
+    """The last call of a sequence ends at its limit, and its slot has no room for a whole one."""
+    options = {"max_new_tokens": 20, "stop_ids": ()}
+    expected = make(1 << 20, **options).run()
+    assert {len(completion.tokens) for completion in expected} == {20}
+    same(make(5 * (32 + 20), rings=rings, **options).run(), expected)

@@ -379,7 +379,10 @@ class Scheduler:
         prefix slot, the old index on its replica; for unused slots -1, for unused prefix slots 0."""
         prefix_slots_before = self.num_prefix_slots
         from_slots = self._resize_rings(tuple(rings))
-        from_prefix_slots, self.prefix_slots = self._compacted(self.prefix_slots, num_prefix_slots)
+        if num_prefix_slots == prefix_slots_before:
+            from_prefix_slots = [*range(num_prefix_slots)] * self.num_replicas
+        else:
+            from_prefix_slots, self.prefix_slots = self._compacted(self.prefix_slots, num_prefix_slots)
         moved = {}
         for prefix_slot, (ticket, old) in enumerate(zip(self.prefix_slots, from_prefix_slots, strict=True)):
             if ticket is not None:

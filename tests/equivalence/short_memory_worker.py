@@ -1,0 +1,57 @@
+"""Samples of engines with little memory, on meshes of 4 simulated devices; writes them to the file argv[1].
+
+The other arguments are MESH/POSITIONS/RINGS/CHANCE: the positions of a replica's cache, those of its rings
+before the last, and how often a sample is preempted in a round.
+"""
+
+import sys
+
+import jax
+import numpy as np
+from tiny_qwen2 import tiny_qwen2
+
+from quatrain.config.mesh import MeshShape
+from quatrain.config.schema import RolloutConfig
+from quatrain.engine.engine import RolloutEngine
+from quatrain.models.kv_cache import bytes_per_position
+from quatrain.models.params import init_params
+from quatrain.parallel.mesh import make_mesh
+from quatrain.types.batches import Prompt
+
+ARCH = tiny_qwen2(num_layers=1)
+LENGTHS = (3, 1, 9, 2100, *range(1, 9))
+
+
+class _WithoutText:
+    def decode(self, tokens, skip_special_tokens):
+        return ""
+
+
+def sampled(case: str) -> dict[str, np.ndarray]:
+    sizes, positions, rings, chance = case.split("/")
+    shape, draw = MeshShape(*map(int, sizes.split(","))), np.random.default_rng(0)
+    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    config = RolloutConfig(n=3, max_new_tokens=100, temperature=0.9)
+    memory = int(positions) * bytes_per_position(ARCH, "float32", shape.tp)
+    settings = {"stop_ids": tuple(range(0, 64, 25)), "seed": 11, "mesh": mesh, "cache_bytes": memory}
+    engine = RolloutEngine(ARCH, config, _WithoutText(), **settings)
+    engine.sync_weights(init_params(ARCH, jax.random.key(0), mesh=mesh), 1)
+    prompts = [Prompt(i, draw.integers(1, 64, size, np.int32), "") for i, size in enumerate(LENGTHS)]
+    ticket = engine.submit(prompts, step=3)
+    engine._session._admission.ring_positions = tuple(map(int, filter(None, rings.split(","))))
+    while not engine.finished(ticket):
+        for who in engine._session._scheduler.placed:
+            if draw.random() < float(chance):
+                engine._session._scheduler.preempt(*who)
+        engine.advance()
+    recomputed = np.array(engine.stats.recomputed_tokens)
+    completions = [completion for _, completion in engine.take(ticket)[0]]
+    tokens, logprobs = (
+        np.concatenate([getattr(c, name) for c in completions]) for name in ("tokens", "logprobs")
+    )
+    return {"tokens": tokens, "logprobs": logprobs, "recomputed": recomputed}
+
+
+if __name__ == "__main__":
+    found = {f"{case} {name}": value for case in sys.argv[2:] for name, value in sampled(case).items()}
+    np.savez(sys.argv[1], **found)

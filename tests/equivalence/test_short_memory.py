@@ -1,0 +1,33 @@
+"""Preempted samples, rings of several lengths and a prompt in parts, on meshes: the tokens of one device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+WORKER = Path(__file__).parent / "short_memory_worker.py"
+ENOUGH = "1,1,1/1000000//0"
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["2,1,2/3300/32,64/0.1"],
+        pytest.param(["4,1,1/3300/32,64/0.2", "1,2,2/3300//0.2", "1,1,1/6000/32/0"], marks=pytest.mark.slow),
+    ],
+)
+def test_with_little_memory_tokens_are_those_of_one_device_with_enough(tmp_path, cases):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    target = tmp_path / "results.npz"
+    subprocess.run([sys.executable, WORKER, target, ENOUGH, *cases], env=environment, check=True)
+    with np.load(target) as results:
+        assert results[f"{ENOUGH} recomputed"] == 0
+        for case in cases:
+            np.testing.assert_array_equal(results[f"{case} tokens"], results[f"{ENOUGH} tokens"])
+            wanted = results[f"{ENOUGH} logprobs"]
+            np.testing.assert_allclose(results[f"{case} logprobs"], wanted, atol=1e-4, err_msg=case)
+            assert results[f"{case} recomputed"] > 0 or case.endswith("/0")
