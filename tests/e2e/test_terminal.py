@@ -6,11 +6,13 @@ import re
 import sys
 import termios
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 
 from quatrain.loop.train import train
+from quatrain.update.learner import Learner
 from tests.runs import small_run
 
 COLUMNS = 80
@@ -46,6 +48,14 @@ def terminal(monkeypatch):
 
 @pytest.mark.usefixtures("narrow_model")
 def test_nothing_is_wider_than_the_terminal_and_the_log_has_the_steps(tmp_path, monkeypatch):
+    plain_step = Learner.step
+
+    def slow_step(self, state, batch):
+        """So long that the lines below are drawn while it runs."""
+        time.sleep(0.5)
+        return plain_step(self, state, batch)
+
+    monkeypatch.setattr(Learner, "step", slow_step)
     options = ("sft.steps=0", "eval.every_steps=1")
     with terminal(monkeypatch) as begun:
         run = train(small_run(tmp_path, "narrow", *options, "run.steps=2")).run
