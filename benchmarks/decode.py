@@ -197,7 +197,9 @@ class Simulation:
         self.admission = Admission(
             self.scheduler, room, self.groups, size, slots, limit, turns=False, ring_positions=ring_positions
         )
-        self.steps = self.slot_steps = self.tokens = self.recomputed = self.read = self.peak = 0
+        self.steps = self.ring_steps = self.slot_steps = self.tokens = self.recomputed = self.read = (
+            self.peak
+        ) = 0
         ids = np.ones(prompt, np.int32)
         for number in range(len(lengths)):
             group = Group.of(Prompt(number, ids, ""), 0, range(size), limit)
@@ -209,6 +211,7 @@ class Simulation:
             self.round()
         return {
             "decode steps": self.steps,
+            "decode steps, each ring by itself": self.ring_steps,
             "slots times steps": self.slot_steps,
             "wasted decode": 1 - self.tokens / max(self.slot_steps, 1),
             "positions read per position used": self.read
@@ -251,6 +254,7 @@ class Simulation:
             assert length - 1 + min(TOKENS_PER_CALL, left[slot]) <= positions, "a slot is too short"
         steps = min(TOKENS_PER_CALL, max(left.values(), default=0))
         self.steps += steps
+        self.ring_steps += steps * len({scheduler.place(slot)[0] for slot, _ in running})
         self.slot_steps += steps * len(scheduler.slots)
         slots = sum(ring.slots * ring.positions for ring in shape.rings)
         self.read += steps * scheduler.num_replicas * slots

@@ -6,7 +6,10 @@ of all slots. Weights may change between rounds.
 
 Between two turns a sample has no slot. Its keys and values, those of its prompt included, are moved to a
 prefix slot of the prompt cache, where the next turn finds them. Other turns may take the prefix slot if none
-is free; then the next turn computes them again."""
+is free; then the next turn computes them again.
+
+A sample that is preempted (`admission.py`) keeps its tokens alone. When it has a slot again, its prompt is
+computed unless its group has it still, and then its own tokens, into the slot."""
 
 from __future__ import annotations
 
