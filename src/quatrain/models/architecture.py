@@ -168,6 +168,11 @@ class Architecture:
         return tuple(numbers)
 
     @property
+    def num_caches(self) -> int:
+        """The number of layers that have a cache."""
+        return max(self.cached) + 1
+
+    @property
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)

@@ -102,7 +102,7 @@ def prefill(
 
         return attend
 
-    inputs, caches = (input_ids[None], positions[None]), [None] * (max(arch.cached) + 1)
+    inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_caches
     hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
     return hidden[0], CachePart.of_layers(new)
 

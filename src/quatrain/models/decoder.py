@@ -80,7 +80,7 @@ def forward(
         # backward pass; with it, only queries, keys and values are kept.
         return jax.checkpoint(attend) if remat == "dots" and attention != "xla" else attend
 
-    tokens, caches = (input_ids, positions), [None] * (max(arch.cached) + 1)
+    tokens, caches = (input_ids, positions), [None] * arch.num_caches
     return run_layers(params, arch, *tokens, attend_of, caches, dtype=dtype, remat=remat, backend=backend)[0]
 
 

@@ -71,7 +71,7 @@ def empty_layer(
 
 def empty_cache(arch: Architecture, slots: int, positions: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
     """A cache of zeros with `slots` slots on each replica (data shard) of `mesh`."""
-    layers = range(max(arch.cached) + 1)
+    layers = range(arch.num_caches)
     return CachePart.of_layers(empty_layer(arch, i, slots, positions, dtype, mesh) for i in layers)
 
 

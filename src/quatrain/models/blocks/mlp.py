@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, D hidden, F columns of the MLP on this `tp` device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +51,8 @@ class Dense:
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
         parts = {"gate_up_proj": ...} if self.fused else {"gate_proj": np.s_[0], "up_proj": np.s_[1]}
-        tensors = linear_tensors("mlp.down_proj", "down", bias=self.bias)
-        for name, part in reversed(parts.items()):
-            tensors = linear_tensors(f"mlp.{name}", "gate_up", part, bias=self.bias) + tensors
-        return tensors
+        gate_up = (linear_tensors(f"mlp.{x}", "gate_up", part, bias=self.bias) for x, part in parts.items())
+        return [*chain(*gate_up), *linear_tensors("mlp.down_proj", "down", bias=self.bias)]
 
     def run(self, x_BTD: jax.Array, enter: Enter, run: LayerRun) -> jax.Array:
         """The MLP of `enter(x)`: [B, T, D], summed over the columns of all `tp` devices."""
