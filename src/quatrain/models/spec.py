@@ -6,7 +6,9 @@ Data flow: blocks and `Architecture` -> `ParamSpec`s and `TensorName`s -> `param
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -94,6 +96,12 @@ def linear_tensors(module: str, param: str, part: Any = ..., *, bias: bool) -> l
     """The weight of the linear module `module`, a slice of matrix `param`, and its bias if it has one."""
     weight = TensorName(f"{module}.weight", (param,), part, vector=False)
     return [weight, TensorName(f"{module}.bias", (f"{param}_bias",), part)][: 1 + bias]
+
+
+def part_tensors(block: str, param: str, parts: Mapping[str, Any], *, bias: bool) -> list[TensorName]:
+    """The tensors of the linear modules of `block` that are parts of one matrix `param`."""
+    names = (linear_tensors(f"{block}.{name}", param, part, bias=bias) for name, part in parts.items())
+    return [*chain(*names)]
 
 
 def require(holds: bool, name: str, expected: str, got: object) -> None:

@@ -18,7 +18,7 @@ from jax import lax
 from quatrain.models.blocks.layer_run import Costs, Enter, LayerRun
 from quatrain.models.layers import Layer, Norm, rms_norm
 from quatrain.models.rope import Angles, Rope, rotate
-from quatrain.models.spec import LORA_A, LORA_B, ParamSpec, TensorName, linear_tensors, require
+from quatrain.models.spec import LORA_A, LORA_B, ParamSpec, TensorName, linear_tensors, part_tensors, require
 from quatrain.parallel.axes import TP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 
@@ -104,20 +104,16 @@ class Attention:
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
         elements, queries = self._elements, self.num_heads // self.num_kv_heads
-        parts = {
+        apart = {
             "q_proj": np.s_[:, :queries, *elements],
             "k_proj": np.s_[:, queries, *elements],
             "v_proj": np.s_[:, -1],
         }
-        tensors = [
-            tensor
-            for name in [*parts][: 1 + self._others]
-            for tensor in linear_tensors(f"self_attn.{name}", "qkv", parts[name], bias=self.qkv_bias)
-        ]
+        parts = {name: apart[name] for name in [*apart][: 1 + self._others]}
         if self.fused:
-            tensors = linear_tensors("self_attn.qkv_proj", "qkv", self._one_after_another, bias=self.qkv_bias)
+            parts = {"qkv_proj": self._one_after_another}
         return [
-            *tensors,
+            *part_tensors("self_attn", "qkv", parts, bias=self.qkv_bias),
             *linear_tensors("self_attn.o_proj", "o", bias=self.output_bias),
             *(TensorName(f"self_attn.{name}.weight", (name,)) for name in self._norms),
         ]

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, D hidden, F columns of the MLP on this `tp` device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 
 from quatrain.models.blocks.layer_run import Costs, Enter, LayerRun
 from quatrain.models.layers import Layer
-from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, require
+from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, part_tensors, require
 from quatrain.parallel.axes import TP
 from quatrain.parallel.collectives import psum_backward
 
@@ -51,8 +50,8 @@ class Dense:
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
         parts = {"gate_up_proj": ...} if self.fused else {"gate_proj": np.s_[0], "up_proj": np.s_[1]}
-        gate_up = (linear_tensors(f"mlp.{x}", "gate_up", part, bias=self.bias) for x, part in parts.items())
-        return [*chain(*gate_up), *linear_tensors("mlp.down_proj", "down", bias=self.bias)]
+        gate_up = part_tensors("mlp", "gate_up", parts, bias=self.bias)
+        return [*gate_up, *linear_tensors("mlp.down_proj", "down", bias=self.bias)]
 
     def run(self, x_BTD: jax.Array, enter: Enter, run: LayerRun) -> jax.Array:
         """The MLP of `enter(x)`: [B, T, D], summed over the columns of all `tp` devices."""
