@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
-from quatrain.types.batches import AdvantagedBatch, RolloutBatch
+from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 
 def make_rollouts(
@@ -36,3 +36,13 @@ def at_version(batch: AdvantagedBatch, version: int) -> AdvantagedBatch:
     versions = np.where(batch.rollouts.completion_mask, version, -1).astype(np.int32)
     rollouts = replace(batch.rollouts, policy_version=versions)
     return replace(batch, rewarded=replace(batch.rewarded, rollouts=rollouts))
+
+
+def take_rows(batch: RewardedBatch, rows: np.ndarray) -> RewardedBatch:
+    """The sequences `rows` of `batch`, in this order."""
+
+    values = {each.name: getattr(batch.rollouts, each.name) for each in fields(batch.rollouts)}
+    taken = {name: value[rows] for name, value in values.items() if isinstance(value, np.ndarray)}
+    taken |= {name: tuple(values[name][row] for row in rows) for name in ("prompts", "completions")}
+    rollouts, raw = replace(batch.rollouts, **taken), batch.rewards_per_function[:, rows]
+    return replace(batch, rollouts=rollouts, rewards=batch.rewards[rows], rewards_per_function=raw)

@@ -166,6 +166,9 @@ def changes_token_rewards(rewards, token_rewards):
 
 def without_rewards(group_ids):
     return group_ids * 1.0
+
+def of_tokens_and_episodes(rewards, completion_mask, episode_ids):
+    return rewards + 10 * episode_ids
 """
 
 
@@ -196,6 +199,21 @@ def test_an_estimator_of_ones_own_gives_a_number_to_each_token(own):
     assert results["advantage/mean"] == pytest.approx(8 / 8)  # the eight tokens with a reward
     assert results["advantage/max"] == 3
     assert results["advantage/zero_signal_fraction"] == pytest.approx(1 / 3)
+
+
+def test_an_estimator_of_ones_own_gets_episodes_of_several_rows(own):
+    """One item for each episode; with tokens, the rows and their episodes, if it takes these."""
+    batch = rewarded([4, 1, 4, 2, 5], [5, 5, 5, 8, 8], MASK)
+    batch = replace(batch, rollouts=replace(batch.rollouts, episode_ids=np.array([7, 1, 7, 3, 9])))
+    advantaged = own("ranks", args={"power": 1.0}).estimate(batch)  # of 1, 2, 4 and 5
+    assert advantaged.advantages.max(axis=1).tolist() == [2, 0, 2, 1, 3]
+    assert advantaged.metrics["advantage/mean"].result() == 1.5
+    advantaged = own("of_tokens_and_episodes").estimate(batch)
+    assert advantaged.advantages.max(axis=1).tolist() == [24, 1, 24, 12, 35]
+    with pytest.raises(
+        ValueError, match=r"by_position' takes arrays of tokens.*must take `episode_ids` \[B\]"
+    ):
+        own("by_position").estimate(batch)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,17 @@ def test_a_greedy_completion_of_another_reward_is_a_signal(source, tokenizer):
     assert groups_with_signal(replace(batch, baseline_rewards=greedy)) == [2]
 
 
+def test_episodes_of_several_batches_stay_apart(source, tokenizer):
+    given = Given(lambda group: True, tokenizer)
+    first, second = given.sample(source.take(0, 2)), given.sample(source.take(2, 2))
+    of_two_rows = replace(first.rollouts, episode_ids=np.array([7, 7, 7, 1, 1, 2]))
+    first = replace(first, rollouts=of_two_rows, rewards=np.float32([0, 0, 0, 1, 1, 2]))
+    joined = join_groups([first, second], [1, 3, 0]).rollouts
+    assert joined.group_ids.tolist() == [1, 1, 1, 3, 3, 3, 0, 0, 0]
+    assert len(joined.episodes.first_rows) == 6
+    assert [len(set(part)) for part in np.split(joined.episodes.of_row, 3)] == [2, 3, 1]
+
+
 def test_batches_are_joined_before_their_tokens_are_scored(source, tokenizer):
     given = Given(lambda group: True, tokenizer)
     batch = given.sample(source.take(0, 2))

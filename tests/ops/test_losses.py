@@ -257,6 +257,22 @@ def test_token_weights(name, first_row, second_row):
     assert weights.dtype == np.float32
 
 
+@pytest.mark.parametrize(
+    ("name", "episode", "other"),
+    [
+        ("token_mean", 1 / 5, 1 / 5),
+        ("seq_mean_token_mean", 1 / 8, 1 / 2),
+        ("seq_mean_token_sum", 1 / 2, 1 / 2),
+        ("seq_mean_token_sum_norm", 1 / 20, 1 / 20),  # L = 10
+    ],
+)
+def test_token_weights_of_episodes_of_several_rows(name, episode, other):
+    """Rows 0 and 2 are one episode of four tokens, row 1 is another of one, and row 3 has none."""
+    mask = np.array([[0, 1, 1, 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], bool)
+    weights = token_weights(name, mask, 10, np.array([9, 4, 9, 5]))
+    np.testing.assert_array_equal(weights, np.float32(mask * np.array([[episode], [other], [episode], [0]])))
+
+
 @given(mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=6)))
 def test_rows_without_completion_tokens_change_nothing(mask):
     padded = np.concatenate([mask, np.zeros((3, mask.shape[1]), bool)])

@@ -15,11 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from episode_trees import MOST_NEW_TOKENS, draw_episodes, episode_gradients, leaf_rows
 from goldens import CASES, GOLDEN, Golden, golden_gradients, probes, read_golden
 from make_goldens import tensors_of
 
 LARGEST = 1e-4
 """Of a tensor's differences, as a share of the norm of its gradient."""
+LARGEST_OF_EPISODES = 1e-5
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
 
 def main() -> None:
@@ -27,18 +30,28 @@ def main() -> None:
     kept = {}
     for case in CASES:
         golden = read_golden(case)
-        theirs, ours = torch_gradients(golden), golden_gradients(golden)
-        assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
-        off = {name: np.abs(ours[name] - g).max() / np.linalg.norm(g) for name, g in theirs.items()}
-        worst = max(off, key=lambda name: off[name])
-        assert off[worst] < LARGEST, f"{case}: the gradients of {worst} differ by {off[worst]}"
-        kept[case] = probes(theirs)
-        print(f"{case}: {len(off)} gradients, the largest difference {off[worst]:.1e} of the norm ({worst})")
+        kept[case] = compared(case, torch_gradients(golden), golden_gradients(golden), LARGEST)
+    for aggregation in AGGREGATIONS:
+        case = f"episodes_{aggregation}"
+        ours = episode_gradients(aggregation, leaf_rows(draw_episodes(8), owners=1))
+        kept[case] = compared(case, torch_episode_gradients(aggregation), ours, LARGEST_OF_EPISODES)
     np.savez_compressed(GOLDEN / "gradients.npz", **kept)
 
 
-def torch_gradients(golden: Golden) -> dict[str, np.ndarray]:
-    """The gradient of each tensor of the mean cross-entropy of all tokens with a predecessor, by torch."""
+def compared(
+    case: str, theirs: dict[str, np.ndarray], ours: dict[str, np.ndarray], largest: float
+) -> np.ndarray:
+    """What is kept of the gradients by torch; raises AssertionError where ours differ by more."""
+    assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
+    off = {name: np.abs(ours[name] - g).max() / np.linalg.norm(g) for name, g in theirs.items()}
+    worst = max(off, key=lambda name: off[name])
+    assert off[worst] < largest, f"{case}: the gradients of {worst} differ by {off[worst]}"
+    print(f"{case}: {len(off)} gradients, the largest difference {off[worst]:.1e} of the norm ({worst})")
+    return probes(theirs)
+
+
+def torch_model(golden: Golden) -> torch.nn.Module:
+    """The model of transformers with the weights of `golden`."""
     config = AutoConfig.for_model(**golden.config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for module in model.modules():
@@ -48,11 +61,38 @@ def torch_gradients(golden: Golden) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for name, tensor in tensors_of(model).items():
             tensor.copy_(torch.from_numpy(weights[name]))
+    return model
+
+
+def torch_gradients(golden: Golden) -> dict[str, np.ndarray]:
+    """The gradient of each tensor of the mean cross-entropy of all tokens with a predecessor, by torch."""
+    model = torch_model(golden)
     inputs = {name: torch.from_numpy(value) for name, value in golden.inputs.items()}
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     real = inputs["attention_mask"][:, 1:] * inputs["attention_mask"][:, :-1] > 0
     loss = torch.nn.functional.cross_entropy(logits[real], inputs["input_ids"][:, 1:][real])
     loss.backward()
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+def torch_episode_gradients(aggregation: str) -> dict[str, np.ndarray]:
+    """As `episode_gradients` of `draw_episodes(8)`, in float64: the sum over the turns, one after another."""
+    model = torch_model(read_golden("qwen2")).double()
+    episodes = draw_episodes(8)
+    lengths = [sum(len(turn.sampled) for turn in episode.turns) for episode in episodes]
+    for episode, length in zip(episodes, lengths, strict=True):
+        weight = {
+            "token_mean": 1 / sum(lengths),
+            "seq_mean_token_mean": 1 / (length * len(episodes)),
+            "seq_mean_token_sum": 1 / len(episodes),
+            "seq_mean_token_sum_norm": 1 / (len(episodes) * MOST_NEW_TOKENS),
+        }[aggregation]
+        for number, turn in enumerate(episode.turns):
+            context, sampled = episode.context(number), torch.tensor(turn.sampled)
+            ids = torch.tensor([[*context, *turn.sampled]])
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1]
+            logprobs = torch.log_softmax(logits, dim=-1).gather(1, sampled[:, None])
+            (-weight * episode.reward * logprobs.sum()).backward()
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 

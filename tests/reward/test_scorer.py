@@ -19,6 +19,7 @@ from quatrain.reward import calls
 from quatrain.reward import scorer as scorer_module
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import RolloutBatch
+from quatrain.types.metrics import Metric
 
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
@@ -191,6 +192,29 @@ def test_token_ids_and_finish_reasons_are_those_of_the_policy(tmp_path):
     assert seen == [([[1, 3], [6, 7, 8]], ["stop", "length"])]
     assert all(type(token) is int for ids in seen[0][0] for token in ids)
     assert all(type(reason) is str for reason in seen[0][1])
+
+
+def test_an_episode_of_several_rows_is_scored_once(tmp_path):
+    """By its first row, and the tokens that the policy sampled in all of them; metrics count episodes."""
+    source = (
+        "seen = []\n"
+        "def see(completions, completion_ids, answer):\n"
+        "    seen.append((completions, completion_ids, answer))\n"
+        "    return [float(len(ids)) for ids in completion_ids]\n"
+    )
+    rollouts = make_rollouts(["last", "other", "earlier"], answer=["1", "2", "3"])
+    rollouts = replace(
+        rollouts,
+        input_ids=np.array([[9, 4], [9, 5], [9, 6]], np.int32),
+        group_ids=np.array([3, 3, 3]),
+        episode_ids=np.array([8, 5, 8]),
+    )
+    scorer = make_scorer(tmp_path, source, "see", workers=0)
+    batch = scorer.score(rollouts)
+    seen = scorer._functions[0].submit.args[0].__globals__["seen"]
+    assert seen == [(["other", "last"], [[5], [4, 6]], ["2", "1"])]
+    assert batch.rewards.tolist() == [2, 1, 2]
+    assert batch.metrics["reward/mean"] == Metric(3.0, 2)
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "finish_reasons"])

@@ -97,11 +97,31 @@ def test_batches_compare_by_identity():
         (with_value("rollout_logprobs", (0, 2), -np.inf), "rollout_logprobs: expected finite values"),
         (with_value("policy_version", (0, 0), 3), "policy_version: expected -1 outside completion_mask"),
         (with_value("policy_version", (0, 2), -1), "policy_version: expected >= 0 on completions; got -1"),
+        ({"episode_ids": np.array([1, 1], np.int32)}, "episode_ids: expected dtype int64; got dtype int32"),
+        ({"episode_ids": np.array([1, 1])}, "episode_ids: expected one of finish_reason for the rows"),
+        (
+            {"episode_ids": np.array([1, 1]), "group_ids": np.array([4, 5])},
+            "episode_ids: expected one of group_ids for the rows of an episode; got two in one episode",
+        ),
+        (
+            {"episode_ids": np.array([1, 2]), "baseline": RolloutBatch(**fields())},
+            "baseline: expected none beside episodes of several rows; got one",
+        ),
     ],
 )
 def test_a_rollout_batch_refuses(changes, message):
     with pytest.raises(ValueError, match=f"rollout stage, field .*{message}"):
         rollouts(**changes)
+
+
+def test_episodes_of_several_rows():
+    assert rollouts().episodes.of_row.tolist() == rollouts().episodes.first_rows.tolist() == [0, 1]
+    same = rollouts(episode_ids=np.array([9, 9]), finish_reason=np.array(["stop", "stop"]))
+    assert same.episodes.of_row.tolist() == [0, 0]
+    assert same.episodes.first_rows.tolist() == [0]
+    assert same.episodes.total(same.completion_lengths).tolist() == [3]
+    with pytest.raises(ValueError, match="rewards: expected one reward for the rows of an episode; got two"):
+        RewardedBatch(same, np.float32([1, 2]), np.float32([[1, 2]]), ("r",))
 
 
 def test_groups_need_not_be_neighbours_and_may_share_a_prompt():

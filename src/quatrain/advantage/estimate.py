@@ -12,17 +12,21 @@ import numpy as np
 
 from quatrain.config.schema import AdvantageConfig
 from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, TokenAdvantages
-from quatrain.types.batches import ENVIRONMENT, FAULTS, AdvantagedBatch, RewardedBatch
+from quatrain.types.batches import ENVIRONMENT, FAULTS, AdvantagedBatch, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric, describe
 from quatrain.workers.user_code import find_function, own_arguments
 
-INPUTS = ("rewards", "group_ids", "completion_mask", "token_rewards", "values", "baseline_rewards")
-"""What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; [B, T] bool; both [B, T]
-float32 and 0 outside the completion mask, rewards of single tokens and a critic's values; and [B] float32,
-the reward of the greedy completion of the same prompt.
+TOKEN_INPUTS = ("completion_mask", "token_rewards", "values")
+"""[B, T] bool; both [B, T] float32 and 0 outside the completion mask: rewards of single tokens and a critic's
+values."""
+INPUTS = ("rewards", "group_ids", *TOKEN_INPUTS, "baseline_rewards", "episode_ids")
+"""What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; TOKEN_INPUTS; [B]
+float32, the reward of the greedy completion of the same prompt; and [B] int64, equal in the rows of one
+episode.
 
-For an estimator that does not name `token_rewards`, `rewards` includes their sum over the sequence. For one
+For an estimator that does not name `token_rewards`, `rewards` includes their sum over the episode. For one
 that does, what an environment gave for a turn is a reward of the turn's last token, and no part of `rewards`.
+Where an episode has several rows, an estimator that names no input of tokens gets one item for each episode.
 """
 
 BROUGHT_BY = {
@@ -43,6 +47,7 @@ class AdvantageEstimator:
 
     def __init__(self, config: AdvantageConfig):
         self._name = f"advantage estimator {config.estimator!r}"
+        self._is_built_in = config.estimator in ADVANTAGE_ESTIMATORS
         self._function = find_function(config.estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
         given = dict(config.args)
         if config.scale is not None:
@@ -60,9 +65,9 @@ class AdvantageEstimator:
                 f"{self._name} must take `rewards`; it takes {inspect.signature(self._function)}; "
                 f"its inputs are {', '.join(INPUTS)}"
             )
-        if config.estimator in ADVANTAGE_ESTIMATORS:  # called on two groups, to check the ranges of arguments
+        if self._is_built_in:  # called on two groups, to check the ranges of arguments
             rows, tokens = np.zeros(4, np.float32), np.zeros((4, 1), np.float32)
-            example = rows, np.array([0, 0, 1, 1]), tokens == 0, tokens, tokens, rows
+            example = rows, np.array([0, 0, 1, 1]), tokens == 0, tokens, tokens, rows, np.arange(4)
             try:
                 self._call(dict(zip(INPUTS, example, strict=True)))
             except ValueError as error:
@@ -81,36 +86,61 @@ class AdvantageEstimator:
         inputs, or returns another shape or a value that is not finite.
         """
         rollouts = rewarded.rollouts
-        mask, groups = rollouts.completion_mask, rollouts.group_ids
-        returned = self._returned(rewarded)
+        mask, groups, (of_row, first_rows) = rollouts.completion_mask, rollouts.group_ids, rollouts.episodes
+        by_episode = self._by_episode(rollouts)
+        returned = self._returned(rewarded, first_rows if by_episode else np.arange(len(mask)))
         returns = None
         if isinstance(returned, TokenAdvantages):
             returned, returns = returned
             returns = np.where(mask, self._checked(returns, "returns", mask, (mask.shape,)), np.float32(0))
-        estimated = self._checked(returned, "advantages", mask, (mask.shape[:1], mask.shape))
+        shapes = ((len(first_rows),),) if by_episode else (mask.shape[:1], mask.shape)
+        estimated = self._checked(returned, "advantages", mask, shapes)
+        estimated = estimated[of_row] if by_episode else estimated
         advantages = np.where(mask, estimated.reshape(len(mask), -1), np.float32(0))
         scored = ~np.isnan(rewarded.rewards)
-        described = estimated[scored] if estimated.ndim == 1 else advantages[mask & scored[:, None]]
+        once = first_rows[scored[first_rows]]
+        described = estimated[once] if estimated.ndim == 1 else advantages[mask & scored[:, None]]
         metrics = describe("advantage", described, ("mean", "std", "min", "max"))
         signal = np.asarray((estimated if estimated.ndim == 1 else advantages.any(axis=1)) != 0)
         num_groups, num_with_signal = (len(np.unique(ids)) for ids in (groups, groups[signal]))
         metrics["advantage/zero_signal_fraction"] = Metric(num_groups - num_with_signal, num_groups)
         return AdvantagedBatch(rewarded, advantages, metrics, returns)
 
-    def _returned(self, rewarded: RewardedBatch) -> Any:
-        """What the estimator returns for its inputs, unchecked."""
+    def _by_episode(self, rollouts: RolloutBatch) -> bool:
+        """Whether the estimator gets one item for each episode, not for each row.
+
+        Raises ValueError for a user's that takes tokens, and not the ids of episodes that have several rows.
+        """
+        if rollouts.episode_ids is None or "episode_ids" in self.inputs:
+            return False
+        takes_tokens = any(name in self.inputs for name in TOKEN_INPUTS)
+        if takes_tokens and not self._is_built_in:
+            raise ValueError(
+                f"{self._name} takes arrays of tokens, and episodes of this batch have several rows; it must "
+                "take `episode_ids` [B] too, which are equal in the rows of one episode; each of these rows "
+                "has the episode's reward"
+            )
+        return not takes_tokens
+
+    def _returned(self, rewarded: RewardedBatch, rows: np.ndarray) -> Any:
+        """What the estimator returns for its inputs of `rows`, unchecked."""
         for name, remedy in BROUGHT_BY.items():
             if name in self.inputs and getattr(rewarded, name) is None:
                 raise ValueError(f"{self._name} takes {name}, and the batch has none; {remedy}")
-        mask = rewarded.rollouts.completion_mask
+        mask, episodes = rewarded.rollouts.completion_mask, rewarded.rollouts.episodes
         rewards, token_rewards = rewarded.rewards, rewarded.token_rewards
+
+        def of_episode(values: np.ndarray) -> np.ndarray:
+            """[B] float64: the sum of `values` [B, T] over the tokens of each row's episode."""
+            return episodes.total(values.sum(axis=1, dtype=np.float64))[episodes.of_row]
+
         if token_rewards is None:
             token_rewards = np.zeros(mask.shape, np.float32)
         elif "token_rewards" not in self.inputs:
-            rewards = (rewards + token_rewards.sum(axis=1, dtype=np.float64)).astype(np.float32)
+            rewards = (rewards + of_episode(token_rewards)).astype(np.float32)
         if "token_rewards" in self.inputs and rewarded.environment_weight:
             earned = _turn_rewards(rewarded)
-            rewards = (rewards - earned.sum(axis=1, dtype=np.float64)).astype(np.float32)
+            rewards = (rewards - of_episode(earned)).astype(np.float32)
             token_rewards = token_rewards + earned
         inputs = {
             "rewards": rewards,
@@ -119,9 +149,13 @@ class AdvantageEstimator:
             "token_rewards": token_rewards,
             "values": rewarded.values,
             "baseline_rewards": rewarded.baseline_rewards,
+            "episode_ids": episodes.of_row,
         }
-        for values in (rewards, token_rewards):
-            values.setflags(write=False)
+        if len(rows) < len(mask):
+            inputs = {name: None if values is None else values[rows] for name, values in inputs.items()}
+        for values in inputs.values():
+            if values is not None:
+                values.setflags(write=False)
         try:
             return self._call(inputs)
         except (Exception, SystemExit) as error:

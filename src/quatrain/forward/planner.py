@@ -128,11 +128,25 @@ def _shared_prefixes(table: TokenTable, max_tokens: int) -> tuple[np.ndarray, np
     by_all = common_prefix_tokens(table, max_tokens)
     groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
     for group in np.unique(table.group_ids):
-        rows = np.flatnonzero(table.group_ids == group)
-        prefix = common_tokens(table.input_ids[rows, : _num_unsampled(table, rows)])
-        if prefix > by_all:
-            groups[rows], tokens[rows] = rows[0], prefix
+        for rows in _with_one_prompt(table, np.flatnonzero(table.group_ids == group)):
+            prefix = common_tokens(table.input_ids[rows, : _num_unsampled(table, rows)])
+            if prefix > by_all:
+                groups[rows], tokens[rows] = rows[0], prefix
     return groups, tokens, by_all
+
+
+def _with_one_prompt(table: TokenTable, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """The sequences `rows` of a group in parts that begin alike; an episode's may begin anew, without it."""
+    if table.episode_ids is None:
+        yield rows
+        return
+    while rows.size:
+        prompts = [_num_unsampled(table, rows[i : i + 1]) for i in range(len(rows))]
+        shortest = int(np.argmin(prompts))
+        prompt = table.input_ids[rows[shortest], : prompts[shortest]]
+        same = (table.input_ids[rows, : len(prompt)] == prompt).all(axis=1)
+        yield rows[same]
+        rows = rows[~same]
 
 
 def common_prefix_tokens(table: TokenTable, max_tokens: int) -> int:

@@ -19,6 +19,7 @@ class TokenTable:
     """B sequences with the per-token columns [B, T] that an objective reads; absent columns are zeros.
 
     Sequences with one of `group_ids` [B] in common may share what they begin with; None: nothing is shared.
+    Those with one of `episode_ids` [B] in common weigh as one; None: each is an episode.
     """
 
     input_ids: np.ndarray
@@ -26,6 +27,7 @@ class TokenTable:
     completion_mask: np.ndarray
     columns: dict[str, np.ndarray]
     group_ids: np.ndarray | None = None
+    episode_ids: np.ndarray | None = None
 
     def with_columns(self, **columns: np.ndarray) -> TokenTable:
         """This table with `columns` added or replaced."""
@@ -33,15 +35,20 @@ class TokenTable:
 
     def take(self, rows: np.ndarray) -> TokenTable:
         """The sequences `rows` of this table."""
-        columns = {name: values[rows] for name, values in self.columns.items()}
-        groups = None if self.group_ids is None else self.group_ids[rows]
+        groups, episodes = (None if ids is None else ids[rows] for ids in (self.group_ids, self.episode_ids))
         return TokenTable(
-            self.input_ids[rows], self.attention_mask[rows], self.completion_mask[rows], columns, groups
+            self.input_ids[rows],
+            self.attention_mask[rows],
+            self.completion_mask[rows],
+            {name: values[rows] for name, values in self.columns.items()},
+            groups,
+            episodes,
         )
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
         """This table with the token weights of `aggregation` over all its sequences."""
-        return self.with_columns(weights=token_weights(aggregation, self.completion_mask, max_new_tokens))
+        weights = token_weights(aggregation, self.completion_mask, max_new_tokens, self.episode_ids)
+        return self.with_columns(weights=weights)
 
     @property
     def lengths(self) -> np.ndarray:

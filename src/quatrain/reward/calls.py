@@ -57,16 +57,19 @@ class Samples:
 
     @staticmethod
     def of(rollouts: RolloutBatch) -> Samples:
-        """The samples of a batch."""
-        tokens_and_masks = zip(rollouts.input_ids, rollouts.completion_mask, strict=True)
+        """The samples of a batch, one for each episode: its first row, with the sampled tokens of all."""
+        of_row, first_rows = rollouts.episodes
+        completion_ids: list[list[int]] = [[] for _ in first_rows]
+        for episode, tokens, mask in zip(of_row, rollouts.input_ids, rollouts.completion_mask, strict=True):
+            completion_ids[episode] += tokens[mask].tolist()
         arguments = {
-            **rollouts.columns,
-            "prompts": [plain_prompt(prompt) for prompt in rollouts.prompts],
-            "completions": rollouts.completions,
-            "completion_ids": [tokens[mask].tolist() for tokens, mask in tokens_and_masks],
-            "finish_reasons": rollouts.finish_reason.tolist(),
+            **{name: [values[row] for row in first_rows] for name, values in rollouts.columns.items()},
+            "prompts": [plain_prompt(rollouts.prompts[row]) for row in first_rows],
+            "completions": [rollouts.completions[row] for row in first_rows],
+            "completion_ids": completion_ids,
+            "finish_reasons": rollouts.finish_reason[first_rows].tolist(),
         }
-        return Samples(arguments, rollouts.group_ids.tolist())
+        return Samples(arguments, rollouts.group_ids[first_rows].tolist())
 
     def __len__(self) -> int:
         return len(self.group_ids)

@@ -70,14 +70,16 @@ class RewardModel:
             )
 
     def score(self, rollouts: RolloutBatch) -> Scores:
-        """[B] float32 scores of the completions, NaN for a sequence without a score.
+        """[E] float32 scores of the completions, one for each episode, NaN for a sequence without a score.
 
         A sequence has no score if it has more than `longest` tokens (counted in `too_long`), or if its score
         is not finite (counted in `errors`). All processes of the mesh must call this together, with the same
         rollouts.
         """
-        pairs = zip(rollouts.prompts, rollouts.completions, strict=True)
-        sequences = [render_completed(self.tokenizer, prompt, completion) for prompt, completion in pairs]
+        sequences = [
+            render_completed(self.tokenizer, rollouts.prompts[row], rollouts.completions[row])
+            for row in rollouts.episodes.first_rows
+        ]
         short = np.flatnonzero([len(ids) <= self.longest for ids in sequences])
         values = np.full(len(sequences), np.nan, np.float32)
         held = [sequences[row] for row in short]

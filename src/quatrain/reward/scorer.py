@@ -318,6 +318,9 @@ class RewardScorer:
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum.
 
+        Each episode is scored once, by the text and the columns of its first row and the tokens of all its
+        rows, which all have its rewards. Metrics count episodes.
+
         Greedy completions that the rollouts have as a baseline are scored too, and counted with them.
 
         Where a function abstains (returns None) its raw reward is NaN and left out of the sum, counted in
@@ -343,9 +346,10 @@ class RewardScorer:
         called = self._decide(lambda: self._called(rollouts))
         scores = {name: Scores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
+        of_row, first_rows = rollouts.episodes
         raw = np.array([scores[name].values for name in self._weights], np.float32)
-        raw = raw.reshape(len(self._weights), len(rollouts))
-        faults = np.isin(rollouts.finish_reason, FAULTS)
+        raw = raw.reshape(len(self._weights), len(first_rows))
+        faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
         raw[:, faults] = ERROR_REWARD
         metrics: dict[str, Metric] = {}
         for row, name in zip(raw, self._weights, strict=True):
@@ -377,8 +381,8 @@ class RewardScorer:
             )
         return RewardedBatch(
             rollouts,
-            rewards,
-            raw,
+            rewards[of_row],
+            raw[:, of_row],
             self.function_names,
             metrics,
             baseline_rewards=baseline_rewards,
@@ -390,9 +394,10 @@ class RewardScorer:
         scores = model.score(rollouts)
         if name not in self._sources:
             return scores
-        values = np.full(len(rollouts), np.nan, np.float32)
-        rows = Samples.of(rollouts).of_sources(self._sources[name])
-        values[rows] = np.asarray(scores.values, np.float32)[rows]
+        samples = Samples.of(rollouts)
+        values = np.full(len(samples), np.nan, np.float32)
+        held = samples.of_sources(self._sources[name])
+        values[held] = np.asarray(scores.values, np.float32)[held]
         return scores._replace(values=values)
 
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int], float]]:

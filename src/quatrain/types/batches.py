@@ -11,6 +11,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,6 +100,19 @@ class Demonstration(NamedTuple):
     completion_ids: np.ndarray
 
 
+class Episodes(NamedTuple):
+    """Which rows are sequences of one episode: B rows, E episodes."""
+
+    of_row: np.ndarray
+    """[B] int64: the number of each row's episode."""
+    first_rows: np.ndarray
+    """[E] int64: the first row of each episode."""
+
+    def total(self, values: np.ndarray) -> np.ndarray:
+        """[E] float64: the sum of `values` [B] over the rows of each episode."""
+        return np.bincount(self.of_row, values, len(self.first_rows))
+
+
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
     """Completions sampled from the policy: the output of the rollout stage.
@@ -111,6 +125,11 @@ class RolloutBatch:
     the mask. `finish_reason` is one of FINISH_REASONS. In episodes of several turns, `completions` are the
     texts of the last turns, and `columns` has EPISODE_COLUMNS. `baseline` has one greedy completion per
     group, which is scored and not trained on; None if none were drawn.
+
+    Rows with equal `episode_ids` are sequences of one episode, whose agent edited its history, or asked
+    several times; None: each row is an episode. They have the same group and the same finish reason, and one
+    reward, which is that of the text and the columns of the first of them: the path to the last request. A
+    token that stands in several of them is in the completion mask of one, so that it is trained on once.
 
     Raises ValueError, with stage, field, expected and actual value, if any of these conditions is violated.
     """
@@ -127,6 +146,7 @@ class RolloutBatch:
     columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
     baseline: RolloutBatch | None = None
+    episode_ids: np.ndarray | None = None  # [B] int64
 
     __repr__ = brief
 
@@ -152,6 +172,7 @@ class RolloutBatch:
         reasons.setflags(write=False)
         self._check_masks(check)
         self._check_groups(check)
+        self._check_episodes(check)
         if self.baseline is not None:
             same = sorted(self.baseline.group_ids.tolist()) == np.unique(self.group_ids).tolist()
             check.rule(same, "baseline", "one completion for each group", f"{len(self.baseline)} completions")
@@ -161,6 +182,17 @@ class RolloutBatch:
         for group, prompt in zip(self.group_ids.tolist(), self.prompts, strict=True):
             same = prompt_of_group.setdefault(group, prompt) == prompt
             check.rule(same, "group_ids", "one prompt per group", f"two different prompts in group {group}")
+
+    def _check_episodes(self, check: _Checker) -> None:
+        if self.episode_ids is None:
+            return
+        check.array("episode_ids", self.episode_ids, (len(self),), np.int64)
+        check.rule(self.baseline is None, "baseline", "none beside episodes of several rows", "one")
+        for name in ("group_ids", "finish_reason"):
+            values = getattr(self, name)
+            differs = values != values[self.episodes.first_rows][self.episodes.of_row]
+            got = "two in one episode"
+            check.rule(not differs.any(), "episode_ids", f"one of {name} for the rows of an episode", got)
 
     def _check_masks(self, check: _Checker) -> None:
         sampled, attention = self.completion_mask, self.attention_mask
@@ -187,6 +219,14 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @cached_property
+    def episodes(self) -> Episodes:
+        """The episodes of the rows; without `episode_ids`, each row is one."""
+        if self.episode_ids is None:
+            return Episodes(np.arange(len(self)), np.arange(len(self)))
+        _, first_rows, of_row = np.unique(self.episode_ids, return_index=True, return_inverse=True)
+        return Episodes(of_row, first_rows)
+
     @property
     def completion_lengths(self) -> np.ndarray:
         """[B] int64: number of completion tokens of each sequence."""
@@ -211,9 +251,10 @@ class RewardedBatch:
     each sequence's prompt, NaN where all functions abstained; None if none were drawn. `environment_weight`
     is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
 
-    Raises ValueError for arrays of the wrong shape or dtype, infinite rewards, if `rewards` is NaN for other
-    sequences than those on which all functions abstained, and for token rewards or values that are not
-    finite, or not 0 outside the completion mask.
+    The rows of an episode have its rewards. Raises ValueError for arrays of the wrong shape or dtype,
+    infinite rewards, if `rewards` is NaN for other sequences than those on which all functions abstained, or
+    not one for all rows of an episode, and for token rewards or values that are not finite, or not 0 outside
+    the completion mask.
     """
 
     rollouts: RolloutBatch
@@ -231,7 +272,7 @@ class RewardedBatch:
 
     def __post_init__(self) -> None:
         check = _Checker("reward")
-        rows = len(self.rollouts)
+        rows, episodes = len(self.rollouts), self.rollouts.episodes
         check.array("rewards", self.rewards, (rows,), np.float32, allow_nan=True)
         shape = (len(self.function_names), rows)
         check.array("rewards_per_function", self.rewards_per_function, shape, np.float32, allow_nan=True)
@@ -242,6 +283,9 @@ class RewardedBatch:
             "NaN exactly where every function abstained",
             f"NaN in {int(np.isnan(self.rewards).sum())} rows, {int(abstained.sum())} rows of abstentions",
         )
+        of_episode = self.rewards[episodes.first_rows][episodes.of_row]
+        one = np.array_equal(self.rewards, of_episode, equal_nan=True)
+        check.rule(one, "rewards", "one reward for the rows of an episode", "two in one episode")
         if self.baseline_rewards is not None:
             check.array("baseline_rewards", self.baseline_rewards, (rows,), np.float32, allow_nan=True)
         for name, values in (("token_rewards", self.token_rewards), ("values", self.values)):

@@ -69,7 +69,17 @@ def _join_rollouts(batches: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         columns={name: listed(batch.columns[name] for batch in batches) for name in batches[0].columns},
         metrics=combine(*(batch.metrics for batch in batches)),
         baseline=_join_rollouts(baselines, groups) if baselines else None,
+        episode_ids=_episode_ids(batches, rows),
     )
+
+
+def _episode_ids(batches: Sequence[RolloutBatch], rows: np.ndarray) -> np.ndarray | None:
+    """[B] int64: numbers of the episodes of all `batches`, of `rows`; None if each row is an episode."""
+    if all(batch.episode_ids is None for batch in batches):
+        return None
+    before = np.cumsum([0] + [len(batch.episodes.first_rows) for batch in batches])
+    counted = [batch.episodes.of_row + first for batch, first in zip(batches, before, strict=False)]
+    return np.concatenate(counted)[rows]
 
 
 def _rows_of(groups: Sequence[int], batches: Sequence[RolloutBatch]) -> np.ndarray:

@@ -168,7 +168,9 @@ class Learner:
         logprobs["old_logprobs"] = self._old_logprobs(state.params, rollouts, logprobs)
         logprobs["ref_logprobs"] = self._reference_logprobs(state.params, rollouts)
         kl = np.where(rollouts.completion_mask, logprobs["old_logprobs"] - logprobs["ref_logprobs"], 0)
-        per_token = kl.sum(axis=1) / np.maximum(rollouts.completion_lengths, 1)
+        episodes = rollouts.episodes
+        lengths = episodes.total(rollouts.completion_lengths)
+        per_token = episodes.total(kl.sum(axis=1)) / np.maximum(lengths, 1)
         token_rewards = (-state.reward_kl_coef * kl).astype(np.float32)
         metrics = {
             **rewarded.metrics,
@@ -321,7 +323,7 @@ class Learner:
             state.reward_kl_coef,
             batch.rewarded.metrics["reward/kl"].result(),
             target=self.kl_reward.target,
-            num_sequences=len(batch.rollouts),
+            num_sequences=len(batch.rollouts.episodes.first_rows),
             horizon=self.kl_reward.horizon,
         )
 
@@ -388,8 +390,9 @@ class Learner:
 
 def _table(rollouts: RolloutBatch) -> TokenTable:
     """The sequences of `rollouts`, without columns."""
+    ids, episode_ids = rollouts.input_ids, rollouts.episode_ids
     return TokenTable(
-        rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, {}, rollouts.group_ids
+        ids, rollouts.attention_mask, rollouts.completion_mask, {}, rollouts.group_ids, episode_ids
     )
 
 

@@ -8,7 +8,8 @@ Inputs, of which each estimator names some:
 - `group_ids` [B] integers, equal where the prompt is the same;
 - `completion_mask` [B, T] bool, True on completion tokens;
 - `token_rewards` [B, T] floats, rewards of single tokens beside that of the sequence;
-- `values` [B, T] floats, a critic's estimate of the return at each completion token.
+- `values` [B, T] floats, a critic's estimate of the return at each completion token;
+- `episode_ids` [B] integers, equal in the rows of one episode, which have its reward; None: all differ.
 
 Arguments: `scale` says which standard deviation divides; `gamma`, the discount per completion token, and
 `lam` are in [0, 1]. Estimators return [B] or [B, T] float32, or `TokenAdvantages`, and raise ValueError for
@@ -20,8 +21,10 @@ float64, returned as float32. Permuting the rows permutes the result and renamin
 both to the last bit: sums over rows or over the tokens of several rows run in the order of the values, never
 in the order of the rows.
 
-Estimators per token see the completion tokens of a row only: positions outside the completion mask (prompt,
-padding, tokens that an environment wrote) are skipped as if they did not exist, and have advantage 0.
+Estimators per token take a row as a trajectory, whose last completion token has the reward, also where an
+episode has several rows. They see the completion tokens of a row only: positions outside the completion
+mask (prompt, padding, tokens that an environment wrote) are skipped as if they did not exist, and have
+advantage 0.
 
 One file each: a file whose name does not begin with `_` is an estimator, a function of the file's name, with
 the constants that `config/algorithms.py` describes. Nothing else lists the estimators.

@@ -47,16 +47,22 @@ def by_rows(
     rewards: np.ndarray,
     group_ids: np.ndarray,
     lengths: np.ndarray | None = None,
+    episode_ids: np.ndarray | None = None,
 ) -> np.ndarray:
     """`formula(rewards, segments, lengths)` over the rows with a reward, in the order of the rewards.
 
     Returns [B] float32, 0 for the rows without a reward. Rows of equal rewards are in the order of `lengths`.
+    Rows with one of `episode_ids` in common are one row for the formula, which is as long as all of them.
     """
     if rewards.ndim != 1 or group_ids.shape != rewards.shape:
         raise ValueError(
             f"expected rewards [B] and group_ids [B], got shapes {rewards.shape} and {group_ids.shape}"
         )
     lengths = np.ones(len(rewards), np.int64) if lengths is None else lengths
+    if episode_ids is not None:
+        _, first_rows, of_row = np.unique(episode_ids, return_index=True, return_inverse=True)
+        lengths = np.bincount(of_row, lengths).astype(np.int64)
+        return by_rows(formula, rewards[first_rows], group_ids[first_rows], lengths)[of_row]
     order = np.lexsort((lengths, rewards))
     order = order[~np.isnan(rewards[order])]
     _, segments = np.unique(group_ids[order], return_inverse=True)

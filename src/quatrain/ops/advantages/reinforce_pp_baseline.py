@@ -17,6 +17,7 @@ def reinforce_pp_baseline(
     group_ids: np.ndarray,
     completion_mask: np.ndarray,
     token_rewards: np.ndarray,
+    episode_ids: np.ndarray | None = None,
     gamma: float = 1.0,
     scale: str = "batch",
 ) -> np.ndarray:
@@ -31,5 +32,7 @@ def reinforce_pp_baseline(
         return np.where(segment_sizes(groups) > 1, rewards - segment_means(rewards, groups), np.nan)
 
     check_scale("reinforce_pp_baseline", scale, SCALES)
-    centred = np.where(np.isnan(rewards), np.nan, by_rows(formula, rewards, group_ids))
+    centred = np.where(
+        np.isnan(rewards), np.nan, by_rows(formula, rewards, group_ids, episode_ids=episode_ids)
+    )
     return reinforce_pp(centred, completion_mask, token_rewards, gamma, scale)
