@@ -45,6 +45,8 @@ class PerRequestSampling:
     seed: int
     step: int
     sequence_id: int
+    offset: int = 0
+    """The position of its first token among those that derive from `sequence_id`."""
 
 
 @dataclass
@@ -95,6 +97,11 @@ class Group:
     def sequence_ids(self, n: int) -> list[int]:
         """The ids that the randomness of its samples derives from, `n` for each prompt."""
         return [(self.prompt.group_id * n + number) % 2**32 for number in self.numbers]
+
+    @property
+    def position(self) -> int:
+        """The position of the turn's first token among those that its samples' randomness derives from."""
+        return self.offset + (0 if self.own is None else self.own.offset)
 
     def turn_length(self, index: int) -> int:
         """Tokens that a sample has in this turn."""
@@ -196,7 +203,7 @@ def _packed_row(
         input_ids[span], positions[span] = prompt[num_common:], np.arange(num_common, size)
         segment_ids[span], branch_ids[span] = (1, i + 1) if num_common else (i + 1, 0)
         starts[i], lengths[i], prefix_slots[i] = first, size, prefix_slot
-        steps[i], offsets[i] = group.step, group.offset
+        steps[i], offsets[i] = group.step, group.position
         sequence_ids[i, : len(group.numbers)] = group.sequence_ids(n)
         first += size - num_common
     common = np.array([num_common], np.int32)
@@ -298,7 +305,7 @@ def extension(
         for i, item in enumerate(items):
             for row, number in zip(ids, item.group.sequence_ids(n)):
                 row[replica, i] = number
-            steps[replica, i], offsets[replica, i] = item.group.step, item.group.offset
+            steps[replica, i], offsets[replica, i] = item.group.step, item.group.position
     arrays = (np.concatenate(array) for array in (np.stack(ids, axis=-1), steps, offsets))
     numbers, step, offset = as_jit_arguments(*arrays)
     own = each_sampling(list(chain.from_iterable(owners)))

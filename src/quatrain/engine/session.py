@@ -578,7 +578,7 @@ class Session:
             group, index = self._groups[occupant.ticket], occupant.sample
             tokens[i], lengths[i] = group.completions[index].tokens[-1], group.turn_length(index)
             limits[i] = lengths[i] + group.left(index)
-            prompt_lengths[i], offsets[i] = len(group.context), group.offset
+            prompt_lengths[i], offsets[i] = len(group.context), group.position
             sequence_ids[i] = group.sequence_ids(self.sampling.n)[index]
             steps[i], live[i] = group.step, True
             owners[i] = group.own

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import hmac
 import json
-import math
-import secrets
 import time
-import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
@@ -32,13 +29,16 @@ from starlette.routing import Route
 
 from quatrain import __version__
 from quatrain.data.chat_template import check_variables
-from quatrain.data.tokenizer import render
-from quatrain.data.turns import CALL_ID, begun_call, warn_of_unwritten
-from quatrain.engine.scoring import Scores
+from quatrain.data.messages import checked_messages
+from quatrain.data.tokenizer import encode, render
+from quatrain.data.turns import TurnTemplate, begun_call, warn_of_unwritten
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
-from quatrain.environments.tool_calls import CallStream, ToolCall
+from quatrain.environments.tool_calls import CallStream, tool_calls
 from quatrain.rollout.server_kinds import TOKEN
+from quatrain.serve.answers import Answer, Choice
 from quatrain.serve.requests import (
+    AnyRequest,
     BadRequest,
     ChatRequest,
     CompletionRequest,
@@ -46,7 +46,9 @@ from quatrain.serve.requests import (
     WeightsRequest,
     parsed,
 )
-from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
+from quatrain.serve.sessions import Reply, Session, Sessions
+from quatrain.serve.text import TextStream, TokenTexts, Vocabulary
+from quatrain.serve.turn_tree import Found, Turn, TurnTree
 from quatrain.types.batches import Prompt
 
 MOST_BYTES = 32 * 2**20
@@ -54,47 +56,17 @@ MOST_BYTES = 32 * 2**20
 LOOK_S = 0.5
 """Seconds between two looks whether a client that waits for an answer is still there."""
 
-AnyRequest = CompletionRequest | ChatRequest | GenerateRequest
+_Asked = TypeVar("_Asked", CompletionRequest, ChatRequest, GenerateRequest)
 Handler = Callable[[Request], Awaitable[Response]]
 Events = AsyncIterator[tuple[int, Progress]]
-
-
-@dataclass
-class _Choice:
-    """What has come of a completion."""
-
-    text: TextStream
-    token_texts: TokenTexts
-    prompt_ids: Sequence[int]
-    calls: CallStream | None = None
-    """What finds the calls in the text, if there are tools."""
-    echoed: str | None = None
-    """The text of the prompt, if the answer begins with it."""
-    scores: Scores | None = None
-    """Of the tokens of the prompt, and of the completion if there are alternatives to each."""
-    progress: list[Progress] = field(default_factory=list)
-    unlisted: deque[tuple[TokenText, float]] = field(default_factory=deque)
-    """Tokens of a chat whose text was not returned yet, each with its log-probability."""
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for progress in self.progress for token in progress.tokens]
-
-    def said(self, tokens: Sequence[int], *, finished: bool) -> tuple[str, list[ToolCall]]:
-        """The text outside of calls that is certain since the last call of this, and at the end the calls."""
-        new = self.text.push(tokens, finished=finished)
-        if self.calls is None:
-            return new, []
-        certain = self.calls.push(new)
-        rest, calls = self.calls.end() if finished else ("", [])
-        return certain + rest, calls
 
 
 class Api:
     """Answers requests for the model named `model`, whose weights `service` samples from.
 
     `token`: what requests must bring, all but `GET /health`; None: no request needs one, and weights and
-    pauses are refused. Positions of prompt and completion together are at most `max_positions`.
+    pauses are refused. Positions of prompt and completion together are at most `max_positions`. Requests with
+    the key of one of `sessions` are turns of its episode; `stop_ids` end a completion.
     """
 
     def __init__(
@@ -106,8 +78,12 @@ class Api:
         vocab_size: int,
         max_positions: int,
         token: str | None,
+        stop_ids: Sequence[int] = (),
+        sessions: Sessions | None = None,
     ):
         self._service, self._model, self._token = service, model, token
+        self._stop_ids, self._sessions = stop_ids, sessions
+        self._templates: dict[str, TurnTemplate] = {}
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._vocabulary = Vocabulary(self._tokenizer)
@@ -136,10 +112,12 @@ class Api:
             "/pause": ("POST", self._pause),
             "/resume": ("POST", self._resume),
         }
+        places = ("", "/s/{session}", "/s/{session}/untrained")
         return Starlette(
             routes=[
-                Route(path, self._answered(path, handler), methods=[method])
+                Route(place + path, self._answered(path, handler), methods=[method])
                 for path, (method, handler) in routes.items()
+                for place in (places if _is_of_sessions(path) else places[:1])
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
             exception_handlers={HTTPException: _unknown, Exception: _failed},
@@ -148,16 +126,66 @@ class Api:
     def _answered(self, path: str, handler: Handler) -> Handler:
         async def answer(request: Request) -> Response:
             try:
-                self._authorise(request, path)
+                session = self._session_of(request) if _is_of_sessions(path) else None
+                if session is None:
+                    self._authorise(request, path)
+                elif request.method == "POST" and "/untrained/" not in request.url.path:
+                    return await self._once(request, session, handler)
                 return await handler(request)
             except BadRequest as error:
-                return _error(error.status, str(error), error.field)
+                return _error(error.status, str(error), error.field, code=error.code)
             except ServiceFailed as error:
                 return _error(503, str(error))
             except ClientDisconnect:
                 return Response(status_code=499)
 
         return answer
+
+    def _session_of(self, request: Request) -> Session | None:
+        """The session that a request names by its path, or by its key alone."""
+        name, key = request.path_params.get("session"), _bearer(request)
+        if self._sessions is None or name is None:
+            return None if self._sessions is None else self._sessions.of_key(key)
+        session = self._sessions.named(name)
+        if session is None or not hmac.compare_digest(session.key.encode(), key.encode()):
+            raise BadRequest(
+                "the path of a session needs its key, as long as its episode lasts; send `Authorization: "
+                "Bearer` with it (an OpenAI client: api_key)",
+                status=401,
+            )
+        return session
+
+    async def _once(self, request: Request, session: Session, handler: Handler) -> Response:
+        """The answer to a request of a session; to one that is asked again, the one that it had.
+
+        A client asks again if its connection broke, and says so. Without that, an equal request is another
+        sample. An answer is sampled to its end also if the client leaves.
+        """
+        digest = hashlib.blake2b(request.url.path.encode() + b"\0" + await _body(request)).digest()
+        key = request.headers.get("idempotency-key")
+        again = request.headers.get("x-stainless-retry-count", "0") != "0" or key in session.idempotency_keys
+        if key is not None:
+            session.idempotency_keys.add(key)
+        reply = session.replies.get(digest) if again else None
+        if reply is None:
+            reply = session.replies[digest] = request.state.reply = Reply()
+            request.state.session = session
+            reply.task = asyncio.create_task(handler(request))  # type: ignore[arg-type]
+        else:
+            session.counts["replayed"] += 1
+            reply.read_by_client(True)
+        task = reply.task
+        assert task is not None
+        while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+            if await request.is_disconnected():
+                reply.read_by_client(False)
+                raise ClientDisconnect
+        if task.cancelled():  # the session was closed
+            raise ClientDisconnect
+        failed = task.exception() is not None or isinstance(task.result(), StreamingResponse)
+        if failed and session.replies.get(digest) is reply:
+            del session.replies[digest]  # nothing to give again
+        return task.result()
 
     def _authorise(self, request: Request, path: str) -> None:
         if path == "/health":
@@ -170,8 +198,7 @@ class Api:
                     status=403,
                 )
             return
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(sent.encode(), self._token.encode()):
+        if not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
             raise BadRequest(
                 f"{path} needs the server's token; send `Authorization: Bearer` with the value of {TOKEN}",
                 status=401,
@@ -188,17 +215,22 @@ class Api:
         return JSONResponse({**facts, "weight_version": self._service.version})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described]})
+        return JSONResponse({"object": "list", "data": [self._description(request)]})
 
     async def _named_model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self._model:
+        name, session = request.path_params["name"], self._session_of(request)
+        if name != self._model and session is None:
             raise BadRequest(
                 f"this server has the model {self._model}; got {name[:100]!r}; see /v1/models",
                 "model",
                 status=404,
             )
-        return JSONResponse(self._described)
+        return JSONResponse(self._description(request))
+
+    def _description(self, request: Request) -> dict[str, Any]:
+        """The model; of a session, with the length of its sequences."""
+        session = self._session_of(request)
+        return self._described | ({} if session is None else {"max_model_len": session.rules.max_tokens})
 
     async def _metrics(self, request: Request) -> Response:
         service = self._service
@@ -231,28 +263,71 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def _completions(self, request: Request) -> Response:
-        asked = await asyncio.to_thread(parsed, CompletionRequest, await _body(request))
-        return await self._sampled(request, asked, [await self._ids(prompt) for prompt in asked.prompts])
+        asked = await self._parsed(CompletionRequest, request)
+        prompts = [await self._ids(prompt) for prompt in asked.prompts]
+        return await self._sampled(request, asked, prompts, recorded=_in_session(request, asked, prompts))
 
     async def _generate(self, request: Request) -> Response:
-        asked = await asyncio.to_thread(parsed, GenerateRequest, await _body(request))
-        return await self._sampled(request, asked, [await self._ids(asked.token_ids, asked.prompt_field)])
+        asked = await self._parsed(GenerateRequest, request)
+        prompts = [await self._ids(asked.token_ids, asked.prompt_field)]
+        return await self._sampled(request, asked, prompts, recorded=_in_session(request, asked, prompts))
 
     async def _chat(self, request: Request) -> Response:
-        asked = await asyncio.to_thread(parsed, ChatRequest, await _body(request))
+        asked, session = await self._parsed(ChatRequest, request), getattr(request.state, "session", None)
         async with self._encoding:
-            ids, begun = await asyncio.to_thread(self._rendered, asked)
-        return await self._sampled(request, asked, [ids], begun)
+            if session is None:
+                ids, begun = await asyncio.to_thread(self._rendered, asked)
+                return_to = None
+            else:
+                messages, found, begun = await asyncio.to_thread(self._continued, asked, session.tree)
+                ids, return_to = found.ids, _Recorded.of(request, asked, found, messages)
+        return await self._sampled(request, asked, [ids], begun, return_to)
+
+    async def _parsed(self, kind: type[_Asked], request: Request) -> _Asked:
+        """The request, checked, also for what one of a session must not ask for."""
+        session = getattr(request.state, "session", None)
+        counts = None if session is None else session.counts
+        asked = await asyncio.to_thread(parsed, kind, await _body(request), counts)
+        if session is not None:
+            session.check(asked)
+        return asked
+
+    def _continued(self, asked: ChatRequest, tree: TurnTree) -> tuple[Sequence[Any], Found, str]:
+        """(the messages of a chat, what they continue in a session, the text that begins the answer)."""
+        with _at_fault(asked.prompt_field):
+            messages = checked_messages(asked.messages)
+        if messages[-1]["role"] == "assistant":
+            raise BadRequest("the last message must not be the assistant's: nothing follows it", "messages")
+        begun = self._begun(asked)
+
+        def suffix(opening: Sequence[Any], sampled: Sequence[int], new: Sequence[Any]) -> list[int]:
+            ids = self._template(asked.offered_tools).suffix(tuple(opening), sampled, new)
+            return ids + encode(self._tokenizer, begun, add_special_tokens=False) if begun else ids
+
+        with _at_fault(asked.prompt_field):
+            found = tree.find(messages, asked.offered_tools, lambda: self._rendered(asked)[0], suffix)
+        return messages, found, begun
+
+    def _template(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
+        """What renders the turns of episodes with these tools."""
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._templates:
+            self._templates[key] = TurnTemplate(self._tokenizer, self._stop_ids, tools)
+        return self._templates[key]
+
+    def _begun(self, asked: ChatRequest) -> str:
+        """The text with which the answer must begin."""
+        if not asked.must_call:
+            return ""
+        with _at_fault("tool_choice"):
+            return begun_call(self._tokenizer, asked.offered_tools, asked.called)
 
     def _rendered(self, asked: ChatRequest) -> tuple[list[int], str]:
         """The token ids of a chat's prompt, and the text of those at its end that begin the answer."""
-        tools, variables, begun = asked.offered_tools, asked.chat_template_kwargs, ""
+        tools, variables, begun = asked.offered_tools, asked.chat_template_kwargs, self._begun(asked)
         if variables:
             with _at_fault("chat_template_kwargs"):
                 check_variables(variables, self._tokenizer.chat_template, "chat_template_kwargs")
-        if asked.must_call:
-            with _at_fault("tool_choice"):
-                begun = begun_call(self._tokenizer, tools, asked.called)
         with _at_fault(asked.prompt_field):
             ids = render(self._tokenizer, asked.messages, tools, variables=variables, begun=begun)
         if tools and not self._had_tools:
@@ -276,30 +351,42 @@ class Api:
                 return await asyncio.to_thread(render, self._tokenizer, prompt)
 
     async def _sampled(
-        self, request: Request, asked: AnyRequest, prompts: list[list[int]], begun: str = ""
+        self,
+        request: Request,
+        asked: AnyRequest,
+        prompts: list[list[int]],
+        begun: str = "",
+        recorded: _Recorded | None = None,
     ) -> Response:
-        """The answer to a request with these prompts; that of a chat begins with the text `begun`."""
+        """The answer to a request with these prompts; that of a chat begins with the text `begun`.
+
+        In a session, `recorded` are the turns that it is recorded in.
+        """
         if not prompts:
             raise BadRequest("a request has at least one prompt; got an empty list", "prompt")
-        owners = asked.sequences(list(map(len, prompts)), self._max_positions)
+        if recorded is None:
+            owners = asked.sequences(list(map(len, prompts)), self._max_positions)
+        else:
+            owners = recorded.owners
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated[: len(owners)], owners)
         choices = [
-            _Choice(
+            Choice(
                 TextStream(self._tokenizer, asked.stop_strings),
                 TokenTexts(self._vocabulary),
                 prompt,
-                CallStream(begun) if isinstance(asked, ChatRequest) and asked.offered_tools else None,
+                CallStream(begun) if _offered(asked) else None,
             )
             for prompt in repeated
         ]
-        answer = _Answer(asked, self._model, choices, prompts, self._vocabulary)
+        answer = Answer(asked, self._model, choices, prompts, self._vocabulary)
         if asked.stream:
             return StreamingResponse(
-                self._stream(answer, queued), media_type="text/event-stream", headers=_NO_CACHE
+                self._stream(answer, queued, recorded), media_type="text/event-stream", headers=_NO_CACHE
             )
         ends = frozenset(asked.stop_token_ids if isinstance(asked, GenerateRequest) else ())
-        async with self._events(queued, request.is_disconnected, ends) as events:
+        gone = request.is_disconnected if recorded is None else None
+        async with self._events(queued, gone, ends) as events:
             async for number, progress in events:
                 choices[number].progress.append(progress)
         if not owners:
@@ -307,9 +394,12 @@ class Api:
                 choice.progress.append(Progress(finish_reason="length"))
         if asked.num_likeliest is not None:
             await self._score(request, choices, asked.num_likeliest)
-        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
+        response = await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
+        if recorded is not None:
+            recorded.end(choices)
+        return response
 
-    async def _score(self, request: Request, choices: Sequence[_Choice], num_likeliest: int) -> None:
+    async def _score(self, request: Request, choices: Sequence[Choice], num_likeliest: int) -> None:
         """Gives each choice the scores of its tokens; without alternatives, those of its prompt suffice."""
         ids = [[*choice.prompt_ids, *(choice.tokens if num_likeliest else ())] for choice in choices]
         scoring = asyncio.wrap_future(self._service.score(ids, num_likeliest))
@@ -322,16 +412,21 @@ class Api:
         finally:
             scoring.cancel()
 
-    async def _stream(self, answer: _Answer, queued: _Queued) -> AsyncIterator[str]:
+    async def _stream(
+        self, answer: Answer, queued: _Queued, recorded: _Recorded | None
+    ) -> AsyncIterator[str]:
         """The events of a stream, the last of which is `[DONE]`, or an error."""
         try:
             async with self._events(queued) as events:
                 for part in answer.first():
                     yield _event(part)
                 async for number, progress in events:
-                    yield await asyncio.to_thread(
+                    text = await asyncio.to_thread(
                         lambda n, p: "".join(map(_event, answer.parts(n, p))), number, progress
                     )
+                    if recorded is not None and progress.finish_reason is not None:
+                        recorded.end(answer.choices)
+                    yield text
             for part in answer.last(self._service.version):
                 yield _event(part)
             yield "data: [DONE]\n\n"
@@ -407,210 +502,70 @@ class _Queued:
     queue: asyncio.Queue[tuple[int, Progress]]
 
 
+@dataclass(frozen=True)
+class _Recorded:
+    """The turns of a session that answer a request, how each is sampled, and what a chat said and had."""
+
+    session: Session
+    turns: Sequence[Turn]
+    owners: list[PerRequestSampling]
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def of(
+        cls, request: Request, asked: AnyRequest, found: Found, messages: Sequence[Mapping[str, Any]] = ()
+    ) -> _Recorded:
+        """Begins the turns of a request; raises BadRequest where the episode has no room for them."""
+        session = request.state.session
+        turns, owners = session.begin(found, asked)
+        request.state.reply.begin(turns)
+        return cls(session, turns, owners, messages, _offered(asked))
+
+    def end(self, choices: Sequence[Choice]) -> None:
+        """Records the choices that have ended; the next request may continue them."""
+        for turn, choice in zip(self.turns, choices, strict=True):
+            if turn.tokens or not choice.progress or choice.progress[-1].finish_reason is None:
+                continue
+            turn.tokens = choice.tokens
+            turn.logprobs = [value for part in choice.progress for value in part.logprobs]
+            turn.versions = [version for part in choice.progress for version in part.versions]
+            turn.finish_reason = choice.progress[-1].finish_reason
+            self.session.counts["tool_calls"] += len(choice.called)
+            if self.messages:
+                if self.tools:
+                    left = tool_calls(choice.content)
+                    self.session.counts["malformed_calls"] += sum(call.problem is not None for call in left)
+                answer = checked_messages([choice.message])
+                self.session.tree.end(turn, [*self.messages, *answer], self.tools)
+
+
+def _in_session(request: Request, asked: AnyRequest, prompts: list[list[int]]) -> _Recorded | None:
+    """The turns of a request with ids, if it is one of a session."""
+    session = getattr(request.state, "session", None)
+    if session is None:
+        return None
+    return _Recorded.of(request, asked, session.tree.find_ids(prompts[0]))
+
+
+def _offered(asked: AnyRequest) -> Sequence[Mapping[str, Any]]:
+    """The tools of a chat."""
+    return asked.offered_tools if isinstance(asked, ChatRequest) else ()
+
+
+def _is_of_sessions(path: str) -> bool:
+    """Whether a session has the path too."""
+    return path.startswith(("/v1/", "/inference/"))
+
+
+def _bearer(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
 def _until(progress: Progress, ends: frozenset[int]) -> Progress:
     """Progress up to and with the first token of `ends`, which is one of its tokens."""
     size = 1 + next(at for at, token in enumerate(progress.tokens) if token in ends)
     return Progress(progress.tokens[:size], progress.logprobs[:size], progress.versions[:size], "stop")
-
-
-class _Answer:
-    """The JSON of an answer, in OpenAI's form, or vLLM's, whole or in parts."""
-
-    def __init__(
-        self,
-        asked: AnyRequest,
-        model: str,
-        choices: Sequence[_Choice],
-        prompts: Sequence[Sequence[int]],
-        vocabulary: Vocabulary,
-    ):
-        self._asked, self._choices, self._vocabulary = asked, choices, vocabulary
-        self._is_chat = isinstance(asked, ChatRequest)
-        self._prompts = prompts
-        kind = "chatcmpl" if self._is_chat else "cmpl"
-        self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-    def whole(self, version: int) -> dict[str, Any]:
-        """The answer to a request without a stream."""
-        choices, is_generate = [], isinstance(self._asked, GenerateRequest)
-        for index, choice in enumerate(self._choices):
-            choice.echoed = self._echoed(index)
-            said, calls = self._said(choice)
-            facts = self._facts(choice, choice.progress, calls=calls, prompt=not is_generate)
-            choices.append({"index": index, **said, **facts})
-        numbers = {"usage": self._usage(), "weight_version": version}
-        if isinstance(self._asked, GenerateRequest):
-            head = {"request_id": self._asked.request_id, "model": self._head["model"]}
-            return {**head, "choices": choices, **numbers}
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, **self._chat_prompt(), **numbers}
-
-    def _said(self, choice: _Choice) -> tuple[dict[str, Any], Sequence[ToolCall]]:
-        """What a whole choice says, and its calls."""
-        if isinstance(self._asked, GenerateRequest):
-            return {}, ()
-        content, calls = choice.said(choice.tokens, finished=True)
-        if not self._is_chat:
-            return {"text": (choice.echoed or "") + content}, ()
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content or None, "tool_calls": list(map(_call, calls))}
-        return {"message": message}, calls
-
-    def _chat_prompt(self) -> dict[str, Any]:
-        """In a chat, the ids of its prompt, if ids were asked for."""
-        asked = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
-        return {"prompt_token_ids": list(self._prompts[0])} if self._is_chat and asked else {}
-
-    def _echoed(self, index: int) -> str | None:
-        """The text of a choice's prompt: as it came, or that of its ids without special tokens."""
-        if not (isinstance(self._asked, CompletionRequest) and self._asked.echo):
-            return None
-        prompt = self._asked.prompts[index // self._asked.n]
-        return prompt if isinstance(prompt, str) else self._vocabulary.text(prompt)
-
-    def first(self) -> Iterator[dict[str, Any]]:
-        """The events before the first token: in a chat, who speaks."""
-        if self._is_chat:
-            for index in range(len(self._choices)):
-                content = "" if self._choices[index].calls is None else None
-                delta = {"role": "assistant", "content": content}
-                yield {**self._delta(index, delta), **(self._chat_prompt() if index == 0 else {})}
-
-    def parts(self, number: int, progress: Progress) -> Iterator[dict[str, Any]]:
-        """The events of a sequence's progress: one, and at the end of a chat one of each call before it."""
-        choice = self._choices[number]
-        choice.progress.append(progress)
-        ended = progress.finish_reason is not None
-        new, calls = choice.said(progress.tokens, finished=ended)
-        facts = self._facts(choice, [progress], calls=calls, prompt=len(choice.progress) == 1)
-        said: dict[str, Any] = {"content": new} if new or ended or choice.calls is None else {}
-        if calls:
-            if new:
-                yield self._delta(number, said)
-            for index, call in enumerate(calls):
-                yield self._delta(number, {"tool_calls": [{"index": index, **_call(call)}]})
-            said = {}
-        yield self._chunk(
-            [{"index": number, **({"delta": said} if self._is_chat else {"text": new}), **facts}]
-        )
-
-    def _delta(self, number: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return self._chunk([{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
-
-    def last(self, version: int) -> Iterator[dict[str, Any]]:
-        """The event with the numbers of tokens, if it was asked for."""
-        options = self._asked.stream_options
-        if options is not None and options.include_usage:
-            yield {**self._chunk([]), "usage": self._usage(), "weight_version": version}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices}
-
-    def _facts(
-        self, choice: _Choice, progress: Sequence[Progress], *, calls: Sequence[ToolCall], prompt: bool
-    ) -> dict[str, Any]:
-        """What is said of tokens beside their text; a choice that was cut may lack further calls."""
-        tokens = [token for part in progress for token in part.tokens]
-        reason = progress[-1].finish_reason
-        reason = "tool_calls" if calls and reason == "stop" else reason
-        facts: dict[str, Any] = {"finish_reason": reason, "logprobs": None}
-        if self._asked.wants_logprobs:
-            values = [value for part in progress for value in part.logprobs]
-            if not all(map(math.isfinite, values)):
-                raise BadRequest("the model's logits are not finite; load other weights", status=500)
-            texts = list(map(choice.token_texts.push, tokens))
-            if self._asked.return_tokens_as_token_ids:
-                texts = [
-                    text._replace(name=_named_by_id(token)) for text, token in zip(texts, tokens, strict=True)
-                ]
-            if self._is_chat:
-                choice.unlisted += zip(texts, values, strict=True)
-                facts["logprobs"] = {"content": list(self._listed(choice))}
-            elif isinstance(self._asked, GenerateRequest):
-                pairs = zip(texts, values, strict=True)
-                facts["logprobs"] = {
-                    "content": [{"token": text.name, "logprob": value} for text, value in pairs]
-                }
-            else:
-                facts["logprobs"] = self._named(choice, texts, values)
-        if self._asked.return_token_ids:
-            facts["token_ids"] = tokens
-            facts["weight_versions"] = [version for part in progress for version in part.versions]
-            if prompt:
-                facts["prompt_token_ids"] = list(choice.prompt_ids)
-        return facts
-
-    def _named(self, choice: _Choice, texts: list[TokenText], values: list[float]) -> dict[str, Any]:
-        """The log-probabilities of a completion, scored ones if each token has alternatives."""
-        scores, num_prompt, num_likeliest = choice.scores, len(choice.prompt_ids), self._asked.num_likeliest
-        known: list[float | None] = [*values]
-        if scores is not None and not np.isfinite(scores.logprobs[1:]).all():
-            raise BadRequest("the model's logits are not finite; load other weights", status=500)
-        if scores is not None and num_likeliest:
-            known = scores.logprobs[num_prompt:].tolist()
-        names = [text.name for text in texts]
-        offsets = [text.start + len(choice.echoed or "") for text in texts]
-        if scores is not None and choice.echoed is not None:
-            prompt = list(map(TokenTexts(self._vocabulary).push, choice.prompt_ids))
-            if self._asked.return_tokens_as_token_ids:
-                names = [*map(_named_by_id, choice.prompt_ids), *names]
-            else:
-                names = [*(text.name for text in prompt), *names]
-            offsets = [*(text.start for text in prompt), *offsets]
-            known = [None, *scores.logprobs[1:num_prompt].tolist(), *known]
-        top = None
-        if scores is not None and num_likeliest:
-            pairs = scores.pairs()[len(scores.logprobs) - len(names) :]
-            first = [choice.echoed is None, *[False] * len(names)]
-            top = list(map(self._alternatives, names, known, pairs, first))
-        return {"tokens": names, "token_logprobs": known, "top_logprobs": top, "text_offset": offsets}
-
-    def _alternatives(
-        self, name: str, value: float | None, likeliest: list[tuple[int, float]], first: bool
-    ) -> dict[str, float] | None:
-        """The likeliest tokens in the place of one, and that token; None where nothing stands before it.
-
-        Of tokens with the same name, the likeliest counts. `first`: whether a text begins here.
-        """
-        if value is None:
-            return None
-        named: dict[str, float] = {}
-        for token, logprob in likeliest:
-            by_id = self._asked.return_tokens_as_token_ids
-            named.setdefault(_named_by_id(token) if by_id else self._vocabulary.name(token, first), logprob)
-        named.setdefault(name, value)
-        return named
-
-    def _listed(self, choice: _Choice) -> Iterator[dict[str, Any]]:
-        """The tokens of which the text sampled so far consists; if ids were asked for, every token."""
-        text, ended = choice.text, choice.progress[-1].finish_reason is not None
-        ids = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
-        every = ids or (ended and not text.stopped)
-        while choice.unlisted:
-            token, value = choice.unlisted[0]
-            if not (every or (token.start < text.length if ended else token.end <= text.length)):
-                return
-            choice.unlisted.popleft()
-            if token.bytes or ids:
-                yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
-
-    def _usage(self) -> dict[str, int]:
-        asked, sampled = (sum(map(len, each)) for each in (self._prompts, [c.tokens for c in self._choices]))
-        return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
-
-
-def _named_by_id(token: int) -> str:
-    """A token's name in log-probabilities with `return_tokens_as_token_ids`, in vLLM's form."""
-    return f"token_id:{token}"
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    """A call in OpenAI's form. Its id has the form of CALL_ID, and is new: models repeat their own."""
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    identity = secrets.token_hex(len(CALL_ID))[: len(CALL_ID)]
-    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 @contextmanager
@@ -630,6 +585,8 @@ async def _body(request: Request) -> bytes:
 
     A page in a browser cannot send JSON to another site without asking first.
     """
+    if (known := getattr(request.state, "body", None)) is not None:
+        return known
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise BadRequest(
@@ -641,24 +598,31 @@ async def _body(request: Request) -> bytes:
         body += chunk
         if len(body) > MOST_BYTES:
             raise BadRequest(f"the body of a request has at most {MOST_BYTES} bytes; split it", status=413)
-    return bytes(body)
+    request.state.body = bytes(body)
+    return request.state.body
 
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
-def _error_body(status: int, message: str, field: str | None) -> dict[str, Any]:
+def _error_body(
+    status: int, message: str, field: str | None, code: str | int | None = None
+) -> dict[str, Any]:
     other = "server_error" if status >= 500 else "invalid_request_error"
     kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(status, other)
-    return {"error": {"message": message, "type": kind, "param": field, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": field, "code": code or status}}
 
 
 def _error(
-    status: int, message: str, field: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    field: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    code: str | int | None = None,
 ) -> Response:
     """An error in OpenAI's form."""
-    return JSONResponse(_error_body(status, message, field), status_code=status, headers=headers)
+    return JSONResponse(_error_body(status, message, field, code), status_code=status, headers=headers)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

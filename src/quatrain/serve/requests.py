@@ -12,6 +12,7 @@ import json
 import secrets
 import uuid
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -72,17 +73,28 @@ UNCHANGING: dict[str, tuple[Any, ...]] = {
 }
 """Fields that a kind of request does not have: the values that change nothing, with which it accepts them."""
 
-_AnyRequest = TypeVar("_AnyRequest", bound=BaseModel)
+OVERRIDDEN = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
+    }
+)
+"""Fields that a session has of its own: the policy that is sampled is the one that is trained."""
+
+_Parsed = TypeVar("_Parsed", bound=BaseModel)
 TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class BadRequest(ValueError):
-    """A request that cannot be answered; `field` is the field at fault, `status` the HTTP status."""
+    """A request that cannot be answered; `field` is the field at fault, `status` the HTTP status.
 
-    def __init__(self, message: str, field: str | None = None, status: int = 400):
+    `code` is what a client looks at, if that is not the status.
+    """
+
+    def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
-        self.field, self.status = field, status
+        self.field, self.status, self.code = field, status, code or status
 
 
 class _Strict(BaseModel):
@@ -362,6 +374,9 @@ class GenerateRequest(_Request):
         return self.logprobs is not None
 
 
+AnyRequest = CompletionRequest | ChatRequest | GenerateRequest
+
+
 class WeightsRequest(_Strict):
     """`POST /weights`: the folder of a model, and the version that its weights get."""
 
@@ -369,8 +384,11 @@ class WeightsRequest(_Strict):
     version: Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def parsed(kind: type[_AnyRequest], body: bytes) -> _AnyRequest:
-    """The request in `body`; raises BadRequest, which names the field, if it is not one of this kind."""
+def parsed(kind: type[_Parsed], body: bytes, overridden: Counter[str] | None = None) -> _Parsed:
+    """The request in `body`; raises BadRequest, which names the field, if it is not one of this kind.
+
+    With `overridden`, those of a session, fields in OVERRIDDEN are left out, and counted there.
+    """
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -380,6 +398,9 @@ def parsed(kind: type[_AnyRequest], body: bytes) -> _AnyRequest:
     value = {name: given for name, given in value.items() if given is not None}
     if kind is GenerateRequest:
         value = _flat(value)
+    if overridden is not None:
+        overridden["overridden_fields"] += len(value.keys() & OVERRIDDEN)
+        value = {name: given for name, given in value.items() if name not in OVERRIDDEN}
     if issubclass(kind, _Request):
         value = {name: given for name, given in value.items() if _changes_something(kind, name, given)}
     try:

@@ -1,0 +1,264 @@
+"""The JSON of an answer, in OpenAI's form or vLLM's, whole or in parts.
+
+Data flow: `Progress` of the sequences of a request -> their `Choice`s -> `Answer` -> JSON, for `api.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quatrain.data.turns import CALL_ID
+from quatrain.engine.scoring import Scores
+from quatrain.engine.service import Progress
+from quatrain.environments.tool_calls import CallStream, ToolCall
+from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest, GenerateRequest
+from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
+
+
+@dataclass
+class Choice:
+    """What has come of a completion."""
+
+    text: TextStream
+    token_texts: TokenTexts
+    prompt_ids: Sequence[int]
+    calls: CallStream | None = None
+    """What finds the calls in the text, if there are tools."""
+    echoed: str | None = None
+    """The text of the prompt, if the answer begins with it."""
+    content: str = ""
+    """The text that was said so far, outside of calls."""
+    called: list[dict[str, Any]] = field(default_factory=list)
+    """The calls that were said, as the client gets them."""
+    scores: Scores | None = None
+    """Of the tokens of the prompt, and of the completion if there are alternatives to each."""
+    progress: list[Progress] = field(default_factory=list)
+    unlisted: deque[tuple[TokenText, float]] = field(default_factory=deque)
+    """Tokens of a chat whose text was not returned yet, each with its log-probability."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for progress in self.progress for token in progress.tokens]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer of a chat, as a message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.called:
+            message |= {"content": self.content or None, "tool_calls": self.called}
+        return message
+
+    def said(self, tokens: Sequence[int], *, finished: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text outside of calls that is certain since the last call of this, and at the end the calls."""
+        new = self.text.push(tokens, finished=finished)
+        if self.calls is not None:
+            new = self.calls.push(new)
+            rest, calls = self.calls.end() if finished else ("", [])
+            new, self.called = new + rest, list(map(_call, calls))
+        self.content += new
+        return new, self.called
+
+
+class Answer:
+    """The JSON of an answer, in OpenAI's form, or vLLM's, whole or in parts."""
+
+    def __init__(
+        self,
+        asked: AnyRequest,
+        model: str,
+        choices: Sequence[Choice],
+        prompts: Sequence[Sequence[int]],
+        vocabulary: Vocabulary,
+    ):
+        self._asked, self.choices, self._vocabulary = asked, choices, vocabulary
+        self._is_chat = isinstance(asked, ChatRequest)
+        self._prompts = prompts
+        kind = "chatcmpl" if self._is_chat else "cmpl"
+        self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, version: int) -> dict[str, Any]:
+        """The answer to a request without a stream."""
+        choices, is_generate = [], isinstance(self._asked, GenerateRequest)
+        for index, choice in enumerate(self.choices):
+            choice.echoed = self._echoed(index)
+            said = self._said(choice)
+            facts = self._facts(choice, choice.progress, prompt=not is_generate)
+            choices.append({"index": index, **said, **facts})
+        numbers = {"usage": self._usage(), "weight_version": version}
+        if isinstance(self._asked, GenerateRequest):
+            head = {"request_id": self._asked.request_id, "model": self._head["model"]}
+            return {**head, "choices": choices, **numbers}
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, **self._chat_prompt(), **numbers}
+
+    def _said(self, choice: Choice) -> dict[str, Any]:
+        """What a whole choice says."""
+        if isinstance(self._asked, GenerateRequest):
+            return {}
+        content, _ = choice.said(choice.tokens, finished=True)
+        if self._is_chat:
+            return {"message": choice.message}
+        return {"text": (choice.echoed or "") + content}
+
+    def _chat_prompt(self) -> dict[str, Any]:
+        """In a chat, the ids of its prompt, if ids were asked for."""
+        asked = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
+        return {"prompt_token_ids": list(self._prompts[0])} if self._is_chat and asked else {}
+
+    def _echoed(self, index: int) -> str | None:
+        """The text of a choice's prompt: as it came, or that of its ids without special tokens."""
+        if not (isinstance(self._asked, CompletionRequest) and self._asked.echo):
+            return None
+        prompt = self._asked.prompts[index // self._asked.n]
+        return prompt if isinstance(prompt, str) else self._vocabulary.text(prompt)
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        """The events before the first token: in a chat, who speaks."""
+        if self._is_chat:
+            for index in range(len(self.choices)):
+                content = "" if self.choices[index].calls is None else None
+                delta = {"role": "assistant", "content": content}
+                yield {**self._delta(index, delta), **(self._chat_prompt() if index == 0 else {})}
+
+    def parts(self, number: int, progress: Progress) -> Iterator[dict[str, Any]]:
+        """The events of a sequence's progress: one, and at the end of a chat one of each call before it."""
+        choice = self.choices[number]
+        choice.progress.append(progress)
+        ended = progress.finish_reason is not None
+        new, calls = choice.said(progress.tokens, finished=ended)
+        facts = self._facts(choice, [progress], prompt=len(choice.progress) == 1)
+        said: dict[str, Any] = {"content": new} if new or ended or choice.calls is None else {}
+        if calls:
+            if new:
+                yield self._delta(number, said)
+            for index, call in enumerate(calls):
+                yield self._delta(number, {"tool_calls": [{"index": index, **call}]})
+            said = {}
+        yield self._chunk(
+            [{"index": number, **({"delta": said} if self._is_chat else {"text": new}), **facts}]
+        )
+
+    def _delta(self, number: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk([{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def last(self, version: int) -> Iterator[dict[str, Any]]:
+        """The event with the numbers of tokens, if it was asked for."""
+        options = self._asked.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._chunk([]), "usage": self._usage(), "weight_version": version}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _facts(self, choice: Choice, progress: Sequence[Progress], *, prompt: bool) -> dict[str, Any]:
+        """What is said of tokens beside their text; a choice that was cut may lack further calls."""
+        tokens = [token for part in progress for token in part.tokens]
+        reason = progress[-1].finish_reason
+        reason = "tool_calls" if choice.called and reason == "stop" else reason
+        facts: dict[str, Any] = {"finish_reason": reason, "logprobs": None}
+        if self._asked.wants_logprobs:
+            values = [value for part in progress for value in part.logprobs]
+            if not all(map(math.isfinite, values)):
+                raise BadRequest("the model's logits are not finite; load other weights", status=500)
+            texts = list(map(choice.token_texts.push, tokens))
+            if self._asked.return_tokens_as_token_ids:
+                texts = [
+                    text._replace(name=_named_by_id(token)) for text, token in zip(texts, tokens, strict=True)
+                ]
+            if self._is_chat:
+                choice.unlisted += zip(texts, values, strict=True)
+                facts["logprobs"] = {"content": list(self._listed(choice))}
+            elif isinstance(self._asked, GenerateRequest):
+                pairs = zip(texts, values, strict=True)
+                facts["logprobs"] = {
+                    "content": [{"token": text.name, "logprob": value} for text, value in pairs]
+                }
+            else:
+                facts["logprobs"] = self._named(choice, texts, values)
+        if self._asked.return_token_ids:
+            facts["token_ids"] = tokens
+            facts["weight_versions"] = [version for part in progress for version in part.versions]
+            if prompt:
+                facts["prompt_token_ids"] = list(choice.prompt_ids)
+        return facts
+
+    def _named(self, choice: Choice, texts: list[TokenText], values: list[float]) -> dict[str, Any]:
+        """The log-probabilities of a completion, scored ones if each token has alternatives."""
+        scores, num_prompt, num_likeliest = choice.scores, len(choice.prompt_ids), self._asked.num_likeliest
+        known: list[float | None] = [*values]
+        if scores is not None and not np.isfinite(scores.logprobs[1:]).all():
+            raise BadRequest("the model's logits are not finite; load other weights", status=500)
+        if scores is not None and num_likeliest:
+            known = scores.logprobs[num_prompt:].tolist()
+        names = [text.name for text in texts]
+        offsets = [text.start + len(choice.echoed or "") for text in texts]
+        if scores is not None and choice.echoed is not None:
+            prompt = list(map(TokenTexts(self._vocabulary).push, choice.prompt_ids))
+            if self._asked.return_tokens_as_token_ids:
+                names = [*map(_named_by_id, choice.prompt_ids), *names]
+            else:
+                names = [*(text.name for text in prompt), *names]
+            offsets = [*(text.start for text in prompt), *offsets]
+            known = [None, *scores.logprobs[1:num_prompt].tolist(), *known]
+        top = None
+        if scores is not None and num_likeliest:
+            pairs = scores.pairs()[len(scores.logprobs) - len(names) :]
+            first = [choice.echoed is None, *[False] * len(names)]
+            top = list(map(self._alternatives, names, known, pairs, first))
+        return {"tokens": names, "token_logprobs": known, "top_logprobs": top, "text_offset": offsets}
+
+    def _alternatives(
+        self, name: str, value: float | None, likeliest: list[tuple[int, float]], first: bool
+    ) -> dict[str, float] | None:
+        """The likeliest tokens in the place of one, and that token; None where nothing stands before it.
+
+        Of tokens with the same name, the likeliest counts. `first`: whether a text begins here.
+        """
+        if value is None:
+            return None
+        named: dict[str, float] = {}
+        for token, logprob in likeliest:
+            by_id = self._asked.return_tokens_as_token_ids
+            named.setdefault(_named_by_id(token) if by_id else self._vocabulary.name(token, first), logprob)
+        named.setdefault(name, value)
+        return named
+
+    def _listed(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """The tokens of which the text sampled so far consists; if ids were asked for, every token."""
+        text, ended = choice.text, choice.progress[-1].finish_reason is not None
+        ids = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
+        every = ids or (ended and not text.stopped)
+        while choice.unlisted:
+            token, value = choice.unlisted[0]
+            if not (every or (token.start < text.length if ended else token.end <= text.length)):
+                return
+            choice.unlisted.popleft()
+            if token.bytes or ids:
+                yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
+
+    def _usage(self) -> dict[str, int]:
+        asked, sampled = (sum(map(len, each)) for each in (self._prompts, [c.tokens for c in self.choices]))
+        return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+def _named_by_id(token: int) -> str:
+    """A token's name in log-probabilities with `return_tokens_as_token_ids`, in vLLM's form."""
+    return f"token_id:{token}"
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call in OpenAI's form. Its id has the form of CALL_ID, and is new: models repeat their own."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    identity = secrets.token_hex(len(CALL_ID))[: len(CALL_ID)]
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,0 +1,238 @@
+"""An agent's requests as a tree of turns: which answer a request continues, and the rows that training gets.
+
+Data flow: the messages or ids of a request -> `TurnTree.find` -> the ids of its prompt and the turn that it
+continues -> `begin` -> sampled -> `TurnTree.end`; at the end of the episode `rows`. A request that continues
+an answer has the ids of that answer as they were sampled, with what the chat template writes after it. All
+others are rendered anew and begin a root: what the policy said in them is context there, and not trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quatrain.data.messages import call_of
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(eq=False)
+class Turn:
+    """One answer of the policy.
+
+    `prompt_ids` is the whole context, which begins with the ids of `parent`. The randomness of its tokens
+    derives from `sequence_id` and their positions from `offset` on. `twin` is its number among the turns with
+    the same context. `messages` are those of the dialogue up to and with the answer.
+    """
+
+    parent: Turn | None
+    prompt_ids: list[int]
+    twin: int
+    sequence_id: int
+    offset: int
+    messages: Messages = ()
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    is_known: bool = True
+    """Whether the agent may have read the answer."""
+    reason: str | None = None
+    """Of a root that is not the first: why it continues no answer."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the context and the answer."""
+        return self.prompt_ids + self.tokens
+
+    @property
+    def given(self) -> list[int]:
+        """The ids between the parent's answer and this one; of a root, all of its context."""
+        return self.prompt_ids[0 if self.parent is None else len(self.parent.ids) :]
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from a root to this one."""
+        return [*([] if self.parent is None else self.parent.path), self]
+
+
+class Row(NamedTuple):
+    """A path from a root to a leaf, and those of its turns that are trained in this row."""
+
+    path: list[Turn]
+    owned: frozenset[Turn]
+
+
+class Found(NamedTuple):
+    """The ids of a request's prompt, and the turn whose answer they continue; None: they begin a root."""
+
+    ids: list[int]
+    parent: Turn | None = None
+    is_prompt: bool = False
+    """Whether the dialogue begins with the prompt of the data."""
+    reason: str | None = None
+    """Why a further root continues no answer."""
+
+
+class TurnTree:
+    """The turns of an episode: of the sample with `sequence_id`, for the data's `prompt`.
+
+    A root that begins with the prompt has the random numbers of the sample. `prompt_ids` are its ids.
+    """
+
+    def __init__(self, sequence_id: int, prompt: Messages | str, prompt_ids: Sequence[int]):
+        self.turns: list[Turn] = []
+        """In the order in which they began."""
+        self._sequence_id, self._prompt_ids = sequence_id, list(prompt_ids)
+        self._prompt = None if isinstance(prompt, str) else _forms(prompt)
+        self._answers: dict[bytes, list[Turn]] = {}
+        self._twins: dict[bytes, int] = {}
+
+    def find(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]],
+        render: Callable[[], list[int]],
+        suffix: Callable[[Messages, Sequence[int], Messages], list[int]],
+    ) -> Found:
+        """What a request with these messages continues: the longest part of them that ends with an answer.
+
+        The answer is one of this tree, with the same tools; of several with equal messages, the one with the
+        calls' ids, else the last. `suffix(opening, sampled, new messages)` are the ids between an answer and
+        the next, `render` those of all messages. Messages are as `data.messages.checked_messages` has them.
+        """
+        forms = _forms(messages)
+        found: tuple[int, Turn] | None = None
+        for place, key in enumerate(_keys(tools, forms)):
+            if key in self._answers:
+                found = place, _with_calls(self._answers[key], messages[place])
+        if found is None:
+            is_prompt = self._prompt is not None and forms[: len(self._prompt)] == self._prompt
+            return Found(render(), None, is_prompt, self._why_anew(forms))
+        place, turn = found
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        return Found(turn.ids + suffix(messages[:first], turn.tokens, messages[place + 1 :]), turn)
+
+    def find_ids(self, ids: list[int]) -> Found:
+        """What a request with these ids continues: the longest turn with which they begin."""
+        begun = [turn for turn in self.turns if turn.tokens and turn.ids == ids[: len(turn.ids)]]
+        longest = max(begun, key=lambda turn: len(turn.ids), default=None)
+        if longest is not None:
+            return Found(ids, longest)
+        is_prompt = ids[: len(self._prompt_ids)] == self._prompt_ids
+        return Found(ids, None, is_prompt, "other ids" if self.turns else None)
+
+    def begin(self, found: Found) -> Turn:
+        """A turn whose answer is to be sampled.
+
+        It goes on with the random numbers of its parent, and a root that begins with the data's prompt with
+        those of the sample. Another root, and a further answer to the same context, have numbers of their
+        own, which derive from the context and depend on no time.
+        """
+        ids, parent = found.ids, found.parent
+        context = _digest(_as_bytes(ids))
+        twin = self._twins.get(context, 0)
+        self._twins[context] = twin + 1
+        sequence_id, offset = self._sequence_id, 0
+        if twin or not (found.is_prompt or parent):
+            own = _digest(self._sequence_id.to_bytes(8), context, twin.to_bytes(8))
+            sequence_id = int.from_bytes(own[:4])
+        elif parent is not None:
+            sequence_id, offset = parent.sequence_id, parent.offset + len(ids) - len(parent.prompt_ids)
+        if parent is not None:
+            parent.is_known = True
+        turn = Turn(parent, ids, twin, sequence_id, offset, reason=found.reason)
+        self.turns.append(turn)
+        return turn
+
+    def end(self, turn: Turn, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Its answer, the last of `messages`, may be continued from now on."""
+        turn.messages = messages
+        *_, key = _keys(tools, _forms(messages))
+        self._answers.setdefault(key, []).append(turn)
+
+    def rows(self) -> list[Row]:
+        """The paths to the leaves, that to the last request first; every sampled turn is owned by one.
+
+        Its owner is the first leaf in an order that follows from the contexts alone. Left out is an answer
+        that the agent cannot have read, and one that was not sampled to its end.
+        """
+        known = [turn for turn in self.turns if turn.is_known and turn.tokens]
+        parents = {turn.parent for turn in known}
+        leaves = [turn for turn in known if turn not in parents]
+        owners: dict[Turn, Turn] = {}
+        for leaf in sorted(leaves, key=lambda leaf: (_digest(_as_bytes(leaf.prompt_ids)), leaf.twin)):
+            for turn in leaf.path:
+                owners.setdefault(turn, leaf)
+        return [
+            Row(leaf.path, frozenset(turn for turn in leaf.path if owners[turn] is leaf))
+            for leaf in reversed(leaves)
+        ]
+
+    def _why_anew(self, forms: Sequence[bytes]) -> str | None:
+        """Where the messages of a root first differ from the dialogue before it."""
+        before = next((_forms(turn.messages) for turn in reversed(self.turns) if turn.messages), None)
+        if before is None:
+            return None
+        differs = [old != new for old, new in zip(before, forms, strict=False)]
+        if any(differs):
+            return f"message {differs.index(True)} changed"
+        return "asked again" if len(forms) < len(before) else "other tools"
+
+
+def _forms(messages: Messages) -> list[bytes]:
+    """The messages of a dialogue in a form that does not depend on the client.
+
+    They have the role, the text without outer white space, and calls by name and arguments. Left out is what
+    clients drop or write anew: the ids of calls, thoughts in a field of their own, null fields. The result of
+    a tool has the place of its call among the last ones.
+    """
+    forms, places = [], dict[str, int]()
+    for message in messages:
+        role = "system" if message["role"] == "developer" else message["role"]
+        form: dict[str, Any] = {"role": role, "content": message["content"].strip()}
+        if calls := message.get("tool_calls"):
+            form["calls"] = [[call_of(call)["name"], call_of(call)["arguments"]] for call in calls]
+            places = {str(call.get("id")): place for place, call in enumerate(calls)}
+        if role == "tool":
+            form["call"] = places.get(str(message.get("tool_call_id")))
+        forms.append(_as_json(form))
+    return forms
+
+
+def _keys(tools: Sequence[Mapping[str, Any]], forms: Sequence[bytes]) -> Iterator[bytes]:
+    """Of each message a digest of the dialogue up to it, and of the tools."""
+    key = _digest(_as_json(list(tools)))
+    for form in forms:
+        key = _digest(key, form)
+        yield key
+
+
+def _with_calls(turns: Sequence[Turn], message: Mapping[str, Any]) -> Turn:
+    """The turn whose answer has the ids of the calls of `message`, else the last."""
+    ids = [call.get("id") for call in message.get("tool_calls", ())]
+    same = [
+        turn for turn in turns if [call.get("id") for call in turn.messages[-1].get("tool_calls", ())] == ids
+    ]
+    return (same or turns)[-1]
+
+
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _as_bytes(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()
+
+
+def _digest(*parts: bytes) -> bytes:
+    """A digest of the parts, each with its length."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8) + part)
+    return digest.digest()
