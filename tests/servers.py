@@ -10,7 +10,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.serve.api import Api
-from quatrain.serve.server import LOOPBACK
+from quatrain.loop.serve import LOOPBACK
 from quatrain.weights.hf import load_hf
 
 MODEL = "small"

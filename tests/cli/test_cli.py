@@ -443,7 +443,7 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     stand_in(monkeypatch, "cli.bench", "bench", lambda resolved, steps: told({}, "bench", steps))
     stand_in(
         monkeypatch,
-        "serve.server",
+        "loop.serve",
         "serve",
         lambda config, *, name, host, port, ready: told(ready("http://here"), "serve", name, host, port),
     )
@@ -703,7 +703,7 @@ def test_the_model_of_a_folder_is_evaluated(quatrain, monkeypatch):
 
 
 def test_a_model_that_is_served_gets_no_warnings_about_training(quatrain, monkeypatch):
-    stand_in(monkeypatch, "serve.server", "serve", lambda config, **options: None)
+    stand_in(monkeypatch, "loop.serve", "serve", lambda config, **options: None)
     Path("model").mkdir()
     Path("model", "config.json").write_text("{}")
     assert quatrain("serve", "model") == (0, "", "")

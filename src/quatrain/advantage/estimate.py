@@ -106,21 +106,25 @@ class AdvantageEstimator:
         metrics["advantage/zero_signal_fraction"] = Metric(num_groups - num_with_signal, num_groups)
         return AdvantagedBatch(rewarded, advantages, metrics, returns)
 
-    def _by_episode(self, rollouts: RolloutBatch) -> bool:
-        """Whether the estimator gets one item for each episode, not for each row.
+    def check_episodes(self) -> None:
+        """Raises ValueError for a user's that takes tokens, and not the ids of episodes of several rows."""
+        if self._takes_tokens and not self._is_built_in and "episode_ids" not in self.inputs:
+            raise ValueError(
+                f"{self._name} takes arrays of tokens, and episodes may have several rows; it must take "
+                "`episode_ids` [B] too, which are equal in the rows of one episode; each of these rows has "
+                "the episode's reward"
+            )
 
-        Raises ValueError for a user's that takes tokens, and not the ids of episodes that have several rows.
-        """
+    @property
+    def _takes_tokens(self) -> bool:
+        return any(name in self.inputs for name in TOKEN_INPUTS)
+
+    def _by_episode(self, rollouts: RolloutBatch) -> bool:
+        """Whether the estimator gets one item for each episode, not for each row."""
         if rollouts.episode_ids is None or "episode_ids" in self.inputs:
             return False
-        takes_tokens = any(name in self.inputs for name in TOKEN_INPUTS)
-        if takes_tokens and not self._is_built_in:
-            raise ValueError(
-                f"{self._name} takes arrays of tokens, and episodes of this batch have several rows; it must "
-                "take `episode_ids` [B] too, which are equal in the rows of one episode; each of these rows "
-                "has the episode's reward"
-            )
-        return not takes_tokens
+        self.check_episodes()
+        return not self._takes_tokens
 
     def _returned(self, rewarded: RewardedBatch, rows: np.ndarray) -> Any:
         """What the estimator returns for its inputs of `rows`, unchecked."""

@@ -346,7 +346,7 @@ def serve(
         raise ValueError("--name must be the name that requests give the model; got an empty one")
     resolved = _resolve(given(words, set_, folders=True), trains=False)
     try:
-        from quatrain.serve.server import serve as run
+        from quatrain.loop.serve import serve as run
     except ImportError as error:
         raise ValueError(
             f"quatrain serve needs starlette and uvicorn: {error}; install them with "

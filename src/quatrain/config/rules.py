@@ -202,21 +202,46 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data.on_long_prompt",
         lambda c: c.rollout.has_episodes and c.data.on_long_prompt == "truncate_left",
-        "must be error or skip with rollout.environment or rollout.tools: the chat template writes schemas "
-        "of tools and what follows a prompt from its messages, which must be whole; set one of the two",
+        "must be error or skip with rollout.environment, rollout.tools or rollout.agent: what follows a "
+        "prompt is written from its messages, which must be whole; set one of the two",
     ),
     Rule(
         "reward.functions.environment",
         lambda c: not c.rollout.has_episodes and "environment" in c.reward.functions,
-        "names the reward of an environment, which there is not; set rollout.environment, or leave the "
-        "function out",
+        "names the reward of an environment or an agent, which there is not; set rollout.environment or "
+        "rollout.agent, or leave the function out",
     ),
     *no_effect(
-        [
-            *("rollout.max_turns", "rollout.max_environment_tokens"),
-            *("rollout.environment_timeout_s", "rollout.environment_workers"),
-        ],
+        ["rollout.max_turns", "rollout.max_environment_tokens"],
+        *without("rollout.environment", "rollout.tools", "rollout.agent"),
+    ),
+    *no_effect(
+        ["rollout.environment_timeout_s", "rollout.environment_workers"],
         *without("rollout.environment", "rollout.tools"),
+    ),
+    *no_effect(
+        [f"rollout.agent_{name}" for name in ("args", "workers", "concurrency", "timeout_s", "failure")],
+        *without("rollout.agent"),
+    ),
+    Rule(
+        "rollout.agent",
+        lambda c: c.rollout.agent is not None and (c.rollout.environment is not None or c.rollout.tools),
+        "must be null with rollout.environment or rollout.tools: an agent runs the dialogue itself; leave "
+        "one of them out",
+    ),
+    Rule(
+        "rollout.agent",
+        lambda c: c.rollout.agent is not None and c.rollout.has_fleet,
+        "must be null with rollout.workers and rollout.servers: agents ask the engine of this run; sample on "
+        "its devices, or leave the agent out",
+    ),
+    Rule(
+        "rollout.agent",
+        lambda c: (
+            c.rollout.agent is not None and (c.rollout.greedy_baseline or _takes(c, "baseline_rewards"))
+        ),
+        "has no greedy baseline, whose answers would lead to other requests; take another "
+        "advantage.estimator than remax, and leave rollout.greedy_baseline null",
     ),
     Rule(
         "rollout.servers",

@@ -7,7 +7,6 @@ run what the model wrote.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -23,10 +22,10 @@ from quatrain.environments.environment import (
     InitialObservation,
     StepResult,
 )
-from quatrain.workers.pool import Failure, Kind, kill_all
-from quatrain.workers.process import GRACE_S, WorkerProcess, log_output, not_started, pickled
+from quatrain.workers.hosts import Host, Hosts
+from quatrain.workers.pool import Failure, Kind
+from quatrain.workers.process import GRACE_S, not_started, pickled
 from quatrain.workers.threads import ClosedError, LoopThread, running_future
-from quatrain.workers.worker import LOAD_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +62,18 @@ class InWorkers:
             "timeout_s": timeout_s,
             "memory_mb": memory_mb,
         }
-        self._num_workers, self._limit_s = num_workers, timeout_s + GRACE_S
-        self._hosts: list[_Host] = []
-        self._homes: dict[int, _Host] = {}  # of the episodes
-        self._thread = LoopThread("quatrain-environments", CLOSED, self._end_hosts)
+        self._homes: dict[int, Host] = {}  # of the episodes
+        self._thread = LoopThread("quatrain-environments", CLOSED, lambda: self._hosts.kill_all(CLOSED))
+        limit_s = timeout_s + GRACE_S
+        self._hosts = Hosts(
+            self._thread,
+            "environments",
+            self._name,
+            self._settings,
+            most=num_workers,
+            end_s=limit_s,
+            answer_s=limit_s,
+        )
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
         return self._ask("begin", episode, pickled(columns, "environments in worker processes"))
@@ -96,8 +103,7 @@ class InWorkers:
 
     def _pass_on(self, future: Future[Any], operation: str, episode: int, argument: Any) -> None:
         if operation == "begin":
-            self._homes[episode] = self._chosen()
-            self._homes[episode].live.add(episode)
+            self._homes[episode] = self._hosts.chosen(episode)
         host = self._homes.get(episode)
         if host is None:  # abandoned before
             return self._settle(future, operation, Failure("crash", "there is no such episode"))
@@ -109,7 +115,7 @@ class InWorkers:
         return reply.add_done_callback(partial(self._answered, future, operation, episode, host))
 
     def _answered(
-        self, future: Future[Any], operation: str, episode: int, host: _Host, reply: Future[Any]
+        self, future: Future[Any], operation: str, episode: int, host: Host, reply: Future[Any]
     ) -> None:
         if operation == "end":
             host.leave(episode)
@@ -131,48 +137,6 @@ class InWorkers:
                 future.set_result(_VALUES[operation](value))
             case _:
                 raise ValueError("no form of a reply")
-
-    def _chosen(self) -> _Host:
-        """The process with the fewest live episodes, or a new one."""
-        self._hosts = [host for host in self._hosts if host.process.failure is None]
-        open_to_all = [host for host in self._hosts if not host.is_retired and not host.process.has_ended()]
-        best = min(open_to_all, key=lambda host: len(host.live), default=None)
-        if best is None or (best.live and len(open_to_all) < self._num_workers):
-            best = _Host(self._thread.loop, self._name, self._settings, self._limit_s)
-            self._hosts.append(best)
-        return best
-
-    def _end_hosts(self) -> None:
-        kill_all((host.process for host in self._hosts), CLOSED)
-
-
-class _Host:
-    """A worker process and the episodes that live in it."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, name: str, settings: Mapping[str, Any], limit_s: float
-    ):
-        self.live: set[int] = set()
-        self.is_retired = False
-        """Whether a call hangs in the process: it takes no new episodes, and ends after its last one."""
-        self._limit_s = limit_s
-        self.process = WorkerProcess(
-            loop,
-            "environments",
-            settings,
-            on_output=lambda _, text: log_output(logger, name, text),
-            on_news=lambda _: self.leave(None),
-            answer_s=limit_s,
-        )
-        late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
-        self.process.call("load", limit_s=LOAD_TIMEOUT_S, late=late)
-
-    def leave(self, episode: int | None) -> None:
-        """Forgets an episode; None: a call hangs. Environments that are being closed may still end."""
-        self.is_retired |= episode is None
-        self.live -= {episode}
-        if self.is_retired and not self.live:
-            self.process.let_end(self._limit_s)
 
 
 _FAULTS: Mapping[Kind, FaultKind] = {"timeout": "timeout", "refused": "error"}

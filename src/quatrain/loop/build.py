@@ -45,6 +45,7 @@ from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
 from quatrain.weights.load import BUILTIN, Model, load_model
+from quatrain.workers.pool import default_workers
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _environments(
 ) -> tuple[Environments | None, TurnTemplate | None]:
     """What makes the environments of episodes, and what renders their turns; None for single turns."""
     rollout = config.rollout
-    if not rollout.has_episodes:
+    if rollout.environment is None and not rollout.tools:
         return None, None
     spec = rollout.environment
     environments = load_tools(rollout.tools) if spec is None else load_environment(spec)
@@ -280,6 +281,8 @@ def build_engine(
     server has started; raises ValueError, which names it, if one fails to or cannot serve this run.
     """
     rollout = config.rollout
+    if rollout.agent is not None:
+        return agent_rollouts(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
     if not rollout.has_fleet:
         return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
     factories, publisher = (
@@ -303,6 +306,51 @@ def build_engine(
         fleet.close()
         raise
     return fleet
+
+
+def agent_rollouts(
+    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
+) -> Rollouts:
+    """What samples by the agent `rollout.agent`, with the parameters of `build_engine`.
+
+    Raises ValueError for an agent of the running program, in a run of several processes, and without the
+    packages of the extra `serve`.
+    """
+    try:
+        from quatrain.agents.play import AgentRollouts, AgentRules  # other runs need no HTTP server
+    except ImportError as error:
+        raise ValueError(
+            f"rollout.agent needs the packages of an HTTP server ({error}); install quatrain[serve]"
+        ) from None
+
+    rollout = config.rollout
+    assert rollout.agent is not None
+    if num_processes() > 1:
+        raise ValueError(
+            f"rollout.agent needs a run of one process; this one has {num_processes()}; use the devices of "
+            "one host, or an environment (rollout.environment)"
+        )
+    rules = AgentRules(
+        agent=rollout.agent,
+        args=rollout.agent_args,
+        num_workers=rollout.agent_workers or default_workers(),
+        concurrency=rollout.agent_concurrency,
+        timeout_s=rollout.agent_timeout_s,
+        max_turns=rollout.max_turns,
+        more_tokens=config.data.max_prompt_length + environment_tokens(config),
+        longest=loaded.arch.longest,
+        seed=config.seed,
+    )
+    one = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest}
+    changed = config.model_copy(update={"rollout": rollout.model_copy(update=one)})
+    return AgentRollouts(
+        local_engine(changed, loaded, usual_prompt=usual_prompt, per_request_sampling=True),
+        rules,
+        sampling=Sampling.of(rollout),
+        model=config.model.path,
+        vocab_size=loaded.arch.vocab_size,
+        on_progress=on_progress,
+    )
 
 
 def rollout_workers(
@@ -445,6 +493,7 @@ def build_scorer(
         decide=decided_by_main,
         episodes=config.rollout.has_episodes,
         opening=begun_answer(loaded.tokenizer),
+        faults_abstain=config.rollout.agent_failure == "abstain",
     )
 
 

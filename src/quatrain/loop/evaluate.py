@@ -236,7 +236,8 @@ class Evaluator:
             at_once = max(self._config.batch_size, sampling.n)
             for rollouts in engine.generate_each(parts, sampling=sampling, at_once=at_once):
                 rewarded = self._scorer.score(rollouts)
-                yield self._judge(rewarded, greedy=sampling.temperature == 0), len(rewarded.rollouts)
+                done = len(rollouts.episodes.first_rows)
+                yield self._judge(rewarded, greedy=sampling.temperature == 0), done
 
     def _judge(self, rewarded: RewardedBatch, *, greedy: bool) -> Evaluation:
         right, errors = self._right(rewarded)
@@ -312,14 +313,14 @@ def results(
 def _greedy_metrics(
     rewarded: RewardedBatch, right: np.ndarray | None, strict: np.ndarray | None
 ) -> dict[str, Metric]:
-    rollouts = rewarded.rollouts
-    truncated = rollouts.finish_reason == "length"
-    per_function = zip(rewarded.function_names, rewarded.rewards_per_function, strict=True)
+    rollouts, first_rows = rewarded.rollouts, rewarded.rollouts.episodes.first_rows
+    count, truncated = len(first_rows), rollouts.finish_reason[first_rows] == "length"
+    per_function = zip(rewarded.function_names, rewarded.rewards_per_function[:, first_rows], strict=True)
     metrics = {
-        "num_prompts": Metric(len(rollouts), reduction="sum"),
-        "truncated_fraction": Metric(float(truncated.sum()), len(rollouts)),
-        "completion_length": Metric(float(rollouts.completion_lengths.sum()), len(rollouts)),
-        "reward": _mean(rewarded.rewards),
+        "num_prompts": Metric(count, reduction="sum"),
+        "truncated_fraction": Metric(float(truncated.sum()), count),
+        "completion_length": Metric(float(rollouts.completion_lengths.sum()), count),
+        "reward": _mean(rewarded.rewards[first_rows]),
         **{f"reward/{name}": _mean(values) for name, values in per_function},
         **{
             name: metric
@@ -327,11 +328,13 @@ def _greedy_metrics(
             if name.startswith("reward/") and metric.reduction == "sum" and not name.endswith("/seconds")
         },
     }
-    metrics |= {name: metric for name, metric in rollouts.metrics.items() if name.startswith("episode/")}
+    metrics |= {
+        name: metric for name, metric in rollouts.metrics.items() if name.startswith(("episode/", "agent/"))
+    }
     if right is not None:
-        metrics["accuracy_lenient"] = _mean(right)
+        metrics["accuracy_lenient"] = _mean(right[first_rows])
     if strict is not None:
-        metrics["accuracy_strict"] = _mean(strict)
+        metrics["accuracy_strict"] = _mean(strict[first_rows])
     return metrics
 
 
@@ -344,8 +347,10 @@ def _mean(values: np.ndarray) -> Metric:
 def _sampled_metrics(rewarded: RewardedBatch, right: np.ndarray | None) -> dict[str, Metric]:
     if right is None:
         return {}
+    first_rows = rewarded.rollouts.episodes.first_rows
+    right, group_ids = right[first_rows], rewarded.rollouts.group_ids[first_rows]
     judged = ~np.isnan(right)
-    groups, membership = np.unique(rewarded.rollouts.group_ids[judged], return_inverse=True)
+    groups, membership = np.unique(group_ids[judged], return_inverse=True)
     passed = np.bincount(membership, right[judged], len(groups)) > 0
     return {"mean_at_n": _mean(right), "pass_at_n": Metric(float(passed.sum()), len(groups))}
 

@@ -77,6 +77,8 @@ def build_advantage(config: Config) -> AdvantageEstimator:
                 f"advantage.estimator {config.advantage.estimator} {verb} {name}, and {key} is "
                 f"{str(bool(brought)).lower()}; set {key} to {str(takes).lower()}, or take another estimator"
             )
+    if config.rollout.agent is not None:
+        estimator.check_episodes()
     return estimator
 
 

@@ -96,6 +96,7 @@ class RewardScorer:
         episodes: rollouts bring the columns EPISODE_COLUMNS, which the data need not have.
         opening: what the chat template begins of each answer (`data.chat_template.begun_answer`); None: not
             known.
+        faults_abstain: an episode that a fault ended has no reward, in place of ERROR_REWARD.
         accuracy_beside: the values are an accuracy instead of rewards; that scorer's `opening` and worker
             processes are shared.
     """
@@ -109,9 +110,11 @@ class RewardScorer:
         decide: Decide = lambda f: f(),
         episodes: bool = False,
         opening: str | None = None,
+        faults_abstain: bool = False,
         accuracy_beside: RewardScorer | None = None,
     ):
         self._decide, self._per_call, self._episodes = decide, config.per_call, episodes
+        self._fault_reward = np.nan if faults_abstain else ERROR_REWARD
         self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
         missing = config.models.keys() - models.keys()
         if missing:
@@ -327,7 +330,8 @@ class RewardScorer:
         `reward/<name>/abstained`; a reward model abstains on a sample that it cannot score
         (`RewardModel.score`). Where a function fails (`pool.Failure`) or returns a value that is not finite,
         the raw reward is ERROR_REWARD, counted in `reward/<name>/errors`. An episode that a fault of its
-        environment ended has ERROR_REWARD in all and by each function; none is called for it. Raises
+        environment or agent ended has ERROR_REWARD (NaN with `faults_abstain`) in all and by each function;
+        none is called for it. Raises
         ValueError for a wrong number of values, values that are not numbers, a column that a function needs
         and the rollouts lack, and a column named like an argument of every function (REWARD_ARGUMENTS).
         """
@@ -350,7 +354,7 @@ class RewardScorer:
         raw = np.array([scores[name].values for name in self._weights], np.float32)
         raw = raw.reshape(len(self._weights), len(first_rows))
         faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
-        raw[:, faults] = ERROR_REWARD
+        raw[:, faults] = self._fault_reward
         metrics: dict[str, Metric] = {}
         for row, name in zip(raw, self._weights, strict=True):
             abstained, seconds = int(np.isnan(row).sum()), scores[name].seconds
@@ -358,7 +362,7 @@ class RewardScorer:
             metrics |= describe(f"reward/{name}", row, _STATS)
             metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in sums.items()}
         rewards = _weighted_sum(raw, list(self._weights.values()))
-        rewards[faults] = ERROR_REWARD
+        rewards[faults] = self._fault_reward
         metrics |= describe("reward", rewards, _STATS)
         if self._warns_of_unused and any(rollouts.columns["environment_reward"]):
             self._warns_of_unused = False

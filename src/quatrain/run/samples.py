@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.types.batches import EPISODE_COLUMNS, AdvantagedBatch, PromptText, RewardedBatch
+from quatrain.types.batches import EPISODE_COLUMNS, AdvantagedBatch, PromptText, RewardedBatch, RolloutBatch
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
@@ -90,7 +90,7 @@ def evaluation_sample(
     groups = rewarded.rollouts.group_ids
     return {
         "prompt_index": int(groups[index]),
-        "sample": int((groups[:index] == groups[index]).sum()),
+        "sample": _place(rewarded.rollouts, index)["sample"],
         "greedy": greedy,
         **_completion(rewarded, index),
         "correct": None if right is None else _number(right[index]),
@@ -105,6 +105,8 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
     episode = _episode(rollouts.prompts[index], columns) if columns.keys() >= set(EPISODE_COLUMNS) else {}
     if episode:
         columns = {name: value for name, value in columns.items() if name not in EPISODE_COLUMNS}
+    if rollouts.episode_ids is not None:
+        episode["episode"] = _place(rollouts, index)
     return {
         "prompt": rollouts.prompts[index],
         "completion": rollouts.completions[index],
@@ -114,6 +116,18 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
         "reward": _number(rewarded.rewards[index]),
         "finish_reason": str(rollouts.finish_reason[index]),
         "completion_tokens": int(rollouts.completion_lengths[index]),
+    }
+
+
+def _place(rollouts: RolloutBatch, index: int) -> dict[str, int]:
+    """Which episode of its group a sequence belongs to, and its number among those of the episode."""
+    of_row, first_rows = rollouts.episodes
+    same = np.flatnonzero(of_row == of_row[index])
+    of_group = rollouts.group_ids[first_rows] == rollouts.group_ids[index]
+    return {
+        "sample": int(of_group[: of_row[index]].sum()),
+        "sequence": int((same < index).sum()),
+        "sequences": len(same),
     }
 
 
@@ -167,6 +181,6 @@ def _numbers(values: np.ndarray) -> list[float | None]:
     return [_number(value) for value in values]
 
 
-def _number(value: float) -> float | None:
+def _number(value: float | None) -> float | None:
     """The value in its shortest decimal form that gives the same float32; None if it is not finite."""
-    return float(str(np.float32(value))) if np.isfinite(value) else None
+    return None if value is None or not np.isfinite(value) else float(str(np.float32(value)))

@@ -177,12 +177,16 @@ class Completion:
 
 
 def rollout_batch(
-    samples: Sequence[tuple[Prompt, Completion]], tokenizer: Any, metrics: Metrics
+    samples: Sequence[tuple[Prompt, Completion]],
+    tokenizer: Any,
+    metrics: Metrics,
+    episodes: Sequence[int] | None = None,
 ) -> RolloutBatch:
     """The batch of finished `samples`, in the given order, with `metrics` and metrics of the lengths added.
 
     `tokenizer` decodes completions, without special tokens, to the text that reward functions get; in an
-    episode of several turns, the last turn.
+    episode of several turns, the last turn. `episodes` has the number of each row's episode, if it may have
+    several.
     """
     lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
     shape = (len(samples), max((sum(both) for both in lengths), default=0))
@@ -195,7 +199,7 @@ def rollout_batch(
         attention[row, : before + new] = True
     reasons = np.array([completion.finish_reason for _, completion in samples], np.str_)
     names = samples[0][0].columns if samples else ()
-    return RolloutBatch(
+    batch = RolloutBatch(
         input_ids=input_ids,
         attention_mask=attention,
         completion_mask=versions >= 0,
@@ -206,18 +210,20 @@ def rollout_batch(
         prompts=tuple(prompt.text for prompt, _ in samples),
         completions=tuple(tokenizer.decode(c.last_turn, skip_special_tokens=True) for _, c in samples),
         columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
-        metrics={**_length_metrics(lengths, (versions >= 0).sum(axis=1), reasons), **metrics},
+        episode_ids=None if episodes is None else np.array(episodes, np.int64),
     )
-
-
-def _length_metrics(
-    lengths: Sequence[tuple[int, int]], sampled: np.ndarray, reasons: np.ndarray
-) -> Mapping[str, Metric]:
     prompts = np.array([before for before, _ in lengths])
-    totals = np.array([before + new for before, new in lengths])
+    return replace(batch, metrics={**_length_metrics(batch, prompts), **metrics})
+
+
+def _length_metrics(batch: RolloutBatch, prompts: np.ndarray) -> Mapping[str, Metric]:
+    """Lengths of the episodes: prompt and total those of the first row, completion that of all rows."""
+    episodes = batch.episodes
+    first_rows = episodes.first_rows
+    truncated = batch.finish_reason[first_rows] == "length"
     return {
-        **describe("length/prompt", prompts, ("mean", "max")),
-        **describe("length/completion", sampled, ("mean", "max")),
-        **describe("length/total", totals, ("mean", "max")),
-        "rollout/truncated_fraction": Metric(float((reasons == "length").sum()), len(reasons)),
+        **describe("length/prompt", prompts[first_rows], ("mean", "max")),
+        **describe("length/completion", episodes.total(batch.completion_lengths), ("mean", "max")),
+        **describe("length/total", batch.lengths[first_rows], ("mean", "max")),
+        "rollout/truncated_fraction": Metric(float(truncated.sum()), len(truncated)),
     }

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quatrain.config.fields import Count, Fraction, Mesh, MustAgreeOnResume, NonNegative, Section, Text, must
+from quatrain.config.fields import (
+    Count,
+    Fraction,
+    Mesh,
+    MustAgreeOnResume,
+    NonNegative,
+    PlainValue,
+    Section,
+    Text,
+    must,
+)
 
 MAX_STALENESS = 64
 """More copies of the weights than any run has memory for; learning breaks down far below."""
@@ -65,8 +75,23 @@ class RolloutConfig(Section):
     or there are tools: [episodes.md](episodes.md)."""
     tools: tuple[Text, ...] = Field((), strict=False)
     """Functions that the policy can call in its turns, each as `path.py:function`."""
+    agent: Text | None = None
+    """A program of yours that plays each sample and asks the policy through an OpenAI client, as
+    `path.py:function` or `command: PROGRAM ARGUMENTS`; null: quatrain runs the dialogue:
+    [agents.md](agents.md)."""
+    agent_args: dict[Text, PlainValue] = Field({})
+    """Arguments of the agent by name, beside `client` and `row`."""
+    agent_workers: Count | None = None
+    """Processes in which agents run, each with any number of episodes; derived: the cores, at most 8."""
+    agent_concurrency: Count | None = None
+    """Most episodes that agents play at a time; null: all of a batch."""
+    agent_timeout_s: float = Field(600.0, gt=0)
+    """Seconds that an agent may take for an episode, which then ends by a fault."""
+    agent_failure: Literal["penalise", "abstain"] = "penalise"
+    """What an episode gets that a fault of its agent ended: `penalise`: the reward of an error, −1;
+    `abstain`: no reward, so that it has advantage 0 and is left out of the statistics of its group."""
     max_turns: Count = 8
-    """Most turns of the policy in an episode with an environment or tools."""
+    """Most turns of the policy in an episode with an environment, tools or an agent."""
     max_environment_tokens: Count | None = None
     """Most tokens that an environment and the chat template may add to an episode; what would be more ends it
     as `length`. Derived: `rollout.max_new_tokens`, which bounds the tokens that the policy samples in all its
@@ -107,8 +132,8 @@ class RolloutConfig(Section):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether samples are episodes of several turns, with an environment or tools."""
-        return self.environment is not None or bool(self.tools)
+        """Whether samples are episodes of several turns, with an environment, tools or an agent."""
+        return self.environment is not None or bool(self.tools) or self.agent is not None
 
     @property
     def has_fleet(self) -> bool:

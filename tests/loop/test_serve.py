@@ -18,7 +18,7 @@ from servers import service_of
 
 from quatrain.config.load import load_config
 from quatrain.loop.build import load_policy
-from quatrain.serve.server import serve, serving_engine, weights_of
+from quatrain.loop.serve import serve, serving_engine, weights_of
 from quatrain.weights.hf import save_hf
 
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")

@@ -1,0 +1,278 @@
+"""Runs agents in a process of their own: many at a time, in one event loop, each with its time limit.
+
+Data flow: `play` and the episode, from `workers.py` -> the user's function, with a `Client` -> its reward and
+metrics, or its fault. A function that is no coroutine runs in a thread. It uses the standard library alone
+until the user's module is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import pickle
+import shlex
+import signal
+import tempfile
+import threading
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quatrain.workers.worker import Connection
+
+COMMAND = "command:"
+CANCEL_S = 5.0
+"""Seconds that an agent gets to return after its time is over."""
+MOST_IN_THREADS = 512
+"""Agents that are no coroutines, at a time."""
+SHOWN_FRAMES = 3
+LONGEST_TEXT = 2000
+"""Characters of an error that are passed on."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """Where an agent asks the policy, as an OpenAI client does, and which episode it plays."""
+
+    base_url: str
+    """The policy; each answer is a turn of the episode, and trained."""
+    api_key: str
+    model: str
+    untrained_base_url: str
+    """The same policy, whose answers are not trained: a simulated user, a judge."""
+    seed: int
+    """For the agent's own randomness: the same for the same sample of the same training step."""
+    step: int
+    sample: int
+    greedy: bool
+    """Whether answers are the likeliest: an evaluation."""
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, train: bool = True, **fields: Any
+    ) -> dict[str, Any]:
+        """The policy's answer to `messages`, as a message; `fields` are others of a chat request.
+
+        For agents without an OpenAI client. `train`: whether the answer is trained. Raises RuntimeError with
+        the server's words where it refuses the request.
+        """
+        return await asyncio.to_thread(self._chat, list(messages), train, fields)
+
+    def _chat(self, messages: list[Any], train: bool, fields: Mapping[str, Any]) -> dict[str, Any]:
+        body = json.dumps({"model": self.model, "messages": messages, **fields}).encode()
+        url = self.base_url if train else self.untrained_base_url
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/chat/completions", body, headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
+        try:
+            with opener.open(request) as answer:
+                message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
+                return message
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"the policy refused the request: {error.read().decode()}") from None
+
+
+class _Fault(Exception):
+    """What an agent did wrong: (text, kind, the last lines of its code)."""
+
+
+def serve(connection: Connection, settings: Mapping[str, Any]) -> None:
+    """Plays episodes until no more can come; the first request is to load the agent."""
+    number, _ = connection.request()
+    try:
+        agent = loaded(settings["spec"], settings["args"])
+    except BaseException as error:  # of the user's module
+        text = str(error) if isinstance(error, ValueError) else _in_one_line(error)
+        return connection.reply(number, kind="refused", detail=text)
+    connection.reply(number, value={})
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(MOST_IN_THREADS))
+    reader = threading.Thread(
+        target=_read, args=(connection, loop, agent, settings["timeout_s"]), daemon=True
+    )
+    reader.start()
+    loop.run_forever()
+    return None
+
+
+def loaded(spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    """The agent `path.py:function` or `command: PROGRAM …`, with its arguments by name.
+
+    Raises ValueError if there is none, or if it does not take the arguments.
+    """
+    from quatrain.workers.user_code import check_arguments, find_function
+
+    if spec.startswith(COMMAND):
+        if args:
+            raise ValueError("rollout.agent_args must be empty for a command; write them into the command")
+        return partial(_command, shlex.split(spec.removeprefix(COMMAND)))
+    name = f"agent {spec!r}"
+    function = find_function(spec, {}, "agent")
+    check_arguments(function, name, given=args, inputs=("client", "row"), key="rollout.agent_args")
+    try:
+        inspect.signature(function).bind(client=None, row=None, **args)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must take (client, row), and what rollout.agent_args gives; it takes "
+            f"{inspect.signature(function)}: {error}"
+        ) from None
+    return partial(function, **args)
+
+
+def _read(
+    connection: Connection,
+    loop: asyncio.AbstractEventLoop,
+    agent: Callable[[Client, Mapping[str, Any]], Any],
+    timeout_s: float,
+) -> None:
+    """Takes requests, in a thread of its own; each episode is a task of the loop."""
+    tasks = set[asyncio.Task[None]]()
+
+    def begin(number: int, episode: bytes) -> None:
+        task = loop.create_task(_answered(connection, number, agent, episode, timeout_s))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    while True:
+        try:
+            number, operation, *arguments = connection.request()
+        except EOFError:
+            loop.call_soon_threadsafe(loop.stop)
+            return
+        if operation == "play":
+            loop.call_soon_threadsafe(begin, number, *arguments)
+        else:  # ping
+            connection.reply(number, value={})
+
+
+async def _answered(
+    connection: Connection, number: int, agent: Callable[..., Any], episode: bytes, timeout_s: float
+) -> None:
+    """Plays an episode, and replies its reward or its fault."""
+    reply: dict[str, Any]
+    try:
+        reply = {"value": await _played(connection, agent, episode, timeout_s)}
+    except _Fault as fault:
+        reply = {"fault": list(fault.args)}
+    except Exception as error:
+        frames = traceback.format_tb(error.__traceback__)[-SHOWN_FRAMES:]
+        text = f"the agent raised {_in_one_line(error)}"
+        reply = {"fault": [text, "error", "".join(frames)[-LONGEST_TEXT:]]}
+    connection.reply(number, value=reply)
+
+
+async def _played(
+    connection: Connection, agent: Callable[..., Any], episode: bytes, timeout_s: float
+) -> dict[str, Any]:
+    asked = pickle.loads(episode)
+    task = asyncio.ensure_future(_run(agent, Client(**asked["client"]), asked["row"]))
+    done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    if not done:
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
+        if not done:
+            connection.reply(None, hangs=True)
+        late = f"the agent took longer than {timeout_s:g} s (rollout.agent_timeout_s)"
+        raise _Fault(late, "timeout", "")
+    return _checked(task.result())
+
+
+async def _run(agent: Callable[..., Any], client: Client, row: Mapping[str, Any]) -> Any:
+    """What the agent returns: a coroutine function here, another in a thread."""
+    try:
+        if inspect.iscoroutinefunction(agent):
+            return await agent(client=client, row=row)
+        returned = await asyncio.to_thread(agent, client=client, row=row)
+        return await returned if inspect.isawaitable(returned) else returned
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop, and all its episodes
+        raise _Fault(f"the agent raised {_in_one_line(error)}", "error", "") from None
+
+
+def _checked(returned: Any) -> dict[str, Any]:
+    """The reward (None: reward functions judge) and the metrics that an agent returned."""
+    value: Any = returned if isinstance(returned, Mapping) else {"reward": returned}
+    reward, metrics = value.get("reward"), value.get("metrics", {})
+    unknown = sorted(map(str, value.keys() - {"reward", "metrics"}))
+    if unknown or not (reward is None or _is_number(reward)) or not isinstance(metrics, Mapping):
+        raise _Fault(
+            'an agent must return a finite number, None, or {"reward": a number or None, "metrics": {name: '
+            f"number}}}}; it returned {str(returned)[:200]!r}",
+            "invalid",
+            "",
+        )
+    wrong = [f"{name!r}: {value!r}" for name, value in metrics.items() if not _is_number(value)]
+    if wrong:
+        raise _Fault(
+            f"metrics of an agent must be finite numbers; it returned {wrong[0][:200]}", "invalid", ""
+        )
+    return {
+        "reward": None if reward is None else float(reward),
+        "metrics": {str(name): float(value) for name, value in metrics.items()},
+    }
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is one finite number, also of numpy."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = str(error)
+    text = text if len(text) <= LONGEST_TEXT else f"a text of {len(text)} characters"
+    return f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
+async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any]) -> Any:
+    """Runs a program that asks the policy; its last line may be a JSON object with its reward."""
+    with tempfile.TemporaryDirectory(prefix="quatrain-agent-") as folder:
+        path = Path(folder) / "row.json"
+        path.write_text(json.dumps({"client": asdict(client), **row}, default=str), encoding="utf-8")
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": client.base_url,
+            "OPENAI_API_KEY": client.api_key,
+            "OPENAI_MODEL": client.model,
+            "QUATRAIN_ROW": str(path),
+            "QUATRAIN_SEED": str(client.seed),
+        }
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            output, errors = await process.communicate()
+        finally:
+            with suppress(ProcessLookupError, PermissionError):  # also what it started and left
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        text = errors.decode(errors="backslashreplace").strip()[-LONGEST_TEXT:]
+        raise _Fault(f"the agent's program ended with status {process.returncode}", "error", text)
+    lines = output.decode(errors="backslashreplace").strip().splitlines()
+    for line in lines[:-1]:
+        print(line)
+    try:
+        last = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        last = None
+    if isinstance(last, Mapping) and "reward" in last:
+        return last
+    if lines:
+        print(lines[-1])
+    return None

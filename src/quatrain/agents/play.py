@@ -1,0 +1,412 @@
+"""Rollouts by agents: each sample is an episode that a user's program plays, asking the policy over HTTP.
+
+Data flow: prompts -> `AgentRollouts.submit` -> a session (`serve/sessions.py`) and a call of an agent's
+process (`workers.py`) for each sample -> the trees of turns -> the rows of a `RolloutBatch`. One thread has
+the HTTP server, the processes and the episodes; the engine has its own (`engine/service.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import uvicorn
+
+from quatrain.agents.child import Client
+from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
+from quatrain.engine.engine import RolloutEngine, work_metrics
+from quatrain.engine.service import EngineService
+from quatrain.engine.session import EngineStats
+from quatrain.serve.api import Api
+from quatrain.serve.sessions import Session, SessionRules, Sessions
+from quatrain.serve.turn_tree import Row
+from quatrain.types.batches import Prompt, PromptText, RolloutBatch
+from quatrain.types.metrics import Metric, Metrics, describe
+from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
+from quatrain.workers.threads import LoopThread
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between two calls of `on_progress`."""
+MOST_PLAYED = 2
+"""How often an episode is begun whose process dies."""
+ADDRESS = "127.0.0.1"
+TAIL = 0.9
+"""The share of the episodes after which the others hold up the batch."""
+
+
+@dataclass(frozen=True)
+class AgentRules:
+    """How the agents of a run play.
+
+    A sequence has at most `more_tokens` tokens beside those that may be sampled, and at most `longest`. At
+    most `concurrency` episodes are played at a time; None: all.
+    """
+
+    agent: str
+    args: Mapping[str, Any]
+    num_workers: int
+    concurrency: int | None
+    timeout_s: float
+    max_turns: int
+    more_tokens: int
+    longest: int
+    seed: int
+
+
+@dataclass(eq=False)
+class Episode:
+    """A sample of a prompt that an agent plays."""
+
+    prompt: Prompt
+    sample: int
+    rules: SessionRules
+    session: Session | None = None
+    played: Played = field(default_factory=Played)
+    fault: AgentFault | None = None
+    is_retried: bool = False
+    ended: float = 0.0
+    """When it ended, by `time.perf_counter`."""
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended: by a fault, by a limit of its requests, or as its last answer."""
+        assert self.session is not None
+        if self.fault is not None:
+            return "timeout" if self.fault.kind == "timeout" else "error"
+        if self.session.refused is not None:
+            return self.session.refused
+        rows = self.session.tree.rows()
+        return rows[0].path[-1].finish_reason if rows else "stop"
+
+    def samples(self) -> list[tuple[Prompt, Completion]]:
+        """Its sequences, as samples of the prompt; that with the path to the last request is the first."""
+        assert self.session is not None
+        rows = self.session.tree.rows()
+        if not rows:  # it never asked
+            return [(self._prompt(self.prompt.input_ids, ()), self._ended(Completion()))]
+        return [
+            (
+                self._prompt(np.array(row.path[0].prompt_ids, np.int32), row.path[-1].messages),
+                self._ended(_completion(row)),
+            )
+            for row in rows
+        ]
+
+    def _prompt(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        columns = {
+            **self.prompt.columns,
+            "messages": list(messages) or _listed(self.prompt.text),
+            "turn_rewards": [],
+            "environment_reward": self.played.reward,
+        }
+        return replace(self.prompt, input_ids=ids, columns=columns)
+
+    def _ended(self, completion: Completion) -> Completion:
+        completion.finish_reason = self.finish_reason
+        return completion
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Prompts that were submitted together: their episodes, and when they began."""
+
+    episodes: Sequence[Episode]
+    futures: Sequence[Future[None]]
+    began: float
+    stats: EngineStats
+
+
+class AgentRollouts:
+    """A rollout engine (`Rollouts`) whose samples are episodes of agents, played by `rules`.
+
+    `engine` samples their turns, with `per_request_sampling`; `sampling` is that of training. It belongs to
+    this from here on. `model` is what agents call the policy.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        rules: AgentRules,
+        *,
+        sampling: Sampling,
+        model: str,
+        vocab_size: int,
+        on_progress: OnProgress | None = None,
+    ):
+        self.sampling = sampling
+        self._engine, self._rules, self._model = engine, rules, model
+        self._on_progress = on_progress
+        self._sessions = Sessions()
+        self._service = EngineService(engine, name="quatrain-agents-engine")
+        self._thread = LoopThread("quatrain-agents", CLOSED, self._end)
+        self._processes = AgentProcesses(
+            rules.agent,
+            rules.args,
+            num_workers=rules.num_workers,
+            timeout_s=rules.timeout_s,
+            thread=self._thread,
+        )
+        self._slots = None if rules.concurrency is None else asyncio.Semaphore(rules.concurrency)
+        self._api = Api(
+            self._service,
+            engine.tokenizer,
+            model=model,
+            vocab_size=vocab_size,
+            max_positions=rules.longest,
+            token=secrets.token_hex(16),  # none is told it: every request has the key of a session
+            stop_ids=engine.stop_ids,
+            sessions=self._sessions,
+        )
+        self._url: str | None = None
+        self._server: asyncio.Task[None] | None = None
+        self._has_played = False
+
+    def copy_weights(self, params: Any) -> Any:
+        """As `RolloutEngine.copy_weights`."""
+        return self._engine.copy_weights(params)
+
+    def sync_weights(self, params: Any, version: int) -> None:
+        """Sample from `params` from the next decode call on."""
+        self._service.load(params, version)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
+    ) -> RolloutBatch:
+        """A batch of `sampling.n` episodes per prompt, in order, with the rows of an episode adjacent.
+
+        Raises ValueError if the agent cannot be loaded, and if the first episodes of all have faults only.
+        """
+        return self.wait(self.submit(prompts, step=step, sampling=sampling))
+
+    def generate_each(
+        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
+    ) -> Iterator[RolloutBatch]:
+        """What `generate` returns for each of `batches`, one after another."""
+        yield from (self.generate(prompts, sampling=sampling) for prompts in batches)
+
+    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
+        """Begins the episodes of `prompts`; `wait` returns their batch for the ticket."""
+        spec, rules = sampling or self.sampling, self._rules
+        max_tokens = min(rules.longest, rules.more_tokens + spec.max_new_tokens)
+        of_session = SessionRules(spec, rules.seed, step, rules.max_turns, max_tokens)
+        stats = self._service.run(lambda: self._engine.stats).result()
+        episodes = [Episode(prompt, i, of_session) for prompt in prompts for i in range(spec.n)]
+        futures: list[Future[None]] = [Future() for _ in episodes]
+        for episode, future in zip(episodes, futures, strict=True):
+            self._thread.do(self._begin, episode, future)
+        return Ticket(episodes, futures, time.perf_counter(), stats)
+
+    def wait(self, ticket: Ticket) -> RolloutBatch:
+        """The batch of the episodes of `ticket`, once all have ended."""
+        for future in ticket.futures:
+            while True:
+                try:
+                    future.result(LOOK_S)
+                    break
+                except TimeoutError:
+                    self._report(ticket)
+        self._check_faults(ticket.episodes)
+        stats = self._service.run(lambda: self._engine.stats).result() - ticket.stats
+        ended = sorted(episode.ended for episode in ticket.episodes)
+        seconds = (ended[-1] if ended else ticket.began) - ticket.began
+        samples = [episode.samples() for episode in ticket.episodes]
+        tail = ended[-1] - ended[int(TAIL * (len(ended) - 1))] if ended else 0.0
+        return rollout_batch(
+            [row for rows in samples for row in rows],
+            self._engine.tokenizer,
+            {
+                **work_metrics(stats, seconds),
+                **_metrics(ticket.episodes),
+                "time/rollout_generate_s": Metric(seconds, reduction="sum"),
+                "time/agent_tail_s": Metric(tail, reduction="sum"),
+            },
+            episodes=[number for number, rows in enumerate(samples) for _ in rows],
+        )
+
+    def release(self) -> None:
+        """Free the weights until the next `sync_weights`."""
+        self._service.run(self._engine.release).result()
+
+    def close(self) -> None:
+        """Ends the agents' processes, the server and the engine."""
+        self._thread.close()
+        self._service.close()
+
+    # In the thread:
+
+    def _begin(self, episode: Episode, future: Future[None]) -> None:
+        if self._url is None:
+            self._url = self._serve()
+        task = self._thread.loop.create_task(self._play(episode))
+
+        def end(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                future.set_exception(RuntimeError(CLOSED))
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        task.add_done_callback(end)
+
+    def _serve(self) -> str:
+        """Begins to serve the policy on a free port of this machine; its address."""
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.bind((ADDRESS, 0))
+        listening.listen(1024)
+        settings = uvicorn.Config(
+            self._api.app((ADDRESS, "localhost")), log_level="error", access_log=False, lifespan="off"
+        )
+        server = uvicorn.Server(settings)
+        self._server = self._thread.loop.create_task(server.serve(sockets=[listening]))
+        return f"http://{ADDRESS}:{listening.getsockname()[1]}"
+
+    async def _play(self, episode: Episode) -> None:
+        """Plays an episode; once more if its process dies."""
+        if self._slots is None:
+            return await self._played(episode)
+        async with self._slots:
+            return await self._played(episode)
+
+    async def _played(self, episode: Episode) -> None:
+        for count in range(1, MOST_PLAYED + 1):
+            session = episode.session = self._sessions.open(episode.rules, episode.prompt, episode.sample)
+            episode.fault, episode.is_retried = None, count > 1
+            try:
+                episode.played = await self._processes.play(self._client(session), _row(episode.prompt))
+            except AgentFault as fault:
+                episode.fault = fault
+                if fault.kind == "crash" and count < MOST_PLAYED:
+                    continue
+                if session.refused is not None and fault.kind == "error":
+                    episode.fault, episode.played = None, Played(0.0)  # it left because a limit was met
+            finally:
+                self._sessions.close(session)
+            break
+        episode.ended = time.perf_counter()
+
+    def _client(self, session: Session) -> Client:
+        rules, url = session.rules, f"{self._url}/s/{session.id}"
+        place = f"{rules.seed}/{rules.step}/{session.prompt.group_id}/{session.sample}"
+        return Client(
+            base_url=f"{url}/v1",
+            api_key=session.key,
+            model=self._model,
+            untrained_base_url=f"{url}/untrained/v1",
+            seed=int.from_bytes(hashlib.blake2b(place.encode(), digest_size=4).digest()) >> 1,
+            step=rules.step,
+            sample=session.sample,
+            greedy=rules.sampling.temperature == 0,
+        )
+
+    def _end(self) -> None:
+        """Ends everything that lives in the thread, as its last work."""
+        self._processes.end()
+        loop = self._thread.loop
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    # In the caller's thread:
+
+    def _report(self, ticket: Ticket) -> None:
+        if self._on_progress is None:
+            return
+        done = sum(future.done() for future in ticket.futures)
+        tokens = sum(
+            len(turn.tokens) for each in ticket.episodes if each.session for turn in each.session.tree.turns
+        )
+        rate = tokens / (time.perf_counter() - ticket.began)
+        self._on_progress(RolloutProgress(done, len(ticket.futures), rate, self._service.num_running))
+
+    def _check_faults(self, episodes: Sequence[Episode]) -> None:
+        """Warns of faults; raises ValueError if the first batch of the run has nothing else."""
+        faults = [episode.fault for episode in episodes if episode.fault is not None]
+        if not faults:
+            self._has_played |= bool(episodes)
+            return
+        first = f"{faults[0]}\n{faults[0].detail}".rstrip()
+        if len(faults) == len(episodes) and not self._has_played:
+            raise ValueError(f"every episode of {self._rules.agent} has a fault; the first: {first}")
+        self._has_played = True
+        text = "%d of %d episodes ended by a fault of their agent; the first: %s"
+        logger.warning(text, len(faults), len(episodes), first)
+
+
+def _completion(row: Row) -> Completion:
+    """The tokens after the root's prompt; those of turns that another row owns count as given."""
+    completion = Completion(turns=[])
+    for turn in row.path:
+        given = turn.given if turn.parent is not None else []
+        completion.extend(given, [0.0] * len(given), -1)
+        completion.turns.append(len(completion.tokens))
+        completion.num_given += len(given)
+        if turn in row.owned:
+            completion.tokens += turn.tokens
+            completion.logprobs += turn.logprobs
+            completion.versions += turn.versions
+        else:
+            completion.extend(turn.tokens, [0.0] * len(turn.tokens), -1)
+            completion.num_given += len(turn.tokens)
+    return completion
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """The data row of a prompt, as an agent gets it."""
+    asked = prompt.text if isinstance(prompt.text, str) else _listed(prompt.text)
+    return {**prompt.columns, "prompt": asked}
+
+
+def _listed(prompt: PromptText) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+
+
+def _metrics(episodes: Sequence[Episode]) -> Metrics:
+    """Numbers of turns and sequences, rewards, what agents returned, and what went wrong."""
+    counts: Counter[str] = Counter(
+        dict.fromkeys(("tool_calls", "malformed_calls", "replayed", "overridden_fields"), 0)
+    )
+    rows, turns, context, tokens, branches, roots, abandoned = [], [], 0, 0, 0, 0, 0
+    own: dict[str, list[float]] = {}
+    for episode in episodes:
+        assert episode.session is not None
+        tree = episode.session.tree
+        counts.update(episode.session.counts)
+        of_episode = tree.rows()
+        trained = {turn for row in of_episode for turn in row.path}
+        rows.append(len(of_episode))
+        turns.append(len(trained))
+        roots += sum(turn.parent is None for turn in trained)
+        parents = Counter(turn.parent for turn in trained if turn.parent is not None)
+        branches += sum(count - 1 for count in parents.values())
+        abandoned += len(tree.turns) - len(trained)
+        tokens += sum(len(row.path[-1].ids) for row in of_episode)
+        context += sum(len(turn.tokens) for row in of_episode for turn in row.path if turn not in row.owned)
+        for name, value in episode.played.metrics.items():
+            own.setdefault(name, []).append(value)
+    counts["errors"] = sum(e.fault is not None and e.fault.kind != "timeout" for e in episodes)
+    counts["timeouts"] = sum(e.fault is not None and e.fault.kind == "timeout" for e in episodes)
+    counts["retried_episodes"] = sum(episode.is_retried for episode in episodes)
+    counts.update({"branches": branches, "roots": roots, "abandoned_turns": abandoned})
+    rewards = [e.played.reward for e in episodes if e.fault is None and e.played.reward is not None]
+    return {
+        **describe("agent/turns", np.array(turns), ("mean", "max")),
+        **describe("agent/sequences", np.array(rows), ("mean", "max")),
+        **describe("agent/reward", np.array(rewards, np.float64), ("mean",)),
+        "agent/context_fraction": Metric(context, tokens),
+        **{f"agent/{name}": Metric(float(count), reduction="sum") for name, count in counts.items()},
+        **{f"agent/{name}": Metric(sum(values), len(values)) for name, values in own.items()},
+    }

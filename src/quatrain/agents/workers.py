@@ -1,0 +1,102 @@
+"""The processes of agents, seen from the run: an episode in, its reward or its fault out.
+
+Data flow: `play.py` -> `AgentProcesses.play` -> a process of `child.py` -> `Played`, or `AgentFault`. An
+episode whose process dies is not played again here: its session must begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from quatrain.agents.child import CANCEL_S, Client
+from quatrain.workers.hosts import Hosts
+from quatrain.workers.pool import Failure
+from quatrain.workers.process import GRACE_S, pickled
+from quatrain.workers.threads import LoopThread
+
+CLOSED = "the agents were closed"
+FaultKind = Literal["error", "invalid", "timeout", "crash"]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What an agent returned: its reward, None if reward functions judge, and its metrics."""
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class AgentFault(Exception):
+    """What an agent did wrong; it costs one episode. `kind` `crash`: its process died."""
+
+    def __init__(self, message: str, kind: FaultKind, detail: str = ""):
+        super().__init__(message, kind, detail)
+        self.kind, self.detail = kind, detail
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class AgentProcesses:
+    """Up to `num_workers` processes that play the agent `spec`; used in the loop of `thread` alone.
+
+    An episode may take `timeout_s` seconds. Raises ValueError for a function of the running program, which
+    other processes cannot import.
+    """
+
+    def __init__(
+        self, spec: str, args: Mapping[str, Any], *, num_workers: int, timeout_s: float, thread: LoopThread
+    ):
+        if spec.startswith("__main__:"):
+            raise ValueError(
+                "rollout.agent must be named as `path/file.py:function`, which processes import; got "
+                f"{spec!r}, of the running program; put it into a file"
+            )
+        self._limit_s = timeout_s + CANCEL_S + GRACE_S
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        settings = {
+            "serve": "quatrain.agents.child:serve",
+            "spec": spec,
+            "args": dict(args),
+            "timeout_s": timeout_s,
+            "memory_mb": None,
+        }
+        self._hosts = Hosts(
+            thread, "agents", f"agent {spec}", settings, most=num_workers, end_s=self._limit_s, answer_s=None
+        )
+
+    async def play(self, client: Client, row: Mapping[str, Any]) -> Played:
+        """Plays an episode; raises AgentFault."""
+        loop = asyncio.get_running_loop()
+        number, began = next(self._numbers), loop.time()
+        host = self._hosts.chosen(number)
+        episode = pickled({"client": asdict(client), "row": dict(row)}, "agents")
+        try:
+            outcome = await asyncio.wrap_future(
+                host.process.call("play", episode, limit_s=self._limit_s, what="an episode")
+            )
+        finally:
+            host.leave(number)
+        match outcome:
+            case {"value": {"reward": reward, "metrics": metrics}}:
+                return Played(reward, metrics)
+            case {"fault": [str() as text, str() as kind, str() as detail]}:
+                raise AgentFault(text, kind, detail)  # type: ignore[arg-type]
+            case Failure("refused", detail):
+                raise ValueError(f"rollout.agent cannot be used: {detail}")
+            case Failure(_, detail) if loop.time() - began >= self._timeout_s:
+                raise AgentFault(f"the agent took longer than {self._timeout_s:g} s: {detail}", "timeout")
+            case Failure(_, detail):
+                raise AgentFault(f"the agent's process died: {detail}", "crash")
+            case _:
+                host.process.kill(Failure("crash", "its process sent a reply that is none"))
+                raise AgentFault("the agent's process sent a reply that is none", "crash")
+
+    def end(self) -> None:
+        """Ends the processes."""
+        self._hosts.kill_all(CLOSED)
