@@ -9,8 +9,8 @@ import uvicorn
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
-from quatrain.serve.api import Api
 from quatrain.loop.serve import LOOPBACK
+from quatrain.serve.api import Api
 from quatrain.weights.hf import load_hf
 
 MODEL = "small"

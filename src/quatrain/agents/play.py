@@ -170,6 +170,7 @@ class AgentRollouts:
             sessions=self._sessions,
         )
         self._url: str | None = None
+        self._listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._server: asyncio.Task[None] | None = None
         self._has_played = False
 
@@ -242,6 +243,7 @@ class AgentRollouts:
     def close(self) -> None:
         """Ends the agents' processes, the server and the engine."""
         self._thread.close()
+        self._listening.close()
         self._service.close()
 
     # In the thread:
@@ -263,18 +265,17 @@ class AgentRollouts:
 
     def _serve(self) -> str:
         """Begins to serve the policy on a free port of this machine; its address."""
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.bind((ADDRESS, 0))
-        listening.listen(1024)
+        self._listening.bind((ADDRESS, 0))
+        self._listening.listen(1024)
         settings = uvicorn.Config(
             self._api.app((ADDRESS, "localhost")), log_level="error", access_log=False, lifespan="off"
         )
         server = uvicorn.Server(settings)
-        self._server = self._thread.loop.create_task(server.serve(sockets=[listening]))
-        return f"http://{ADDRESS}:{listening.getsockname()[1]}"
+        self._server = self._thread.loop.create_task(server.serve(sockets=[self._listening]))
+        return f"http://{ADDRESS}:{self._listening.getsockname()[1]}"
 
     async def _play(self, episode: Episode) -> None:
-        """Plays an episode; once more if its process dies."""
+        """Plays an episode; once more, in a process of its own, if its process dies."""
         if self._slots is None:
             return await self._played(episode)
         async with self._slots:
@@ -285,7 +286,9 @@ class AgentRollouts:
             session = episode.session = self._sessions.open(episode.rules, episode.prompt, episode.sample)
             episode.fault, episode.is_retried = None, count > 1
             try:
-                episode.played = await self._processes.play(self._client(session), _row(episode.prompt))
+                episode.played = await self._processes.play(
+                    self._client(session), _row(episode.prompt), alone=episode.is_retried
+                )
             except AgentFault as fault:
                 episode.fault = fault
                 if fault.kind == "crash" and count < MOST_PLAYED:

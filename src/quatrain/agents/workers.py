@@ -58,7 +58,7 @@ class AgentProcesses:
             )
         self._limit_s = timeout_s + CANCEL_S + GRACE_S
         self._timeout_s = timeout_s
-        self._numbers = itertools.count()
+        self._numbers, self._alone = itertools.count(), asyncio.Semaphore(num_workers)
         settings = {
             "serve": "quatrain.agents.child:serve",
             "spec": spec,
@@ -70,11 +70,17 @@ class AgentProcesses:
             thread, "agents", f"agent {spec}", settings, most=num_workers, end_s=self._limit_s, answer_s=None
         )
 
-    async def play(self, client: Client, row: Mapping[str, Any]) -> Played:
-        """Plays an episode; raises AgentFault."""
+    async def play(self, client: Client, row: Mapping[str, Any], *, alone: bool = False) -> Played:
+        """Plays an episode; raises AgentFault. `alone`: in a process of its own, that none else can end."""
+        if not alone:
+            return await self._play(client, row, alone)
+        async with self._alone:
+            return await self._play(client, row, alone)
+
+    async def _play(self, client: Client, row: Mapping[str, Any], alone: bool) -> Played:
         loop = asyncio.get_running_loop()
         number, began = next(self._numbers), loop.time()
-        host = self._hosts.chosen(number)
+        host = self._hosts.alone(number) if alone else self._hosts.chosen(number)
         episode = pickled({"client": asdict(client), "row": dict(row)}, "agents")
         try:
             outcome = await asyncio.wrap_future(
@@ -89,7 +95,8 @@ class AgentProcesses:
                 raise AgentFault(text, kind, detail)  # type: ignore[arg-type]
             case Failure("refused", detail):
                 raise ValueError(f"rollout.agent cannot be used: {detail}")
-            case Failure(_, detail) if loop.time() - began >= self._timeout_s:
+            # Of several in a process that hangs, this does not say which made it hang.
+            case Failure(_, detail) if alone and loop.time() - began >= self._timeout_s:
                 raise AgentFault(f"the agent took longer than {self._timeout_s:g} s: {detail}", "timeout")
             case Failure(_, detail):
                 raise AgentFault(f"the agent's process died: {detail}", "crash")

@@ -73,6 +73,14 @@ class Hosts:
         best.live.add(number)
         return best
 
+    def alone(self, number: int) -> Host:
+        """A new process, in which nothing else will live than `number`."""
+        host = self._started()
+        host.is_retired = True
+        host.live.add(number)
+        self._hosts.append(host)
+        return host
+
     def kill_all(self, why: str) -> None:
         """Ends the processes; their calls get a failure that says why."""
         kill_all((host.process for host in self._hosts), why)

@@ -1,0 +1,115 @@
+"""Agents that tests play; each writes what it sent and got into the file `log`, a line of JSON a request."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import openai
+
+
+class Policy:
+    """An OpenAI client that keeps a log of ids."""
+
+    def __init__(self, client, row, log):
+        self.model, self.log = client.model, log
+        self.place = [row["id"], client.sample]
+        self.openai = openai.AsyncOpenAI(
+            base_url=client.base_url, api_key=client.api_key, max_retries=0, timeout=120
+        )
+
+    async def ask(self, messages, **fields):
+        answer = await self.openai.chat.completions.create(
+            model=self.model, messages=messages, max_tokens=5, extra_body={"return_token_ids": True}, **fields
+        )
+        [choice] = answer.choices
+        line = {
+            "place": self.place,
+            "prompt_ids": answer.prompt_token_ids,
+            "token_ids": choice.token_ids,
+            "text": choice.message.content,
+        }
+        with open(self.log, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return choice.message
+
+
+async def edits(client, row, log):
+    """Three turns, random pauses, an edited history in the middle, and one error in four."""
+    policy, messages = Policy(client, row, log), list(row["prompt"])
+    for turn in range(3):
+        await asyncio.sleep(random.random() / 20)
+        messages.append(await policy.ask(messages))
+        if turn == 1 and client.sample % 4 == 1:
+            messages[1] = {"role": "assistant", "content": "I forgot – was war's? 🙂"}
+        if turn == 1 and client.sample % 4 == 3:
+            raise KeyError("the fourth sample")
+        messages.append({"role": "user", "content": f"more {turn} ü"})
+    return {"reward": float(client.sample), "metrics": {"turns": 3}}
+
+
+async def branches(client, row, log):
+    """Asks twice after the same first answer, at the same time, and once more for another answer to it."""
+    policy, messages = Policy(client, row, log), list(row["prompt"])
+    messages.append(await policy.ask(messages))
+    asked = [[*messages, {"role": "user", "content": text}] for text in ("left", "right", "left")]
+    await asyncio.gather(*[policy.ask(each) for each in asked])
+    return 1.0
+
+
+async def once(client, row):
+    await client.chat(row["prompt"])
+
+
+async def untrained(client, row):
+    """A simulated user is asked between two turns."""
+    messages = [*row["prompt"], await client.chat(row["prompt"], max_tokens=5)]
+    said = await client.chat(row["prompt"], train=False, temperature=0, max_tokens=3)
+    await client.chat([*messages, {"role": "user", "content": said["content"]}])
+    return 0.5
+
+
+async def many_turns(client, row):
+    """Asks until the server refuses it."""
+    messages = list(row["prompt"])
+    while True:
+        messages += [await client.chat(messages, max_tokens=2), {"role": "user", "content": "go on"}]
+
+
+def in_a_thread(client, row, reward=2.0):
+    asyncio.run(once(client, row))
+    assert threading.current_thread() is not threading.main_thread()
+    return reward
+
+
+async def faulty(client, row, folder):
+    """Sample 0 hangs, 1 leaves, 2 returns nonsense, 3 dies at its first try, 4 at every try, 5 is well."""
+    await client.chat(row["prompt"])
+    match client.sample:
+        case 0:
+            await asyncio.sleep(1000)
+        case 1:
+            sys.exit(3)
+        case 2:
+            return "a text"
+        case 3:
+            mark = os.path.join(folder, "died")
+            if not os.path.exists(mark):
+                open(mark, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        case 4:
+            os._exit(0)
+        case _:
+            await asyncio.sleep(0.5)
+    return 1.0
+
+
+async def hangs_its_thread(client, row):
+    await client.chat(row["prompt"])
+    if client.sample == 0:
+        time.sleep(1000)
+    return 1.0

@@ -1,0 +1,235 @@
+"""Agents play with a small model: what was sampled is what is trained, whatever they do."""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quatrain.agents.play import AgentRollouts, AgentRules
+from quatrain.config.schema import RolloutConfig
+from quatrain.data.turns import TurnTemplate
+from quatrain.engine.engine import RolloutEngine
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+
+AGENTS = Path(__file__).with_name("some_agents.py")
+TOKENS = 24
+
+
+@pytest.fixture
+def playing(small_arch, small_params, tokenizer):
+    """playing(name, n, **rules): a context with the `AgentRollouts` of an agent of `some_agents.py`."""
+
+    @contextmanager
+    def played(name, n=4, seed=11, max_new_tokens=TOKENS, temperature=0.9, **rules):
+        settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position)
+        engine = RolloutEngine(
+            small_arch,
+            settings,
+            tokenizer,
+            stop_ids=(tokenizer.eos_token_id,),
+            seed=seed,
+            cache_bytes=1 << 26,
+            per_request_sampling=True,
+        )
+        fields = {
+            "args": {},
+            "num_workers": 2,
+            "concurrency": None,
+            "timeout_s": 60.0,
+            "max_turns": 8,
+            "more_tokens": 200,
+            "longest": small_arch.max_position,
+            **rules,
+        }
+        rollouts = AgentRollouts(
+            engine,
+            AgentRules(agent=name if " " in name else f"{AGENTS}:{name}", seed=seed, **fields),
+            sampling=Sampling(n, max_new_tokens, temperature),
+            model="small",
+            vocab_size=small_arch.vocab_size,
+        )
+        try:
+            rollouts.sync_weights(small_params, 3)
+            yield rollouts
+        finally:
+            rollouts.close()
+
+    return played
+
+
+def prompts(tokenizer, count=2):
+    turns = TurnTemplate(tokenizer, ())
+    messages = [({"role": "user", "content": f"{i} + 2"},) for i in range(count)]
+    return [Prompt(10 * i, np.array(turns.prompt(m), np.int32), m, {"id": i}) for i, m in enumerate(messages)]
+
+
+def turns_of(batch, row):
+    """(context, sampled) of each run of sampled tokens of a row."""
+    ids, mask = batch.input_ids[row], batch.completion_mask[row]
+    edges = np.flatnonzero(np.diff(np.pad(mask, 1).astype(int)))
+    return [(tuple(ids[:a].tolist()), tuple(ids[a:b].tolist())) for a, b in edges.reshape(-1, 2)]
+
+
+def logged(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["place"], (tuple(line["prompt_ids"]), tuple(line["token_ids"]))) for line in lines]
+
+
+def test_every_sampled_token_is_trained_once_with_the_ids_that_were_sent(
+    playing, tokenizer, tmp_path, caplog
+):
+    batches = []
+    for attempt in range(2):
+        log = tmp_path / f"log{attempt}.jsonl"
+        with playing("edits", args={"log": str(log)}) as rollouts:
+            batch = rollouts.generate(prompts(tokenizer), step=5)
+        of_row = batch.episodes.of_row
+        found = [
+            ([int(batch.columns["id"][row]), int(of_row[row] % 4)], turn)
+            for row in range(len(batch))
+            for turn in turns_of(batch, row)
+        ]
+        assert sorted(found) == sorted(logged(log))
+        assert len(found) == 2 * (3 + 3 + 3 + 2)
+        batches.append(batch)
+    # Samples 1 began anew, so that they have two rows; the others one. Time changes nothing.
+    assert np.bincount(batch.episodes.of_row).tolist() == [1, 2, 1, 1] * 2
+    assert batches[0].completions == batches[1].completions
+    np.testing.assert_array_equal(batches[0].input_ids, batches[1].input_ids)
+    assert (batch.policy_version[batch.completion_mask] == 3).all()
+    rewards = [batch.columns["environment_reward"][row] for row in batch.episodes.first_rows]
+    assert rewards == [0.0, 1.0, 2.0, None] * 2
+    assert batch.finish_reason[batch.episodes.first_rows].tolist()[3::4] == ["error"] * 2
+    assert (
+        "2 of 8 episodes ended by a fault of their agent; the first: the agent raised KeyError" in caplog.text
+    )
+    numbers = {name: metric.result() for name, metric in batch.metrics.items()}
+    assert numbers["agent/errors"] == 2
+    assert numbers["agent/roots"] == 8 + 2
+    assert numbers["agent/turns/mean"] == 22 / 8
+
+
+def test_log_probabilities_are_those_of_the_model(playing, tokenizer, small_arch, small_params, tmp_path):
+    from quatrain.forward.planner import MicroBatchPlanner
+    from quatrain.forward.predict import predict_tokens
+    from quatrain.forward.specs import PolicySpec
+    from quatrain.update.learner import _table
+
+    with playing("branches", args={"log": str(tmp_path / "log")}) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer))
+    spec, planner = PolicySpec(small_arch, temperature=0.9, remat="none"), MicroBatchPlanner(rows=4)
+    expected = predict_tokens(small_params, _table(batch), model=spec, planner=planner)
+    np.testing.assert_allclose(batch.rollout_logprobs, expected, rtol=0, atol=1e-4)
+    # Three answers after the first; the first is trained in one of the three rows.
+    assert np.bincount(batch.episodes.of_row).tolist() == [3] * 8
+    found = sorted(turn for row in range(len(batch)) for turn in turns_of(batch, row))
+    assert found == sorted(turn for _, turn in logged(tmp_path / "log"))
+    assert batch.metrics["agent/branches"].result() == 16
+    assert batch.metrics["agent/context_fraction"].result() > 0
+
+
+def test_an_agent_that_asks_once_samples_what_the_engine_samples(
+    playing, tokenizer, small_arch, small_params
+):
+    given = prompts(tokenizer, 3)
+    with playing("once") as rollouts:
+        batch = rollouts.generate(given, step=2)
+        greedy = rollouts.generate(given, sampling=Sampling(1, TOKENS, 0.0))
+    settings = RolloutConfig(n=4, max_new_tokens=TOKENS, temperature=0.9)
+    engine = RolloutEngine(
+        small_arch, settings, tokenizer, stop_ids=(tokenizer.eos_token_id,), seed=11, cache_bytes=1 << 26
+    )
+    engine.sync_weights(small_params, 3)
+    expected = engine.generate(given, step=2)
+    np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+    np.testing.assert_array_equal(batch.completion_mask, expected.completion_mask)
+    np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
+    assert batch.finish_reason.tolist() == expected.finish_reason.tolist()
+    assert batch.completions == expected.completions
+    assert greedy.completions == engine.generate(given, sampling=Sampling(1, TOKENS, 0.0)).completions
+    engine.close()
+
+
+def test_answers_of_a_simulated_user_are_context(playing, tokenizer):
+    with playing("untrained") as rollouts:
+        batch = rollouts.generate(prompts(tokenizer))
+    assert batch.metrics["agent/turns/mean"].result() == 2
+    assert all(len(turns_of(batch, row)) == 2 for row in range(len(batch)))
+
+
+def test_limits_end_an_episode_without_a_fault(playing, tokenizer):
+    with playing("many_turns", max_turns=3) as rollouts:
+        turns = rollouts.generate(prompts(tokenizer))
+    assert set(turns.finish_reason) == {"turns"}
+    assert turns.metrics["agent/turns/max"].result() == 3
+    with playing("many_turns", max_new_tokens=5, max_turns=100) as rollouts:
+        length = rollouts.generate(prompts(tokenizer))
+    assert set(length.finish_reason) == {"length"}
+    assert length.completion_lengths.max() == 5
+    assert length.columns["environment_reward"][0] == 0.0
+
+
+def test_an_agent_may_be_a_function_and_a_program(playing, tokenizer, tmp_path):
+    with playing("in_a_thread", n=2, args={"reward": 0.25}) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer))
+    assert set(batch.columns["environment_reward"]) == {0.25}
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with playing(f"command: {sys.executable} {program}", n=2) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer))
+    assert set(batch.columns["environment_reward"]) == {1.0}
+
+
+PROGRAM = """
+import json, os, urllib.request
+row = json.load(open(os.environ["QUATRAIN_ROW"]))
+body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": row["prompt"]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+said = json.load(urllib.request.urlopen(request))
+print(json.dumps({"reward": len(said["choices"])}))
+"""
+
+
+def test_a_fault_costs_one_episode(playing, tokenizer, tmp_path, caplog):
+    with playing("faulty", n=6, num_workers=1, timeout_s=8.0, args={"folder": str(tmp_path)}) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer, 1))
+    assert batch.finish_reason.tolist() == ["timeout", "error", "error", "length", "error", "length"]
+    assert batch.metrics["agent/retried_episodes"].result() >= 2  # samples 3 and 4, and who was with them
+    assert [bool(turns_of(batch, row)) for row in range(6)] == [True] * 6
+    with playing("once", n=6) as rollouts:
+        unharmed = rollouts.generate(prompts(tokenizer, 1))
+    assert batch.completions == unharmed.completions
+
+
+def test_a_loop_that_hangs_costs_its_own_episode(playing, tokenizer):
+    with playing("hangs_its_thread", n=3, num_workers=1, timeout_s=3.0) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer, 1))
+    reasons = batch.finish_reason.tolist()
+    assert reasons[0] == "timeout"
+    assert set(reasons[1:]) <= {"stop", "length", "timeout"}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("nothing", {}, "nothing"),
+        ("once", {"colour": 1}, r"rollout.agent_args must be parameters of the function"),
+        ("edits", {}, r"must take \(client, row\).*missing a required argument: 'log'"),
+    ],
+)
+def test_an_agent_that_cannot_be_played_ends_the_run(playing, tokenizer, name, args, message):
+    with playing(name, args=args) as rollouts, pytest.raises(ValueError, match=message):
+        rollouts.generate(prompts(tokenizer))
+
+
+def test_a_first_batch_of_faults_ends_the_run(playing, tokenizer, tmp_path):
+    with (
+        playing("edits", args={"log": str(tmp_path / "no" / "folder")}) as rollouts,
+        pytest.raises(ValueError, match=r"every episode of .* has a fault; the first: .*FileNotFoundError"),
+    ):
+        rollouts.generate(prompts(tokenizer))
