@@ -1,6 +1,6 @@
 """The guessing game as an agent that asks the policy itself; `guessing_game.py` is the same as an environment.
 
-    quatrain train examples/guessing_agent.yaml
+quatrain train examples/guessing_agent.yaml
 """
 
 import re

@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from architectures import changed
 
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.table import TokenTable
@@ -41,7 +42,7 @@ def test_small_shapes_on_any_machine(script):
     for kernel in ("cudnn", "tokamax"):
         with pytest.raises(script.NotPossible, match="needs a GPU"):
             bench.update(arch, kernel, "shared", {})
-    exact = measured(bench.float32_gap, replace(arch, num_layers=1), "highest")
+    exact = measured(bench.float32_gap, changed(arch, num_layers=1), "highest")
     rounded = measured(bench.bfloat16_gap, arch)
     assert 0 < exact["logprob_diff_max"] < 1e-4 < rounded["logprob_diff_max"] < 0.5
     assert (exact["tokens"], rounded["tokens"]) == (2 * 8 * 12, 8 * 40)

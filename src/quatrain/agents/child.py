@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shlex
 import signal
 import tempfile
@@ -210,14 +211,13 @@ def _checked(returned: Any) -> dict[str, Any]:
             "invalid",
             "",
         )
-    wrong = [f"{name!r}: {value!r}" for name, value in metrics.items() if not _is_number(value)]
-    if wrong:
-        raise _Fault(
-            f"metrics of an agent must be finite numbers; it returned {wrong[0][:200]}", "invalid", ""
-        )
+    for name, value in metrics.items():
+        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) and _is_number(value)):
+            text = "metrics of an agent must be finite numbers, with names of letters, digits and `.-_`"
+            raise _Fault(f"{text}; it returned {name!r}: {value!r}"[:LONGEST_TEXT], "invalid", "")
     return {
         "reward": None if reward is None else float(reward),
-        "metrics": {str(name): float(value) for name, value in metrics.items()},
+        "metrics": {name: float(value) for name, value in metrics.items()},
     }
 
 

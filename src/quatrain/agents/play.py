@@ -411,5 +411,5 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
         **describe("agent/reward", np.array(rewards, np.float64), ("mean",)),
         "agent/context_fraction": Metric(context, tokens),
         **{f"agent/{name}": Metric(float(count), reduction="sum") for name, count in counts.items()},
-        **{f"agent/{name}": Metric(sum(values), len(values)) for name, values in own.items()},
+        **{f"agent/own/{name}": Metric(sum(values), len(values)) for name, values in own.items()},
     }

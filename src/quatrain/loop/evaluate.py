@@ -96,7 +96,8 @@ class Evaluator:
         self._config, self._scorer = config.eval, scorer
         rewards, spec = config.reward, config.eval.accuracy or DEFAULT_ACCURACY
         self._asks_for_format = any(name in rewards.functions for name in FORMAT_REWARDS)
-        self._episodes = config.rollout.has_episodes
+        rollout = config.rollout
+        self._episodes = "" if not rollout.has_episodes else "agent/" if rollout.agent else "episode/"
         self._own: RewardScorer | None = None
         if spec not in rewards.functions:
             rewards = rewards.model_copy(update={"functions": {spec: 1.0}})
@@ -160,7 +161,7 @@ class Evaluator:
         """The names of the metrics of every evaluation, in which those of a set's further prompts are not."""
         functions = self._scorer.function_names
         counts = {f"reward/{name}/{what}" for name in functions for what in ("errors", "abstained")}
-        episodes = {name for name in CATALOGUE if name.startswith("episode/")} if self._episodes else set()
+        episodes = {name for name in CATALOGUE if self._episodes and name.startswith(self._episodes)}
         names: list[str] = []
         for each in self.sets:
             columns = dict.fromkeys(each.prompts(1)[0].columns, ())

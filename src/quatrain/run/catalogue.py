@@ -170,6 +170,30 @@ episode/timeouts | episodes | sum |
 episode/tool_calls | calls | sum | Calls of tools in the completions.
 episode/malformed_calls | calls | sum | Of these, calls that could not be made; the policy read why.
 episode/tool_errors | calls | sum | Of these, calls of tools that raised an exception; the policy read it.
+agent/turns/* | turns | mean max | the answers of the policy in an episode of an agent (`rollout.agent`).
+agent/sequences/* | sequences | mean max |
+    the sequences of an episode: the paths of its tree of turns, each of which is a row of the batch.
+agent/reward/mean | reward | mean | Mean of what agents returned as their reward.
+agent/context_fraction | fraction | mean |
+    Fraction of the sequences' tokens that are answers trained in another row of their episode.
+agent/roots | turns | sum |
+    Turns that continue no answer: the first of an episode, and those after an edit of its history.
+agent/branches | turns | sum | Further turns that continue the same answer.
+agent/abandoned_turns | turns | sum |
+    Answers that are not trained: the client left before they came, or they were not sampled to their end.
+agent/replayed | requests | sum |
+    Requests that a client repeated after its connection broke, and which got the same answer.
+agent/overridden_fields | fields | sum |
+    Sampling parameters that requests gave; those of the run were used.
+agent/tool_calls | calls | sum | Calls of tools in the answers.
+agent/malformed_calls | calls | sum | Calls that could not be read, and stayed text.
+agent/errors | episodes | sum | Episodes that an error of their agent ended, or the end of its process.
+agent/timeouts | episodes | sum | Episodes whose agent took longer than `rollout.agent_timeout_s`.
+agent/retried_episodes | episodes | sum |
+    Episodes that were played again from their beginning, because their process died.
+agent/own/<name> | 1 | mean | Mean of a metric that agents returned.
+time/agent_tail_s | s | sum |
+    Seconds from the end of nine tenths of the episodes of the batch to that of the last.
 dynamic_sampling/rounds | rounds | sum |
     Rounds of drawing prompts in a training step (`rollout.dynamic_sampling_rounds`).
 dynamic_sampling/drawn_groups | groups | sum |
@@ -312,8 +336,8 @@ def pattern_of(name: str) -> str | None:
 
 
 def _without_set(name: str) -> str:
-    plain = re.sub(r"^eval/(final/|(?!reward/|episode/)[\w.-]+/(final/)?)", "eval/", name)
-    return plain.removeprefix("eval/") if plain.startswith("eval/episode/") else plain
+    plain = re.sub(r"^eval/(final/|(?!reward/|episode/|agent/)[\w.-]+/(final/)?)", "eval/", name)
+    return plain.removeprefix("eval/") if plain.startswith(("eval/episode/", "eval/agent/")) else plain
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -290,7 +290,7 @@ def _rope(header: GGUFHeader, keys: GGUFKeys, tensors: Mapping[str, TensorInfo])
             f"rotary scaling must be none, linear or llama3; {header.path} has {shown(keys.scaling)}"
         )
     factor = (keys.linear_factor if keys.scaling_factor is None else keys.scaling_factor) or 1.0
-    partial = (keys.rotary_dims or keys.head_dim) / keys.head_dim
+    partial = (keys.rotary_dims or keys.head_dim) / max(keys.head_dim, 1)  # 0 is refused with the rest
     linear, plain = keys.scaling == "linear" and factor != 1.0, Rope(keys.rope_theta, partial=partial)
     rope = replace(plain, kind="linear", factor=factor) if linear else plain
     divisors: dict[str, np.ndarray] = {}

@@ -22,10 +22,11 @@ _OTHER_PARTS = (
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the text model; that of any other model as it is."""
-    if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("text_config"), Mapping):
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not (isinstance(kind, str) and kind in MODEL_TYPES and isinstance(text, Mapping)):
         return config
     outer = {key: config[key] for key in _OUTER if config.get(key) not in (None, [])}
-    return {**config["text_config"], **outer}
+    return {**text, **outer}
 
 
 def text_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
