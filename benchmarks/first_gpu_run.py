@@ -125,8 +125,12 @@ def limits(run: Run, figures: Figures) -> None:
 
 def kernels(run: Run, figures: Figures) -> None:
     """For each shape and kernel: `works`, or why it does not."""
-    capped = replace(run.smallest, attention_softcap=50.0)
-    windowed = replace(run.smallest, sliding_window=512, layer_types=())
+    [kind, *others] = run.smallest.layers
+
+    def with_mixer(**values: Any) -> Architecture:
+        return replace(run.smallest, layers=(replace(kind, mixer=replace(kind.mixer, **values)), *others))
+
+    capped, windowed = with_mixer(softcap=50.0), with_mixer(window=512)
     shapes = {**run.scale.shapes, "soft-cap": capped, "window": windowed}
     for shape, arch in shapes.items():
         for kernel in PLATFORMS:

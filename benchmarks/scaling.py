@@ -515,7 +515,7 @@ class Programs:
         from quatrain.parallel.mesh import shardings
         from quatrain.update.gradient import _copies
 
-        places = shardings(self.mesh, _copies(self.policy.partition))
+        places = shardings(self.mesh, _copies(self.policy))
         grads = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct((self.case.mesh.dp, *x.shape), jnp.float32, sharding=place),
             self.params,
