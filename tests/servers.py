@@ -39,7 +39,7 @@ def service_of(arch, params, tokenizer, *, seed=11, cache_bytes=1 << 26, **confi
 
 
 @contextmanager
-def served(service, arch, tokenizer, *, token=None):
+def served(service, arch, tokenizer, *, token=None, sessions=None):
     """The URL of a server of `service`, which ends with the block."""
     api = Api(
         service,
@@ -48,6 +48,8 @@ def served(service, arch, tokenizer, *, token=None):
         vocab_size=arch.vocab_size,
         max_positions=arch.max_position,
         token=token,
+        stop_ids=(tokenizer.eos_token_id,),
+        sessions=sessions,
     )
     config = uvicorn.Config(api.app(LOOPBACK), port=0, log_level="error", lifespan="off")
     config.timeout_graceful_shutdown = 2
