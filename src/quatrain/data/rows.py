@@ -19,7 +19,9 @@ import numpy as np
 
 from quatrain.config.errors import shown
 from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.values import REASONING_GYM
 from quatrain.data.builtin import builtin_rows
+from quatrain.data.reasoning_gym import gym_rows
 
 Row = dict[str, Any]
 GivenRows = Mapping[str, Collection[Mapping[str, Any]]]
@@ -37,17 +39,18 @@ BATCH_ROWS = 64
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
-    "`builtin:arithmetic`, a .jsonl, .json, .parquet or .csv file, a pattern of some (`part-*.jsonl`), or a "
-    "hub id `owner/name:config[:split]`"
+    "`builtin:arithmetic`, `reasoning_gym:NAME?size=500`, a .jsonl, .json, .parquet or .csv file, a pattern "
+    "of some (`part-*.jsonl`), or a hub id `owner/name:config[:split]`"
 )
 
 
 def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None if a row lacks it).
 
-    `spec` is a name in `given`, `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of
-    objects; .parquet; .csv, see `_read_csv`), a file pattern (`data/part-*.jsonl`, read in the order of
-    file names), or `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is
+    `spec` is a name in `given`, `builtin:<name>`, `reasoning_gym:<name>?<configuration>`, a file (.jsonl: an
+    object per line; .json: a list of objects; .parquet; .csv, see `_read_csv`), a file pattern
+    (`data/part-*.jsonl`, read in the order of file names), or `owner/name:config[:split]` on the Hub (needs
+    the extra `hub`; the default split is
     `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
     in verl's data format, becomes that column. Raises ValueError for missing, empty or malformed data.
     """
@@ -59,6 +62,8 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
         return _aligned([row for file in files for row in read_rows(str(file))])
     if spec.startswith("builtin:"):
         rows = builtin_rows(spec.removeprefix("builtin:"))
+    elif spec.startswith(REASONING_GYM):
+        rows = gym_rows(spec)
     elif path.suffix in _READERS:
         if not path.is_file():
             raise ValueError(f"data set {spec!r}: no such file (looked in {path.parent.absolute()})")
@@ -96,7 +101,7 @@ def data_files(spec: str) -> list[Path]:
     Raises ValueError if no file matches a pattern.
     """
     path = local_path(spec)
-    if "*" not in path.name or spec.startswith("builtin:"):
+    if "*" not in path.name or spec.startswith(("builtin:", REASONING_GYM)):
         return []
     files = sorted(path.parent.glob(path.name))
     if not files:

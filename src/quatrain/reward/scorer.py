@@ -18,6 +18,7 @@ import numpy as np
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.reward import RewardConfig
+from quatrain.data.reasoning_gym import check_installed
 from quatrain.reward.calls import (
     DATA_SOURCE,
     ERROR_REWARD,
@@ -34,6 +35,7 @@ from quatrain.reward.calls import (
 from quatrain.reward.forms import prepared
 from quatrain.reward.functions import (
     BUILTIN_FUNCTIONS,
+    IN_WORKERS,
     TAGS,
     accepted_answers,
     begun_answer,
@@ -165,11 +167,14 @@ class RewardScorer:
     ) -> Function:
         """A reward function; a user's is called in the pool, or without one in this process."""
         entry, bound, most_timeouts = config.entries[spec], frozenset(config.entries[spec].args), 1
-        if from_python is not None or self._pool is None or ":" not in spec:
+        path = spec if from_python is not None else IN_WORKERS.get(spec, spec)
+        if path != spec:
+            check_installed(f"{WHAT} {spec!r}")
+        if from_python is not None or self._pool is None or ":" not in path:
             is_users = from_python is not None or spec not in BUILTIN_FUNCTIONS
             if is_users:
                 function = prepared(
-                    from_python or find_function(spec, BUILTIN_FUNCTIONS, WHAT), spec, entry.args
+                    from_python or find_function(path, BUILTIN_FUNCTIONS, WHAT), spec, entry.args
                 )
             else:
                 function = _builtin(spec, config, self.opening)
@@ -178,9 +183,9 @@ class RewardScorer:
             submit: Submit = partial(call_in_process, function, is_users)
             parameters = parameters_of(function)
         else:
-            submit = partial(call_in_workers, self._pool, spec, config.timeout_s)
+            submit = partial(call_in_workers, self._pool, path, config.timeout_s)
             most_timeouts = TIMEOUTS_PER_WORKER * self._pool.num_workers
-            parameters = self._decide(partial(_loaded, self._pool, spec))
+            parameters = self._decide(partial(_loaded, self._pool, path))
         accepts: frozenset[str] | None = None
         required: tuple[str, ...] = ()
         if parameters is not None:  # some callables written in C have no signature
@@ -455,14 +460,15 @@ def _pool(
     users = config.functions.keys() - config.models.keys() - BUILTIN_FUNCTIONS.keys() - functions.keys()
     if not (users and num_workers):
         return None
+    called = {IN_WORKERS.get(spec, spec): name for spec, name in names.items()}
     return Pool(
         WHAT,
         num_workers,
         convert="quatrain.reward.values:plain_rewards",
         prepare="quatrain.reward.forms:prepared",
-        args={spec: entry.args for spec, entry in config.entries.items()},
+        args={IN_WORKERS.get(spec, spec): entry.args for spec, entry in config.entries.items()},
         memory_mb=config.memory_mb,
-        on_output=lambda spec, text: log_output(logger, f"reward function `{names.get(spec, spec)}`", text),
+        on_output=lambda path, text: log_output(logger, f"reward function `{called.get(path, path)}`", text),
     )
 
 

@@ -1,0 +1,57 @@
+"""The built-in reward function `reasoning_gym`, which is called in worker processes, as users' functions are.
+
+Data flow: completions and the column `rg` (`data/reasoning_gym.py`) -> scores from 0 to 1.
+
+Some data sets of the package evaluate the answer as a Python expression. Answers are what the policy wrote:
+here such data sets get literals alone, and answers that SymPy is to parse may have no texts, attributes or
+indices. Otherwise only the limits of the worker process hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from quatrain.data.reasoning_gym import entry
+
+for _name in (
+    *("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion"),
+    "games.n_queens",
+):
+    importlib.import_module(f"reasoning_gym.{_name}").__dict__["eval"] = ast.literal_eval
+_PARSED_BY_SYMPY = frozenset(
+    ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
+)
+_NO_FORMULA = re.compile(r"""__|["'\[\]]|\.\s*[^\W\d]""")
+_ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
+
+
+def reasoning_gym(completions: Sequence[str], rg: Sequence[Mapping[str, Any] | None]) -> list[float | None]:
+    """What the data set of each row says of its answer: 1 is right, and some data sets have values between.
+
+    The answer is the content of the last `<answer>…</answer>`, or else the whole text. 0 where the data set
+    gives no number or raises. Abstains on rows without `rg`. Raises ValueError if an entry is not that of the
+    data.
+    """
+    return [
+        None if named is None else _score(_answer(text), named)
+        for text, named in zip(completions, rg, strict=True)
+    ]
+
+
+def _answer(completion: str) -> str:
+    found = _ANSWER.match(completion)
+    return (found[1] if found else completion).strip()
+
+
+def _score(answer: str, named: Mapping[str, Any]) -> float:
+    data_set, made = entry(**named)
+    if named["name"] in _PARSED_BY_SYMPY and _NO_FORMULA.search(answer):
+        return 0.0
+    with suppress(Exception):  # of the package, for answers that it does not expect
+        return float(data_set.score_answer(answer, made))
+    return 0.0
