@@ -21,6 +21,7 @@ from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
+from quatrain.loop.stages import keeping_environments
 from quatrain.report.progress import Progress, waiting
 from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format as format_reward
@@ -367,7 +368,11 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
         closing(Evaluator(config, loaded, scorer)) as evaluator,
         Progress(1) as progress,
         closing(
-            build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
+            build_engine(
+                config,
+                keeping_environments(config, loaded, scorer),
+                on_progress=lambda decoding: progress.detail(str(decoding)),
+            )
         ) as engine,
     ):
         for warning in evaluator.warnings if is_main_process() else ():

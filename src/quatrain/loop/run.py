@@ -44,7 +44,7 @@ from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.recorder import Recorder, peak_memory
 from quatrain.loop.reference import Reference
 from quatrain.loop.sft import warm_start, warm_start_data
-from quatrain.loop.stages import Stages, build_advantage, build_learner
+from quatrain.loop.stages import Stages, build_advantage, build_learner, keeping_environments
 from quatrain.loop.stop_when import StopWhen
 from quatrain.models.lora import without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint
@@ -422,7 +422,7 @@ def build_run(
     _check_profile_steps(config, steps)
     engine = build_engine(
         config,
-        loaded,
+        keeping_environments(config, loaded, scorer),
         on_progress=recorder.show_decoding,
         usual_prompt=prompts.usual_longest(config.data.batch_size),
     )

@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from quatrain.data.columns import ENVIRONMENTS
 from quatrain.reward.functions import RewardFunction
 from quatrain.reward.values import plain_rewards
 from quatrain.types.batches import FAULTS, PromptText, RolloutBatch
@@ -38,6 +40,8 @@ SEARCH_S = 0.3
 _KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}
 READER = "reward functions"
 """Who gets copies of the columns, for messages."""
+ON_REQUEST = frozenset((ENVIRONMENTS,))
+"""Arguments that a function gets only if it names them, and not by `**columns`."""
 PerCall = Literal["batch", "group", "sample"]
 Rows = Sequence[int]
 Arguments = Mapping[str, list]
@@ -76,7 +80,8 @@ class Samples:
 
     def take(self, rows: Rows, function: Function) -> Arguments:
         """The arguments that `function` accepts of the samples `rows`."""
-        accepts = self.arguments if function.accepts is None else function.accepts
+        accepts = self.arguments.keys() - ON_REQUEST if function.accepts is None else function.accepts
+        accepts = accepts | function.requested
         names = [name for name in self.arguments if name in accepts and name not in function.bound]
         return {name: [self.arguments[name][row] for row in rows] for name in names}
 
@@ -109,6 +114,8 @@ class Function:
     submit: Submit
     accepts: frozenset[str] | None = None
     """Names of the arguments that it accepts; None: any."""
+    requested: frozenset[str] = frozenset()
+    """Those of ON_REQUEST that it names."""
     required_columns: tuple[str, ...] = ()
     bound: frozenset[str] = frozenset()
     """Names of the arguments that the configuration gives it."""
@@ -146,6 +153,13 @@ def call_in_process(
     except BaseException as error:  # includes SystemExit, which would end the run with exit status 0
         future.set_result(Failure(*failure(error)))
     return future
+
+
+def call_with_environments(function: RewardFunction, arguments: Arguments, limit_s: float) -> Future[Any]:
+    """Calls a user's function in this process with the environments that were kept, which are no copies."""
+    environments = [kept.environment for kept in arguments[ENVIRONMENTS]]
+    others = {name: values for name, values in arguments.items() if name != ENVIRONMENTS}
+    return call_in_process(partial(function, environments=environments), True, others, limit_s)
 
 
 def call_in_workers(

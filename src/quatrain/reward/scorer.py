@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,16 +19,19 @@ import numpy as np
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.reward import RewardConfig
+from quatrain.data.columns import ENVIRONMENTS
 from quatrain.data.reasoning_gym import check_installed
 from quatrain.reward.calls import (
     DATA_SOURCE,
     ERROR_REWARD,
+    ON_REQUEST,
     TIMEOUTS_PER_WORKER,
     Function,
     Samples,
     Submit,
     call_in_process,
     call_in_workers,
+    call_with_environments,
     plain_prompt,
     score_function,
     try_function,
@@ -132,7 +136,7 @@ class RewardScorer:
         }
         shared = None if accuracy_beside is None else accuracy_beside._pool
         self._pool: Pool | None = shared or _pool(config, names, functions)
-        self._owns_pool = shared is None
+        self._owns_pool, self._is_accuracy = shared is None, accuracy_beside is not None
         try:
             self._functions = [
                 self._function(spec, names[spec], config, functions.get(spec))
@@ -146,6 +150,9 @@ class RewardScorer:
         weighted = episodes and ENVIRONMENT in entries and ENVIRONMENT not in functions
         self._environment_weight = entries[ENVIRONMENT].weight if weighted else 0.0
         self._warns_of_unused = episodes and accuracy_beside is None
+        self.asks_for_environments = episodes and any(ENVIRONMENTS in f.requested for f in self._functions)
+        """Whether a function gets the environments of episodes, which must be kept for it."""
+        self._warns_of_unused &= not self.asks_for_environments
         self._warns_of_unused &= not any(
             name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
         )
@@ -153,7 +160,7 @@ class RewardScorer:
             column: f"the reward `{f.name}`"
             for f in self._functions
             for column in f.required_columns
-            if not (episodes and column in EPISODE_COLUMNS)
+            if not (episodes and column in (*EPISODE_COLUMNS, ENVIRONMENTS))
         }
         if self._sources:
             needs[DATA_SOURCE] = f"data_source of the reward `{next(iter(self._sources))}`"
@@ -170,14 +177,14 @@ class RewardScorer:
         path = spec if from_python is not None else IN_WORKERS.get(spec, spec)
         if path != spec:
             check_installed(f"{WHAT} {spec!r}")
+
+        def users_function() -> Callable[..., Any]:
+            found = from_python or find_function(path, BUILTIN_FUNCTIONS, WHAT)
+            return prepared(found, spec, entry.args)
+
         if from_python is not None or self._pool is None or ":" not in path:
             is_users = from_python is not None or spec not in BUILTIN_FUNCTIONS
-            if is_users:
-                function = prepared(
-                    from_python or find_function(path, BUILTIN_FUNCTIONS, WHAT), spec, entry.args
-                )
-            else:
-                function = _builtin(spec, config, self.opening)
+            function = users_function() if is_users else _builtin(spec, config, self.opening)
             # A column of the name of a built-in function's limit must not replace the limit.
             bound |= getattr(function, "keywords", {}).keys()
             submit: Submit = partial(call_in_process, function, is_users)
@@ -195,8 +202,16 @@ class RewardScorer:
             required = tuple(p for p, _, needed in parameters if needed and p not in REWARD_ARGUMENTS)
             if "VAR_KEYWORD" not in kinds.values():
                 accepts = frozenset(p for p, kind in kinds.items() if kind != "VAR_POSITIONAL")
+        requested = ON_REQUEST & {p for p, _, _ in parameters or ()}
+        if self._episodes and ENVIRONMENTS in requested:
+            submit, most_timeouts = partial(call_with_environments, users_function()), 1
+            if self._is_accuracy:
+                raise ValueError(
+                    f"eval.accuracy {spec} gets the environments of episodes, which are kept for reward "
+                    "functions alone; name it in reward.functions too, with weight 0 if it is to add nothing"
+                )
         sources = self._sources.get(name)
-        return Function(spec, name, submit, accepts, required, bound, sources, most_timeouts)
+        return Function(spec, name, submit, accepts, requested, required, bound, sources, most_timeouts)
 
     def close(self) -> None:
         """Ends the worker processes; the scorer must not be used afterwards."""
@@ -298,6 +313,8 @@ class RewardScorer:
                 prompt = next((prompts[source] for source in prompts if source in sources), None)
                 if prompt is None or function.spec in BUILTIN_FUNCTIONS:
                     continue
+                if self._episodes and ENVIRONMENTS in function.requested:
+                    continue
                 try:
                     samples = _made_up(prompt, list(completion_ids), self._episodes, copies)
                     problem = try_function(function, samples)
@@ -349,6 +366,8 @@ class RewardScorer:
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
         called = self._decide(lambda: self._called(rollouts))
+        if self.asks_for_environments:
+            rollouts = _without_environments(rollouts)
         scores = {name: Scores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         of_row, first_rows = rollouts.episodes
@@ -414,6 +433,14 @@ class RewardScorer:
             counts = {"errors": errors.total()} | {f"errors/{kind}": n for kind, n in errors.items()}
             called[function.name] = values.tolist(), counts, time.perf_counter() - began
         return called
+
+
+def _without_environments(rollouts: RolloutBatch) -> RolloutBatch:
+    """The rollouts without the environments that were kept, which are closed."""
+    columns = dict(rollouts.columns)
+    for kept in filter(None, columns.pop(ENVIRONMENTS, ())):
+        kept.close()
+    return replace(rollouts, columns=columns)
 
 
 def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: int) -> Samples:
