@@ -8,9 +8,11 @@ solution_str, ground_truth, extra_info)` for one sample, is recognised by its pa
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from inspect import Parameter
 from typing import Any
 
@@ -24,11 +26,11 @@ VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     """`function` with its arguments `args` bound, in TRL's form.
 
-    Raises ValueError if it does not take these arguments, or is asynchronous.
+    A call of an asynchronous function returns its result. Raises ValueError if it does not take these
+    arguments.
     """
     name = f"reward function {spec!r}"
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{name} must be a plain function; it is asynchronous (async def); wrap it in one")
+    waits = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     names = (signature_of(function) or {}).keys()
     verl = "solution_str" in names and not {"completions", "prompts"} & names
     if args:
@@ -37,11 +39,44 @@ def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -
             function, name, given=args, inputs=inputs, key=f"the args of {spec!r} in reward.functions"
         )
         function = functools.partial(function, **args)
-    return _in_lists(function, frozenset(args)) if verl else function
+    if verl:
+        return _in_lists(function, frozenset(args), waits)
+    return _awaited(function) if waits else function
 
 
-def _in_lists(function: Callable[..., Any], bound: frozenset[str]) -> Callable[..., Any]:
-    """A function of one sample as a function of lists; `bound` are arguments with a value."""
+def _awaited(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(**arguments: Any) -> Any:
+        return _run(function(**arguments))
+
+    wait.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return wait
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, in the one loop of this process: what users' modules hold is bound to it."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()  # if this thread is interrupted
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="quatrain-async-rewards", daemon=True).start()
+    return loop
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return await asyncio.gather(*coroutines)
+
+
+def _in_lists(function: Callable[..., Any], bound: frozenset[str], waits: bool) -> Callable[..., Any]:
+    """A function of one sample as a function of lists; `bound` are arguments with a value.
+
+    The samples of a call are awaited together if the function `waits`.
+    """
     parameters = signature_of(function) or {}
     needed = {
         name: parameter.default is Parameter.empty
@@ -53,10 +88,11 @@ def _in_lists(function: Callable[..., Any], bound: frozenset[str]) -> Callable[.
 
     def score(completions: list[str], **columns: list[Any]) -> list[Any]:
         rows = ({name: values[row] for name, values in columns.items()} for row in range(len(completions)))
-        returned = (
+        called = [
             function(solution_str=text, **_sample(row, needed))
             for text, row in zip(completions, rows, strict=True)
-        )
+        ]
+        returned = _run(_all(called)) if waits else called
         # The other entries of a mapping with a score are not used.
         return [r["score"] if isinstance(r, Mapping) and "score" in r else r for r in returned]
 
