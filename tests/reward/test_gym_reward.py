@@ -35,6 +35,7 @@ def test_answers_are_scored_by_entries_that_are_made_again(score):
     )
     assert batch.rewards.tolist() == [1, 1, 1, 0, 0, 0, 0]
     assert batch.metrics["reward/reasoning_gym/errors"].value == 0
+    assert batch.metrics["reward/reasoning_gym/unscored"].result() == 3 / 7
 
 
 def test_what_the_policy_wrote_is_not_evaluated(score, tmp_path):

@@ -25,7 +25,7 @@ from quatrain.loop.stages import keeping_environments
 from quatrain.report.progress import Progress, waiting
 from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format as format_reward
-from quatrain.reward.scorer import RewardScorer, short_names
+from quatrain.reward.scorer import STATS, RewardScorer, short_names
 from quatrain.run.catalogue import CATALOGUE
 from quatrain.run.metrics import reduce_metrics
 from quatrain.run.samples import evaluation_sample
@@ -316,6 +316,8 @@ def _greedy_metrics(
     rollouts = rewarded.rollouts
     truncated = rollouts.finish_reason == "length"
     per_function = zip(rewarded.function_names, rewarded.rewards_per_function, strict=True)
+    of_functions = tuple(f"reward/{name}/" for name in rewarded.function_names)
+    logged = {n for n in rewarded.metrics if n.startswith(of_functions) and n.rpartition("/")[2] not in STATS}
     metrics = {
         "num_prompts": Metric(len(rollouts), reduction="sum"),
         "truncated_fraction": Metric(float(truncated.sum()), len(rollouts)),
@@ -325,7 +327,8 @@ def _greedy_metrics(
         **{
             name: metric
             for name, metric in rewarded.metrics.items()
-            if name.startswith("reward/") and metric.reduction == "sum" and not name.endswith("/seconds")
+            if name.startswith("reward/") and not name.endswith("/seconds")
+            if metric.reduction == "sum" or name in logged
         },
     }
     metrics |= {name: metric for name, metric in rollouts.metrics.items() if name.startswith("episode/")}

@@ -20,8 +20,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quatrain.data.columns import ENVIRONMENTS
+from quatrain.reward.forms import TRAINER_STATE
 from quatrain.reward.functions import RewardFunction
-from quatrain.reward.values import plain_rewards
+from quatrain.reward.values import Log, plain_rewards
 from quatrain.types.batches import FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
 from quatrain.workers.process import pickled
@@ -40,7 +41,7 @@ SEARCH_S = 0.3
 _KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}
 READER = "reward functions"
 """Who gets copies of the columns, for messages."""
-ON_REQUEST = frozenset((ENVIRONMENTS,))
+ON_REQUEST = frozenset((ENVIRONMENTS, TRAINER_STATE))
 """Arguments that a function gets only if it names them, and not by `**columns`."""
 PerCall = Literal["batch", "group", "sample"]
 Rows = Sequence[int]
@@ -72,6 +73,7 @@ class Samples:
             "completions": [rollouts.completions[row] for row in first_rows],
             "completion_ids": completion_ids,
             "finish_reasons": rollouts.finish_reason[first_rows].tolist(),
+            TRAINER_STATE: [int(rollouts.policy_version.max(initial=0))] * len(first_rows),
         }
         return Samples(arguments, rollouts.group_ids[first_rows].tolist())
 
@@ -171,8 +173,10 @@ def call_in_workers(
 
 def score_function(
     function: Function, samples: Samples, per_call: PerCall
-) -> tuple[np.ndarray, Counter[Kind]]:
+) -> tuple[np.ndarray, Counter[Kind], Log]:
     """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
+
+    What the function logged in calls that did not fail comes third, with columns [B].
 
     Samples of other sources than the function's are abstentions. The first calls get the samples that
     `per_call` says. An episode that a fault of its environment ended is no sample of any call and has NaN.
@@ -183,7 +187,7 @@ def score_function(
     rows = samples.of_sources(function.sources)
     scoring = _Scoring(function, samples, rows)
     try:
-        return scoring.run(samples.pieces(rows, per_call))
+        return *scoring.run(samples.pieces(rows, per_call)), scoring.log
     finally:  # also if the run is interrupted
         scoring.cancel()
 
@@ -195,6 +199,7 @@ def try_function(function: Function, samples: Samples) -> str | None:
     """
     arguments = samples.take(range(len(samples)), function)
     outcome = _outcome(function.submit(arguments, math.inf))
+    outcome = outcome["values"] if isinstance(outcome, dict) else outcome
     if isinstance(outcome, Failure):
         return f"{outcome.kind}: {outcome.detail.strip().splitlines()[-1]}"
     _checked(function, outcome, len(samples))
@@ -214,6 +219,7 @@ class _Scoring:
         self._values = np.full(len(samples), np.nan, np.float32)
         self._values[rows] = ERROR_REWARD
         self._kinds: dict[int, Kind] = {}  # of the samples that failed
+        self.log = Log()
         self._failures: list[Failure] = []
         self._calls: list[_Call] = []
         self._limit_s = math.inf
@@ -262,6 +268,9 @@ class _Scoring:
     def _settled(self, call: _Call) -> list[Rows]:
         """Takes the values of a call; what to call again if it failed."""
         outcome = _outcome(call.future)
+        if isinstance(outcome, dict):
+            self._keep(call.rows, **outcome["log"])
+            outcome = outcome["values"]
         if not isinstance(outcome, Failure):  # a built-in function may return one in the place of a value
             self._failures += [value for value in outcome if isinstance(value, Failure)]
             self._values[call.rows], kinds = _checked(self._function, outcome, len(call.rows))
@@ -275,6 +284,25 @@ class _Scoring:
             return groups if len(groups) > 1 else self._samples.pieces(call.rows, "sample")
         self._kinds[call.rows[0]] = outcome.kind
         return []
+
+    def _keep(
+        self, rows: Rows, metrics: Mapping[str, list[float]], columns: Mapping[str, list], unlogged: list[str]
+    ) -> None:
+        """Keeps what a call on the samples `rows` logged."""
+        for name, (total, count) in metrics.items():
+            known = self.log.metrics.setdefault(name, [0.0, 0])
+            known[:] = known[0] + total, known[1] + count
+        for name, values in columns.items():
+            if len(values) != len(rows):
+                unlogged = [
+                    *unlogged,
+                    f"log_extra({name!r}, …) with {len(values)} values for {len(rows)} samples",
+                ]
+                continue
+            column = self.log.columns.setdefault(name, [None] * len(self._samples))
+            for row, value in zip(rows, values, strict=True):
+                column[row] = value
+        self.log.unlogged += unlogged
 
 
 def _outcome(future: Future[Any | Failure]) -> Any | Failure:

@@ -12,14 +12,19 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
+from quatrain.reward.values import Log, Logged
 from quatrain.workers.user_code import VARIADIC, check_arguments, signature_of
 
 INPUTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments that every call in TRL's form may get, beside the columns."""
+TRAINER_STATE = "trainer_state"
+OF_TRL = ("log_metric", "log_extra", TRAINER_STATE)
+"""Further arguments of TRL, which a function gets if it names them."""
 VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -41,7 +46,33 @@ def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -
         function = functools.partial(function, **args)
     if verl:
         return _in_lists(function, frozenset(args), waits)
-    return _awaited(function) if waits else function
+    asked = [name for name in OF_TRL if name in names and name not in args]
+    function = _awaited(function) if waits else function
+    return _with_log(function, asked) if asked else function
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What is known of the state that TRL passes as `trainer_state`."""
+
+    global_step: int
+    """The training steps that made the weights that sampled."""
+
+
+def _with_log(function: Callable[..., Any], asked: Sequence[str]) -> Callable[..., Any]:
+    """A function that gets the arguments `asked` of TRL, as one that returns what it logs too."""
+
+    def call(**arguments: Any) -> Logged:
+        log = Log()
+        given: dict[str, Any] = {"log_metric": log.log_metric, "log_extra": log.log_extra}
+        if TRAINER_STATE in asked:
+            given[TRAINER_STATE] = TrainerState(arguments.pop(TRAINER_STATE)[0])
+        return log.with_(function(**arguments, **{name: given[name] for name in asked}))
+
+    signature = inspect.signature(function)
+    kept = [p for name, p in signature.parameters.items() if name not in asked or name == TRAINER_STATE]
+    call.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return call
 
 
 def _awaited(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,15 +117,20 @@ def _in_lists(function: Callable[..., Any], bound: frozenset[str], waits: bool) 
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
         needed = {name: False for name in VERL_INPUTS if name not in bound} | needed
 
-    def score(completions: list[str], **columns: list[Any]) -> list[Any]:
+    def score(completions: list[str], **columns: list[Any]) -> Logged:
         rows = ({name: values[row] for name, values in columns.items()} for row in range(len(completions)))
         called = [
             function(solution_str=text, **_sample(row, needed))
             for text, row in zip(completions, rows, strict=True)
         ]
         returned = _run(_all(called)) if waits else called
-        # The other entries of a mapping with a score are not used.
-        return [r["score"] if isinstance(r, Mapping) and "score" in r else r for r in returned]
+        scored = [r if isinstance(r, Mapping) and "score" in r else {"score": r} for r in returned]
+        log = Log()
+        for key in dict.fromkeys(key for each in scored for key in each if key != "score"):
+            rest = [None if log.takes(key, each.get(key)) else each.get(key) for each in scored]
+            if any(value is not None for value in rest):
+                log.log_extra(key, rest)
+        return log.with_([each["score"] for each in scored])
 
     taken = {"completions": True}
     for name, required in needed.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,17 +30,24 @@ _NO_FORMULA = re.compile(r"""__|["'\[\]]|\.\s*[^\W\d]""")
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 
 
-def reasoning_gym(completions: Sequence[str], rg: Sequence[Mapping[str, Any] | None]) -> list[float | None]:
+def reasoning_gym(
+    completions: Sequence[str],
+    rg: Sequence[Mapping[str, Any] | None],
+    log_metric: Callable[[str, float], None],
+) -> list[float | None]:
     """What the data set of each row says of its answer: 1 is right, and some data sets have values between.
 
     The answer is the content of the last `<answer>…</answer>`, or else the whole text. 0 where the data set
-    gives no number or raises. Abstains on rows without `rg`. Raises ValueError if an entry is not that of the
-    data.
+    gives no number or raises; the metric `unscored` is the fraction of these. Abstains on rows without `rg`.
+    Raises ValueError if an entry is not that of the data.
     """
-    return [
-        None if named is None else _score(_answer(text), named)
-        for text, named in zip(completions, rg, strict=True)
-    ]
+    scores: list[float | None] = []
+    for completion, named in zip(completions, rg, strict=True):
+        score = None if named is None else _score(_answer(completion), named)
+        scores.append(score if named is None else score or 0.0)
+        if named is not None:
+            log_metric("unscored", score is None)
+    return scores
 
 
 def _answer(completion: str) -> str:
@@ -48,10 +55,10 @@ def _answer(completion: str) -> str:
     return (found[1] if found else completion).strip()
 
 
-def _score(answer: str, named: Mapping[str, Any]) -> float:
+def _score(answer: str, named: Mapping[str, Any]) -> float | None:
     data_set, made = entry(**named)
     if named["name"] in _PARSED_BY_SYMPY and _NO_FORMULA.search(answer):
-        return 0.0
+        return None
     with suppress(Exception):  # of the package, for answers that it does not expect
         return float(data_set.score_answer(answer, made))
-    return 0.0
+    return None

@@ -36,7 +36,7 @@ from quatrain.reward.calls import (
     score_function,
     try_function,
 )
-from quatrain.reward.forms import prepared
+from quatrain.reward.forms import TRAINER_STATE, prepared
 from quatrain.reward.functions import (
     BUILTIN_FUNCTIONS,
     IN_WORKERS,
@@ -78,7 +78,7 @@ WHAT = "reward function"
 Decide = Callable[[Callable[[], Any]], Any]
 MANY_ANSWERS = 1000
 """Different gold answers that are judged at the start; math-verify may take milliseconds for each."""
-_STATS = ("mean", "std", "min", "max")
+STATS = ("mean", "std", "min", "max")
 MADE_UP = "<think>1 + 1 = 2</think>\n<answer>2</answer>"
 """The completion on which users' functions are tried before the first rollout."""
 _CUTS = (0, len(TAGS[0]), MADE_UP.index("\n"), MADE_UP.index(TAGS[2]))
@@ -118,6 +118,8 @@ class RewardScorer:
         accuracy_beside: RewardScorer | None = None,
     ):
         self._decide, self._per_call, self._episodes = decide, config.per_call, episodes
+        self._logged: dict[str, None] = {}  # names of the columns that functions logged
+        self._told: set[str] = set()
         self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
         missing = config.models.keys() - models.keys()
         if missing:
@@ -199,7 +201,8 @@ class RewardScorer:
             kinds = {parameter: kind for parameter, kind, _ in parameters}
             if "POSITIONAL_ONLY" in kinds.values():
                 raise ValueError(f"{WHAT} {spec!r} takes positional-only arguments; it is called by keyword")
-            required = tuple(p for p, _, needed in parameters if needed and p not in REWARD_ARGUMENTS)
+            given = (*REWARD_ARGUMENTS, TRAINER_STATE)
+            required = tuple(p for p, _, needed in parameters if needed and p not in given)
             if "VAR_KEYWORD" not in kinds.values():
                 accepts = frozenset(p for p, kind in kinds.items() if kind != "VAR_POSITIONAL")
         requested = ON_REQUEST & {p for p, _, _ in parameters or ()}
@@ -370,6 +373,7 @@ class RewardScorer:
             rollouts = _without_environments(rollouts)
         scores = {name: Scores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
+        rollouts = self._with_columns(rollouts, scores)
         of_row, first_rows = rollouts.episodes
         raw = np.array([scores[name].values for name in self._weights], np.float32)
         raw = raw.reshape(len(self._weights), len(first_rows))
@@ -379,11 +383,15 @@ class RewardScorer:
         for row, name in zip(raw, self._weights, strict=True):
             abstained, seconds = int(np.isnan(row).sum()), scores[name].seconds
             sums = {**scores[name].counts, "abstained": abstained, "seconds": seconds}
-            metrics |= describe(f"reward/{name}", row, _STATS)
+            metrics |= describe(f"reward/{name}", row, STATS)
             metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in sums.items()}
+            metrics |= {
+                f"reward/{name}/{key}": Metric(total[0], total[1])
+                for key, total in scores[name].metrics.items()
+            }
         rewards = _weighted_sum(raw, list(self._weights.values()))
         rewards[faults] = ERROR_REWARD
-        metrics |= describe("reward", rewards, _STATS)
+        metrics |= describe("reward", rewards, STATS)
         if self._warns_of_unused and any(rollouts.columns["environment_reward"]):
             self._warns_of_unused = False
             logger.warning(
@@ -424,14 +432,36 @@ class RewardScorer:
         values[held] = np.asarray(scores.values, np.float32)[held]
         return scores._replace(values=values)
 
-    def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int], float]]:
+    def _warn_of_unlogged(self, name: str, first: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning(
+                "reward function `%s` logs what is no finite number, has a name that no metric can have, or "
+                "is not one value per sample: %s; reward/%s/unlogged counts them",
+                *(name, first, name),
+            )
+
+    def _with_columns(self, rollouts: RolloutBatch, scores: Mapping[str, Scores]) -> RolloutBatch:
+        """The rollouts with the columns that functions logged, in this batch or before."""
+        of_row, _ = rollouts.episodes
+        logged = {f"{name}/{key}": of for name, each in scores.items() for key, of in each.columns.items()}
+        self._logged |= dict.fromkeys(logged)
+        nothing = [None] * len(rollouts)
+        columns = {name: tuple(logged.get(name, nothing)[row] for row in of_row) for name in self._logged}
+        return replace(rollouts, columns={**rollouts.columns, **columns}) if columns else rollouts
+
+    def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[Any, ...]]:
         """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
         samples, called = Samples.of(rollouts), {}
         for function in self._functions:
             began = time.perf_counter()
-            values, errors = score_function(function, samples, self._per_call)
+            values, errors, log = score_function(function, samples, self._per_call)
             counts = {"errors": errors.total()} | {f"errors/{kind}": n for kind, n in errors.items()}
-            called[function.name] = values.tolist(), counts, time.perf_counter() - began
+            if log.unlogged:
+                counts["unlogged"] = len(log.unlogged)
+                self._warn_of_unlogged(function.name, log.unlogged[0])
+            seconds = time.perf_counter() - began
+            called[function.name] = values.tolist(), counts, seconds, log.metrics, log.columns
         return called
 
 
@@ -454,6 +484,7 @@ def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: 
         "completions": MADE_UP,
         "completion_ids": completion_ids,
         "finish_reasons": "stop",
+        TRAINER_STATE: 0,
     }
     return Samples({name: [value] * copies for name, value in arguments.items()}, [prompt.group_id] * copies)
 
