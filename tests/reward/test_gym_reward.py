@@ -46,9 +46,11 @@ def test_what_the_policy_wrote_is_not_evaluated(score, tmp_path):
     assert score(matrix, harm, right).rewards.tolist() == [0, 1]
     formula = read_rows("reasoning_gym:countdown?size=1")[0]
     harm = f"__import__('pathlib').Path({str(mark)!r}).write_text('x') * 0 + {formula['answer']}"
-    harm_of_classes = f"(1).real * {formula['answer']}"
+    code = "+".join(f"chr({ord(letter)})" for letter in f"open({str(mark)!r}, 'w')")
+    others = [f"(1).real * {formula['answer']}", f"{formula['answer']} + 0 * len(str(eval({code})))"]
+    others += [other.replace("e", "ｅ") for other in others]  # the same names for Python
     right = f"1.0 * {formula['answer']}"
-    assert score(formula, harm, harm_of_classes, right).rewards.tolist() == [0, 0, 1]
+    assert score(formula, harm, *others, right).rewards.tolist() == [0, 0, 0, 0, 0, 1]
     assert not mark.exists()
 
 

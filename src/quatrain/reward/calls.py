@@ -41,8 +41,6 @@ SEARCH_S = 0.3
 _KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}
 READER = "reward functions"
 """Who gets copies of the columns, for messages."""
-ON_REQUEST = frozenset((ENVIRONMENTS, TRAINER_STATE))
-"""Arguments that a function gets only if it names them, and not by `**columns`."""
 PerCall = Literal["batch", "group", "sample"]
 Rows = Sequence[int]
 Arguments = Mapping[str, list]
@@ -82,8 +80,7 @@ class Samples:
 
     def take(self, rows: Rows, function: Function) -> Arguments:
         """The arguments that `function` accepts of the samples `rows`."""
-        accepts = self.arguments.keys() - ON_REQUEST if function.accepts is None else function.accepts
-        accepts = accepts | function.requested
+        accepts = self.arguments.keys() - function.hidden if function.accepts is None else function.accepts
         names = [name for name in self.arguments if name in accepts and name not in function.bound]
         return {name: [self.arguments[name][row] for row in rows] for name in names}
 
@@ -116,8 +113,8 @@ class Function:
     submit: Submit
     accepts: frozenset[str] | None = None
     """Names of the arguments that it accepts; None: any."""
-    requested: frozenset[str] = frozenset()
-    """Those of ON_REQUEST that it names."""
+    hidden: frozenset[str] = frozenset()
+    """Arguments that it gets only if it names them, and does not name."""
     required_columns: tuple[str, ...] = ()
     bound: frozenset[str] = frozenset()
     """Names of the arguments that the configuration gives it."""

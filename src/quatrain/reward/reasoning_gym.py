@@ -3,15 +3,17 @@
 Data flow: completions and the column `rg` (`data/reasoning_gym.py`) -> scores from 0 to 1.
 
 Some data sets of the package evaluate the answer as a Python expression. Answers are what the policy wrote:
-here such data sets get literals alone, and answers that SymPy is to parse may have no texts, attributes or
-indices. Otherwise only the limits of the worker process hold.
+here such data sets get literals alone, and answers that SymPy is to parse, which is evaluation too, may have
+no texts, attributes, indices or Python's own functions. Otherwise only the limits of the process hold.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,6 +29,7 @@ _PARSED_BY_SYMPY = frozenset(
     ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 )
 _NO_FORMULA = re.compile(r"""__|["'\[\]]|\.\s*[^\W\d]""")
+_NOT_OF_FORMULAS = frozenset(vars(builtins)) - {"abs", "max", "min", "pow", "round", "sum"}
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -55,9 +58,15 @@ def _answer(completion: str) -> str:
     return (found[1] if found else completion).strip()
 
 
+def _is_formula(answer: str) -> bool:
+    text = unicodedata.normalize("NFKC", answer)  # as Python reads names
+    names = re.findall(r"[^\W\d]\w*", text)
+    return _NO_FORMULA.search(text) is None and _NOT_OF_FORMULAS.isdisjoint(names)
+
+
 def _score(answer: str, named: Mapping[str, Any]) -> float | None:
     data_set, made = entry(**named)
-    if named["name"] in _PARSED_BY_SYMPY and _NO_FORMULA.search(answer):
+    if named["name"] in _PARSED_BY_SYMPY and not _is_formula(answer):
         return None
     with suppress(Exception):  # of the package, for answers that it does not expect
         return float(data_set.score_answer(answer, made))

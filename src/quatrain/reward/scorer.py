@@ -24,7 +24,6 @@ from quatrain.data.reasoning_gym import check_installed
 from quatrain.reward.calls import (
     DATA_SOURCE,
     ERROR_REWARD,
-    ON_REQUEST,
     TIMEOUTS_PER_WORKER,
     Function,
     Samples,
@@ -152,7 +151,7 @@ class RewardScorer:
         weighted = episodes and ENVIRONMENT in entries and ENVIRONMENT not in functions
         self._environment_weight = entries[ENVIRONMENT].weight if weighted else 0.0
         self._warns_of_unused = episodes and accuracy_beside is None
-        self.asks_for_environments = episodes and any(ENVIRONMENTS in f.requested for f in self._functions)
+        self.asks_for_environments = episodes and any(ENVIRONMENTS not in f.hidden for f in self._functions)
         """Whether a function gets the environments of episodes, which must be kept for it."""
         self._warns_of_unused &= not self.asks_for_environments
         self._warns_of_unused &= not any(
@@ -205,8 +204,9 @@ class RewardScorer:
             required = tuple(p for p, _, needed in parameters if needed and p not in given)
             if "VAR_KEYWORD" not in kinds.values():
                 accepts = frozenset(p for p, kind in kinds.items() if kind != "VAR_POSITIONAL")
-        requested = ON_REQUEST & {p for p, _, _ in parameters or ()}
-        if self._episodes and ENVIRONMENTS in requested:
+        on_request = {TRAINER_STATE, ENVIRONMENTS} if self._episodes else {TRAINER_STATE}
+        hidden = frozenset(on_request - {p for p, _, _ in parameters or ()})
+        if self._episodes and ENVIRONMENTS not in hidden:
             submit, most_timeouts = partial(call_with_environments, users_function()), 1
             if self._is_accuracy:
                 raise ValueError(
@@ -214,7 +214,7 @@ class RewardScorer:
                     "functions alone; name it in reward.functions too, with weight 0 if it is to add nothing"
                 )
         sources = self._sources.get(name)
-        return Function(spec, name, submit, accepts, requested, required, bound, sources, most_timeouts)
+        return Function(spec, name, submit, accepts, hidden, required, bound, sources, most_timeouts)
 
     def close(self) -> None:
         """Ends the worker processes; the scorer must not be used afterwards."""
@@ -316,7 +316,7 @@ class RewardScorer:
                 prompt = next((prompts[source] for source in prompts if source in sources), None)
                 if prompt is None or function.spec in BUILTIN_FUNCTIONS:
                     continue
-                if self._episodes and ENVIRONMENTS in function.requested:
+                if self._episodes and ENVIRONMENTS not in function.hidden:  # which cannot be made up
                     continue
                 try:
                     samples = _made_up(prompt, list(completion_ids), self._episodes, copies)
