@@ -349,14 +349,19 @@ def test_reward_functions_get_the_environments_of_their_samples(make_engine, tok
         assert "environments" not in columns
         return [0.0] * len(completions)
 
-    def scorer(**functions):
+    def scorer(accuracy_beside=None, **functions):
         config = RewardConfig(functions=dict.fromkeys(functions, 1.0))
-        return RewardScorer(config, functions=functions, episodes=True)
+        made = {"functions": functions, "accuracy_beside": accuracy_beside}
+        return RewardScorer(config, episodes=True, **made)
 
     rewards = scorer(reward_func=reward_func, other=other)
     assert rewards.asks_for_environments
     assert not rewards.required_columns
     assert not scorer(other=other).asks_for_environments
+    with pytest.raises(
+        ValueError, match=r"eval\.accuracy reward_func gets the environments of episodes, which"
+    ):
+        scorer(reward_func=reward_func, accuracy_beside=rewards)
     engine = make_engine(Found, kept=True)
     batch = engine.generate(prompts_of(tokenizer, 3), step=4)
     assert {each.number for each in Found.open if hasattr(each, "number")} == {1, 2}

@@ -8,7 +8,6 @@ solution_str, ground_truth, extra_info)` for one sample, is recognised by its pa
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import threading
@@ -85,6 +84,8 @@ def _awaited(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine, in the one loop of this process: what users' modules hold is bound to it."""
+    import asyncio  # here, because processes that call functions must start quickly
+
     future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
     try:
         return future.result()
@@ -93,13 +94,17 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop() -> Any:
+    import asyncio
+
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="quatrain-async-rewards", daemon=True).start()
     return loop
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    import asyncio
+
     return await asyncio.gather(*coroutines)
 
 
