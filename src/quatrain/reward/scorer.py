@@ -445,9 +445,9 @@ class RewardScorer:
         """The rollouts with the columns that functions logged, in this batch or before."""
         of_row, _ = rollouts.episodes
         logged = {f"{name}/{key}": of for name, each in scores.items() for key, of in each.columns.items()}
-        self._logged |= dict.fromkeys(logged)
+        names = self._logged = self._logged | dict.fromkeys(logged)  # another thread may score too
         nothing = [None] * len(rollouts)
-        columns = {name: tuple(logged.get(name, nothing)[row] for row in of_row) for name in self._logged}
+        columns = {name: tuple(logged.get(name, nothing)[row] for row in of_row) for name in names}
         return replace(rollouts, columns={**rollouts.columns, **columns}) if columns else rollouts
 
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[Any, ...]]:
