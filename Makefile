@@ -25,7 +25,7 @@ test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
 test-slow: $(STAMP) ## the long proofs
-	$(INSTALL) -e '.[ray]' nbclient ipykernel
+	$(INSTALL) -e '.[ray,reasoning-gym]' nbclient ipykernel
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=15
 
 test-browser: $(STAMP) ## the run page in Chromium (in Debian: apt install chromium chromium-driver)

@@ -2,6 +2,8 @@ import json
 import sys
 import types
 
+import datasets
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -55,10 +57,49 @@ def test_rows_of_a_program_read_like_those_of_a_file(tmp_path):
     assert json.dumps(rows) == kept
 
 
+def test_tables_of_a_program_read_like_lists():
+    messages = [{"role": "user", "content": "3+4?"}]
+    rows = [
+        {"prompt": messages, "answer": "7", "rate": 0.5},
+        {"prompt": messages, "answer": None, "rate": 0.25},
+    ]
+    frame = pd.DataFrame(rows)
+    for table in (
+        datasets.Dataset.from_list(rows),
+        datasets.Dataset.from_list([rows[1], rows[0]]).select([1, 0]).with_format("numpy"),
+        frame,
+        frame[frame.rate > 0],
+        pa.Table.from_pylist(rows),
+    ):
+        assert read_rows("mine", {"mine": table}) == rows
+    short = pa.table({"prompt": ["a"], "rate": pa.array([0.1], pa.float32())})
+    assert read_rows("mine", {"mine": short}) == [{"prompt": "a", "rate": 0.1}]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (datasets.DatasetDict(train=datasets.Dataset.from_list([{"a": 1}])), "give such rows, of one split"),
+        (datasets.Dataset.from_list([{"a": 1}]).to_iterable_dataset(), "a datasets.Dataset or a table as of"),
+        (datasets.Dataset.from_list([]), "must be a non-empty list of dicts"),
+        (pd.DataFrame({"prompt": []}), "must be a non-empty list of dicts"),
+        (
+            pd.DataFrame({"prompt": ["a", ["b"]]}),
+            "the rows of 'mine' cannot be read as a table: .*; give a list",
+        ),
+        (pd.DataFrame([["a", "b"]], columns=["x", "x"]), "two columns|cannot be read as a table: Dupl"),
+        (pd.Series(["a"]), "cannot be read as a table"),
+    ],
+)
+def test_tables_that_are_none(table, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        read_rows("mine", {"mine": table})
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], r"the rows of 'mine' must be a non-empty list of dicts, a dict for each row; they are \[\]"),
+        ([], r"the rows of 'mine' must be a non-empty list of dicts, a dict for each row, .*; they are \[\]"),
         (iter([{"prompt": "a"}]), "must be a non-empty list of dicts.*iterator"),
         ({"prompt": ["a"]}, "must be a non-empty list of dicts"),
         ("rows.jsonl", "must be a non-empty list of dicts"),

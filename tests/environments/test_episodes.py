@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from quatrain import StepResult
-from quatrain.config.schema import RolloutConfig
+from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.tokenizer import render
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
@@ -19,6 +22,7 @@ from quatrain.environments import episodes as module
 from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import load_environment
+from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import Prompt
 
 STOP_IDS = tuple(range(0, 290, 5))
@@ -85,10 +89,18 @@ def make_engine(small_arch, small_params, tokenizer):
     made = []
 
     def make(
-        environment, *, timeout_s=20.0, stop_ids=STOP_IDS, max_turns=3, added=100, longest=300, **config
+        environment,
+        *,
+        timeout_s=20.0,
+        stop_ids=STOP_IDS,
+        max_turns=3,
+        added=100,
+        longest=300,
+        kept=False,
+        **config,
     ):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 24, "temperature": 0.9, **config})
-        environments = load_environment(environment)
+        environments = replace(load_environment(environment), kept=kept)
         rules = EpisodeRules(
             tokenizer,
             TurnTemplate(tokenizer, stop_ids, environments.schemas),
@@ -293,3 +305,80 @@ def test_closing_ends_environments(make_engine, tokenizer):
     with closing(engine):
         engine.generate(prompts_of(tokenizer, 2))
     assert sorted(closed) == [0, 0, 0, 1, 1, 1]
+
+
+def all_closed():
+    """Whether the environments are closed soon that did not fail."""
+    deadline = time.monotonic() + 10
+    while (left := {each for each in Found.open if hasattr(each, "number")}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not left
+
+
+class Found:
+    """In the form of TRL's `environment_factory`; it keeps account of the objects that are open."""
+
+    open: ClassVar[set] = set()
+
+    def reset(self, number, **columns):
+        self.open.add(self)
+        if number == 0:
+            raise RuntimeError("no luck")
+        self.number, self.reward = number, number + 0.5
+
+    def look(self, place: str) -> str:
+        """Looks.
+
+        Args:
+            place: Where to look.
+        """
+        return "nothing"
+
+    def close(self):
+        self.open.discard(self)
+
+
+def test_reward_functions_get_the_environments_of_their_samples(make_engine, tokenizer, caplog):
+    seen = []
+
+    def reward_func(environments, **kwargs):
+        seen.append((environments, kwargs))
+        return [environment.reward for environment in environments]
+
+    def other(completions, **columns):
+        assert "environments" not in columns
+        return [0.0] * len(completions)
+
+    def scorer(accuracy_beside=None, **functions):
+        config = RewardConfig(functions=dict.fromkeys(functions, 1.0))
+        made = {"functions": functions, "accuracy_beside": accuracy_beside}
+        return RewardScorer(config, episodes=True, **made)
+
+    rewards = scorer(reward_func=reward_func, other=other)
+    assert rewards.asks_for_environments
+    assert not rewards.required_columns
+    assert not scorer(other=other).asks_for_environments
+    with pytest.raises(
+        ValueError, match=r"eval\.accuracy reward_func gets the environments of episodes, which"
+    ):
+        scorer(reward_func=reward_func, accuracy_beside=rewards)
+    engine = make_engine(Found, kept=True)
+    batch = engine.generate(prompts_of(tokenizer, 3), step=4)
+    assert {each.number for each in Found.open if hasattr(each, "number")} == {1, 2}
+    rewarded = rewards.score(batch)
+    np.testing.assert_array_equal(rewarded.rewards, [-1, -1, -1, 1.5, 1.5, 1.5, 2.5, 2.5, 2.5])
+    ((environments, others),) = seen
+    assert all(isinstance(each, Found) for each in environments)
+    assert len(set(environments)) == 6
+    assert [each.number for each in environments] == others["number"] == [1, 1, 1, 2, 2, 2]
+    assert "environments" not in rewarded.rollouts.columns
+    assert all_closed()
+
+
+def test_environments_that_no_reward_function_got_are_closed_with_the_batch(make_engine, tokenizer):
+    engine = make_engine(Found, kept=True)
+    batch = engine.generate(prompts_of(tokenizer, 3)[1:], step=4)
+    assert Found.open
+    del batch
+    gc.collect()
+    assert all_closed()

@@ -1,10 +1,12 @@
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quatrain.config.load import load_config
 from quatrain.loop.build import build_engine, load_policy, rollout_workers
+from quatrain.loop.stages import keeping_environments
 from quatrain.rollout.publish import gathered
 
 
@@ -71,3 +73,13 @@ def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
     assert Path(resumed.publish(weights, 3)) == first
     resumed.close()
     assert not list((tmp_path / "w").iterdir())
+
+
+@pytest.mark.parametrize("key", ["environment_workers", "workers"])
+def test_environments_of_other_processes_are_not_for_reward_functions(key):
+    overrides = ["rollout.environment=mine.py:Game", f"rollout.{key}=2"]
+    config = load_config(None, overrides, environ={}).config
+    loaded = SimpleNamespace(environments="those of mine.py:Game")
+    assert keeping_environments(config, loaded, SimpleNamespace(asks_for_environments=False)) is loaded
+    with pytest.raises(ValueError, match=rf"rollout\.{key} must be 0 .* `environments` .* got 2; set 0, or"):
+        keeping_environments(config, loaded, SimpleNamespace(asks_for_environments=True))

@@ -1,3 +1,6 @@
+import asyncio
+import dataclasses
+
 import numpy as np
 import pytest
 from rollouts import make_rollouts
@@ -5,9 +8,11 @@ from rollouts import make_rollouts
 from quatrain.config.schema import RewardConfig
 from quatrain.reward.forms import prepared
 from quatrain.reward.scorer import RewardScorer
+from quatrain.run.catalogue import unknown_metrics
 from quatrain.types.batches import Prompt
 
 SOURCE = """
+import asyncio
 import statistics
 
 def bonus(completions, *, size: float = 1.0, words: list = (), **columns):
@@ -41,8 +46,53 @@ def one_for_all(completions):
 def compares(completions):
     return [statistics.stdev(map(len, completions))] * len(completions)
 
-async def later(completions):
-    return [0.0]
+lock = asyncio.Lock()  # bound to the loop that first waits for it
+together, most = 0, 0
+
+async def later(completions, scale=1.0):
+    async with lock:
+        await asyncio.sleep(0.001)
+    return [scale * len(completion) for completion in completions]
+
+async def judge(solution_str, ground_truth):
+    global together, most
+    together += 1
+    most = max(most, together)
+    await asyncio.sleep(0.2)
+    together -= 1
+    if solution_str == "raise":
+        raise KeyError("no such thing")
+    return {"score": most}
+
+class Judge:
+    async def __call__(self, completions):
+        await asyncio.sleep(0)
+        return [3.0] * len(completions)
+
+judge_of_class = Judge()
+
+def logs(completions, log_metric, log_extra=None, trainer_state=None, **columns):
+    assert set(columns) == {"prompts", "completion_ids", "finish_reasons", "answer"}
+    for completion in completions:
+        log_metric("length", len(completion))
+    log_metric("acc/of_all", True)
+    log_extra("said", [{"text": completion, "at": trainer_state.global_step} for completion in completions])
+    return [0.0 if completion else 1 / 0 for completion in completions]
+
+def logs_wrongly(completions, log_metric, log_extra):
+    log_metric("a name", 1.0)
+    log_metric("mean", 1.0)
+    log_metric("fine", float("nan"))
+    log_metric("fine", "7")
+    log_extra("one", [1])
+    return [0.0 for _ in completions]
+
+def details(solution_str):
+    return {"score": 1, "acc": len(solution_str) > 1, "pred": solution_str, "why not": None, "rank": None}
+
+async def hangs(completions):
+    await asyncio.sleep(60 * ("hang" in completions))
+    return [1.0] * len(completions)
 """
 
 
@@ -85,7 +135,6 @@ def test_arguments_are_passed_and_hide_a_column_of_their_name(scorer):
         ("bonus", {"size": "big"}, "takes size as float; .*size is 'big'; change it"),
         ("bonus", {"completions": ["x"]}, "must not have completions, which each call of the function gets"),
         ("verl", {"ground_truth": "7"}, "must not have ground_truth"),
-        ("later", {}, "must be a plain function; it is asynchronous"),
     ],
 )
 def test_wrong_arguments_are_errors_when_the_scorer_is_made(scorer, name, args, message):
@@ -136,6 +185,91 @@ def test_a_function_that_takes_completions_is_not_of_verl():
         return []
 
     assert prepared(plain, "plain", {}) is plain
+
+
+def test_asynchronous_functions_are_awaited(scorer):
+    rewards = scorer(later={"args": {"scale": 2.0}}, judge_of_class=1.0)
+    for _ in range(2):
+        batch = rewards.score(make_rollouts(["a", "bcd"]))
+        assert batch.rewards_per_function.tolist() == [[2, 6], [3, 3]]
+    assert rewards.try_on(prompts("math"), [1]) == []
+
+
+def test_the_samples_of_an_asynchronous_function_of_verl_are_awaited_together(scorer):
+    assert raw(scorer(judge=1.0), ["7"] * 8, answer=["7"] * 8) == [8.0] * 8
+
+
+def test_a_sample_that_an_asynchronous_function_raises_on_costs_itself_alone(scorer):
+    batch = scorer(judge=1.0).score(make_rollouts(["7", "raise", "8"], answer=["7"] * 3))
+    assert batch.rewards[1] == -1
+    assert (batch.rewards[[0, 2]] >= 1).all()
+    assert batch.metrics["reward/judge/errors/error"].value == 1
+
+
+def test_an_asynchronous_function_that_hangs_is_ended(tmp_path):
+    path = tmp_path / "forms.py"
+    path.write_text(SOURCE)
+    config = RewardConfig(functions={f"{path}:hangs": 1.0}, workers=1, timeout_s=0.5)
+    rewards = RewardScorer(config)
+    batch = rewards.score(make_rollouts(["a", "hang"], group_ids=[0, 1]))
+    rewards.close()
+    assert batch.rewards.tolist() == [1, -1]
+    assert batch.metrics["reward/hangs/errors/timeout"].value == 1
+
+
+def test_an_asynchronous_python_function_in_a_running_loop_as_of_a_notebook():
+    async def mine(completions):
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    rewards = RewardScorer(RewardConfig(functions={"mine": 1.0}), functions={"mine": mine})
+
+    async def cell():
+        return rewards.score(make_rollouts(["a"])).rewards.tolist()
+
+    assert asyncio.run(cell()) == [1.0]
+
+
+def of_version(version, rollouts):
+    versions = np.where(rollouts.completion_mask, version, -1).astype(np.int32)
+    return dataclasses.replace(rollouts, policy_version=versions)
+
+
+def test_the_arguments_of_trl_log_metrics_and_columns_of_samples(scorer):
+    made = scorer(logs=1.0)
+    assert made.required_columns == frozenset()
+    batch = made.score(of_version(5, make_rollouts(["a", "bcd"], answer=["7", "8"])))
+    numbers = {name: metric.result() for name, metric in batch.metrics.items()}
+    assert (numbers["reward/logs/length"], numbers["reward/logs/acc/of_all"]) == (2.0, 1.0)
+    assert "reward/logs/unlogged" not in numbers
+    assert batch.rollouts.columns["logs/said"] == ({"text": "a", "at": 5}, {"text": "bcd", "at": 5})
+    assert not unknown_metrics(numbers)
+    # What a call logged that failed does not count; the samples of it are called again.
+    batch = made.score(make_rollouts(["a", "", "bcd"], answer=["7"] * 3))
+    assert batch.metrics["reward/logs/length"].result() == 2.0
+    assert [said and said["text"] for said in batch.rollouts.columns["logs/said"]] == ["a", None, "bcd"]
+    batch = scorer(per_call="sample", logs=1.0).score(make_rollouts(["a", "bcd"], answer=["7", "8"]))
+    assert batch.metrics["reward/logs/length"].result() == 2.0
+    assert [said["text"] for said in batch.rollouts.columns["logs/said"]] == ["a", "bcd"]
+
+
+def test_what_cannot_be_logged_is_counted_and_reported_once(scorer, caplog):
+    made = scorer(logs_wrongly=1.0)
+    for _ in range(2):
+        batch = made.score(make_rollouts(["a", "bcd"]))
+        assert batch.metrics["reward/logs_wrongly/unlogged"].result() == 5
+    assert not {"reward/logs_wrongly/fine", "reward/logs_wrongly/a name"} & set(batch.metrics)
+    assert caplog.text.count("logs what is no finite number") == 1
+    assert "log_metric(str 'a name', float 1.0)" in caplog.text
+
+
+def test_other_entries_of_verls_mapping_are_metrics_or_columns_of_samples(scorer):
+    made = scorer(details=1.0, short=1.0)
+    batch = made.score(make_rollouts(["7", "88"], answer=["7", "7"]))
+    assert batch.metrics["reward/details/acc"].result() == 0.5
+    assert batch.rollouts.columns["details/pred"] == ("7", "88")
+    assert set(batch.rollouts.columns) == {"answer", "details/pred"}
+    assert batch.metrics["reward/short/mean"].result() == 0.5
 
 
 def test_rows_of_other_sources_are_abstentions(scorer):

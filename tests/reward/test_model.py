@@ -92,7 +92,7 @@ def test_a_sequence_that_is_too_long_gets_no_score_and_is_counted(classifier):
     """The others get the scores that they get without it."""
     model = load(classifier, max_tokens=32)
     rollouts = make_rollouts(["a", "b" * 40, "c"], ["Tom"] * 3)
-    values, counts, seconds = model.score(rollouts)
+    values, counts, seconds = model.score(rollouts)[:3]
     tokens = sum(len(model.tokenizer.encode(text, add_special_tokens=False)) for text in ("Toma", "Tomc"))
     assert counts == {"errors": 0, "too_long": 1, "tokens": tokens}
     assert seconds > 0
@@ -106,7 +106,7 @@ def test_a_score_that_is_not_finite_is_no_score(copy, caplog):
     tensors = load_file(copy / "model.safetensors")
     save_file(tensors | {"score.weight": tensors["score.weight"] * np.inf}, copy / "model.safetensors")
     with caplog.at_level(logging.WARNING):
-        values, counts, _ = load(copy).score(make_rollouts(["a", "b"], ["Tom"] * 2))
+        values, counts, _ = load(copy).score(make_rollouts(["a", "b"], ["Tom"] * 2))[:3]
     assert np.isnan(values).all()
     assert (counts["errors"], counts["too_long"]) == (2, 0)
     assert "2 scores that are not finite" in caplog.text

@@ -448,8 +448,9 @@ def _one_configuration(resolved: Resolved) -> Resolved:
     from quatrain.config.derive import value_at
     from quatrain.config.dump import by_dotted_key, plain
     from quatrain.config.load import DERIVED
+    from quatrain.config.schema import fields
 
-    derived = {key for key, layer in resolved.provenance.items() if layer == DERIVED}
+    derived = {key for key, layer in resolved.provenance.items() if layer == DERIVED and key in fields()}
     first, *others = gather_objects({key: value_at(resolved.config, key) for key in sorted(derived)})
     config = resolved.config
     for key, value in first.items():

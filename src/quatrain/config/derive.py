@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -15,11 +16,14 @@ from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
 from quatrain.config.schema import Config, fields
+from quatrain.config.values import data_set_list, heldout_gym, is_gym
 from quatrain.config.warnings import LORA_RATE, RATE, SFT_LORA_RATE, SFT_RATE, WANDB_MODES
 
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
 BUILTIN = "builtin:"
+GYM_REWARD = "reasoning_gym"
+"""The reward function that scores answers to the questions of reasoning-gym."""
 HELDOUT = "-heldout"
 RANDOM_RATE, RANDOM_LORA_RATE = 1e-3, 1e-2
 """Learning rates of a warm start of a built-in model, whose weights are random."""
@@ -59,7 +63,13 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
     if "overlong" in config.reward.functions:
         values["reward.overlong_limit"] = config.overlong_limit
         values["reward.overlong_buffer"] = max(config.overlong_limit // 5, 1)
-    return {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
+    sets = config.data.eval_sets.values() or filter(None, [values["data.eval"]])
+    if all(map(is_gym, sets)) and is_gym(config.data.train):
+        values["eval.accuracy"] = GYM_REWARD
+    derived = {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
+    if is_gym(config.data.train) and "functions" not in config.reward.model_fields_set:
+        derived["reward.functions"] = {GYM_REWARD: 1.0}
+    return derived
 
 
 def _correction(config: Config) -> str:
@@ -147,7 +157,12 @@ def _folder_name(stem: str) -> str:
     return re.sub(r"[^\w.-]+", "-", stem).lstrip(".-") or "run"
 
 
-def _heldout(train: str | tuple[str, ...]) -> str | None:
+def _heldout(train: str | tuple[str, ...]) -> str | tuple[str, ...] | None:
+    if is_gym(train):
+        with suppress(ValueError):  # the reader of the data raises it
+            sets = tuple(map(heldout_gym, data_set_list(train)))
+            return sets[0] if isinstance(train, str) else sets
+        return None
     if isinstance(train, str) and train.startswith(BUILTIN) and not train.endswith(HELDOUT):
         return train + HELDOUT
     return None

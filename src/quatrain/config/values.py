@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from typing import Any
+from urllib.parse import unquote
+
 from pydantic_core import PydanticCustomError
+
+REASONING_GYM = "reasoning_gym:"
+"""The beginning of a data set of the package reasoning-gym, `reasoning_gym:NAME?size=500&seed=0&…`."""
+GYM_DEFAULTS = {"size": 500, "seed": 0}
 
 
 def data_sets(spec: object) -> object:
@@ -24,3 +33,46 @@ def data_set_list(spec: str | tuple[str, ...]) -> tuple[str, ...]:
 def shown_data_sets(spec: str | tuple[str, ...]) -> str:
     """The data sets of a value that `data_sets` returned, as text for messages."""
     return ", ".join(data_set_list(spec))
+
+
+def is_gym(spec: str | tuple[str, ...]) -> bool:
+    """Whether all data sets of a value that `data_sets` returned are of reasoning-gym."""
+    return all(each.startswith(REASONING_GYM) for each in data_set_list(spec))
+
+
+def gym_query(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name of a reasoning-gym data set, and its configuration with `size` and `seed`.
+
+    A value is JSON, or else text. Raises ValueError for what is no such query.
+    """
+    name, _, query = spec.removeprefix(REASONING_GYM).partition("?")
+    given: dict[str, Any] = {}
+    for part in query.split("&") if query else ():
+        key, equals, text = part.partition("=")
+        if not (key and equals) or key in given:
+            raise ValueError(
+                f"data set {spec!r}: parameters must be NAME=VALUE, each name once, with & between them; got "
+                f"{part!r}; correct it, as {REASONING_GYM}chain_sum?size=2000&seed=1"
+            )
+        given[key] = unquote(text)
+        with suppress(ValueError):
+            given[key] = json.loads(given[key])
+    given = GYM_DEFAULTS | given
+    for key, least in (("size", 1), ("seed", 0)):
+        if type(given[key]) is not int or given[key] < least:
+            raise ValueError(
+                f"data set {spec!r}: {key} must be a whole number, at least {least}; got {given[key]!r}; "
+                "correct it"
+            )
+    return name, given
+
+
+def heldout_gym(spec: str) -> str:
+    """The data set whose seed is the first that no entry of the reasoning-gym data set `spec` is made with.
+
+    Entry i of seed s is made with the seed s + i.
+    """
+    name, given = gym_query(spec)
+    others = [part for part in spec.partition("?")[2].split("&") if part and part[:5] != "seed="]
+    query = "&".join([*others, f"seed={given['seed'] + given['size']}"])
+    return f"{REASONING_GYM}{name}?{query}"

@@ -14,6 +14,8 @@ from quatrain.data.messages import joined_text
 from quatrain.data.rows import Row
 
 MESSAGES = "messages"
+ENVIRONMENTS = "environments"
+"""The column that episodes add for reward functions that get their environments."""
 
 
 def prepared(spec: str, rows: list[Row], data: DataConfig, *, demonstrations: bool = False) -> list[Row]:

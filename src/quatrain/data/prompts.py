@@ -24,7 +24,7 @@ from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
 from quatrain.config.values import data_set_list, data_sets, shown_data_sets
-from quatrain.data.columns import MESSAGES, prepared
+from quatrain.data.columns import ENVIRONMENTS, MESSAGES, prepared
 from quatrain.data.messages import checked_messages, unfit_text
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
@@ -263,10 +263,10 @@ class _Reader:
 
     def tokenised(self, spec: str, rows: list[Row]) -> _TokenRows:
         """The rows as tokens, checked; of those that the pass rates and the length of prompts leave."""
-        for name in EPISODE_COLUMNS if self.episodes else ():
+        for name in (*EPISODE_COLUMNS, ENVIRONMENTS) if self.episodes else ():
             if name in rows[0] and name != MESSAGES:  # the dialogue begins with these messages
                 raise ValueError(
-                    f"{spec}: a column is called `{name}`, in which episodes have rewards of their "
+                    f"{spec}: a column is called `{name}`, in which episodes have what is of their "
                     "environment; rename the column"
                 )
         check_row = _check_completion if self.demonstrations else _check_answer

@@ -19,11 +19,16 @@ import numpy as np
 
 from quatrain.config.errors import shown
 from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.values import REASONING_GYM
 from quatrain.data.builtin import builtin_rows
+from quatrain.data.reasoning_gym import gym_rows
 
 Row = dict[str, Any]
-GivenRows = Mapping[str, Collection[Mapping[str, Any]]]
-"""Rows that a Python program gives, by the names that stand for them in the configuration."""
+GivenRows = Mapping[str, Any]
+"""Rows that a Python program gives, by the names that stand for them in the configuration.
+
+A list of dicts, a `datasets.Dataset`, or a table that Arrow can read, as those of pandas, polars and pyarrow.
+"""
 NO_ROWS: GivenRows = MappingProxyType({})
 
 MAX_LINE_BYTES = 2**26
@@ -37,17 +42,18 @@ BATCH_ROWS = 64
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
-    "`builtin:arithmetic`, a .jsonl, .json, .parquet or .csv file, a pattern of some (`part-*.jsonl`), or a "
-    "hub id `owner/name:config[:split]`"
+    "`builtin:arithmetic`, `reasoning_gym:NAME?size=500`, a .jsonl, .json, .parquet or .csv file, a pattern "
+    "of some (`part-*.jsonl`), or a hub id `owner/name:config[:split]`"
 )
 
 
 def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None if a row lacks it).
 
-    `spec` is a name in `given`, `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of
-    objects; .parquet; .csv, see `_read_csv`), a file pattern (`data/part-*.jsonl`, read in the order of
-    file names), or `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is
+    `spec` is a name in `given`, `builtin:<name>`, `reasoning_gym:<name>?<configuration>`, a file (.jsonl: an
+    object per line; .json: a list of objects; .parquet; .csv, see `_read_csv`), a file pattern
+    (`data/part-*.jsonl`, read in the order of file names), or `owner/name:config[:split]` on the Hub (needs
+    the extra `hub`; the default split is
     `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
     in verl's data format, becomes that column. Raises ValueError for missing, empty or malformed data.
     """
@@ -59,6 +65,8 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
         return _aligned([row for file in files for row in read_rows(str(file))])
     if spec.startswith("builtin:"):
         rows = builtin_rows(spec.removeprefix("builtin:"))
+    elif spec.startswith(REASONING_GYM):
+        rows = gym_rows(spec)
     elif path.suffix in _READERS:
         if not path.is_file():
             raise ValueError(f"data set {spec!r}: no such file (looked in {path.parent.absolute()})")
@@ -75,11 +83,13 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     return _with_answer(_aligned(rows))
 
 
-def _checked_rows(name: str, rows: Collection[Mapping[str, Any]]) -> list[Row]:
+def _checked_rows(name: str, given: Any) -> list[Row]:
+    rows = _of_table(name, given)
     if not isinstance(rows, Collection) or isinstance(rows, str | bytes | Mapping) or not rows:
+        splits = ", of one split" if isinstance(given, Mapping) else ""
         raise ValueError(
-            f"the rows of {name!r} must be a non-empty list of dicts, a dict for each row; they are "
-            f"{shown(rows)}; give such a list"
+            f"the rows of {name!r} must be a non-empty list of dicts, a dict for each row, a "
+            f"datasets.Dataset or a table as of pandas; they are {shown(given)}; give such rows{splits}"
         )
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
@@ -90,13 +100,31 @@ def _checked_rows(name: str, rows: Collection[Mapping[str, Any]]) -> list[Row]:
     return [dict(row) for row in rows]
 
 
+def _of_table(name: str, rows: Any) -> Any:
+    """The rows of a `datasets.Dataset`, or of a table that Arrow can read, as dicts; others as they are."""
+    if hasattr(rows, "features") and hasattr(rows, "with_format") and hasattr(rows, "__len__"):
+        return _of_dataset(rows.with_format(None))
+    if not hasattr(rows, "__arrow_c_stream__"):
+        return rows
+    import pyarrow
+
+    try:
+        table = pyarrow.table(rows)
+    except (pyarrow.ArrowException, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the rows of {name!r} cannot be read as a table: {error!s:.300}; give a list of dicts"
+        ) from error
+    _check_names(table.column_names, f"the table {name!r}")
+    return _as_written(table.to_pylist(), table.schema)
+
+
 def data_files(spec: str) -> list[Path]:
     """The files that match the pattern `spec`, sorted by name; empty if `spec` has no `*` in the file name.
 
     Raises ValueError if no file matches a pattern.
     """
     path = local_path(spec)
-    if "*" not in path.name or spec.startswith("builtin:"):
+    if "*" not in path.name or spec.startswith(("builtin:", REASONING_GYM)):
         return []
     files = sorted(path.parent.glob(path.name))
     if not files:
@@ -303,13 +331,17 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
             f"{datasets.__version__} is installed; pip install 'quatrain[hub]'"
         )
     try:
-        found = datasets.load_dataset(path, config, split=split)
-        rows = list(found)
+        return _of_dataset(datasets.load_dataset(path, config, split=split))
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
             f"data set {spec!r} cannot be loaded from the Hub (config {config!r}, split {split!r}): "
             f"{type(error).__name__}: {error!s:.500}. Check the name and the network, or give a local file"
         ) from error
+
+
+def _of_dataset(found: Any) -> list[Row]:
+    """The rows of a `datasets.Dataset`."""
+    rows = list(found)
     return _as_written(rows, found.features.arrow_schema) if hasattr(found, "features") else rows
 
 

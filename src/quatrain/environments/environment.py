@@ -14,6 +14,7 @@ import math
 import os
 import threading
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -73,6 +74,18 @@ class Ended(NamedTuple):
     """What `Tools` counted, such as `tool_errors`."""
 
 
+class KeptEnvironment:
+    """An environment that is not closed when its episode ends, for reward functions that get it.
+
+    `close` closes it in the background; it is called when nothing holds this object any more.
+    """
+
+    def __init__(self, environment: Any, close: Callable[[], None]):
+        self.environment = environment
+        """The object that the user's class made."""
+        self.close = weakref.finalize(self, close)
+
+
 class Environment(Protocol):
     """What answers the model in one episode; every sample has an environment of its own.
 
@@ -108,6 +121,9 @@ class EnvironmentCalls(Protocol):
     The time limit of a call begins when the environment is called, not while the call waits for a thread.
     """
 
+    keeps: bool
+    """Whether the environments of episodes that have ended are kept, to be asked for with `kept`."""
+
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
         """Makes the environment of a new episode and resets it with the columns of the prompt's row."""
         ...
@@ -117,14 +133,21 @@ class EnvironmentCalls(Protocol):
         ...
 
     def end(self, episode: int) -> Future[Ended]:
-        """Ends the episode: its reward and counts; then the environment is closed.
+        """Ends the episode: its reward and counts; then the environment is closed, unless it is kept.
 
         A `close` that raises or takes too long is a warning.
         """
         ...
 
+    def kept(self, episode: int) -> KeptEnvironment | None:
+        """The environment of an episode that has ended, if it was to be kept; None after a fault.
+
+        It is asked for once.
+        """
+        ...
+
     def abandon(self, episode: int) -> None:
-        """Forgets an episode that is not ended: it is closed in the background, if it can be.
+        """Forgets an episode that is not ended, or kept: it is closed in the background, if it can be.
 
         A call of it that has not begun is an "error" fault. May be called for episodes that are gone.
         """
@@ -183,6 +206,11 @@ class CheckedEnvironment:
             run_guarded(f"{self._name}: close", getattr(self._environment, "close", None) or (lambda: None))
         except EnvironmentFault as fault:
             logger.warning("%s", fault)
+
+    @property
+    def users(self) -> Any:
+        """The object that the user's class made."""
+        return getattr(self._environment, "made", self._environment)
 
     @property
     def counts(self) -> Counter[str]:

@@ -30,6 +30,7 @@ from quatrain.environments.environment import (
     EnvironmentFault,
     FaultKind,
     InitialObservation,
+    KeptEnvironment,
     StepResult,
     run_guarded,
 )
@@ -61,6 +62,7 @@ class InThreads:
         self, environments: Environments, timeout_s: float, on_left: Callable[[], None] = lambda: None
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
+        self.keeps = environments.kept
         self._episodes: dict[int, _Episode] = {}
         self._thread = LoopThread("quatrain-environments", CLOSED, self._end_calls)
         # Only that thread uses what follows, but for `_to_make`.
@@ -83,17 +85,25 @@ class InThreads:
         return self._submit(known, "step", lambda call: known.begun().step(completion))
 
     def end(self, episode: int) -> Future[Ended]:
-        known = self._episodes.pop(episode)
+        known = self._episodes[episode] if self.keeps else self._episodes.pop(episode)
 
         def work(call: _Call) -> Ended:
             environment = known.begun()
             try:
-                call.so_far = Ended(environment.final_reward(), environment.counts)
+                ended = Ended(environment.final_reward(), environment.counts)
+                call.so_far = None if self.keeps else ended
             finally:
-                known.close()
-            return call.so_far
+                if not self.keeps:
+                    known.close()
+            return ended
 
         return self._submit(known, "end", work)
+
+    def kept(self, episode: int) -> KeptEnvironment | None:
+        known = self._episodes.get(episode)
+        if known is None or known.environment is None:
+            return None
+        return KeptEnvironment(known.environment.users, partial(self.abandon, episode))
 
     def abandon(self, episode: int) -> None:
         known = self._episodes.pop(episode, None)

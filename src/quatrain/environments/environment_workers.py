@@ -42,6 +42,8 @@ class InWorkers:
     Raises ValueError for a class or function of the running program, which other processes cannot import.
     """
 
+    keeps = False
+
     def __init__(
         self, specs: str | Sequence[str], num_workers: int, timeout_s: float, memory_mb: int | None = None
     ):
@@ -83,6 +85,9 @@ class InWorkers:
 
     def end(self, episode: int) -> Future[Ended]:
         return self._ask("end", episode)
+
+    def kept(self, episode: int) -> None:
+        return None
 
     def abandon(self, episode: int) -> None:
         self._ask("abandon", episode)

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.data.columns import ENVIRONMENTS
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.groups import Group
 from quatrain.engine.session import EngineStats, Session, TurnEnd
@@ -141,8 +142,8 @@ class Episode:
         """The environment's rewards for the turns, and at the end."""
         return sum(self.rewards) + self.final_reward
 
-    def result(self) -> tuple[Prompt, Completion]:
-        """The sample; its columns have the dialogue and the environment's rewards."""
+    def result(self, calls: EnvironmentCalls | None) -> tuple[Prompt, Completion]:
+        """The sample; its columns have the dialogue and the environment's rewards, and what `calls` keeps."""
         assert self.reason is not None
         self.completion.finish_reason = self.reason
         unanswered = self.num_turns - len(self.rewards)
@@ -152,6 +153,8 @@ class Episode:
             "turn_rewards": [*self.rewards, *[0.0] * unanswered],
             "environment_reward": self.reward,
         }
+        if calls is not None and calls.keeps:
+            columns[ENVIRONMENTS] = calls.kept(self.number)
         return replace(self.prompt, input_ids=self.input_ids, columns=columns), self.completion
 
 
@@ -218,7 +221,7 @@ class EpisodeSession:
         _warn_of_faults(episodes)
         waited, self._waited_s = self._waited_s, 0.0
         metrics = {**_metrics(episodes), "time/environment_wait_s": Metric(waited, reduction="sum")}
-        return [episode.result() for episode in episodes], metrics
+        return [episode.result(self._rules.calls) for episode in episodes], metrics
 
     def advance(self, params: Any, version: int) -> None:
         """Takes the answers of environments, then runs a round of the session of turns."""
@@ -232,8 +235,11 @@ class EpisodeSession:
             self._end_turn(end)
 
     def close(self) -> None:
-        """Abandons the environments of unfinished episodes."""
-        for number in self._episodes:
+        """Abandons the environments of unfinished episodes, and those that nobody took."""
+        left = itertools.chain(
+            self._episodes, (episode.number for each in self._tickets.values() for episode in each)
+        )
+        for number in dict.fromkeys(left):
             if self._rules.calls is not None:
                 self._rules.calls.abandon(number)
         self._episodes = {}

@@ -43,6 +43,8 @@ class Environments:
     """Columns that `reset` takes; None: all."""
     required_columns: tuple[str, ...] = ()
     """Columns that `reset` needs."""
+    kept: bool = False
+    """Whether they are kept after their episodes, for reward functions."""
 
     def __call__(self) -> CheckedEnvironment:
         """A new environment; raises EnvironmentFault if it cannot be made."""
@@ -117,7 +119,7 @@ class ToolMethods:
     """
 
     def __init__(self, made: Any, tools: Sequence[Tool]):
-        self._made = made
+        self.made = made
         self._tools = Tools(*(getattr(made, tool.name) for tool in tools), known=tools)
         self.counts = self._tools.counts
 
@@ -129,9 +131,9 @@ class ToolMethods:
 
     def get_reward(self) -> Any:
         """The reward of the episode, of which the object keeps account."""
-        if callable(getattr(self._made, "get_reward", None)):
-            return self._made.get_reward()
-        reward = getattr(self._made, "reward", 0.0)
+        if callable(getattr(self.made, "get_reward", None)):
+            return self.made.get_reward()
+        reward = getattr(self.made, "reward", 0.0)
         return reward if isinstance(reward, Real) else 0.0
 
 

@@ -21,10 +21,11 @@ from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
+from quatrain.loop.stages import keeping_environments
 from quatrain.report.progress import Progress, waiting
 from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format as format_reward
-from quatrain.reward.scorer import RewardScorer, short_names
+from quatrain.reward.scorer import STATS, RewardScorer, short_names
 from quatrain.run.catalogue import CATALOGUE
 from quatrain.run.metrics import reduce_metrics
 from quatrain.run.samples import evaluation_sample
@@ -317,6 +318,8 @@ def _greedy_metrics(
     rollouts, first_rows = rewarded.rollouts, rewarded.rollouts.episodes.first_rows
     count, truncated = len(first_rows), rollouts.finish_reason[first_rows] == "length"
     per_function = zip(rewarded.function_names, rewarded.rewards_per_function[:, first_rows], strict=True)
+    of_functions = tuple(f"reward/{name}/" for name in rewarded.function_names)
+    logged = {n for n in rewarded.metrics if n.startswith(of_functions) and n.rpartition("/")[2] not in STATS}
     metrics = {
         "num_prompts": Metric(count, reduction="sum"),
         "truncated_fraction": Metric(float(truncated.sum()), count),
@@ -326,7 +329,8 @@ def _greedy_metrics(
         **{
             name: metric
             for name, metric in rewarded.metrics.items()
-            if name.startswith("reward/") and metric.reduction == "sum" and not name.endswith("/seconds")
+            if name.startswith("reward/") and not name.endswith("/seconds")
+            if metric.reduction == "sum" or name in logged
         },
     }
     metrics |= {
@@ -373,7 +377,11 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
         closing(Evaluator(config, loaded, scorer)) as evaluator,
         Progress(1) as progress,
         closing(
-            build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
+            build_engine(
+                config,
+                keeping_environments(config, loaded, scorer),
+                on_progress=lambda decoding: progress.detail(str(decoding)),
+            )
         ) as engine,
     ):
         for warning in evaluator.warnings if is_main_process() else ():

@@ -32,6 +32,7 @@ from quatrain.config.secrets import redact
 from quatrain.config.values import data_set_list, shown_data_sets
 from quatrain.data.prompts import DemonstrationSource, PromptSource, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows
+from quatrain.data.table import TokenRow
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
 from quatrain.loop.checkpoints import Checkpoints
@@ -43,7 +44,7 @@ from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.recorder import Recorder, peak_memory
 from quatrain.loop.reference import Reference
 from quatrain.loop.sft import warm_start, warm_start_data
-from quatrain.loop.stages import Stages, build_advantage, build_learner
+from quatrain.loop.stages import Stages, build_advantage, build_learner, keeping_environments
 from quatrain.loop.stop_when import StopWhen
 from quatrain.models.lora import without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint
@@ -421,7 +422,7 @@ def build_run(
     _check_profile_steps(config, steps)
     engine = build_engine(
         config,
-        loaded,
+        keeping_environments(config, loaded, scorer),
         on_progress=recorder.show_decoding,
         usual_prompt=prompts.usual_longest(config.data.batch_size),
     )
@@ -508,7 +509,27 @@ def _check_data(
     name = shown_data_sets(config.data.train)
     warnings = [f"{name}: {warning}" for warning in prompts.warnings]
     warnings += scorer.check_answers(name, prompts)
+    for each in evaluator.sets:
+        warnings += _shared_questions(shown_data_sets(config.data.eval_sets[each.name]), prompts, each.source)
     return [warning for warning in warnings if warning not in evaluator.warnings]  # of the same data
+
+
+def _shared_questions(name: str, train: PromptSource, evaluation: PromptSource) -> list[str]:
+    """A warning if questions of reasoning-gym are in both; raises ValueError for half of the evaluation's."""
+
+    def question(row: TokenRow) -> str | None:
+        named = row.columns.get("rg")
+        return named.get("digest") if isinstance(named, Mapping) else None
+
+    trained, asked = train.tally(question), evaluation.tally(question)
+    shared = sum(count for digest, (count, _) in asked.items() if digest in trained)
+    if shared and 2 * shared >= len(evaluation):
+        raise ValueError(
+            f"{name}: evaluation must ask other questions than training; {shared} of its {len(evaluation)} "
+            "are in data.train; entry i of seed s is made with the seed s + i, so take a seed from the "
+            "training's seed + size on, or a configuration with more different questions"
+        )
+    return [f"{name}: {shared} of {len(evaluation)} are questions of data.train too"] if shared else []
 
 
 def _try_rewards(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -54,12 +54,31 @@ def build_stages(
     function, estimator or loss that cannot be imported or has an invalid signature, and for a reward model
     that cannot be loaded.
     """
+    scorer = build_scorer(config, loaded, reward_functions)
     return Stages(
-        build_engine(config, loaded, on_progress=on_progress),
-        build_scorer(config, loaded, reward_functions),
+        build_engine(config, keeping_environments(config, loaded, scorer), on_progress=on_progress),
+        scorer,
         build_advantage(config),
         build_learner(config, loaded, steps=steps, reference=reference),
     )
+
+
+def keeping_environments(config: Config, loaded: LoadedPolicy, scorer: RewardScorer) -> LoadedPolicy:
+    """`loaded`, whose environments outlive their episodes if reward functions of `scorer` get them.
+
+    Raises ValueError if the environments are not in this process.
+    """
+    if loaded.environments is None or not scorer.asks_for_environments:
+        return loaded
+    rollout = config.rollout
+    for key in ("environment_workers", "workers"):
+        if count := getattr(rollout, key):
+            raise ValueError(
+                f"rollout.{key} must be 0 if a reward function gets the `environments` of episodes, which "
+                f"are objects of this process; got {count}; set 0, or give the class a method get_reward "
+                "and take the reward `environment`"
+            )
+    return replace(loaded, environments=replace(loaded.environments, kept=True))
 
 
 def build_advantage(config: Config) -> AdvantageEstimator:

@@ -48,8 +48,8 @@ def train(
     """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
 
     `reward_functions` has Python functions for entries of `reward.functions`, by their names there. They are
-    called in this process, without limits on time and memory. `rows` has data sets as lists of dicts, by
-    their names in `data.train`, `data.eval` and `sft.data`.
+    called in this process, without limits on time and memory. `rows` has data sets, as lists of dicts or
+    tables, by their names in `data.train`, `data.eval` and `sft.data`.
 
     `on_step(step, metrics)` is called after each training step, and its evaluation if it has one, with the
     metrics that both logged, by name; in a run of several processes, in the main one. The run ends with that

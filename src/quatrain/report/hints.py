@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence
 from quatrain.config.schema import Config
-from quatrain.reward.functions import BUILTIN_FUNCTIONS
+from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
 from quatrain.reward.scorer import short_names
 from quatrain.types.batches import ENVIRONMENT
 from quatrain.workers.pool import default_workers
@@ -113,7 +113,7 @@ class Hints:
                 "take a smaller reward model, or let it compute more at once "
                 f"(reward.model_max_tokens_per_device, which is {reward.model_max_tokens_per_device})"
             )
-        if ":" not in spec:
+        if ":" not in IN_WORKERS.get(spec, spec):
             return "make it faster; in a file, as path.py:function, several processes can call it at once"
         if reward.workers == 0:
             return "make it faster, or let processes call it at once (reward.workers above 0)"

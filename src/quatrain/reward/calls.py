@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from quatrain.data.columns import ENVIRONMENTS
+from quatrain.reward.forms import TRAINER_STATE
 from quatrain.reward.functions import RewardFunction
-from quatrain.reward.values import plain_rewards
+from quatrain.reward.values import Log, plain_rewards
 from quatrain.types.batches import FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
 from quatrain.workers.process import pickled
@@ -68,6 +71,7 @@ class Samples:
             "completions": [rollouts.completions[row] for row in first_rows],
             "completion_ids": completion_ids,
             "finish_reasons": rollouts.finish_reason[first_rows].tolist(),
+            TRAINER_STATE: [int(rollouts.policy_version.max(initial=0))] * len(first_rows),
         }
         return Samples(arguments, rollouts.group_ids[first_rows].tolist())
 
@@ -76,7 +80,7 @@ class Samples:
 
     def take(self, rows: Rows, function: Function) -> Arguments:
         """The arguments that `function` accepts of the samples `rows`."""
-        accepts = self.arguments if function.accepts is None else function.accepts
+        accepts = self.arguments.keys() - function.hidden if function.accepts is None else function.accepts
         names = [name for name in self.arguments if name in accepts and name not in function.bound]
         return {name: [self.arguments[name][row] for row in rows] for name in names}
 
@@ -109,6 +113,8 @@ class Function:
     submit: Submit
     accepts: frozenset[str] | None = None
     """Names of the arguments that it accepts; None: any."""
+    hidden: frozenset[str] = frozenset()
+    """Arguments that it gets only if it names them, and does not name."""
     required_columns: tuple[str, ...] = ()
     bound: frozenset[str] = frozenset()
     """Names of the arguments that the configuration gives it."""
@@ -148,6 +154,13 @@ def call_in_process(
     return future
 
 
+def call_with_environments(function: RewardFunction, arguments: Arguments, limit_s: float) -> Future[Any]:
+    """Calls a user's function in this process with the environments that were kept, which are no copies."""
+    environments = [kept.environment for kept in arguments[ENVIRONMENTS]]
+    others = {name: values for name, values in arguments.items() if name != ENVIRONMENTS}
+    return call_in_process(partial(function, environments=environments), True, others, limit_s)
+
+
 def call_in_workers(
     pool: Pool, spec: str, timeout_s: float, arguments: Arguments, limit_s: float
 ) -> Future[Any]:
@@ -157,8 +170,10 @@ def call_in_workers(
 
 def score_function(
     function: Function, samples: Samples, per_call: PerCall
-) -> tuple[np.ndarray, Counter[Kind]]:
+) -> tuple[np.ndarray, Counter[Kind], Log]:
     """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
+
+    What the function logged in calls that did not fail comes third, with columns [B].
 
     Samples of other sources than the function's are abstentions. The first calls get the samples that
     `per_call` says. An episode that a fault of its environment ended is no sample of any call and has NaN.
@@ -169,7 +184,7 @@ def score_function(
     rows = samples.of_sources(function.sources)
     scoring = _Scoring(function, samples, rows)
     try:
-        return scoring.run(samples.pieces(rows, per_call))
+        return *scoring.run(samples.pieces(rows, per_call)), scoring.log
     finally:  # also if the run is interrupted
         scoring.cancel()
 
@@ -181,6 +196,7 @@ def try_function(function: Function, samples: Samples) -> str | None:
     """
     arguments = samples.take(range(len(samples)), function)
     outcome = _outcome(function.submit(arguments, math.inf))
+    outcome = outcome["values"] if isinstance(outcome, dict) else outcome
     if isinstance(outcome, Failure):
         return f"{outcome.kind}: {outcome.detail.strip().splitlines()[-1]}"
     _checked(function, outcome, len(samples))
@@ -200,6 +216,7 @@ class _Scoring:
         self._values = np.full(len(samples), np.nan, np.float32)
         self._values[rows] = ERROR_REWARD
         self._kinds: dict[int, Kind] = {}  # of the samples that failed
+        self.log = Log()
         self._failures: list[Failure] = []
         self._calls: list[_Call] = []
         self._limit_s = math.inf
@@ -248,6 +265,9 @@ class _Scoring:
     def _settled(self, call: _Call) -> list[Rows]:
         """Takes the values of a call; what to call again if it failed."""
         outcome = _outcome(call.future)
+        if isinstance(outcome, dict):
+            self._keep(call.rows, **outcome["log"])
+            outcome = outcome["values"]
         if not isinstance(outcome, Failure):  # a built-in function may return one in the place of a value
             self._failures += [value for value in outcome if isinstance(value, Failure)]
             self._values[call.rows], kinds = _checked(self._function, outcome, len(call.rows))
@@ -261,6 +281,25 @@ class _Scoring:
             return groups if len(groups) > 1 else self._samples.pieces(call.rows, "sample")
         self._kinds[call.rows[0]] = outcome.kind
         return []
+
+    def _keep(
+        self, rows: Rows, metrics: Mapping[str, list[float]], columns: Mapping[str, list], unlogged: list[str]
+    ) -> None:
+        """Keeps what a call on the samples `rows` logged."""
+        for name, (total, count) in metrics.items():
+            known = self.log.metrics.setdefault(name, [0.0, 0])
+            known[:] = known[0] + total, known[1] + count
+        for name, values in columns.items():
+            if len(values) != len(rows):
+                unlogged = [
+                    *unlogged,
+                    f"log_extra({name!r}, …) with {len(values)} values for {len(rows)} samples",
+                ]
+                continue
+            column = self.log.columns.setdefault(name, [None] * len(self._samples))
+            for row, value in zip(rows, values, strict=True):
+                column[row] = value
+        self.log.unlogged += unlogged
 
 
 def _outcome(future: Future[Any | Failure]) -> Any | Failure:

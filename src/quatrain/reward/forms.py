@@ -10,25 +10,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
+from quatrain.reward.values import Log, Logged
 from quatrain.workers.user_code import VARIADIC, check_arguments, signature_of
 
 INPUTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments that every call in TRL's form may get, beside the columns."""
+TRAINER_STATE = "trainer_state"
+OF_TRL = ("log_metric", "log_extra", TRAINER_STATE)
+"""Further arguments of TRL, which a function gets if it names them."""
 VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     """`function` with its arguments `args` bound, in TRL's form.
 
-    Raises ValueError if it does not take these arguments, or is asynchronous.
+    A call of an asynchronous function returns its result. Raises ValueError if it does not take these
+    arguments.
     """
     name = f"reward function {spec!r}"
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{name} must be a plain function; it is asynchronous (async def); wrap it in one")
+    waits = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     names = (signature_of(function) or {}).keys()
     verl = "solution_str" in names and not {"completions", "prompts"} & names
     if args:
@@ -37,11 +43,76 @@ def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -
             function, name, given=args, inputs=inputs, key=f"the args of {spec!r} in reward.functions"
         )
         function = functools.partial(function, **args)
-    return _in_lists(function, frozenset(args)) if verl else function
+    if verl:
+        return _in_lists(function, frozenset(args), waits)
+    asked = [name for name in OF_TRL if name in names and name not in args]
+    function = _awaited(function) if waits else function
+    return _with_log(function, asked) if asked else function
 
 
-def _in_lists(function: Callable[..., Any], bound: frozenset[str]) -> Callable[..., Any]:
-    """A function of one sample as a function of lists; `bound` are arguments with a value."""
+@dataclass(frozen=True)
+class TrainerState:
+    """What is known of the state that TRL passes as `trainer_state`."""
+
+    global_step: int
+    """The training steps that made the weights that sampled."""
+
+
+def _with_log(function: Callable[..., Any], asked: Sequence[str]) -> Callable[..., Any]:
+    """A function that gets the arguments `asked` of TRL, as one that returns what it logs too."""
+
+    def call(**arguments: Any) -> Logged:
+        log = Log()
+        given: dict[str, Any] = {"log_metric": log.log_metric, "log_extra": log.log_extra}
+        if TRAINER_STATE in asked:
+            given[TRAINER_STATE] = TrainerState(arguments.pop(TRAINER_STATE)[0])
+        return log.with_(function(**arguments, **{name: given[name] for name in asked}))
+
+    signature = inspect.signature(function)
+    kept = [p for name, p in signature.parameters.items() if name not in asked or name == TRAINER_STATE]
+    call.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return call
+
+
+def _awaited(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(**arguments: Any) -> Any:
+        return _run(function(**arguments))
+
+    wait.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return wait
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, in the one loop of this process: what users' modules hold is bound to it."""
+    import asyncio  # here, because processes that call functions must start quickly
+
+    future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()  # if this thread is interrupted
+
+
+@functools.cache
+def _loop() -> Any:
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="quatrain-async-rewards", daemon=True).start()
+    return loop
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    import asyncio
+
+    return await asyncio.gather(*coroutines)
+
+
+def _in_lists(function: Callable[..., Any], bound: frozenset[str], waits: bool) -> Callable[..., Any]:
+    """A function of one sample as a function of lists; `bound` are arguments with a value.
+
+    The samples of a call are awaited together if the function `waits`.
+    """
     parameters = signature_of(function) or {}
     needed = {
         name: parameter.default is Parameter.empty
@@ -51,14 +122,20 @@ def _in_lists(function: Callable[..., Any], bound: frozenset[str]) -> Callable[.
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
         needed = {name: False for name in VERL_INPUTS if name not in bound} | needed
 
-    def score(completions: list[str], **columns: list[Any]) -> list[Any]:
+    def score(completions: list[str], **columns: list[Any]) -> Logged:
         rows = ({name: values[row] for name, values in columns.items()} for row in range(len(completions)))
-        returned = (
+        called = [
             function(solution_str=text, **_sample(row, needed))
             for text, row in zip(completions, rows, strict=True)
-        )
-        # The other entries of a mapping with a score are not used.
-        return [r["score"] if isinstance(r, Mapping) and "score" in r else r for r in returned]
+        ]
+        returned = _run(_all(called)) if waits else called
+        scored = [r if isinstance(r, Mapping) and "score" in r else {"score": r} for r in returned]
+        log = Log()
+        for key in dict.fromkeys(key for each in scored for key in each if key != "score"):
+            rest = [None if log.takes(key, each.get(key)) else each.get(key) for each in scored]
+            if any(value is not None for value in rest):
+                log.log_extra(key, rest)
+        return log.with_([each["score"] for each in scored])
 
     taken = {"completions": True}
     for name, required in needed.items():

@@ -1,4 +1,4 @@
-"""The built-in reward functions.
+"""The built-in reward functions, and where those are that worker processes call.
 
 `scorer.py` calls every reward function, built-in or not, as f(prompts, completions, **columns); it
 returns one number per completion, or None to abstain. Prompts are strings or lists of messages, completions
@@ -154,3 +154,5 @@ BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {
     "overlong": overlong,
     "environment": environment,
 }
+IN_WORKERS = {"reasoning_gym": "quatrain.reward.reasoning_gym:reasoning_gym"}
+"""Built-in functions that run code of other packages on completions, called where users' functions are."""

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,8 @@ import numpy as np
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.reward import RewardConfig
+from quatrain.data.columns import ENVIRONMENTS
+from quatrain.data.reasoning_gym import check_installed
 from quatrain.reward.calls import (
     DATA_SOURCE,
     ERROR_REWARD,
@@ -27,13 +30,15 @@ from quatrain.reward.calls import (
     Submit,
     call_in_process,
     call_in_workers,
+    call_with_environments,
     plain_prompt,
     score_function,
     try_function,
 )
-from quatrain.reward.forms import prepared
+from quatrain.reward.forms import TRAINER_STATE, prepared
 from quatrain.reward.functions import (
     BUILTIN_FUNCTIONS,
+    IN_WORKERS,
     TAGS,
     accepted_answers,
     begun_answer,
@@ -72,7 +77,7 @@ WHAT = "reward function"
 Decide = Callable[[Callable[[], Any]], Any]
 MANY_ANSWERS = 1000
 """Different gold answers that are judged at the start; math-verify may take milliseconds for each."""
-_STATS = ("mean", "std", "min", "max")
+STATS = ("mean", "std", "min", "max")
 MADE_UP = "<think>1 + 1 = 2</think>\n<answer>2</answer>"
 """The completion on which users' functions are tried before the first rollout."""
 _CUTS = (0, len(TAGS[0]), MADE_UP.index("\n"), MADE_UP.index(TAGS[2]))
@@ -115,6 +120,8 @@ class RewardScorer:
     ):
         self._decide, self._per_call, self._episodes = decide, config.per_call, episodes
         self._fault_reward = np.nan if faults_abstain else ERROR_REWARD
+        self._logged: dict[str, None] = {}  # names of the columns that functions logged
+        self._told: set[str] = set()
         self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
         missing = config.models.keys() - models.keys()
         if missing:
@@ -133,7 +140,7 @@ class RewardScorer:
         }
         shared = None if accuracy_beside is None else accuracy_beside._pool
         self._pool: Pool | None = shared or _pool(config, names, functions)
-        self._owns_pool = shared is None
+        self._owns_pool, self._is_accuracy = shared is None, accuracy_beside is not None
         try:
             self._functions = [
                 self._function(spec, names[spec], config, functions.get(spec))
@@ -147,6 +154,9 @@ class RewardScorer:
         weighted = episodes and ENVIRONMENT in entries and ENVIRONMENT not in functions
         self._environment_weight = entries[ENVIRONMENT].weight if weighted else 0.0
         self._warns_of_unused = episodes and accuracy_beside is None
+        self.asks_for_environments = episodes and any(ENVIRONMENTS not in f.hidden for f in self._functions)
+        """Whether a function gets the environments of episodes, which must be kept for it."""
+        self._warns_of_unused &= not self.asks_for_environments
         self._warns_of_unused &= not any(
             name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
         )
@@ -154,7 +164,7 @@ class RewardScorer:
             column: f"the reward `{f.name}`"
             for f in self._functions
             for column in f.required_columns
-            if not (episodes and column in EPISODE_COLUMNS)
+            if not (episodes and column in (*EPISODE_COLUMNS, ENVIRONMENTS))
         }
         if self._sources:
             needs[DATA_SOURCE] = f"data_source of the reward `{next(iter(self._sources))}`"
@@ -168,33 +178,46 @@ class RewardScorer:
     ) -> Function:
         """A reward function; a user's is called in the pool, or without one in this process."""
         entry, bound, most_timeouts = config.entries[spec], frozenset(config.entries[spec].args), 1
-        if from_python is not None or self._pool is None or ":" not in spec:
+        path = spec if from_python is not None else IN_WORKERS.get(spec, spec)
+        if path != spec:
+            check_installed(f"{WHAT} {spec!r}")
+
+        def users_function() -> Callable[..., Any]:
+            found = from_python or find_function(path, BUILTIN_FUNCTIONS, WHAT)
+            return prepared(found, spec, entry.args)
+
+        if from_python is not None or self._pool is None or ":" not in path:
             is_users = from_python is not None or spec not in BUILTIN_FUNCTIONS
-            if is_users:
-                function = prepared(
-                    from_python or find_function(spec, BUILTIN_FUNCTIONS, WHAT), spec, entry.args
-                )
-            else:
-                function = _builtin(spec, config, self.opening)
+            function = users_function() if is_users else _builtin(spec, config, self.opening)
             # A column of the name of a built-in function's limit must not replace the limit.
             bound |= getattr(function, "keywords", {}).keys()
             submit: Submit = partial(call_in_process, function, is_users)
             parameters = parameters_of(function)
         else:
-            submit = partial(call_in_workers, self._pool, spec, config.timeout_s)
+            submit = partial(call_in_workers, self._pool, path, config.timeout_s)
             most_timeouts = TIMEOUTS_PER_WORKER * self._pool.num_workers
-            parameters = self._decide(partial(_loaded, self._pool, spec))
+            parameters = self._decide(partial(_loaded, self._pool, path))
         accepts: frozenset[str] | None = None
         required: tuple[str, ...] = ()
         if parameters is not None:  # some callables written in C have no signature
             kinds = {parameter: kind for parameter, kind, _ in parameters}
             if "POSITIONAL_ONLY" in kinds.values():
                 raise ValueError(f"{WHAT} {spec!r} takes positional-only arguments; it is called by keyword")
-            required = tuple(p for p, _, needed in parameters if needed and p not in REWARD_ARGUMENTS)
+            given = (*REWARD_ARGUMENTS, TRAINER_STATE)
+            required = tuple(p for p, _, needed in parameters if needed and p not in given)
             if "VAR_KEYWORD" not in kinds.values():
                 accepts = frozenset(p for p, kind in kinds.items() if kind != "VAR_POSITIONAL")
+        on_request = {TRAINER_STATE, ENVIRONMENTS} if self._episodes else {TRAINER_STATE}
+        hidden = frozenset(on_request - {p for p, _, _ in parameters or ()})
+        if self._episodes and ENVIRONMENTS not in hidden:
+            submit, most_timeouts = partial(call_with_environments, users_function()), 1
+            if self._is_accuracy:
+                raise ValueError(
+                    f"eval.accuracy {spec} gets the environments of episodes, which are kept for reward "
+                    "functions alone; name it in reward.functions too, with weight 0 if it is to add nothing"
+                )
         sources = self._sources.get(name)
-        return Function(spec, name, submit, accepts, required, bound, sources, most_timeouts)
+        return Function(spec, name, submit, accepts, hidden, required, bound, sources, most_timeouts)
 
     def close(self) -> None:
         """Ends the worker processes; the scorer must not be used afterwards."""
@@ -296,6 +319,8 @@ class RewardScorer:
                 prompt = next((prompts[source] for source in prompts if source in sources), None)
                 if prompt is None or function.spec in BUILTIN_FUNCTIONS:
                     continue
+                if self._episodes and ENVIRONMENTS not in function.hidden:  # which cannot be made up
+                    continue
                 try:
                     samples = _made_up(prompt, list(completion_ids), self._episodes, copies)
                     problem = try_function(function, samples)
@@ -348,8 +373,11 @@ class RewardScorer:
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
         called = self._decide(lambda: self._called(rollouts))
+        if self.asks_for_environments:
+            rollouts = _without_environments(rollouts)
         scores = {name: Scores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
+        rollouts = self._with_columns(rollouts, scores)
         of_row, first_rows = rollouts.episodes
         raw = np.array([scores[name].values for name in self._weights], np.float32)
         raw = raw.reshape(len(self._weights), len(first_rows))
@@ -359,11 +387,15 @@ class RewardScorer:
         for row, name in zip(raw, self._weights, strict=True):
             abstained, seconds = int(np.isnan(row).sum()), scores[name].seconds
             sums = {**scores[name].counts, "abstained": abstained, "seconds": seconds}
-            metrics |= describe(f"reward/{name}", row, _STATS)
+            metrics |= describe(f"reward/{name}", row, STATS)
             metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in sums.items()}
+            metrics |= {
+                f"reward/{name}/{key}": Metric(total[0], total[1])
+                for key, total in scores[name].metrics.items()
+            }
         rewards = _weighted_sum(raw, list(self._weights.values()))
         rewards[faults] = self._fault_reward
-        metrics |= describe("reward", rewards, _STATS)
+        metrics |= describe("reward", rewards, STATS)
         if self._warns_of_unused and any(rollouts.columns["environment_reward"]):
             self._warns_of_unused = False
             logger.warning(
@@ -404,15 +436,45 @@ class RewardScorer:
         values[held] = np.asarray(scores.values, np.float32)[held]
         return scores._replace(values=values)
 
-    def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int], float]]:
+    def _warn_of_unlogged(self, name: str, first: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning(
+                "reward function `%s` logs what is no finite number, has a name that no metric can have, or "
+                "is not one value per sample: %s; reward/%s/unlogged counts them",
+                *(name, first, name),
+            )
+
+    def _with_columns(self, rollouts: RolloutBatch, scores: Mapping[str, Scores]) -> RolloutBatch:
+        """The rollouts with the columns that functions logged, in this batch or before."""
+        of_row, _ = rollouts.episodes
+        logged = {f"{name}/{key}": of for name, each in scores.items() for key, of in each.columns.items()}
+        names = self._logged = self._logged | dict.fromkeys(logged)  # another thread may score too
+        nothing = [None] * len(rollouts)
+        columns = {name: tuple(logged.get(name, nothing)[row] for row in of_row) for name in names}
+        return replace(rollouts, columns={**rollouts.columns, **columns}) if columns else rollouts
+
+    def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[Any, ...]]:
         """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
         samples, called = Samples.of(rollouts), {}
         for function in self._functions:
             began = time.perf_counter()
-            values, errors = score_function(function, samples, self._per_call)
+            values, errors, log = score_function(function, samples, self._per_call)
             counts = {"errors": errors.total()} | {f"errors/{kind}": n for kind, n in errors.items()}
-            called[function.name] = values.tolist(), counts, time.perf_counter() - began
+            if log.unlogged:
+                counts["unlogged"] = len(log.unlogged)
+                self._warn_of_unlogged(function.name, log.unlogged[0])
+            seconds = time.perf_counter() - began
+            called[function.name] = values.tolist(), counts, seconds, log.metrics, log.columns
         return called
+
+
+def _without_environments(rollouts: RolloutBatch) -> RolloutBatch:
+    """The rollouts without the environments that were kept, which are closed."""
+    columns = dict(rollouts.columns)
+    for kept in filter(None, columns.pop(ENVIRONMENTS, ())):
+        kept.close()
+    return replace(rollouts, columns=columns)
 
 
 def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: int) -> Samples:
@@ -426,6 +488,7 @@ def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: 
         "completions": MADE_UP,
         "completion_ids": completion_ids,
         "finish_reasons": "stop",
+        TRAINER_STATE: 0,
     }
     return Samples({name: [value] * copies for name, value in arguments.items()}, [prompt.group_id] * copies)
 
@@ -459,14 +522,15 @@ def _pool(
     users = config.functions.keys() - config.models.keys() - BUILTIN_FUNCTIONS.keys() - functions.keys()
     if not (users and num_workers):
         return None
+    called = {IN_WORKERS.get(spec, spec): name for spec, name in names.items()}
     return Pool(
         WHAT,
         num_workers,
         convert="quatrain.reward.values:plain_rewards",
         prepare="quatrain.reward.forms:prepared",
-        args={spec: entry.args for spec, entry in config.entries.items()},
+        args={IN_WORKERS.get(spec, spec): entry.args for spec, entry in config.entries.items()},
         memory_mb=config.memory_mb,
-        on_output=lambda spec, text: log_output(logger, f"reward function `{names.get(spec, spec)}`", text),
+        on_output=lambda path, text: log_output(logger, f"reward function `{called.get(path, path)}`", text),
     )
 
 

@@ -133,11 +133,16 @@ reward/<name>/seconds | s | sum |
 reward/<name>/abstained | sequences | sum |
     Sequences on which this reward function abstained (returned None); of a reward model: sequences without a
     score.
+reward/<name>/unlogged | values | sum |
+    Values that this reward function logs and that are in no metric and no sample: no finite number, a name
+    that a metric cannot have, or not one for each sample.
 reward/<name>/too_long | sequences | sum |
     Sequences without a score of this reward model, because they are longer than its positions or
     `reward.model_max_tokens_per_device`.
 reward/<name>/tokens | tokens | sum |
     Tokens of the sequences that this reward model scored, by its own tokenizer.
+reward/<name>/<key> | 1 | mean |
+    What this reward function logs with `log_metric`, or in verl's form beside `score`; mean over values.
 async/staleness_mean | optimizer steps | mean |
     Age of the weights that sampled a token at the start of the training step, mean over tokens.
 async/staleness_max | optimizer steps | max | Largest age of these weights over tokens.
@@ -287,6 +292,8 @@ eval/reward/<name>/errors | completions | sum | Greedy completions on which this
 eval/reward/<name>/errors/<kind> | completions | sum |
     Greedy completions on which this reward function failed in this way.
 eval/reward/<name>/abstained | completions | sum | Greedy completions on which this reward function abstained.
+eval/reward/<name>/unlogged | values | sum | Values that this reward function logs and that are nowhere.
+eval/reward/<name>/<key> | 1 | mean | What this reward function logs of greedy completions; mean over values.
 eval/reward/<name> | reward | mean | Mean unweighted value of this reward function, without abstentions.
 eval/completion_length | tokens | mean | Mean length of greedy completions.
 eval/truncated_fraction | fraction | mean | Fraction of greedy completions cut at the maximum length.

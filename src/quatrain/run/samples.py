@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.reward.values import plain_json
 from quatrain.types.batches import EPISODE_COLUMNS, AdvantagedBatch, PromptText, RewardedBatch, RolloutBatch
 
 TRAINER_LOGPROBS = "trainer_logprobs"
@@ -162,19 +163,6 @@ def num_turns(turns: Iterable[Mapping[str, Any]]) -> int:
 def transcript(turns: Iterable[Mapping[str, Any]]) -> str:
     """The turns of a record as one text for readers, each under its heading in brackets."""
     return "\n\n".join(f"[{turn_heading(turn)}]\n{turn['content']}" for turn in turns)
-
-
-def plain_json(value: Any) -> Any:
-    """`value` as JSON can hold it; what JSON has no form for, such as a date, becomes its text."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if np.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain_json(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(inner) for inner in value]
-    return str(value)
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:

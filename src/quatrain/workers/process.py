@@ -207,8 +207,9 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                # A user's function that imports JAX must not take memory of the accelerator.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                # A user's function that imports JAX must not take memory of the accelerator. Sets of texts
+                # have the same order in all processes, so that what is drawn from them can be drawn again.
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"},
             )
             stack.pop_all()
         assert self._popen.stdout is not None

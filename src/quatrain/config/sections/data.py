@@ -39,13 +39,13 @@ class DataConfig(Section):
     """Prompts for training and evaluation."""
 
     train: Annotated[DataSets, MustAgreeOnResume()] = "builtin:arithmetic"
-    """Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`), or a .jsonl,
-    .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from). A list of data sets is
-    read as one, in its order."""
+    """Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`) or of reasoning-gym
+    (`reasoning_gym:chain_sum?size=2000`), or a .jsonl, .json, .parquet or .csv file; all forms:
+    [data.md](data.md#where-rows-come-from). A list of data sets is read as one, in its order."""
     eval: EvaluationSets | None = None
     """Evaluation prompts, in the form of `data.train`, or a mapping from names to such forms, whose results
     are reported apart: `{gsm8k: gsm8k.jsonl, math: math.jsonl}`; the first is shown during training. Derived:
-    the held-out part if `data.train` is built in."""
+    the held-out part if `data.train` is built in; further entries if it is of reasoning-gym."""
     batch_size: Annotated[Count, MustAgreeOnResume()] = 16
     """Prompts per training step, over all devices."""
     max_prompt_length: Count = 512

@@ -34,7 +34,8 @@ class EvalConfig(Section):
     accuracy: AccuracyFunction | None = None
     """The function that decides whether a completion is right, in the form of an entry of `reward.functions`:
     1 is right, 0 is wrong, values between count in part, None leaves a completion out. null: `correct`, if
-    the prompts have a column `answer`; else no accuracy is reported."""
+    the prompts have a column `answer`; else no accuracy is reported. Derived if all data are of
+    reasoning-gym: `reasoning_gym`."""
     batch_size: Count = 64
     """Sequences decoded in one call during evaluation."""
     max_new_tokens: Count | None = None
