@@ -1,6 +1,7 @@
 """Every file in examples/ runs as its own docstring says."""
 
 import ast
+import asyncio
 import inspect
 import json
 import re
@@ -8,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import types
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from quatrain.reward.functions import has_format
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import RolloutBatch
+from quatrain.workers.user_code import find_function
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -226,3 +228,37 @@ def test_the_data_of_the_calculator(monkeypatch, tmp_path, tokenizer):
     guesses = rows_of(folder / "guesses.jsonl")
     right = [row["completion"] == f"<answer>{told['answer']}</answer>" for row, told in zip(guesses, train)]
     assert 0.02 < np.mean(right) < 0.09
+
+
+def test_the_agent_of_the_guessing_game_is_its_environment(monkeypatch, tokenizer):
+    """The same messages and rewards, whatever is guessed; the configurations differ in these keys alone."""
+    monkeypatch.chdir(ROOT)
+    config, other = configured(EXAMPLES / "guessing_agent.py"), configured(EXAMPLES / "guessing_game.py")
+    assert replace_keys(config) == replace_keys(other)
+    agent = find_function(config.rollout.agent, {}, "agent")
+    environments = load_environment(other.rollout.environment)
+    numbers = rows_of(Path(config.data.train))
+    guesses = [f"<answer>{n}</answer>" for n in (1, 2, 3)] + ["two"]
+    for row, first, second in product(numbers, guesses, guesses):
+        said, asked = [first, second], []
+
+        async def chat(messages, said=said, asked=asked):
+            asked.append([dict(message) for message in messages])
+            return {"role": "assistant", "content": said.pop(0)}
+
+        reward = asyncio.run(agent(types.SimpleNamespace(chat=chat), row))
+        play = environments()
+        play.reset({"number": row["number"]})
+        turn = play.step(first)
+        expected = turn.reward if turn.done else play.step(second).reward
+        assert reward == expected
+        assert len(asked) == (1 if turn.done else 2)
+        if not turn.done:
+            assert asked[1] == [*row["prompt"], {"role": "assistant", "content": first}, *turn.messages]
+
+
+def replace_keys(config):
+    """The configuration without the name of the run, and what differs between environments and agents."""
+    values = config.model_dump()
+    del values["run"], values["rollout"]["agent"], values["rollout"]["environment"]
+    return values

@@ -57,7 +57,7 @@ def place(tmp_path_factory):
     shutil.copy(ROOT / "src" / "quatrain" / "config" / "quickstart.yaml", folder / "CONFIG.yaml")
     (function,) = [block for block in blocks(README, "python") if "def " in block]
     (folder / "nearness.py").write_text(function, "utf-8")
-    (environment,) = blocks(ROOT / "docs" / "episodes.md", "python")
+    environment, *_ = blocks(ROOT / "docs" / "episodes.md", "python")
     (folder / "second_chance.py").write_text(environment, "utf-8")
     subprocess.run([sys.executable, "examples/calculator.py"], cwd=folder, check=True)
     rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(4)]

@@ -365,6 +365,39 @@ def serve(
         )
 
 
+@app.command(
+    epilog=examples(
+        "agent my_agent.py:agent --rows 2",
+        "agent my_agent.py:agent runs/my-run --rows 5",
+        "agent 'command: node agent.js' configs/gsm8k_smollm2_cpu.yaml",
+    )
+)
+def agent(
+    agent: Annotated[
+        str, typer.Argument(metavar="AGENT", help="The agent, in the form of [cyan]rollout.agent[/].")
+    ],
+    words: RunWords = None,
+    set_: SetOption = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the training data.")] = 2,
+) -> None:
+    """Play an agent on rows of the data, and show the tree of its turns."""
+    asked = given(words, set_, folders=True)
+    asked = asked._replace(overrides=[*asked.overrides, f"rollout.agent={json.dumps(agent)}"])
+    resolved = _resolve(asked, trains=False)
+    try:
+        from quatrain.loop.agent import play_rows
+    except ImportError as error:
+        raise ValueError(
+            f"quatrain agent needs starlette and uvicorn: {error}; install them with "
+            "`pip install 'quatrain[serve]'`"
+        ) from error
+    from quatrain.parallel.compilation_cache import compilation_cache
+
+    with compilation_cache(resolved.config.run.compilation_cache):
+        for text in play_rows(resolved, rows):
+            typer.echo(text)
+
+
 @app.command(epilog=examples("bench", "bench configs/gsm8k_smollm2_cpu.yaml --steps 3"))
 def bench(
     words: Words = None,

@@ -22,8 +22,8 @@ from quatrain.config.warnings import LORA_RATE, RATE, SFT_LORA_RATE, SFT_RATE, W
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
 BUILTIN = "builtin:"
-GYM_REWARD = "reasoning_gym"
-"""The reward function that scores answers to the questions of reasoning-gym."""
+GYM_REWARD, AGENT_REWARD = "reasoning_gym", "environment"
+"""The only reward function, if none is set, with data of reasoning-gym, and with an agent."""
 HELDOUT = "-heldout"
 RANDOM_RATE, RANDOM_LORA_RATE = 1e-3, 1e-2
 """Learning rates of a warm start of a built-in model, whose weights are random."""
@@ -67,8 +67,11 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
     if all(map(is_gym, sets)) and is_gym(config.data.train):
         values["eval.accuracy"] = GYM_REWARD
     derived = {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
-    if is_gym(config.data.train) and "functions" not in config.reward.model_fields_set:
-        derived["reward.functions"] = {GYM_REWARD: 1.0}
+    if "functions" not in config.reward.model_fields_set:
+        if is_gym(config.data.train):
+            derived["reward.functions"] = {GYM_REWARD: 1.0}
+        elif config.rollout.agent is not None:
+            derived["reward.functions"] = {AGENT_REWARD: 1.0}
     return derived
 
 

@@ -356,9 +356,9 @@ class RewardScorer:
         (`RewardModel.score`). Where a function fails (`pool.Failure`) or returns a value that is not finite,
         the raw reward is ERROR_REWARD, counted in `reward/<name>/errors`. An episode that a fault of its
         environment or agent ended has ERROR_REWARD (NaN with `faults_abstain`) in all and by each function;
-        none is called for it. Raises
-        ValueError for a wrong number of values, values that are not numbers, a column that a function needs
-        and the rollouts lack, and a column named like an argument of every function (REWARD_ARGUMENTS).
+        none is called for it. Raises ValueError for a wrong number of values, values that are not numbers, a
+        column that a function needs and the rollouts lack, a column named like an argument of every function
+        (REWARD_ARGUMENTS), and where an agent was to give all rewards and gave none.
         """
         for name in REWARD_ARGUMENTS:
             if name in rollouts.columns:
@@ -402,6 +402,12 @@ class RewardScorer:
                 "the environment gives rewards, and no function of reward.functions asks for the column "
                 f"{' or '.join(_OF_ENVIRONMENT)}; unless one reads it from **columns, add environment: 1.0 "
                 "for the rewards to count"
+            )
+        if self.function_names == (ENVIRONMENT,) and len(raw.T) and not faults.all() and np.isnan(raw).all():
+            raise ValueError(
+                "the agent returned no reward (None) for any episode, and `environment`, which reads it, is "
+                "the only reward function; let it return a number, or name functions that judge in "
+                "reward.functions"
             )
         if self._models:
             seconds = sum(scores[name].seconds for name in self._models)

@@ -77,8 +77,8 @@ class RewardConfig(Section):
     Face folder or on the Hub. Instead of a weight, a mapping gives `weight` (default 1.0), `args` (arguments
     by name) and `data_source` (the values of this column whose rows are scored):
     [reward.md](reward.md#arguments-and-data-sources). A configuration layer that sets the mapping replaces
-    the whole mapping. If no layer does and `data.train` is of reasoning-gym, it is
-    `{reasoning_gym: 1.0}`."""
+    the whole mapping. If no layer does, it is `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym,
+    else `{environment: 1.0}` with `rollout.agent`."""
     overlong_limit: Count | None = None
     """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
     `overlong`: `rollout.max_new_tokens`."""

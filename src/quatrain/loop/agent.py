@@ -1,0 +1,88 @@
+"""`quatrain agent`: plays an agent on a few rows of the data, and shows the tree of its turns.
+
+Data flow: configuration -> `AgentRollouts` with the model as it is -> episodes -> text, for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from quatrain.agents.play import AgentRollouts, Episode
+from quatrain.config.load import Resolved
+from quatrain.data.prompts import load_prompts
+from quatrain.loop.build import agent_rollouts, load_policy
+from quatrain.report.progress import waiting
+from quatrain.serve.turn_tree import Turn
+
+LONGEST = 2000
+"""Characters of a message that are shown."""
+
+
+def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
+    """The episodes of the first `count` rows of the training data, a paragraph for each sequence.
+
+    Raises ValueError if the agent cannot be loaded, or every episode has a fault.
+    """
+    config = resolved.config
+    with waiting("loading the model"):
+        loaded = load_policy(config, critic=False, adapters=False, environments=False)
+    source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed)
+    with closing(agent_rollouts(config, loaded)) as rollouts:
+        assert isinstance(rollouts, AgentRollouts)
+        rollouts.sync_weights(loaded.params, 0)
+        ticket = rollouts.submit(source.head(count), sampling=replace(rollouts.sampling, n=1))
+        with waiting("the agent plays"):
+            rollouts.wait(ticket)
+        for number, episode in enumerate(ticket.episodes):
+            yield f"row {number}: {_outcome(episode)}"
+            yield from _sequences(episode, loaded.tokenizer)
+
+
+def _outcome(episode: Episode) -> str:
+    assert episode.session is not None
+    counts = {name: count for name, count in episode.session.counts.items() if count}
+    parts = [
+        "no reward" if episode.played.reward is None else f"reward {episode.played.reward:g}",
+        *(f"{name} {value:g}" for name, value in episode.played.metrics.items()),
+        f"ended as {episode.finish_reason}",
+        *(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()),
+    ]
+    if episode.fault is not None:
+        parts.append(f"{episode.fault}\n{episode.fault.detail}".rstrip())
+    return ", ".join(parts)
+
+
+def _sequences(episode: Episode, tokenizer: Any) -> Iterator[str]:
+    """The paths of the tree; what stands in one before is not shown again."""
+    assert episode.session is not None
+    numbers: dict[Turn, int] = {}
+    for row in reversed(episode.session.tree.rows()):
+        lines = []
+        for turn in row.path:
+            if turn in numbers:
+                lines = [f"  after answer {numbers[turn]}:"]
+                continue
+            if turn.parent is None and turn.reason is not None:
+                lines.append(f"  began anew ({turn.reason}):")
+            before = 0 if turn.parent is None else len(turn.parent.messages)
+            lines += [_message(message) for message in turn.messages[before:-1]]
+            if not turn.messages:
+                lines.append(f"  given: {tokenizer.decode(turn.given)!r}")
+            numbers[turn] = len(numbers) + 1
+            said = _message(turn.messages[-1]) if turn.messages else repr(tokenizer.decode(turn.tokens))
+            lines.append(
+                f"  answer {numbers[turn]}, {len(turn.tokens)} tokens, {turn.finish_reason}: {said.strip()}"
+            )
+        yield "\n".join(lines)
+
+
+def _message(message: Any) -> str:
+    """A message in a line, with its calls."""
+    text = message["content"]
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    made = "".join(f" {call['name']}({call['arguments']})" for call in calls)
+    return f"  {message['role']}: {text}{made}"
