@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import takewhile
 
 import pytest
 from test_readme import PAGES, README, ROOT, blocks, commands
@@ -42,10 +43,23 @@ NEEDS = {
     "rollout.servers": "servers; tests/serve and tests/vllm train with some",
     "quatrain serve": "clients, until it is stopped; tests/serve asks its server",
     "--serve": "a reader, until it is stopped; tests/report asks its server",
+    "OWNER/NAME": "an account on the Hub; tests/loop pushes to one in its place",
+    "people.yaml": "the files of the tutorial; tests/e2e/test_tutorial.py follows the page",
 }
 """Part of a command that is not executed -> what it needs, and what is tested in its place."""
+SHELL = ("|", "&", ">", "2>")
+"""What ends the arguments of a command."""
 QUICK = ("config", "plan")
 ALL = list(dict.fromkeys(shlex.join(words) for page in PAGES for words in commands(page)))
+
+
+NAMES = ("my-run", "first", "second", "warm", "quick-warm")
+"""Of the runs that the pages speak of."""
+
+
+def arguments(command):
+    """The words after `quatrain`."""
+    return list(takewhile(lambda word: word not in SHELL, shlex.split(command)[1:]))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +86,7 @@ def place_with_runs(place):
     """And a run of 50 steps under each of the names of runs."""
     done = quatrain(place, ["train", "--set", "run.name=my-run"], RUN__STEPS="50")
     assert done.returncode == 0, done.stderr
-    for name in ("first", "second", "warm"):
+    for name in NAMES[1:]:
         shutil.copytree(place / "runs" / "my-run", place / "runs" / name)
     return place
 
@@ -97,7 +111,7 @@ def test_a_command_that_needs_no_run(place, tmp_path, monkeypatch, capsys, comma
     monkeypatch.setenv("HOME", str(tmp_path))
     if "configs/" in command and "--params" in command:
         monkeypatch.setenv("QUATRAIN__MODEL__PATH", "builtin:tiny")
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    monkeypatch.setattr(sys, "argv", ["quatrain", *arguments(command)])
     status = 0
     try:
         cli.main()
@@ -116,21 +130,22 @@ def test_a_command_that_trains_or_reads_a_run(place_with_runs, tmp_path, command
             pytest.skip(f"needs {reason}")
     folder = tmp_path / "place"
     shutil.copytree(place_with_runs, folder, symlinks=True)
-    if "run.name=warm" in command:
-        shutil.rmtree(folder / "runs" / "warm")
-    settings = dict(ON_GSM8K) if "configs/" in command else {}
+    new_name = next((name for name in NAMES if f"run.name={name}" in shlex.split(command)), None)
+    if new_name is not None:
+        shutil.rmtree(folder / "runs" / new_name)
+    settings = dict(ON_GSM8K) if "configs/" in command and "quickstart" not in command else {}
     settings["RUN__STEPS"] = "51" if "--resume" in command else "1"
     if "sft" in shlex.split(command)[:2]:
         settings["SFT__STEPS"] = "2"
     devices = 8 if "placement.train" in command else 1
-    done = quatrain(folder, shlex.split(command)[1:], devices, **settings)
+    done = quatrain(folder, arguments(command), devices, **settings)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (folder / "runs").iterdir()}
     if " --resume " in f" {command} ":
         steps = list((folder / "runs").glob("*/checkpoints/51"))
         assert len(steps) == 1
     elif shlex.split(command)[1] in ("train", "sft") and "--print-config" not in command:
-        (new,) = names - {"my-run", "first", "second"} - (set() if "run.name=warm" in command else {"warm"})
+        (new,) = names - (set(NAMES) - {new_name})
         assert list((folder / "runs" / new / "final").glob("model*.safetensors"))
 
 

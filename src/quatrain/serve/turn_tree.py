@@ -159,19 +159,21 @@ class TurnTree:
     def rows(self) -> list[Row]:
         """The paths to the leaves, that to the last request first; every sampled turn is owned by one.
 
-        Its owner is the first leaf in an order that follows from the contexts alone. Left out is an answer
+        Its owner is the first leaf in an order that follows from the contexts alone, as does that of the
+        other rows. Left out is an answer
         that the agent cannot have read, and one that was not sampled to its end.
         """
         known = [turn for turn in self.turns if turn.is_known and turn.tokens]
         parents = {turn.parent for turn in known}
         leaves = [turn for turn in known if turn not in parents]
-        owners: dict[Turn, Turn] = {}
-        for leaf in sorted(leaves, key=lambda leaf: (_digest(_as_bytes(leaf.prompt_ids)), leaf.twin)):
+        last, owners = leaves[-1:], dict[Turn, Turn]()
+        leaves.sort(key=lambda leaf: (_digest(_as_bytes(leaf.prompt_ids)), leaf.twin))
+        for leaf in leaves:
             for turn in leaf.path:
                 owners.setdefault(turn, leaf)
         return [
             Row(leaf.path, frozenset(turn for turn in leaf.path if owners[turn] is leaf))
-            for leaf in reversed(leaves)
+            for leaf in (*last, *(leaf for leaf in leaves if leaf not in last))
         ]
 
     def _why_anew(self, forms: Sequence[bytes]) -> str | None:
