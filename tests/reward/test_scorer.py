@@ -194,6 +194,25 @@ def test_token_ids_and_finish_reasons_are_those_of_the_policy(tmp_path):
     assert all(type(reason) is str for reason in seen[0][1])
 
 
+@pytest.mark.parametrize("abstains", [False, True])
+def test_what_an_episode_gets_that_a_fault_ended(abstains):
+    rollouts = make_rollouts(["7", "7", "8"], answer=["7"] * 3)
+    rollouts = replace(rollouts, finish_reason=np.array(["error", "stop", "timeout"]))
+    batch = RewardScorer(RewardConfig(functions={"correct": 2.0}), faults_abstain=abstains).score(rollouts)
+    lost = np.nan if abstains else -1.0
+    np.testing.assert_array_equal(batch.rewards, [lost, 2.0, lost])
+    assert batch.metrics["reward/correct/abstained"].result() == 2 * abstains
+
+
+def test_an_agent_that_was_to_give_the_rewards_and_gave_none_ends_the_run():
+    scorer = RewardScorer(RewardConfig(functions={"environment": 1.0}), episodes=True)
+    columns = {"messages": [[], []], "turn_rewards": [[], []]}
+    with pytest.raises(ValueError, match=r"returned no reward \(None\) for any episode"):
+        scorer.score(make_rollouts(["a", "b"], environment_reward=[None, None], **columns))
+    some = scorer.score(make_rollouts(["a", "b"], environment_reward=[None, 0.5], **columns))
+    np.testing.assert_array_equal(some.rewards, [np.nan, 0.5])
+
+
 def test_an_episode_of_several_rows_is_scored_once(tmp_path):
     """By its first row, and the tokens that the policy sampled in all of them; metrics count episodes."""
     source = (
