@@ -38,7 +38,10 @@ _JUDGES = re.compile("correct|accura", re.IGNORECASE)
 """Reward functions that decide what is right in a run without `eval.accuracy`."""
 _FILE = re.compile(r"(step|eval)_(\d{1,18})\.jsonl")
 _TOKEN_KEYS = ("texts", "ids", "sampler_logprobs", "trainer_logprobs", "advantages", "sampled")
-_SAMPLE_KEYS = ("finish_reason", "completion_tokens", "strict", "greedy", "set", "sample", "prompt_index")
+_SAMPLE_KEYS = (
+    *("finish_reason", "completion_tokens", "strict", "greedy", "set", "sample", "prompt_index"),
+    "episode",
+)
 
 
 class SampleFile(NamedTuple):

@@ -95,6 +95,9 @@ def _facts(sample: dict[str, Any]) -> Iterator[str]:
         yield f"{turns} turn" if turns == 1 else f"{turns} turns"
     if "completion_tokens" in sample:
         yield f"{sample['completion_tokens']} tokens"
+    match sample.get("episode"):
+        case {"sequence": int(number), "sequences": int(count), "sample": int(of)} if count > 1:
+            yield f"sequence {number + 1} of {count}, sample {of}"
 
 
 def _print_text(console: Console, text: str | list[dict[str, str]]) -> None:

@@ -147,6 +147,7 @@ function facts(sample) {
     sample.correct === 1 ? badge("right", "good") : sample.correct === 0 ? badge("wrong", "bad") : null,
     ending(sample.finish_reason),
     sample.completion_tokens === undefined ? null : badge(count(sample.completion_tokens, "token"), ""),
+    !(sample.episode?.sequences > 1) ? null : badge(`sequence ${sample.episode.sequence + 1} of ${sample.episode.sequences}, sample ${sample.episode.sample}`, ""),
     sample.turns ? badge(count(sample.turns.filter(isOwn).length, "turn"), "") : null,
     sample.sample === undefined ? null : badge(sample.greedy === false ? `sample ${sample.sample}` : "greedy", ""),
   ];
