@@ -1,5 +1,6 @@
 """The sessions of agents over HTTP, with the openai package and a model that answers what a test gives it."""
 
+import asyncio
 import json
 import threading
 import time
@@ -133,7 +134,7 @@ def test_a_closed_session_refuses_its_key():
     rules = SessionRules(Sampling(1, 9), 1, 1, 1, 9)
     session = sessions.open(rules, Prompt(0, np.array([1], np.int32), "a"), 0)
     assert sessions.named(session.id) is sessions.of_key(session.key) is session
-    sessions.close(session)
+    asyncio.run(sessions.close(session))
     assert sessions.named(session.id) is sessions.of_key(session.key) is None
     other = Session(rules, session.prompt, 0)
     assert len({session.key, other.key, session.id, other.id}) == 4

@@ -168,7 +168,7 @@ def test_random_numbers_go_on_and_are_of_their_own_where_a_context_is_asked_agai
 
 
 def test_ids_continue_the_longest_turn_that_begins_them():
-    agent = Dialogue(prompt="a text")
+    agent = Dialogue()
     turn = agent.tree.begin(agent.tree.find_ids(PROMPT_IDS))
     turn.tokens = [1000, 1001]
     assert (turn.sequence_id, turn.reason) == (5, None)

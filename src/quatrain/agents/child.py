@@ -15,16 +15,15 @@ import os
 import pickle
 import re
 import shlex
-import signal
 import tempfile
 import threading
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +47,7 @@ class Client:
 
     base_url: str
     """The policy; each answer is a turn of the episode, and trained."""
-    api_key: str
+    api_key: str = field(repr=False)
     model: str
     untrained_base_url: str
     """The same policy, whose answers are not trained: a simulated user, a judge."""
@@ -74,9 +73,8 @@ class Client:
         url = self.base_url if train else self.untrained_base_url
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/chat/completions", body, headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
         try:
-            with opener.open(request) as answer:
+            with urllib.request.urlopen(request) as answer:
                 message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
                 return message
         except urllib.error.HTTPError as error:
@@ -90,6 +88,8 @@ class _Fault(Exception):
 def serve(connection: Connection, settings: Mapping[str, Any]) -> None:
     """Plays episodes until no more can come; the first request is to load the agent."""
     number, _ = connection.request()
+    for name in ("NO_PROXY", "no_proxy"):  # the policy is on this machine, whatever proxy leads elsewhere
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
     try:
         agent = loaded(settings["spec"], settings["args"])
     except BaseException as error:  # of the user's module
@@ -165,7 +165,7 @@ async def _answered(
         reply = {"value": await _played(connection, agent, episode, timeout_s)}
     except _Fault as fault:
         reply = {"fault": list(fault.args)}
-    except Exception as error:
+    except BaseException as error:  # also what ends a loop or a task, such as an agent's own CancelledError
         frames = traceback.format_tb(error.__traceback__)[-SHOWN_FRAMES:]
         text = f"the agent raised {_in_one_line(error)}"
         reply = {"fault": [text, "error", "".join(frames)[-LONGEST_TEXT:]]}
@@ -175,27 +175,37 @@ async def _answered(
 async def _played(
     connection: Connection, agent: Callable[..., Any], episode: bytes, timeout_s: float
 ) -> dict[str, Any]:
-    asked = pickle.loads(episode)
-    task = asyncio.ensure_future(_run(agent, Client(**asked["client"]), asked["row"]))
-    done, _ = await asyncio.wait({task}, timeout=timeout_s)
-    if not done:
-        task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
-        if not done:
-            connection.reply(None, hangs=True)
-        late = f"the agent took longer than {timeout_s:g} s (rollout.agent_timeout_s)"
-        raise _Fault(late, "timeout", "")
-    return _checked(task.result())
-
-
-async def _run(agent: Callable[..., Any], client: Client, row: Mapping[str, Any]) -> Any:
     """What the agent returns: a coroutine function here, another in a thread."""
+    asked = pickle.loads(episode)
+    call = partial(agent, client=Client(**asked["client"]), row=asked["row"])
+    loop, late = asyncio.get_running_loop(), f"the agent took longer than {timeout_s:g} s"
+    ends = loop.time() + timeout_s
+
+    async def within(work: asyncio.Future[Any]) -> Any:
+        """What `work` returns within the time that is left."""
+        done, _ = await asyncio.wait({work}, timeout=max(ends - loop.time(), 0))
+        if not done:
+            if isinstance(work, asyncio.Task):
+                work.cancel()
+            done, _ = await asyncio.wait({work}, timeout=CANCEL_S)
+            if not done:
+                connection.reply(None, hangs=True)
+            raise _Fault(f"{late} (rollout.agent_timeout_s)", "timeout", "")
+        return work.result()
+
+    if inspect.iscoroutinefunction(agent):
+        return _checked(await within(asyncio.ensure_future(_guarded(call()))))
+    returned = await within(loop.run_in_executor(None, call))
+    if inspect.isawaitable(returned):
+        returned = await within(asyncio.ensure_future(_guarded(returned)))
+    return _checked(returned)
+
+
+async def _guarded(work: Awaitable[Any]) -> Any:
+    """What `work` returns; what would end the loop, and all its episodes, is the agent's fault."""
     try:
-        if inspect.iscoroutinefunction(agent):
-            return await agent(client=client, row=row)
-        returned = await asyncio.to_thread(agent, client=client, row=row)
-        return await returned if inspect.isawaitable(returned) else returned
-    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop, and all its episodes
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
         raise _Fault(f"the agent raised {_in_one_line(error)}", "error", "") from None
 
 
@@ -236,7 +246,10 @@ def _in_one_line(error: BaseException) -> str:
 
 
 async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any]) -> Any:
-    """Runs a program that asks the policy; its last line may be a JSON object with its reward."""
+    """Runs a program that asks the policy; its last line may be a JSON object with `reward`.
+
+    What else it prints goes to the run's log.
+    """
     with tempfile.TemporaryDirectory(prefix="quatrain-agent-") as folder:
         path = Path(folder) / "row.json"
         path.write_text(json.dumps({"client": asdict(client), **row}, default=str), encoding="utf-8")
@@ -253,14 +266,13 @@ async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
+            env=environment,  # it is in this process's group, with which it ends
         )
         try:
             output, errors = await process.communicate()
         finally:
-            with suppress(ProcessLookupError, PermissionError):  # also what it started and left
-                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                process.kill()
     if process.returncode:
         text = errors.decode(errors="backslashreplace").strip()[-LONGEST_TEXT:]
         raise _Fault(f"the agent's program ended with status {process.returncode}", "error", text)

@@ -15,7 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,12 +25,12 @@ import uvicorn
 from quatrain.agents.child import Client
 from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
 from quatrain.engine.engine import RolloutEngine, work_metrics
-from quatrain.engine.service import EngineService
+from quatrain.engine.service import EngineService, ServiceFailed
 from quatrain.engine.session import EngineStats
 from quatrain.serve.api import Api
-from quatrain.serve.sessions import Session, SessionRules, Sessions
+from quatrain.serve.sessions import Session, SessionRules, Sessions, conversation_of
 from quatrain.serve.turn_tree import Row
-from quatrain.types.batches import Prompt, PromptText, RolloutBatch
+from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.workers.threads import LoopThread
@@ -42,6 +42,8 @@ LOOK_S = 0.5
 MOST_PLAYED = 2
 """How often an episode is begun whose process dies."""
 ADDRESS = "127.0.0.1"
+REFUSAL = "maximum context length"
+"""What an agent's error says that met a limit of its requests."""
 TAIL = 0.9
 """The share of the episodes after which the others hold up the batch."""
 
@@ -107,7 +109,7 @@ class Episode:
     def _prompt(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         columns = {
             **self.prompt.columns,
-            "messages": list(messages) or _listed(self.prompt.text),
+            "messages": list(messages) or conversation_of(self.prompt.text),
             "turn_rewards": [],
             "environment_reward": self.played.reward,
         }
@@ -211,13 +213,12 @@ class AgentRollouts:
 
     def wait(self, ticket: Ticket) -> RolloutBatch:
         """The batch of the episodes of `ticket`, once all have ended."""
+        while wait(ticket.futures, LOOK_S).not_done:
+            self._report(ticket)
+        if self._service.error is not None:  # which the agents took for their own
+            raise ServiceFailed(self._service.error)
         for future in ticket.futures:
-            while True:
-                try:
-                    future.result(LOOK_S)
-                    break
-                except TimeoutError:
-                    self._report(ticket)
+            future.result()
         self._check_faults(ticket.episodes)
         stats = self._service.run(lambda: self._engine.stats).result() - ticket.stats
         ended = sorted(episode.ended for episode in ticket.episodes)
@@ -249,8 +250,11 @@ class AgentRollouts:
     # In the thread:
 
     def _begin(self, episode: Episode, future: Future[None]) -> None:
-        if self._url is None:
-            self._url = self._serve()
+        try:
+            if self._url is None:
+                self._url = self._serve()
+        except OSError as error:
+            return future.set_exception(error)
         task = self._thread.loop.create_task(self._play(episode))
 
         def end(task: asyncio.Task[None]) -> None:
@@ -261,7 +265,7 @@ class AgentRollouts:
             else:
                 future.set_result(None)
 
-        task.add_done_callback(end)
+        return task.add_done_callback(end)
 
     def _serve(self) -> str:
         """Begins to serve the policy on a free port of this machine; its address."""
@@ -293,10 +297,10 @@ class AgentRollouts:
                 episode.fault = fault
                 if fault.kind == "crash" and count < MOST_PLAYED:
                     continue
-                if session.refused is not None and fault.kind == "error":
+                if session.refused is not None and REFUSAL in f"{fault}\n{fault.detail}":
                     episode.fault, episode.played = None, Played(0.0)  # it left because a limit was met
             finally:
-                self._sessions.close(session)
+                await self._sessions.close(session)
             break
         episode.ended = time.perf_counter()
 
@@ -368,20 +372,14 @@ def _completion(row: Row) -> Completion:
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """The data row of a prompt, as an agent gets it."""
-    asked = prompt.text if isinstance(prompt.text, str) else _listed(prompt.text)
-    return {**prompt.columns, "prompt": asked}
-
-
-def _listed(prompt: PromptText) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    """The data row of a prompt, as an agent gets it; a text is a message of the user."""
+    return {**prompt.columns, "prompt": [dict(message) for message in conversation_of(prompt.text)]}
 
 
 def _metrics(episodes: Sequence[Episode]) -> Metrics:
     """Numbers of turns and sequences, rewards, what agents returned, and what went wrong."""
-    counts: Counter[str] = Counter(
-        dict.fromkeys(("tool_calls", "malformed_calls", "replayed", "overridden_fields"), 0)
-    )
+    names = ("tool_calls", "malformed_calls", "replayed", "overridden_fields", "refused_requests")
+    counts: Counter[str] = Counter(dict.fromkeys(names, 0))
     rows, turns, context, tokens, branches, roots, abandoned = [], [], 0, 0, 0, 0, 0
     own: dict[str, list[float]] = {}
     for episode in episodes:

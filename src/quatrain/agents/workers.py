@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -79,13 +80,16 @@ class AgentProcesses:
 
     async def _play(self, client: Client, row: Mapping[str, Any], alone: bool) -> Played:
         loop = asyncio.get_running_loop()
-        number, began = next(self._numbers), loop.time()
+        number = next(self._numbers)
         host = self._hosts.alone(number) if alone else self._hosts.chosen(number)
+        began = math.inf
         episode = pickled({"client": asdict(client), "row": dict(row)}, "agents")
         try:
-            outcome = await asyncio.wrap_future(
-                host.process.call("play", episode, limit_s=self._limit_s, what="an episode")
-            )
+            outcome = await asyncio.wrap_future(host.loaded)
+            if not isinstance(outcome, Failure):
+                began = loop.time()
+                played = host.process.call("play", episode, limit_s=self._limit_s, what="an episode")
+                outcome = await asyncio.wrap_future(played)
         finally:
             host.leave(number)
         match outcome:

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import shown
@@ -44,9 +45,9 @@ class TurnTemplate:
     """Renders the turns of episodes with a tokenizer's chat template.
 
     `stop_ids` are the ids that end a completion, `tools` the JSON schemas of functions that the model may
-    call, which the template writes into the prompt. Raises ValueError if there are tools and the template
-    takes no message with the result of one; warns if it does not write the schemas. Call it from one thread
-    at a time.
+    call, which the template writes into the prompt, and `variables` are further ones that it reads. Raises
+    ValueError if there are tools and the template takes no message with the result of one; warns if it does
+    not write the schemas. Call it from one thread at a time.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class TurnTemplate:
         tokenizer: PreTrainedTokenizerFast,
         stop_ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._tokenizer, self._stop_ids, self._tools = tokenizer, frozenset(stop_ids), tuple(tools)
+        self._variables = variables
         added = tokenizer.added_tokens_decoder
         self._ends = {index: added[index].content for index in self._stop_ids if index in added}
         if self._tools:
@@ -67,7 +70,7 @@ class TurnTemplate:
 
         Raises ValueError for a prompt that is a text: only a chat template can write a further turn.
         """
-        return render(self._tokenizer, conversation(messages), self._tools)
+        return render(self._tokenizer, conversation(messages), self._tools, variables=self._variables)
 
     def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The ids from the end of the assistant's turn to the start of its next, with `messages` between.
@@ -126,7 +129,11 @@ class TurnTemplate:
 
     def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         return fill_template(
-            self._tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=self._tools
+            self._tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=self._tools,
+            variables=self._variables,
         )
 
     def _check_results(self) -> None:

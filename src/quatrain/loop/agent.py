@@ -34,11 +34,18 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
         assert isinstance(rollouts, AgentRollouts)
         rollouts.sync_weights(loaded.params, 0)
         ticket = rollouts.submit(source.head(count), sampling=replace(rollouts.sampling, n=1))
-        with waiting("the agent plays"):
-            rollouts.wait(ticket)
+        problem: ValueError | None = None
+        try:
+            with waiting("the agent plays"):
+                rollouts.wait(ticket)
+        except ValueError as error:  # that all have faults, which the trees explain
+            problem = error
         for number, episode in enumerate(ticket.episodes):
-            yield f"row {number}: {_outcome(episode)}"
-            yield from _sequences(episode, loaded.tokenizer)
+            if episode.session is not None and (episode.fault or episode.session.tree.turns):
+                yield f"row {number}: {_outcome(episode)}"
+                yield from _sequences(episode, loaded.tokenizer)
+        if problem is not None:
+            raise problem
 
 
 def _outcome(episode: Episode) -> str:

@@ -119,6 +119,7 @@ class RewardScorer:
         accuracy_beside: RewardScorer | None = None,
     ):
         self._decide, self._per_call, self._episodes = decide, config.per_call, episodes
+        self._has_rewards = False
         self._fault_reward = np.nan if faults_abstain else ERROR_REWARD
         self._logged: dict[str, None] = {}  # names of the columns that functions logged
         self._told: set[str] = set()
@@ -403,7 +404,8 @@ class RewardScorer:
                 f"{' or '.join(_OF_ENVIRONMENT)}; unless one reads it from **columns, add environment: 1.0 "
                 "for the rewards to count"
             )
-        if self.function_names == (ENVIRONMENT,) and len(raw.T) and not faults.all() and np.isnan(raw).all():
+        self._has_rewards |= bool(np.isfinite(raw[:, ~faults]).any())
+        if self.function_names == (ENVIRONMENT,) and not self._has_rewards and not faults.all():
             raise ValueError(
                 "the agent returned no reward (None) for any episode, and `environment`, which reads it, is "
                 "the only reward function; let it return a number, or name functions that judge in "

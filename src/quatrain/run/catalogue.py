@@ -190,6 +190,8 @@ agent/replayed | requests | sum |
     Requests that a client repeated after its connection broke, and which got the same answer.
 agent/overridden_fields | fields | sum |
     Sampling parameters that requests gave; those of the run were used.
+agent/refused_requests | requests | sum |
+    Requests beyond a limit of the episode (`rollout.max_turns`, `rollout.max_new_tokens`, its length).
 agent/tool_calls | calls | sum | Calls of tools in the answers.
 agent/malformed_calls | calls | sum | Calls that could not be read, and stayed text.
 agent/errors | episodes | sum | Episodes that an error of their agent ended, or the end of its process.

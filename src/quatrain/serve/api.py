@@ -14,7 +14,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,6 +53,8 @@ from quatrain.types.batches import Prompt
 
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
+MOST_TEMPLATES = 64
+"""Lists of tools whose templates are kept."""
 LOOK_S = 0.5
 """Seconds between two looks whether a client that waits for an answer is still there."""
 
@@ -129,9 +131,12 @@ class Api:
                 session = self._session_of(request) if _is_of_sessions(path) else None
                 if session is None:
                     self._authorise(request, path)
-                elif request.method == "POST" and "/untrained/" not in request.url.path:
+                    return await handler(request)
+                request.state.session = session
+                if request.method == "POST" and not _is_untrained(request):
                     return await self._once(request, session, handler)
-                return await handler(request)
+                with session.work():
+                    return await handler(request)
             except BadRequest as error:
                 return _error(error.status, str(error), error.field, code=error.code)
             except ServiceFailed as error:
@@ -166,26 +171,43 @@ class Api:
         again = request.headers.get("x-stainless-retry-count", "0") != "0" or key in session.idempotency_keys
         if key is not None:
             session.idempotency_keys.add(key)
-        reply = session.replies.get(digest) if again else None
-        if reply is None:
-            reply = session.replies[digest] = request.state.reply = Reply()
-            request.state.session = session
-            reply.task = asyncio.create_task(handler(request))  # type: ignore[arg-type]
-        else:
+        known = session.replies.setdefault(digest, [])
+        left = [each for each in known if not each.waiting] or known
+        if again and left:
+            reply = left[-1]
             session.counts["replayed"] += 1
-            reply.read_by_client(True)
+        else:
+            reply = request.state.reply = Reply()
+            known.append(reply)
+            reply.task = asyncio.create_task(self._worked(request, session, handler))
         task = reply.task
         assert task is not None
-        while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
-            if await request.is_disconnected():
-                reply.read_by_client(False)
-                raise ClientDisconnect
-        if task.cancelled():  # the session was closed
-            raise ClientDisconnect
-        failed = task.exception() is not None or isinstance(task.result(), StreamingResponse)
-        if failed and session.replies.get(digest) is reply:
-            del session.replies[digest]  # nothing to give again
-        return task.result()
+        reply.waiting += 1
+        reply.update()
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+            failed = task.exception() is not None or isinstance(task.result(), StreamingResponse)
+            if failed and reply in known:
+                known.remove(reply)  # nothing to give again
+            reply.is_given = True
+            return task.result()
+        finally:
+            reply.waiting -= 1
+            reply.update()
+
+    async def _worked(self, request: Request, session: Session, handler: Handler) -> Response:
+        """The answer of `handler`; the session ends after it, also if the client has left."""
+        with session.work():
+            try:
+                response = await handler(request)
+            except BaseException:
+                request.state.reply.release()
+                raise
+            if not isinstance(response, StreamingResponse):
+                request.state.reply.release()
+            return response
 
     def _authorise(self, request: Request, path: str) -> None:
         if path == "/health":
@@ -273,7 +295,7 @@ class Api:
         return await self._sampled(request, asked, prompts, recorded=_in_session(request, asked, prompts))
 
     async def _chat(self, request: Request) -> Response:
-        asked, session = await self._parsed(ChatRequest, request), getattr(request.state, "session", None)
+        asked, session = await self._parsed(ChatRequest, request), _trained_session(request)
         async with self._encoding:
             if session is None:
                 ids, begun = await asyncio.to_thread(self._rendered, asked)
@@ -285,11 +307,12 @@ class Api:
 
     async def _parsed(self, kind: type[_Asked], request: Request) -> _Asked:
         """The request, checked, also for what one of a session must not ask for."""
-        session = getattr(request.state, "session", None)
-        counts = None if session is None else session.counts
-        asked = await asyncio.to_thread(parsed, kind, await _body(request), counts)
+        session, body = _trained_session(request), await _body(request)
+        asked = await asyncio.to_thread(parsed, kind, body, None if session is None else session.counts)
         if session is not None:
             session.check(asked)
+        elif _is_untrained(request):
+            asked = request.state.session.outside(asked, body)
         return asked
 
     def _continued(self, asked: ChatRequest, tree: TurnTree) -> tuple[Sequence[Any], Found, str]:
@@ -301,19 +324,22 @@ class Api:
         begun = self._begun(asked)
 
         def suffix(opening: Sequence[Any], sampled: Sequence[int], new: Sequence[Any]) -> list[int]:
-            ids = self._template(asked.offered_tools).suffix(tuple(opening), sampled, new)
+            ids = self._template(*_key_of(asked)).suffix(tuple(opening), sampled, new)
             return ids + encode(self._tokenizer, begun, add_special_tokens=False) if begun else ids
 
         with _at_fault(asked.prompt_field):
-            found = tree.find(messages, asked.offered_tools, lambda: self._rendered(asked)[0], suffix)
+            found = tree.find(messages, _key_of(asked), lambda: self._rendered(asked)[0], suffix)
         return messages, found, begun
 
-    def _template(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        """What renders the turns of episodes with these tools."""
-        key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._templates:
-            self._templates[key] = TurnTemplate(self._tokenizer, self._stop_ids, tools)
-        return self._templates[key]
+    def _template(self, *key: Any) -> TurnTemplate:
+        """What renders the turns of episodes with these tools and variables, as `_key_of` has them."""
+        text = json.dumps(key, sort_keys=True)
+        if text not in self._templates:
+            if len(self._templates) >= MOST_TEMPLATES:
+                del self._templates[next(iter(self._templates))]
+            *tools, variables = key
+            self._templates[text] = TurnTemplate(self._tokenizer, self._stop_ids, tools, variables)
+        return self._templates[text]
 
     def _begun(self, asked: ChatRequest) -> str:
         """The text with which the answer must begin."""
@@ -381,11 +407,17 @@ class Api:
         ]
         answer = Answer(asked, self._model, choices, prompts, self._vocabulary)
         if asked.stream:
-            return StreamingResponse(
-                self._stream(answer, queued, recorded), media_type="text/event-stream", headers=_NO_CACHE
-            )
+            session = getattr(request.state, "session", None)
+            parts = self._stream(answer, queued, recorded, session)
+            return StreamingResponse(parts, media_type="text/event-stream", headers=_NO_CACHE)
         ends = frozenset(asked.stop_token_ids if isinstance(asked, GenerateRequest) else ())
-        gone = request.is_disconnected if recorded is None else None
+        session = getattr(request.state, "session", None)
+
+        async def gone() -> bool:
+            if session is not None and not session.is_open:
+                return True
+            return recorded is None and await request.is_disconnected()
+
         async with self._events(queued, gone, ends) as events:
             async for number, progress in events:
                 choices[number].progress.append(progress)
@@ -413,25 +445,35 @@ class Api:
             scoring.cancel()
 
     async def _stream(
-        self, answer: Answer, queued: _Queued, recorded: _Recorded | None
+        self, answer: Answer, queued: _Queued, recorded: _Recorded | None, session: Session | None
     ) -> AsyncIterator[str]:
         """The events of a stream, the last of which is `[DONE]`, or an error."""
+
+        async def has_ended() -> bool:
+            return session is not None and not session.is_open
+
         try:
-            async with self._events(queued) as events:
-                for part in answer.first():
-                    yield _event(part)
-                async for number, progress in events:
-                    text = await asyncio.to_thread(
-                        lambda n, p: "".join(map(_event, answer.parts(n, p))), number, progress
-                    )
-                    if recorded is not None and progress.finish_reason is not None:
-                        recorded.end(answer.choices)
-                    yield text
+            async with self._events(queued, has_ended) as events:
+                with nullcontext() if session is None else session.work():
+                    for part in answer.first():
+                        yield _event(part)
+                    async for number, progress in events:
+                        text = await asyncio.to_thread(
+                            lambda n, p: "".join(map(_event, answer.parts(n, p))), number, progress
+                        )
+                        if recorded is not None and progress.finish_reason is not None:
+                            recorded.end(answer.choices)
+                        yield text
             for part in answer.last(self._service.version):
                 yield _event(part)
             yield "data: [DONE]\n\n"
         except (BadRequest, ServiceFailed) as error:
             yield _event(_error_body(503, str(error), None))
+        except ClientDisconnect:  # the session has ended
+            return
+        finally:
+            if recorded is not None:
+                recorded.release()
 
     async def _queued(self, prompts: Sequence[Sequence[int]], owners: Sequence[Any]) -> _Queued:
         """Queues the sequences of a request; raises BadRequest if there is no room for one of them."""
@@ -511,6 +553,7 @@ class _Recorded:
     owners: list[PerRequestSampling]
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
+    """As `_key_of` has them."""
 
     @classmethod
     def of(
@@ -519,21 +562,27 @@ class _Recorded:
         """Begins the turns of a request; raises BadRequest where the episode has no room for them."""
         session = request.state.session
         turns, owners = session.begin(found, asked)
-        request.state.reply.begin(turns)
-        return cls(session, turns, owners, messages, _offered(asked))
+        request.state.reply.turns = turns
+        request.state.reply.update()
+        return cls(session, turns, owners, messages, _key_of(asked))
+
+    def release(self) -> None:
+        """The turns get no more tokens."""
+        for turn in self.turns:
+            turn.reserved = 0
 
     def end(self, choices: Sequence[Choice]) -> None:
         """Records the choices that have ended; the next request may continue them."""
         for turn, choice in zip(self.turns, choices, strict=True):
             if turn.tokens or not choice.progress or choice.progress[-1].finish_reason is None:
                 continue
-            turn.tokens = choice.tokens
+            turn.tokens, turn.reserved = choice.tokens, 0
             turn.logprobs = [value for part in choice.progress for value in part.logprobs]
             turn.versions = [version for part in choice.progress for version in part.versions]
             turn.finish_reason = choice.progress[-1].finish_reason
             self.session.counts["tool_calls"] += len(choice.called)
             if self.messages:
-                if self.tools:
+                if len(self.tools) > 1:
                     left = tool_calls(choice.content)
                     self.session.counts["malformed_calls"] += sum(call.problem is not None for call in left)
                 answer = checked_messages([choice.message])
@@ -542,15 +591,30 @@ class _Recorded:
 
 def _in_session(request: Request, asked: AnyRequest, prompts: list[list[int]]) -> _Recorded | None:
     """The turns of a request with ids, if it is one of a session."""
-    session = getattr(request.state, "session", None)
+    session = _trained_session(request)
     if session is None:
         return None
     return _Recorded.of(request, asked, session.tree.find_ids(prompts[0]))
 
 
+def _key_of(asked: AnyRequest) -> list[Mapping[str, Any]]:
+    """The tools of a chat, then the variables of its template: what the dialogues of one sequence share."""
+    return [*asked.offered_tools, asked.chat_template_kwargs] if isinstance(asked, ChatRequest) else [{}]
+
+
 def _offered(asked: AnyRequest) -> Sequence[Mapping[str, Any]]:
     """The tools of a chat."""
     return asked.offered_tools if isinstance(asked, ChatRequest) else ()
+
+
+def _is_untrained(request: Request) -> bool:
+    """Whether a request of a session is no turn of its episode."""
+    return request.path_params.get("session") is not None and "/untrained/" in request.url.path
+
+
+def _trained_session(request: Request) -> Session | None:
+    """The session in which the answer is a turn."""
+    return None if _is_untrained(request) else getattr(request.state, "session", None)
 
 
 def _is_of_sessions(path: str) -> bool:

@@ -10,18 +10,24 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.responses import Response
 
 from quatrain.engine.groups import PerRequestSampling
-from quatrain.serve.requests import AnyRequest, BadRequest, CompletionRequest
+from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest
 from quatrain.serve.turn_tree import Found, Turn, TurnTree
-from quatrain.types.batches import Prompt
+from quatrain.types.batches import Prompt, PromptText
 from quatrain.types.rollouts import Sampling
+
+MOST_AT_ONCE = 64
+"""Requests of a session that may be in progress."""
+PAUSE_S = 0.02
+"""Seconds between two looks whether the requests of a session have ended."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +51,20 @@ class Reply:
 
     task: asyncio.Task[Response] | None = None
     turns: Sequence[Turn] = ()
-    has_left: bool = False
+    waiting: int = 0
+    """Clients that wait for it: the first, and those that ask again before its connection is seen to be
+    broken."""
+    is_given: bool = False
 
-    def begin(self, turns: Sequence[Turn]) -> None:
-        """The turns that answer the request."""
-        self.turns = turns
-        self.read_by_client(not self.has_left)
-
-    def read_by_client(self, read: bool) -> None:
-        """Whether the client waits for the answer, or has left before it came."""
-        self.has_left = not read
+    def update(self) -> None:
+        """Notes whether the agent may have read the answer, or will."""
         for turn in self.turns:
-            turn.is_known = read
+            turn.is_known = self.is_given or self.waiting > 0
+
+    def release(self) -> None:
+        """Its turns get no more tokens."""
+        for turn in self.turns:
+            turn.reserved = 0
 
 
 @dataclass(eq=False)
@@ -73,16 +81,57 @@ class Session:
     counts: Counter[str] = field(default_factory=Counter)
     """Calls that were found, requests that were repeated, fields that the session overrode."""
     refused: Literal["turns", "length"] | None = None
-    """The limit that a request met."""
-    replies: dict[bytes, Reply] = field(default_factory=dict)
-    """Whole answers that are sampled or were given, by digests of their requests; the last of equal ones."""
+    """The limit that the last request met; None once another was taken."""
+    replies: dict[bytes, list[Reply]] = field(default_factory=dict)
+    """Answers that are sampled or were given, by digests of their requests."""
     idempotency_keys: set[str] = field(default_factory=set)
     """Of the requests that came."""
+    is_open: bool = True
+    in_progress: int = 0
+    """Requests that are being answered, also those whose client has left."""
+    untrained: Counter[bytes] = field(default_factory=Counter)
+    """Requests outside of the tree so far, by digests."""
 
     def __post_init__(self) -> None:
-        sampling = self.rules.sampling
-        sequence_id = (self.prompt.group_id * sampling.n + self.sample) % 2**32
-        self.tree = TurnTree(sequence_id, self.prompt.text, self.prompt.input_ids.tolist())
+        messages = conversation_of(self.prompt.text)
+        self.tree = TurnTree(self.sequence_id, messages, self.prompt.input_ids.tolist())
+
+    @property
+    def sequence_id(self) -> int:
+        """The id that the randomness of the sample derives from."""
+        return (self.prompt.group_id * self.rules.sampling.n + self.sample) % 2**32
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """The time in which a request is answered; the session ends after it.
+
+        Raises BadRequest if it has ended, and for too many requests at once.
+        """
+        if not self.is_open:
+            raise BadRequest("the episode of this key has ended", status=401)
+        if self.in_progress >= MOST_AT_ONCE:
+            raise BadRequest(
+                f"an episode has at most {MOST_AT_ONCE} requests at a time; wait for some answers", status=429
+            )
+        self.in_progress += 1
+        try:
+            yield
+        finally:
+            self.in_progress -= 1
+
+    def outside(self, asked: AnyRequest, body: bytes) -> AnyRequest:
+        """A request whose answer is not trained, with the sampling of the session where it has none.
+
+        Its seed derives from the session, the request and the number of equal ones before it.
+        """
+        sampling, digest = self.rules.sampling, hashlib.blake2b(body, digest_size=16).digest()
+        place = f"{self.rules.seed}/{self.rules.step}/{self.sequence_id}/{self.untrained[digest]}/"
+        self.untrained[digest] += 1
+        own = hashlib.blake2b(place.encode() + digest, digest_size=4).digest()
+        given = {"seed": int.from_bytes(own), "temperature": sampling.temperature}
+        if isinstance(asked, ChatRequest) and asked.wanted_tokens is None:
+            given["max_tokens"] = sampling.max_new_tokens
+        return asked.model_copy(update={k: v for k, v in given.items() if getattr(asked, k) is None})
 
     def check(self, asked: AnyRequest) -> None:
         """Raises BadRequest for what a request must not ask for in a session."""
@@ -107,17 +156,22 @@ class Session:
         """
         rules, turns, count = self.rules, self.tree.turns, asked.n
         most, used = rules.sampling.max_new_tokens, sum(len(turn.tokens) for turn in turns)
-        room = min(most - used, rules.max_tokens - len(found.ids))
+        reserved = sum(turn.reserved for turn in turns)
+        room = min((most - used - reserved) // count, rules.max_tokens - len(found.ids))
         if len(turns) + count > rules.max_turns:
             self.refused = "turns"
+            self.counts["refused_requests"] += 1
             text = f"an episode has at most {rules.max_turns} answers (rollout.max_turns), which are used up"
             raise BadRequest(f"maximum context length: {text}", code=_NO_ROOM)
         if room < 1:
             self.refused = "length"
+            self.counts["refused_requests"] += 1
+            held = "; give requests at the same time `max_tokens`" if reserved else ""
             raise BadRequest(
                 f"maximum context length: a sequence has at most {rules.max_tokens} tokens, and an episode "
                 f"at most {most} that are sampled (rollout.max_new_tokens); the prompt has "
-                f"{len(found.ids)}, and {used} were sampled; shorten the messages, or end the episode",
+                f"{len(found.ids)}, {used} were sampled, and {reserved} are held for answers in progress; "
+                f"shorten the messages, or end the episode{held}",
                 asked.prompt_field,
                 code=_NO_ROOM,
             )
@@ -129,7 +183,10 @@ class Session:
             stop=(*rules.sampling.stop, *asked.stop_strings),
         )
         own = partial(PerRequestSampling, sampling, rules.seed, rules.step)
+        self.refused = None
         begun = [self.tree.begin(found) for _ in range(count)]
+        for turn in begun:
+            turn.reserved = sampling.max_new_tokens
         return begun, [own(turn.sequence_id, turn.offset) for turn in begun]
 
 
@@ -149,13 +206,13 @@ class Sessions:
         self._by_id[session.id] = self._by_key[_digest(session.key)] = session
         return session
 
-    def close(self, session: Session) -> None:
-        """Its requests are refused from now on, and those in progress end."""
+    async def close(self, session: Session) -> None:
+        """Its requests are refused from now on; returns when those in progress have ended."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(_digest(session.key), None)
-        for reply in session.replies.values():
-            if reply.task is not None:
-                reply.task.cancel()
+        session.is_open = False
+        while session.in_progress:
+            await asyncio.sleep(PAUSE_S)
 
     def named(self, identity: str) -> Session | None:
         """The session with this id."""
@@ -164,6 +221,11 @@ class Sessions:
     def of_key(self, key: str) -> Session | None:
         """The session with this key."""
         return self._by_key.get(_digest(key))
+
+
+def conversation_of(prompt: PromptText) -> list[Mapping[str, Any]]:
+    """The messages of a prompt; a text is one of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
 
 
 def _digest(key: str) -> bytes:

@@ -44,6 +44,8 @@ class Turn:
     """Whether the agent may have read the answer."""
     reason: str | None = None
     """Of a root that is not the first: why it continues no answer."""
+    reserved: int = 0
+    """Tokens that it may still have, until its answer is complete."""
 
     @property
     def ids(self) -> list[int]:
@@ -58,7 +60,11 @@ class Turn:
     @property
     def path(self) -> list[Turn]:
         """The turns from a root to this one."""
-        return [*([] if self.parent is None else self.parent.path), self]
+        path, turn = [self], self.parent
+        while turn is not None:
+            path.append(turn)
+            turn = turn.parent
+        return path[::-1]
 
 
 class Row(NamedTuple):
@@ -74,7 +80,7 @@ class Found(NamedTuple):
     ids: list[int]
     parent: Turn | None = None
     is_prompt: bool = False
-    """Whether the dialogue begins with the prompt of the data."""
+    """Whether the dialogue is the prompt of the data."""
     reason: str | None = None
     """Why a further root continues no answer."""
 
@@ -82,14 +88,14 @@ class Found(NamedTuple):
 class TurnTree:
     """The turns of an episode: of the sample with `sequence_id`, for the data's `prompt`.
 
-    A root that begins with the prompt has the random numbers of the sample. `prompt_ids` are its ids.
+    A root that is the prompt has the random numbers of the sample. `prompt_ids` are its ids.
     """
 
-    def __init__(self, sequence_id: int, prompt: Messages | str, prompt_ids: Sequence[int]):
+    def __init__(self, sequence_id: int, prompt: Messages, prompt_ids: Sequence[int]):
         self.turns: list[Turn] = []
         """In the order in which they began."""
         self._sequence_id, self._prompt_ids = sequence_id, list(prompt_ids)
-        self._prompt = None if isinstance(prompt, str) else _forms(prompt)
+        self._prompt = _forms(prompt)
         self._answers: dict[bytes, list[Turn]] = {}
         self._twins: dict[bytes, int] = {}
 
@@ -112,11 +118,10 @@ class TurnTree:
             if key in self._answers:
                 found = place, _with_calls(self._answers[key], messages[place])
         if found is None:
-            is_prompt = self._prompt is not None and forms[: len(self._prompt)] == self._prompt
-            return Found(render(), None, is_prompt, self._why_anew(forms))
+            return Found(render(), None, forms == self._prompt, self._why_anew(forms))
         place, turn = found
-        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        return Found(turn.ids + suffix(messages[:first], turn.tokens, messages[place + 1 :]), turn)
+        opening = messages[: len(turn.path[0].messages) - 1]  # up to the first sampled answer
+        return Found(turn.ids + suffix(opening, turn.tokens, messages[place + 1 :]), turn)
 
     def find_ids(self, ids: list[int]) -> Found:
         """What a request with these ids continues: the longest turn with which they begin."""
@@ -124,15 +129,14 @@ class TurnTree:
         longest = max(begun, key=lambda turn: len(turn.ids), default=None)
         if longest is not None:
             return Found(ids, longest)
-        is_prompt = ids[: len(self._prompt_ids)] == self._prompt_ids
-        return Found(ids, None, is_prompt, "other ids" if self.turns else None)
+        return Found(ids, None, ids == self._prompt_ids, "other ids" if self.turns else None)
 
     def begin(self, found: Found) -> Turn:
         """A turn whose answer is to be sampled.
 
-        It goes on with the random numbers of its parent, and a root that begins with the data's prompt with
-        those of the sample. Another root, and a further answer to the same context, have numbers of their
-        own, which derive from the context and depend on no time.
+        It goes on with the random numbers of its parent, and a root that is the data's prompt with those of
+        the sample. Another root, and a further answer to the same context, have numbers of their own, which
+        derive from the context and depend on no time.
         """
         ids, parent = found.ids, found.parent
         context = _digest(_as_bytes(ids))
@@ -160,8 +164,8 @@ class TurnTree:
         """The paths to the leaves, that to the last request first; every sampled turn is owned by one.
 
         Its owner is the first leaf in an order that follows from the contexts alone, as does that of the
-        other rows. Left out is an answer
-        that the agent cannot have read, and one that was not sampled to its end.
+        other rows. Left out are answers that the agent cannot have read, and those that were not sampled to
+        their end.
         """
         known = [turn for turn in self.turns if turn.is_known and turn.tokens]
         parents = {turn.parent for turn in known}

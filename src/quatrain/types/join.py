@@ -66,7 +66,11 @@ def _join_rollouts(batches: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         group_ids=np.concatenate([batch.group_ids for batch in batches])[rows],
         prompts=listed(batch.prompts for batch in batches),
         completions=listed(batch.completions for batch in batches),
-        columns={name: listed(batch.columns[name] for batch in batches) for name in batches[0].columns},
+        columns={
+            # A reward function may log a column in some of the batches alone.
+            name: listed(batch.columns.get(name, (None,) * len(batch)) for batch in batches)
+            for name in dict.fromkeys(chain.from_iterable(batch.columns for batch in batches))
+        },
         metrics=combine(*(batch.metrics for batch in batches)),
         baseline=_join_rollouts(baselines, groups) if baselines else None,
         episode_ids=_episode_ids(batches, rows),

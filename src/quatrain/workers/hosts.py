@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from quatrain.workers.pool import kill_all
@@ -23,6 +24,9 @@ class Host:
 
     def __init__(self, process: WorkerProcess, end_s: float):
         self.process = process
+        late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
+        self.loaded: Future[Any] = process.call("load", limit_s=LOAD_TIMEOUT_S, late=late)
+        """What came of loading the user's code: a `Failure`, or anything else."""
         self.live: set[int] = set()
         self.is_retired = False
         """Whether a call hangs in the process."""
@@ -95,6 +99,4 @@ class Hosts:
             answer_s=self._answer_s,
         )
         host = Host(process, self._end_s)
-        late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
-        process.call("load", limit_s=LOAD_TIMEOUT_S, late=late)
         return host
