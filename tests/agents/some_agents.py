@@ -113,3 +113,48 @@ async def hangs_its_thread(client, row):
     if client.sample == 0:
         time.sleep(1000)
     return 1.0
+
+
+async def leaves_requests_behind(client, row):
+    """Returns while equal requests, a stream and an untrained one are being answered."""
+    asked = [client.chat(row["prompt"]) for _ in range(3)]
+    asked.append(client.chat(row["prompt"], train=False))
+    tasks = [asyncio.ensure_future(each) for each in asked]
+    await asyncio.sleep(0.2)
+    return float(len(tasks))
+
+
+async def is_cancelled(client, row):
+    if client.sample == 0:
+        raise asyncio.CancelledError("an inner task")
+    return 1.0
+
+
+async def shortens_its_history(client, row):
+    """Meets the limit of the sequence, and goes on with a new one."""
+    messages = list(row["prompt"])
+    for _ in range(40):
+        try:
+            messages += [await client.chat(messages, max_tokens=1), {"role": "user", "content": "x" * 20}]
+        except RuntimeError as error:
+            if "context_length_exceeded" in str(error):
+                break
+            raise
+    await client.chat([{"role": "user", "content": "summary"}], max_tokens=1)
+    if client.sample == 1:
+        raise KeyError("a bug of its own")
+    return 1.0
+
+
+def hangs_in_a_thread(client, row):
+    asyncio.run(client.chat(row["prompt"], max_tokens=3))
+    if client.sample == 0:
+        time.sleep(60)
+    return 1.0
+
+
+async def asks_a_judge(client, row):
+    await client.chat(row["prompt"], max_tokens=4)
+    said = [await client.chat(row["prompt"], train=False, max_tokens=4) for _ in range(2)]
+    letters = [ord(letter) for each in said for letter in each["content"]]
+    return {"reward": 1.0, "metrics": {str(client.sample): sum(letters)}}

@@ -12,6 +12,7 @@ from quatrain.agents.play import AgentRollouts, AgentRules
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.service import ServiceFailed
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 
@@ -232,4 +233,69 @@ def test_a_first_batch_of_faults_ends_the_run(playing, tokenizer, tmp_path):
         playing("edits", args={"log": str(tmp_path / "no" / "folder")}) as rollouts,
         pytest.raises(ValueError, match=r"every episode of .* has a fault; the first: .*FileNotFoundError"),
     ):
+        rollouts.generate(prompts(tokenizer))
+
+
+def test_requests_that_an_agent_leaves_behind_end_with_its_episode(playing, tokenizer, small_params):
+    with playing("leaves_requests_behind", n=2) as rollouts:
+        for version in (3, 4):
+            batch = rollouts.generate(prompts(tokenizer))
+            assert rollouts._service.num_running == 0
+            rollouts.release()
+            rollouts.sync_weights(small_params, version)
+    assert set(batch.columns["environment_reward"]) == {4.0}
+
+
+def test_a_cancelled_task_is_a_fault_at_once(playing, tokenizer):
+    with playing("is_cancelled", n=2) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer, 1))
+    assert batch.finish_reason.tolist() == ["error", "stop"]
+    assert batch.metrics["agent/retried_episodes"].result() == 0
+
+
+def test_who_shortens_its_history_has_met_no_limit(playing, tokenizer):
+    with playing("shortens_its_history", n=2, more_tokens=60, max_turns=100) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer, 1))
+    first = batch.episodes.first_rows
+    assert batch.finish_reason[first].tolist() == ["length", "error"]  # its last answer had one token
+    assert [batch.columns["environment_reward"][row] for row in first] == [1.0, None]
+    assert batch.metrics["agent/refused_requests"].result() == 2
+    assert batch.metrics["agent/errors"].result() == 1
+    assert np.bincount(batch.episodes.of_row).tolist() == [2, 2]
+
+
+def test_a_function_that_hangs_in_its_thread_costs_its_own_episode(playing, tokenizer):
+    with playing("hangs_in_a_thread", n=3, num_workers=1, timeout_s=3.0) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer, 1))
+        [host] = rollouts._processes._hosts._hosts
+        assert host.is_retired
+    assert batch.finish_reason.tolist()[0] == "timeout"
+    assert "timeout" not in batch.finish_reason.tolist()[1:]
+
+
+def test_what_a_judge_says_is_the_same_in_a_repetition(playing, tokenizer):
+    found = []
+    for _ in range(2):
+        with playing("asks_a_judge", n=2) as rollouts:
+            metrics = rollouts.generate(prompts(tokenizer, 1)).metrics
+        found.append([metrics[f"agent/own/{n}"].value for n in (0, 1)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_a_failure_of_the_engine_is_not_the_agents(playing, tokenizer, monkeypatch):
+    def fails(self):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(RolloutEngine, "advance", fails)
+    with playing("once") as rollouts, pytest.raises(ServiceFailed, match="MemoryError"):
+        rollouts.generate(prompts(tokenizer))
+
+
+def test_a_server_that_cannot_be_had_is_an_error(playing, tokenizer, monkeypatch):
+    def fails(self):
+        raise OSError("no port")
+
+    monkeypatch.setattr(AgentRollouts, "_serve", fails)
+    with playing("once") as rollouts, pytest.raises(OSError, match="no port"):
         rollouts.generate(prompts(tokenizer))

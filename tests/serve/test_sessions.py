@@ -26,17 +26,27 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": {"b": ["ü", null]}}}\n<
 
 
 @contextmanager
-def session_of(texts, *, max_turns=8, max_new_tokens=500, retries=0, transport=None, service=None, **options):
+def session_of(
+    texts,
+    *,
+    max_turns=8,
+    max_new_tokens=500,
+    retries=0,
+    transport=None,
+    service=None,
+    tokenizer=TOKENIZER,
+    **options,
+):
     """(an OpenAI client of a session, the session, the service, an HTTP client of the server)."""
-    service = service or Scripted(TOKENIZER, *([texts] if isinstance(texts, str) else texts), **options)
+    service = service or Scripted(tokenizer, *([texts] if isinstance(texts, str) else texts), **options)
     sampling = Sampling(4, max_new_tokens, 0.7, top_k=3)
-    ids = TurnTemplate(TOKENIZER, (TOKENIZER.eos_token_id,)).prompt(tuple(ASK))
+    ids = TurnTemplate(tokenizer, (tokenizer.eos_token_id,)).prompt(tuple(ASK))
     sessions = Sessions()
     prompt = Prompt(6, np.array(ids, np.int32), tuple(ASK))
     session = sessions.open(SessionRules(sampling, 11, 5, max_turns, 2000), prompt, 2)
-    arch = SimpleNamespace(vocab_size=len(TOKENIZER), max_position=10_000)
+    arch = SimpleNamespace(vocab_size=len(tokenizer), max_position=10_000)
     with (
-        served(service, arch, TOKENIZER, token="the server's", sessions=sessions) as url,
+        served(service, arch, tokenizer, token="the server's", sessions=sessions) as url,
         httpx.Client(base_url=url, timeout=60) as http,
         openai.OpenAI(
             base_url=f"{url}/s/{session.id}/v1",
@@ -278,3 +288,71 @@ def test_the_untrained_policy_is_no_turn():
         other = client.with_options(base_url=f"{str(client.base_url).removesuffix('v1/')}untrained/v1")
         assert say(other, ASK, temperature=0).choices[0].message.content == "x"
     assert session.tree.turns == []
+
+
+def test_room_is_held_for_answers_in_progress():
+    """Four siblings share the room; two requests at once do not get it twice."""
+    held = Held(TOKENIZER, "a" * 40)
+    with session_of("", max_new_tokens=24, service=held) as (client, session, _, _):
+        with pytest.raises(openai.APITimeoutError):
+            say(client, ASK, n=4, timeout=0.3)
+        assert [owner.sampling.max_new_tokens for owner in held.owners] == [6] * 4
+        with pytest.raises(openai.BadRequestError, match="give requests at the same time `max_tokens`"):
+            say(client, ASK)
+        held.answer()
+        deadline = time.monotonic() + 20
+        while any(turn.reserved for turn in session.tree.turns):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+class Held(Scripted):
+    """Answers when it is told to."""
+
+    def submit(self, prompts, owners, listener):
+        self.owners, self.asked = owners, (prompts, owners, listener)
+        done = Future()
+        done.set_result(list(range(len(owners))))
+        return done
+
+    def answer(self):
+        super().submit(*self.asked)
+
+
+def test_a_repetition_that_comes_before_the_break_is_seen_keeps_the_answer():
+    with session_of("late", service=Held(TOKENIZER, "late")) as (_, session, held, http):
+        path, headers = f"/s/{session.id}/v1/chat/completions", {"Authorization": f"Bearer {session.key}"}
+        body = {"model": MODEL, "messages": ASK}
+        with pytest.raises(httpx.TimeoutException):
+            http.post(path, json=body, headers=headers, timeout=0.2)
+        threading.Timer(1.5, held.answer).start()
+        answer = http.post(path, json=body, headers={**headers, "x-stainless-retry-count": "1"})
+        assert answer.json()["choices"][0]["message"]["content"] == "late"
+        time.sleep(0.7)  # the break of the first is seen by now
+        assert len(session.tree.rows()) == 1
+
+
+def test_variables_of_the_template_stay_with_the_dialogue():
+    name = "qwen3"
+    if name not in TOKENIZERS:
+        pytest.skip("no template with variables")
+    tokenizer = TOKENIZERS[name]
+    service = Scripted(tokenizer, "one", "two")
+    with session_of("x", service=service, tokenizer=tokenizer) as (client, session, _, _):
+        extra = {"chat_template_kwargs": {"enable_thinking": False}}
+        first = say(client, ASK, extra_body=extra).choices[0].message.model_dump()
+        say(client, [*ASK, first, more()], extra_body=extra)
+        say(client, [*ASK, first, more()])
+    one, two, other = session.tree.turns
+    assert two.parent is one
+    assert tokenizer.decode(two.given).endswith(tokenizer.decode(one.prompt_ids)[-20:])
+    assert other.parent is None
+
+
+def test_few_shot_answers_may_open_a_dialogue():
+    opening = [{"role": "assistant", "content": "Hello."}, *ASK]
+    with session_of(["one", "two"]) as (client, session, _, _):
+        first = say(client, opening).choices[0].message.model_dump()
+        say(client, [*opening, first, more()])
+    [row] = session.tree.rows()
+    assert len(row.path) == 2

@@ -322,10 +322,10 @@ class AgentRollouts:
         """Ends everything that lives in the thread, as its last work."""
         self._processes.end()
         loop = self._thread.loop
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks))
 
     # In the caller's thread:
 
