@@ -1,4 +1,4 @@
-"""The guessing game as an agent that asks the policy itself; `guessing_game.py` is the same as an environment.
+"""The guessing game as an agent that asks the policy itself; the same as an environment: guessing_game.py.
 
 quatrain train examples/guessing_agent.yaml
 """
