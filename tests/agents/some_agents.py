@@ -102,6 +102,8 @@ async def faulty(client, row, folder):
                 open(mark, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
         case 4:
+            while not os.path.exists(os.path.join(folder, "died")):  # sample 3 dies first
+                await asyncio.sleep(0.02)
             os._exit(0)
         case _:
             await asyncio.sleep(0.5)

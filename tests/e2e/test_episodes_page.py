@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "episodes.md"
 @pytest.fixture
 def environment(tmp_path):
     """The page's environment, in a file."""
-    (source,) = blocks(PAGE, "python")
+    source, *_ = blocks(PAGE, "python")
     assert len(source.splitlines()) <= 26
     path = tmp_path / "second_chance.py"
     path.write_text(source, "utf-8")
