@@ -24,11 +24,12 @@ import uvicorn
 
 from quatrain.agents.child import Client
 from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
+from quatrain.data.messages import as_messages
 from quatrain.engine.engine import RolloutEngine, work_metrics
 from quatrain.engine.service import EngineService, ServiceFailed
 from quatrain.engine.session import EngineStats
 from quatrain.serve.api import Api
-from quatrain.serve.sessions import Session, SessionRules, Sessions, conversation_of
+from quatrain.serve.sessions import Session, SessionRules, Sessions
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics, describe
@@ -78,6 +79,8 @@ class Episode:
     played: Played = field(default_factory=Played)
     fault: AgentFault | None = None
     is_retried: bool = False
+    rows: Sequence[Row] = ()
+    """Its sequences, once it has ended; that with the path to the last request is the first."""
     ended: float = 0.0
     """When it ended, by `time.perf_counter`."""
 
@@ -89,27 +92,24 @@ class Episode:
             return "timeout" if self.fault.kind == "timeout" else "error"
         if self.session.refused is not None:
             return self.session.refused
-        rows = self.session.tree.rows()
-        return rows[0].path[-1].finish_reason if rows else "stop"
+        return self.rows[0].path[-1].finish_reason if self.rows else "stop"
 
     def samples(self) -> list[tuple[Prompt, Completion]]:
-        """Its sequences, as samples of the prompt; that with the path to the last request is the first."""
-        assert self.session is not None
-        rows = self.session.tree.rows()
-        if not rows:  # it never asked
+        """Its sequences, in the order of `rows`, as samples of the prompt."""
+        if not self.rows:  # it never asked
             return [(self._prompt(self.prompt.input_ids, ()), self._ended(Completion()))]
         return [
             (
                 self._prompt(np.array(row.path[0].prompt_ids, np.int32), row.path[-1].messages),
                 self._ended(_completion(row)),
             )
-            for row in rows
+            for row in self.rows
         ]
 
     def _prompt(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         columns = {
             **self.prompt.columns,
-            "messages": list(messages) or conversation_of(self.prompt.text),
+            "messages": list(messages) or as_messages(self.prompt.text),
             "turn_rewards": [],
             "environment_reward": self.played.reward,
         }
@@ -302,7 +302,7 @@ class AgentRollouts:
             finally:
                 await self._sessions.close(session)
             break
-        episode.ended = time.perf_counter()
+        episode.rows, episode.ended = session.tree.rows(), time.perf_counter()
 
     def _client(self, session: Session) -> Client:
         rules, url = session.rules, f"{self._url}/s/{session.id}"
@@ -373,7 +373,7 @@ def _completion(row: Row) -> Completion:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     """The data row of a prompt, as an agent gets it; a text is a message of the user."""
-    return {**prompt.columns, "prompt": [dict(message) for message in conversation_of(prompt.text)]}
+    return {**prompt.columns, "prompt": [dict(message) for message in as_messages(prompt.text)]}
 
 
 def _metrics(episodes: Sequence[Episode]) -> Metrics:
@@ -384,18 +384,16 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
     own: dict[str, list[float]] = {}
     for episode in episodes:
         assert episode.session is not None
-        tree = episode.session.tree
         counts.update(episode.session.counts)
-        of_episode = tree.rows()
-        trained = {turn for row in of_episode for turn in row.path}
-        rows.append(len(of_episode))
+        trained = {turn for row in episode.rows for turn in row.path}
+        rows.append(len(episode.rows))
         turns.append(len(trained))
         roots += sum(turn.parent is None for turn in trained)
         parents = Counter(turn.parent for turn in trained if turn.parent is not None)
         branches += sum(count - 1 for count in parents.values())
-        abandoned += len(tree.turns) - len(trained)
-        tokens += sum(len(row.path[-1].ids) for row in of_episode)
-        context += sum(len(turn.tokens) for row in of_episode for turn in row.path if turn not in row.owned)
+        abandoned += len(episode.session.tree.turns) - len(trained)
+        tokens += sum(len(row.path[-1].ids) for row in episode.rows)
+        context += sum(len(turn.tokens) for row in episode.rows for turn in row.path if turn not in row.owned)
         for name, value in episode.played.metrics.items():
             own.setdefault(name, []).append(value)
     counts["errors"] = sum(e.fault is not None and e.fault.kind != "timeout" for e in episodes)

@@ -59,6 +59,11 @@ def _checked_message(message: Any) -> dict[str, Any]:
     return fields
 
 
+def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages of a prompt; a text is one of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+
+
 def checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """The descriptions of functions that a model may call, in OpenAI's form; ValueError for others."""
     names = []

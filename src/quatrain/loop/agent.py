@@ -64,9 +64,8 @@ def _outcome(episode: Episode) -> str:
 
 def _sequences(episode: Episode, tokenizer: Any) -> Iterator[str]:
     """The paths of the tree; what stands in one before is not shown again."""
-    assert episode.session is not None
     numbers: dict[Turn, int] = {}
-    for row in reversed(episode.session.tree.rows()):
+    for row in reversed(episode.rows):
         lines = []
         for turn in row.path:
             if turn in numbers:

@@ -384,33 +384,11 @@ class RewardScorer:
         raw = raw.reshape(len(self._weights), len(first_rows))
         faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
         raw[:, faults] = self._fault_reward
-        metrics: dict[str, Metric] = {}
-        for row, name in zip(raw, self._weights, strict=True):
-            abstained, seconds = int(np.isnan(row).sum()), scores[name].seconds
-            sums = {**scores[name].counts, "abstained": abstained, "seconds": seconds}
-            metrics |= describe(f"reward/{name}", row, STATS)
-            metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in sums.items()}
-            metrics |= {
-                f"reward/{name}/{key}": Metric(total[0], total[1])
-                for key, total in scores[name].metrics.items()
-            }
+        metrics = _described(raw, scores, self.function_names)
         rewards = _weighted_sum(raw, list(self._weights.values()))
         rewards[faults] = self._fault_reward
         metrics |= describe("reward", rewards, STATS)
-        if self._warns_of_unused and any(rollouts.columns["environment_reward"]):
-            self._warns_of_unused = False
-            logger.warning(
-                "the environment gives rewards, and no function of reward.functions asks for the column "
-                f"{' or '.join(_OF_ENVIRONMENT)}; unless one reads it from **columns, add environment: 1.0 "
-                "for the rewards to count"
-            )
-        self._has_rewards |= bool(np.isfinite(raw[:, ~faults]).any())
-        if self.function_names == (ENVIRONMENT,) and not self._has_rewards and not faults.all():
-            raise ValueError(
-                "the agent returned no reward (None) for any episode, and `environment`, which reads it, is "
-                "the only reward function; let it return a number, or name functions that judge in "
-                "reward.functions"
-            )
+        self._check_environment_rewards(rollouts, raw[:, ~faults])
         if self._models:
             seconds = sum(scores[name].seconds for name in self._models)
             metrics["time/reward_models_s"] = Metric(seconds, reduction="sum")
@@ -432,6 +410,26 @@ class RewardScorer:
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
         )
+
+    def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:
+        """Warns once of rewards of the environment that nothing reads; `raw` are those of whole episodes.
+
+        Raises ValueError where an agent was to give all rewards, and gave none so far.
+        """
+        if self._warns_of_unused and any(rollouts.columns["environment_reward"]):
+            self._warns_of_unused = False
+            logger.warning(
+                "the environment gives rewards, and no function of reward.functions asks for the column "
+                f"{' or '.join(_OF_ENVIRONMENT)}; unless one reads it from **columns, add environment: 1.0 "
+                "for the rewards to count"
+            )
+        self._has_rewards |= bool(np.isfinite(raw).any())
+        if self.function_names == (ENVIRONMENT,) and not self._has_rewards and raw.size:
+            raise ValueError(
+                "the agent returned no reward (None) for any episode, and `environment`, which reads it, is "
+                "the only reward function; let it return a number, or name functions that judge in "
+                "reward.functions"
+            )
 
     def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
         """The scores of a reward model, which abstains on samples of other sources than its own."""
@@ -475,6 +473,19 @@ class RewardScorer:
             seconds = time.perf_counter() - began
             called[function.name] = values.tolist(), counts, seconds, log.metrics, log.columns
         return called
+
+
+def _described(raw: np.ndarray, scores: Mapping[str, Scores], names: Sequence[str]) -> dict[str, Metric]:
+    """The metrics `reward/<name>/…` of each function: of its values, its counts, and what it logged."""
+    metrics: dict[str, Metric] = {}
+    for row, name in zip(raw, names, strict=True):
+        abstained, seconds = int(np.isnan(row).sum()), scores[name].seconds
+        sums = {**scores[name].counts, "abstained": abstained, "seconds": seconds}
+        metrics |= describe(f"reward/{name}", row, STATS)
+        metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in sums.items()}
+        logged = scores[name].metrics.items()
+        metrics |= {f"reward/{name}/{key}": Metric(total[0], total[1]) for key, total in logged}
+    return metrics
 
 
 def _without_environments(rollouts: RolloutBatch) -> RolloutBatch:

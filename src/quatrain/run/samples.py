@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.data.messages import as_messages
 from quatrain.reward.values import plain_json
 from quatrain.types.batches import EPISODE_COLUMNS, AdvantagedBatch, PromptText, RewardedBatch, RolloutBatch
 
@@ -134,9 +135,8 @@ def _place(rollouts: RolloutBatch, index: int) -> dict[str, int]:
 
 def _episode(prompt: PromptText, columns: Mapping[str, Any]) -> dict[str, Any]:
     """The turns after `prompt`, each reward with its turn, and the reward of the environment."""
-    asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     messages = list(columns["messages"])
-    for message in asked:
+    for message in as_messages(prompt):
         if not messages or messages[0] != message:
             break
         del messages[0]

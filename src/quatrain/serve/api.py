@@ -48,7 +48,7 @@ from quatrain.serve.requests import (
 )
 from quatrain.serve.sessions import Reply, Session, Sessions
 from quatrain.serve.text import TextStream, TokenTexts, Vocabulary
-from quatrain.serve.turn_tree import Found, Turn, TurnTree
+from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.batches import Prompt
 
 MOST_BYTES = 32 * 2**20
@@ -299,11 +299,11 @@ class Api:
         async with self._encoding:
             if session is None:
                 ids, begun = await asyncio.to_thread(self._rendered, asked)
-                return_to = None
+                recorded = None
             else:
                 messages, found, begun = await asyncio.to_thread(self._continued, asked, session.tree)
-                ids, return_to = found.ids, _Recorded.of(request, asked, found, messages)
-        return await self._sampled(request, asked, [ids], begun, return_to)
+                ids, recorded = found.ids, _Recorded.of(request, asked, found, messages)
+        return await self._sampled(request, asked, [ids], begun, recorded)
 
     async def _parsed(self, kind: type[_Asked], request: Request) -> _Asked:
         """The request, checked, also for what one of a session must not ask for."""
@@ -406,12 +406,11 @@ class Api:
             for prompt in repeated
         ]
         answer = Answer(asked, self._model, choices, prompts, self._vocabulary)
+        session = getattr(request.state, "session", None)
         if asked.stream:
-            session = getattr(request.state, "session", None)
             parts = self._stream(answer, queued, recorded, session)
             return StreamingResponse(parts, media_type="text/event-stream", headers=_NO_CACHE)
         ends = frozenset(asked.stop_token_ids if isinstance(asked, GenerateRequest) else ())
-        session = getattr(request.state, "session", None)
 
         async def gone() -> bool:
             if session is not None and not session.is_open:
@@ -473,7 +472,7 @@ class Api:
             return
         finally:
             if recorded is not None:
-                recorded.release()
+                recorded.reply.release()
 
     async def _queued(self, prompts: Sequence[Sequence[int]], owners: Sequence[Any]) -> _Queued:
         """Queues the sequences of a request; raises BadRequest if there is no room for one of them."""
@@ -549,7 +548,7 @@ class _Recorded:
     """The turns of a session that answer a request, how each is sampled, and what a chat said and had."""
 
     session: Session
-    turns: Sequence[Turn]
+    reply: Reply
     owners: list[PerRequestSampling]
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
@@ -560,20 +559,14 @@ class _Recorded:
         cls, request: Request, asked: AnyRequest, found: Found, messages: Sequence[Mapping[str, Any]] = ()
     ) -> _Recorded:
         """Begins the turns of a request; raises BadRequest where the episode has no room for them."""
-        session = request.state.session
-        turns, owners = session.begin(found, asked)
-        request.state.reply.turns = turns
-        request.state.reply.update()
-        return cls(session, turns, owners, messages, _key_of(asked))
-
-    def release(self) -> None:
-        """The turns get no more tokens."""
-        for turn in self.turns:
-            turn.reserved = 0
+        session, reply = request.state.session, request.state.reply
+        reply.turns, owners = session.begin(found, asked)
+        reply.update()
+        return cls(session, reply, owners, messages, _key_of(asked))
 
     def end(self, choices: Sequence[Choice]) -> None:
         """Records the choices that have ended; the next request may continue them."""
-        for turn, choice in zip(self.turns, choices, strict=True):
+        for turn, choice in zip(self.reply.turns, choices, strict=True):
             if turn.tokens or not choice.progress or choice.progress[-1].finish_reason is None:
                 continue
             turn.tokens, turn.reserved = choice.tokens, 0

@@ -10,18 +10,19 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from starlette.responses import Response
 
+from quatrain.data.messages import as_messages
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest
 from quatrain.serve.turn_tree import Found, Turn, TurnTree
-from quatrain.types.batches import Prompt, PromptText
+from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 
 MOST_AT_ONCE = 64
@@ -93,7 +94,7 @@ class Session:
     """Requests outside of the tree so far, by digests."""
 
     def __post_init__(self) -> None:
-        messages = conversation_of(self.prompt.text)
+        messages = as_messages(self.prompt.text)
         self.tree = TurnTree(self.sequence_id, messages, self.prompt.input_ids.tolist())
 
     @property
@@ -221,11 +222,6 @@ class Sessions:
     def of_key(self, key: str) -> Session | None:
         """The session with this key."""
         return self._by_key.get(_digest(key))
-
-
-def conversation_of(prompt: PromptText) -> list[Mapping[str, Any]]:
-    """The messages of a prompt; a text is one of the user."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
 
 
 def _digest(key: str) -> bytes:
