@@ -168,7 +168,7 @@ def test_who_follows_the_hints_of_the_guessing_game_wins(monkeypatch, tokenizer)
 
     def won(number, first, second):
         """The reward of a game; `second` is the second guess by the hint."""
-        play = environments()
+        play = environments({})
         play.reset({"number": number})
         turn = play.step(f"<answer>{first}</answer>")
         if not turn.done:
@@ -184,7 +184,7 @@ def test_who_follows_the_hints_of_the_guessing_game_wins(monkeypatch, tokenizer)
     assert share(2, more=3, less=1) == 1
     assert max(share(a, b, b) for a in guesses for b in guesses) == pytest.approx(2 / 3)
     assert np.mean([share(a, b, b) for a in guesses for b in guesses]) == pytest.approx(5 / 9)
-    play = environments()
+    play = environments({})
     play.reset({"number": 2})
     assert play.step("two").messages[0]["content"] == "1, 2 or 3"
     rows = rows_of(Path(config.sft.data))
@@ -201,7 +201,7 @@ def test_the_calculator_calculates_and_nothing_else(monkeypatch):
 
     def result(expression):
         call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
-        (message,) = load_tools(config.rollout.tools)().step(call).messages
+        (message,) = load_tools(config.rollout.tools)({}).step(call).messages
         return message["content"]
 
     assert [result(text) for text in ("47+38", "12*(3+4)", "-7/2", "90 - 12")] == ["85", "84", "-3.5", "78"]
@@ -222,7 +222,7 @@ def test_the_data_of_the_calculator(monkeypatch, tmp_path, tokenizer):
     check_demonstrations(shown, tokenizer, config)
     calls = [row["completion"] for row in shown if row["called"] and len(row["prompt"]) == 1]
     assert len(calls) == len(train)
-    tools = load_tools([f"{ROOT / 'examples/calculator.py'}:calculate"])()
+    tools = load_tools([f"{ROOT / 'examples/calculator.py'}:calculate"])({})
     answers = [tools.step(call).messages[0]["content"] for call in calls]
     assert answers == [row["answer"] for row in train]
     guesses = rows_of(folder / "guesses.jsonl")
@@ -247,7 +247,7 @@ def test_the_agent_of_the_guessing_game_is_its_environment(monkeypatch, tokenize
             return {"role": "assistant", "content": said.pop(0)}
 
         reward = asyncio.run(agent(types.SimpleNamespace(chat=chat), row))
-        play = environments()
+        play = environments({})
         play.reset({"number": row["number"]})
         turn = play.step(first)
         expected = turn.reward if turn.done else play.step(second).reward

@@ -283,3 +283,74 @@ def test_returns_of_earlier_turns_include_later_rewards():
     with_sum = AdvantageEstimator(config).estimate(replace(batch, environment_weight=0.0)).advantages[0]
     assert advantages[3] - advantages[7] != pytest.approx(with_sum[3] - with_sum[7], abs=1e-3)
     assert advantages[3] - advantages[7] == pytest.approx(0.25 + 0.25 * 1.0 - 1.0)
+
+
+def with_turns(rewards, turn_rewards, weight=1.0, faults=()):
+    """Episodes of one group, with a token a turn and one between two turns; `rewards` are whole ones."""
+    mask = np.zeros((len(rewards), 6), bool)
+    for row, turns in enumerate(turn_rewards):
+        mask[row, 1 : 2 * len(turns) : 2] = True
+    batch = rewarded(rewards, [7] * len(rewards), mask)
+    columns = {
+        "turn_rewards": tuple(turn_rewards),
+        "environment_reward": tuple(float(sum(turns)) for turns in turn_rewards),
+    }
+    reasons = np.array(["error" if row in faults else "stop" for row in range(len(rewards))])
+    rollouts = replace(batch.rollouts, columns=columns, finish_reason=reasons)
+    given = np.array(columns["environment_reward"], np.float32)[None]
+    return replace(
+        batch,
+        rollouts=rollouts,
+        rewards_per_function=given,
+        function_names=("environment",),
+        environment_weight=weight,
+    )
+
+
+TURN_CREDIT = AdvantageConfig(estimator="dr_grpo", turn_credit=True)
+
+
+def test_a_turn_is_credited_with_its_reward_among_the_turns_of_its_number():
+    """Rewards of turns count half; the rest of the first reward, 3, comes from elsewhere."""
+    batch = with_turns([3 + 0.5, 1.0, 0.5], [[0, 1.0], [2.0], [0, 0, 1.0]], weight=0.5)
+    advantages = AdvantageEstimator(TURN_CREDIT).estimate(batch).advantages
+    others = np.array([3 - 1.0, -1.0, -1.0])  # of 3, 0, 0
+    first = np.array([-1, 2, -1]) / 3  # of 0, 1, 0
+    second = np.array([0.25, 0, -0.25])  # of 0.5 and 0: the second episode has one turn
+    expected = [
+        [0, others[0] + first[0], 0, others[0] + second[0], 0, 0],
+        [0, others[1] + first[1], 0, 0, 0, 0],
+        [0, others[2] + first[2], 0, others[2] + second[2], 0, others[2]],  # the only third turn
+    ]
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+
+
+OTHERS = {"token_rewards", "values", "baseline_rewards"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in ESTIMATORS.items() if OTHERS.isdisjoint(each.parameters)]
+)
+def test_with_one_turn_each_credit_of_turns_is_the_estimator_itself(name):
+    """All of the reward is the turn's, and the rest, which is 0 everywhere, gives nothing."""
+    batch = with_turns([1.0, 0.0, 3.0, 2.0], [[1.0], [0.0], [3.0], [2.0]])
+    advantages, plain = (
+        AdvantageEstimator(AdvantageConfig(estimator=name, turn_credit=on)).estimate(batch).advantages
+        for on in (True, False)
+    )
+    assert plain.any()
+    np.testing.assert_allclose(advantages, plain, atol=1e-5)
+
+
+def test_a_faults_turns_are_compared_with_nothing():
+    batch = with_turns([1.0, 0.0, -1.0], [[1.0], [0.0], [0.0]], faults=[2])
+    advantages = AdvantageEstimator(TURN_CREDIT).estimate(batch).advantages[:, 1]
+    np.testing.assert_allclose(advantages, np.array([1, 1, -2]) / 3 + [0.5, -0.5, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("reinforce_pp", "last token anyway"), ("remax", "greedy completion")]
+)
+def test_credit_of_turns_is_refused_where_it_means_nothing(name, why):
+    with pytest.raises(ValueError, match=rf"turn_credit must be false .* '{name}'.*{why}"):
+        AdvantageEstimator(AdvantageConfig(estimator=name, turn_credit=True))

@@ -27,6 +27,15 @@ class Game:
             return StepResult([], reward=1.0, done=True)
         return StepResult([{"role": "user", "content": f"Tom has {self.turns} more."}], reward=-0.1)
 """
+ECHO = """
+from quatrain import StepResult
+
+
+class Echo:
+    def step(self, completion):
+        self.turns = getattr(self, "turns", 0) + 1
+        return StepResult([{"role": "user", "content": "Tom has 2."}], reward=0.75, done=self.turns == 2)
+"""
 REWARD = """
 def talks(completions, messages, turn_rewards, finish_reasons):
     assert all(len(m) > 1 for m in messages)
@@ -147,3 +156,43 @@ def test_wrong_settings_are_refused_before_the_run(options, tmp_path, setting, m
 def test_keys_of_episodes_need_an_environment(tmp_path):
     with pytest.raises(ConfigError, match="has no effect without rollout"):
         train(small_run(tmp_path, "refused", "rollout.max_turns=2"))
+
+
+def test_a_column_chooses_among_environments(options, tmp_path):
+    """In processes of their own; metrics are of all episodes, and of those of each environment."""
+    (tmp_path / "echo.py").write_text(ECHO)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Tom has {i}."}], "game": name, "secret": 4}
+        for i in range(6)
+        for name in ("guess", "echo")
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    game = next(option for option in options if option.startswith("rollout.environment=")).split("=")[1]
+    named = f"{{column: game, guess: {game}, echo: {tmp_path}/echo.py:Echo}}"
+    several = (
+        *options, f"rollout.environment={named}", "rollout.environment_workers=1", "run.steps=2",
+        f"data.train={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/rows.jsonl",
+    )  # fmt: skip
+    run = train(small_run(tmp_path, "several", *several)).run
+    for row in rows_of(run):
+        assert row["episode/echo/turns/max"] == 2
+        assert row["episode/echo/reward/mean"] == 1.5
+        assert row["episode/guess/reward/mean"] < 1
+        assert row["episode/reward/mean"] < 1.5
+    for sample in samples_of(run, "step"):
+        echoes = sample["columns"]["game"] == "echo"
+        assert sample["finish_reason"] in (
+            ["environment"] if echoes else ["environment", "turns", "length", "error"]
+        )
+    rows[3]["game"] = "gess"
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"row 4: the column `game` must name one of .* echo.*; got 'gess'"):
+        train(small_run(tmp_path, "misspelt", *several))
+
+
+@pytest.mark.parametrize(
+    "named", ["{column: game}", "{guess: game.py:Game}", "{column: game, 'a b': g.py:G}"]
+)
+def test_environments_by_a_column_need_both(tmp_path, named):
+    with pytest.raises(ConfigError, match="must name the data column that chooses the environment"):
+        small_run(tmp_path, "refused", f"rollout.environment={named}", "data.train=builtin:arithmetic")

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from contextlib import closing
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -16,12 +15,11 @@ import pytest
 from quatrain import StepResult
 from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.tokenizer import render
-from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
 from quatrain.environments import episodes as module
 from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.episodes import EpisodeRules
-from quatrain.environments.load_environment import load_environment
+from quatrain.environments.load_environment import load_environments
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import Prompt
 
@@ -100,14 +98,16 @@ def make_engine(small_arch, small_params, tokenizer):
         **config,
     ):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 24, "temperature": 0.9, **config})
-        environments = replace(load_environment(environment), kept=kept)
+        environments = load_environments(environment)
+        environments = environments.keeping() if kept else environments
         rules = EpisodeRules(
             tokenizer,
-            TurnTemplate(tokenizer, stop_ids, environments.schemas),
+            environments.turns(tokenizer, stop_ids),
             InThreads(environments, timeout_s),
             max_turns=max_turns,
             max_environment_tokens=added,
             max_tokens=longest,
+            kind=environments.kind,
         )
         engine = RolloutEngine(
             small_arch, settings, tokenizer, stop_ids=stop_ids, seed=11, cache_bytes=1 << 28, episodes=rules

@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
+from chat_templates import FAMILIES, tokenizer_of
 
 from quatrain.environments.environment import EnvironmentFault, StepResult
-from quatrain.environments.load_environment import load_environment, load_tools
+from quatrain.environments.load_environment import load_environment, load_environments, load_tools
 from quatrain.environments.tools import Tools
 
 GAME = '''
@@ -54,24 +55,24 @@ def test_a_class_and_a_function_that_makes_one(path):
         assert environments.schemas == ()
         assert environments.accepts is None
         assert environments.required_columns == ("target",)
-        environment = environments()
+        environment = environments({})
         opening = environment.reset({"target": "7", "hint": "odd", "prompt": "Guess."})
         assert opening == ({"role": "user", "content": "odd"},)
         assert environment.step("3") == StepResult(({"role": "user", "content": "no"},))
         assert environment.step("7") == StepResult((), 1.0, True)
-        assert environments() is not environments()
+        assert environments({}) is not environments({})
 
 
 def test_reset_gets_the_columns_that_it_names(path):
     environments = load_environment(f"{path}:Static")
     assert environments.accepts == {"target"}
-    assert environments().reset({"target": "7", "other": 1, "prompt": "Guess."}) is None
+    assert environments({}).reset({"target": "7", "other": 1, "prompt": "Guess."}) is None
 
 
 def test_tools_from_a_file(path):
     environments = load_tools([f"{path}:double"])
     assert [schema["function"]["name"] for schema in environments.schemas] == ["double"]
-    first, second = environments(), environments()
+    first, second = environments({}), environments({})
     turn = first.step('<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>')
     assert turn.messages[0]["content"] == "8"
     assert first.reset({"answer": 1}) is None
@@ -105,7 +106,7 @@ class Holder:
         return None
 """
     (tmp_path / "t.py").write_text(source)
-    tools = load_tools([f"{tmp_path}/t.py:put", f"{tmp_path}/t.py:get"])()
+    tools = load_tools([f"{tmp_path}/t.py:put", f"{tmp_path}/t.py:get"])({})
     calls = (
         '<tool_call>{"name": "put", "arguments": {"value": 4}}</tool_call>'
         '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
@@ -161,7 +162,7 @@ def test_a_class_in_trls_form_works_as_it_is():
     assert schema["function"]["name"] == "guess"
     assert list(schema["function"]["parameters"]["properties"]) == ["guess"]
     assert environments.required_columns == ()
-    game, other = environments(), environments()
+    game, other = environments({}), environments({})
     assert WordGame.made == before + 2
     assert game.reset({"word": "pen", "prompt": "Guess."}) == " It has 3 letters."
     assert other.reset({"word": "book"}) == " It has 4 letters."
@@ -176,7 +177,7 @@ def test_a_class_in_trls_form_works_as_it_is():
 
 
 def test_a_helper_and_a_reset_without_docstring_are_no_tools():
-    environment = load_environment(WordGame)()
+    environment = load_environment(WordGame)({})
     environment.reset({"word": "pen"})
     (message,) = environment.step('<tool_call>{"name": "_helper", "arguments": {}}</tool_call>').messages
     assert message["content"] == "Error: there is no tool '_helper'; the tools are guess"
@@ -206,7 +207,7 @@ def test_get_reward_and_close_are_no_tools_and_inherited_methods_are():
     environments = load_environment(lambda: Rewarding())
     assert Rewarding.closed == 1  # the one that was made to see its form
     assert [tool.name for tool in environments.tools] == ["guess", "name_it", "stay"]
-    game = environments()
+    game = environments({})
     game.reset({"word": "pen"})
     assert game.final_reward() == -5.0
     turn = game.step('[{"name": "stay", "arguments": {}}, {"name": "name_it", "arguments": {}}]')
@@ -236,7 +237,7 @@ class Scored(Tools):
 def test_an_environment_derived_from_tools(found):
     environments = load_environment(found)
     assert [tool.name for tool in environments.tools] == ["double"]
-    environment = environments()
+    environment = environments({})
     assert environment.step('[{"name": "double", "arguments": {"number": 4}}]').messages[0]["content"] == "8"
     assert environment.final_reward() == 0.25
 
@@ -253,7 +254,7 @@ def test_an_environment_that_cannot_be_made_costs_its_episode():
     with pytest.raises(
         EnvironmentFault, match="Failing: making it raised ConnectionError: no server"
     ) as caught:
-        load_environment(Failing)()
+        load_environment(Failing)({})
     assert caught.value.kind == "error"
 
 
@@ -343,3 +344,24 @@ class Generating:
 def test_methods_that_do_not_return_their_result_are_refused(form, method):
     with pytest.raises(ValueError, match=f"{method} is asynchronous or a generator; write it without async"):
         load_environment(form)
+
+
+def test_a_column_chooses_the_environment_and_its_tools(path):
+    environments = load_environments({"column": "game", "words": WordGame, "numbers": f"{path}:Game"})
+    assert environments.required_columns == ("game", "target")
+    words, numbers = ({"game": name, "word": "pen", "target": "7"} for name in ("words", "numbers"))
+    assert environments(words).reset(words) == " It has 3 letters."
+    assert environments(numbers).reset(numbers) == ({"role": "user", "content": "none"},)
+    assert [environments.kind(row) for row in (words, numbers)] == ["words", "numbers"]
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
+    turns = environments.turns(tokenizer, [tokenizer.eos_token_id])
+    asked = ({"role": "user", "content": "Play."},)
+    written = [tokenizer.decode(turns(row).prompt(asked)) for row in (words, numbers)]
+    assert ['"name": "guess"' in text for text in written] == [True, False]
+
+
+@pytest.mark.parametrize("row", [{}, {"game": None}, {"game": "chess"}, {"game": 3}])
+def test_a_row_must_name_one_of_the_environments(path, row):
+    environments = load_environments({"column": "game", "numbers": f"{path}:Game"})
+    with pytest.raises(ValueError, match="column `game` must name one of the environments numbers"):
+        environments.kind(row)

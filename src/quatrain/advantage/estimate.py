@@ -26,6 +26,7 @@ episode.
 
 For an estimator that does not name `token_rewards`, `rewards` includes their sum over the episode. For one
 that does, what an environment gave for a turn is a reward of the turn's last token, and no part of `rewards`.
+With `advantage.turn_credit` an estimator that does not is called for each turn too, with what it gave.
 Where an episode has several rows, an estimator that names no input of tokens gets one item for each episode.
 """
 
@@ -47,7 +48,7 @@ class AdvantageEstimator:
 
     def __init__(self, config: AdvantageConfig):
         self._name = f"advantage estimator {config.estimator!r}"
-        self._is_built_in = config.estimator in ADVANTAGE_ESTIMATORS
+        self._is_built_in, self._turn_credit = config.estimator in ADVANTAGE_ESTIMATORS, config.turn_credit
         self._function = find_function(config.estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
         given = dict(config.args)
         if config.scale is not None:
@@ -65,6 +66,8 @@ class AdvantageEstimator:
                 f"{self._name} must take `rewards`; it takes {inspect.signature(self._function)}; "
                 f"its inputs are {', '.join(INPUTS)}"
             )
+        if self._turn_credit:
+            self._check_turn_credit()
         if self._is_built_in:  # called on two groups, to check the ranges of arguments
             rows, tokens = np.zeros(4, np.float32), np.zeros((4, 1), np.float32)
             example = rows, np.array([0, 0, 1, 1]), tokens == 0, tokens, tokens, rows, np.arange(4)
@@ -74,6 +77,9 @@ class AdvantageEstimator:
                 raise ValueError(f"{self._name} cannot be used: {error}") from error
 
     def _call(self, inputs: dict[str, Any]) -> Any:
+        for values in inputs.values():
+            if values is not None:
+                values.setflags(write=False)
         return self._function(**{name: inputs[name] for name in self.inputs}, **self._arguments)
 
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
@@ -106,6 +112,18 @@ class AdvantageEstimator:
         metrics["advantage/zero_signal_fraction"] = Metric(num_groups - num_with_signal, num_groups)
         return AdvantagedBatch(rewarded, advantages, metrics, returns)
 
+    def _check_turn_credit(self) -> None:
+        reason = None
+        if "token_rewards" in self.inputs:
+            reason = "places the reward of a turn at the turn's last token anyway; set false"
+        elif {"values", "baseline_rewards"}.intersection(self.inputs):
+            reason = (
+                "compares whole episodes with a critic or a greedy completion; set false, or take an "
+                "estimator that compares samples, such as grpo or rloo"
+            )
+        if reason is not None:
+            raise ValueError(f"advantage.turn_credit must be false for the {self._name}: it {reason}")
+
     def check_episodes(self) -> None:
         """Raises ValueError for a user's that takes tokens, and not the ids of episodes of several rows."""
         if self._takes_tokens and not self._is_built_in and "episode_ids" not in self.inputs:
@@ -132,7 +150,7 @@ class AdvantageEstimator:
             if name in self.inputs and getattr(rewarded, name) is None:
                 raise ValueError(f"{self._name} takes {name}, and the batch has none; {remedy}")
         mask, episodes = rewarded.rollouts.completion_mask, rewarded.rollouts.episodes
-        rewards, token_rewards = rewarded.rewards, rewarded.token_rewards
+        rewards, token_rewards, by_turn = rewarded.rewards, rewarded.token_rewards, None
 
         def of_episode(values: np.ndarray) -> np.ndarray:
             """[B] float64: the sum of `values` [B, T] over the tokens of each row's episode."""
@@ -142,10 +160,10 @@ class AdvantageEstimator:
             token_rewards = np.zeros(mask.shape, np.float32)
         elif "token_rewards" not in self.inputs:
             rewards = (rewards + of_episode(token_rewards)).astype(np.float32)
-        if "token_rewards" in self.inputs and rewarded.environment_weight:
-            earned = _turn_rewards(rewarded)
-            rewards = (rewards - of_episode(earned)).astype(np.float32)
-            token_rewards = token_rewards + earned
+        if ("token_rewards" in self.inputs or self._turn_credit) and rewarded.environment_weight:
+            by_turn = _turn_rewards(rewarded)
+            rewards = (rewards - of_episode(by_turn)).astype(np.float32)
+            token_rewards = token_rewards + by_turn
         inputs = {
             "rewards": rewards,
             "group_ids": rewarded.rollouts.group_ids,
@@ -157,15 +175,37 @@ class AdvantageEstimator:
         }
         if len(rows) < len(mask):
             inputs = {name: None if values is None else values[rows] for name, values in inputs.items()}
-        for values in inputs.values():
-            if values is not None:
-                values.setflags(write=False)
         try:
+            if self._turn_credit and by_turn is not None:
+                return self._with_turns(inputs, by_turn, np.isin(rewarded.rollouts.finish_reason, FAULTS))
             return self._call(inputs)
         except (Exception, SystemExit) as error:
             read_only = "read-only" in str(error)
             remedy = "; its inputs cannot be changed: work on a copy" if read_only else ""
             raise ValueError(f"{self._name} failed: {type(error).__name__}: {error}{remedy}") from error
+
+    def _with_turns(self, inputs: dict[str, Any], earned: np.ndarray, faults: np.ndarray) -> np.ndarray:
+        """[B, T]: the advantages by the other rewards, and at each turn those by what it earned.
+
+        Turns of the same number are compared. NaN, and so no part of the statistics, is an episode without
+        this turn or without a reward, and one of `faults`, whose reward is not the environment's.
+        """
+        mask = inputs["completion_mask"]
+        begins = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+        number = np.where(mask, begins.cumsum(axis=1), 0)
+        advantages = self._of_sequences(inputs, mask)
+        for turn in range(1, number.max(initial=0) + 1):
+            here = number == turn
+            has_it = here.any(axis=1) & ~np.isnan(inputs["rewards"]) & ~faults
+            rewards = np.where(has_it, np.where(here, earned, 0).sum(axis=1), np.nan).astype(np.float32)
+            advantages += self._of_sequences(inputs | {"rewards": rewards, "completion_mask": here}, here)
+        return advantages
+
+    def _of_sequences(self, inputs: dict[str, Any], mask: np.ndarray) -> np.ndarray:
+        """[B, T] float32: an estimator's advantages [B], at the tokens of `mask`."""
+        return np.where(
+            mask, self._checked(self._call(inputs), "advantages", mask, (mask.shape[:1],))[:, None], 0
+        )
 
     def _checked(
         self, returned: Any, what: str, mask: np.ndarray, shapes: tuple[tuple[int, ...], ...]

@@ -6,6 +6,7 @@ Conditions and sentences read the configuration as `c.section.key` and `{c.secti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from quatrain.config.algorithms import ESTIMATORS, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
+from quatrain.config.sections.rollout import COLUMN
 
 
 class Rule(NamedTuple):
@@ -200,6 +202,20 @@ RULES: tuple[Rule, ...] = (
         "of the two",
     ),
     Rule(
+        "rollout.environment",
+        lambda c: (
+            isinstance(c.rollout.environment, dict)
+            and (
+                COLUMN not in c.rollout.environment
+                or len(c.rollout.environment) < 2
+                or not all(re.fullmatch(r"[\w.-]+", name) for name in c.rollout.environment)
+            )
+        ),
+        "must name the data column that chooses the environment, and an environment for each of its values "
+        "(of letters, digits and . _ -), as {{column: game, chess: chess.py:Chess, go: go.py:Go}}; for a "
+        "single one, give `path.py:Class`",
+    ),
+    Rule(
         "data.on_long_prompt",
         lambda c: c.rollout.has_episodes and c.data.on_long_prompt == "truncate_left",
         "must be error or skip with rollout.environment, rollout.tools or rollout.agent: what follows a "
@@ -210,6 +226,16 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c.rollout.has_episodes and "environment" in c.reward.functions,
         "names the reward of an environment or an agent, which there is not; set rollout.environment or "
         "rollout.agent, or leave the function out",
+    ),
+    *no_effect(
+        ["advantage.turn_credit"],
+        *without("rollout.environment", "rollout.tools"),
+    ),
+    Rule(
+        "advantage.turn_credit",
+        lambda c: c.advantage.turn_credit and "environment" not in c.reward.functions,
+        "needs the reward `environment`, which has what the environment gave for each turn; name it in "
+        "reward.functions, or set false",
     ),
     *no_effect(
         ["rollout.max_turns", "rollout.max_environment_tokens"],

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from quatrain.types.batches import EPISODE_COLUMNS, REWARD_ARGUMENTS, Demonstrat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from quatrain.data.turns import TurnTemplate
+    from quatrain.data.turns import TurnsOfRow
 
 USUAL_BATCHES = 0.95
 """Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
@@ -142,7 +141,7 @@ def load_prompts(
     required_columns: Mapping[str, str] | Collection[str] = (),
     check_prompt: Callable[[PromptText], None] | None = None,
     by_pass_rate: bool = False,
-    turns: TurnTemplate | None = None,
+    turns: TurnsOfRow | None = None,
     rows: GivenRows = NO_ROWS,
 ) -> PromptSource:
     """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
@@ -166,7 +165,7 @@ def load_prompts(
     """
     reader = _Reader(
         data,
-        turns.prompt if turns is not None else partial(render, tokenizer),
+        (lambda row, text: render(tokenizer, text)) if turns is None else _by_turns(turns),
         required_columns,
         check_prompt=check_prompt,
         by_pass_rate=by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None),
@@ -174,6 +173,10 @@ def load_prompts(
         given=rows,
     )
     return PromptSource(_load(spec, reader), seed=seed, shuffle=data.shuffle)
+
+
+def _by_turns(turns: TurnsOfRow) -> _Encode:
+    return lambda row, text: turns(row).prompt(text)
 
 
 def load_demonstrations(
@@ -193,10 +196,14 @@ def load_demonstrations(
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
     required = {"completion": "the supervised warm start"}
-    reader = _Reader(data, partial(render, tokenizer), required, demonstrations=True, given=rows)
+    reader = _Reader(
+        data, lambda row, text: render(tokenizer, text), required, demonstrations=True, given=rows
+    )
     return DemonstrationSource(_load(spec, reader), tokenizer, seed=seed, shuffle=data.shuffle)
 
 
+_Encode = Callable[["Row", PromptText], list[int]]
+"""The ids of the prompt of a row."""
 _TokenRows = tuple[list[TokenRow], int, int, int]
 """Rows, and the numbers of those skipped, truncated and filtered."""
 
@@ -206,7 +213,7 @@ class _Reader:
     """How prompts or demonstrations are read, checked and tokenised; `spec` is a file or data set."""
 
     data: DataConfig
-    encode: Callable[[PromptText], list[int]]
+    encode: _Encode
     required: Mapping[str, str] | Collection[str]
     demonstrations: bool = False
     check_prompt: Callable[[PromptText], None] | None = None
@@ -296,7 +303,7 @@ class _Reader:
                     "flatten the column or remove it"
                 )
             text = _prompt_text(row, self.data)
-            ids = np.asarray(self.encode(text), dtype=np.int32)
+            ids = np.asarray(self.encode(row, text), dtype=np.int32)
         except ValueError as error:
             raise ValueError(f"{spec}, row {number}: {error}") from error
         ids.setflags(write=False)

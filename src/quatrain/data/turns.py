@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,10 @@ class TurnTemplate:
                 f"{reason}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), set "
                 "data.chat_template, or give rollout.environment a class whose step answers as the user"
             )
+
+
+TurnsOfRow = Callable[[Mapping[str, Any]], TurnTemplate]
+"""What renders the turns of episodes, given the data columns of their row."""
 
 
 def warn_of_unwritten(tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -34,7 +34,7 @@ from quatrain.environments.environment import (
     StepResult,
     run_guarded,
 )
-from quatrain.environments.load_environment import Environments
+from quatrain.environments.load_environment import AnyEnvironments
 from quatrain.workers.threads import ClosedError, LoopThread, running_future
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class InThreads:
     """
 
     def __init__(
-        self, environments: Environments, timeout_s: float, on_left: Callable[[], None] = lambda: None
+        self, environments: AnyEnvironments, timeout_s: float, on_left: Callable[[], None] = lambda: None
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
         self.keeps = environments.kept
@@ -75,7 +75,7 @@ class InThreads:
         new = self._episodes[episode] = _Episode()
 
         def work(call: _Call) -> InitialObservation:
-            new.environment = self._environments()
+            new.environment = self._environments(columns)
             return new.environment.reset(columns)
 
         return self._submit(new, "reset", work)

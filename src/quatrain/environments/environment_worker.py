@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quatrain.environments.environment import EnvironmentFault, StepResult, format_error, run_guarded
 from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.load_environment import load_environment, load_tools
+from quatrain.environments.load_environment import load_environments, load_tools
 
 if TYPE_CHECKING:
     from quatrain.workers.worker import Connection
@@ -26,7 +26,7 @@ def serve(connection: Connection, settings: Mapping[str, Any]) -> None:
     number, _ = connection.request()
     specs = settings["specs"]
     try:
-        environments = load_environment(specs) if isinstance(specs, str) else load_tools(specs)
+        environments = load_tools(specs) if isinstance(specs, list) else load_environments(specs)
     except BaseException as error:  # of the user's module
         text = str(error) if isinstance(error, ValueError) else format_error(error)
         return connection.reply(number, kind="refused", detail=text)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from quatrain.config.errors import listed
+from quatrain.config.sections.rollout import COLUMN
 from quatrain.environments.environment import (
     CLOSED,
     Ended,
@@ -33,11 +34,12 @@ logger = logging.getLogger(__name__)
 class InWorkers:
     """`EnvironmentCalls` in up to `num_workers` processes, which start when they are needed.
 
-    `specs` is the environment `path.py:Class`, or a list of tools `path.py:function`; the processes import
-    it. Each call may take `timeout_s` seconds. A process in which a call takes too long gets no new episodes,
-    and is ended after its others; all the episodes in a process that dies have "crash" faults. `memory_mb`
-    are the MiB of private memory of a process, 8 of them for each thread; None: not limited. `begin` raises
-    ValueError for columns that cannot be pickled.
+    `specs` is the environment `path.py:Class`, or several by a column, as `rollout.environment` has them, or
+    a list of tools `path.py:function`; the processes import them. Each call may take `timeout_s` seconds. A
+    process in which a call takes too long gets no new episodes, and is ended after its others; all the
+    episodes in a process that dies have "crash" faults. `memory_mb` are the MiB of private memory of a
+    process, 8 of them for each thread; None: not limited. `begin` raises ValueError for columns that cannot
+    be pickled.
 
     Raises ValueError for a class or function of the running program, which other processes cannot import.
     """
@@ -45,22 +47,32 @@ class InWorkers:
     keeps = False
 
     def __init__(
-        self, specs: str | Sequence[str], num_workers: int, timeout_s: float, memory_mb: int | None = None
+        self,
+        specs: str | Mapping[str, str] | Sequence[str],
+        num_workers: int,
+        timeout_s: float,
+        memory_mb: int | None = None,
     ):
-        what = "environment" if isinstance(specs, str) else "tools"
-        paths = [specs] if isinstance(specs, str) else list(specs)
+        # Named as `load_environment.py` names them.
+        if isinstance(specs, str):
+            paths, self._name = [specs], f"environment {specs}"
+        elif isinstance(specs, Mapping):
+            paths = [path for name, path in specs.items() if name != COLUMN]
+            self._name = f"environments of the column `{specs[COLUMN]}`"
+        else:
+            paths = specs = list(specs)
+            self._name = f"tools {listed(str(path).rpartition(':')[2] for path in paths)}"
         for path in paths:
             if not isinstance(path, str) or path.startswith("__main__:"):
+                what = self._name.split()[0]
                 raise ValueError(
                     f"{what} in worker processes must be named as `path/file.py:name`, which they import; "
                     f"got {path!r}, of the running program; put it into a file, or set "
                     "rollout.environment_workers to 0"
                 )
-        names = [specs] if isinstance(specs, str) else [path.rpartition(":")[2] for path in paths]
-        self._name = f"{what} {listed(names)}"  # as `load_environment.py` calls them
         self._settings = {
             "serve": "quatrain.environments.environment_worker:serve",
-            "specs": specs if isinstance(specs, str) else paths,
+            "specs": specs,
             "timeout_s": timeout_s,
             "memory_mb": memory_mb,
         }

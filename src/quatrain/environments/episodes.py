@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.data.columns import ENVIRONMENTS
-from quatrain.data.turns import TurnTemplate
+from quatrain.data.turns import TurnsOfRow, TurnTemplate
 from quatrain.engine.groups import Group
 from quatrain.engine.session import EngineStats, Session, TurnEnd
 from quatrain.environments.environment import (
@@ -59,15 +59,17 @@ class EpisodeRules:
 
     An episode has at most `max_turns` turns of the policy. It gets at most `max_environment_tokens` tokens
     from its environment and the chat template, and has at most `max_tokens` tokens in all. `calls` runs
-    environments; it is there in the main process only.
+    environments; it is there in the main process only. `kind` is what tells the environment of a row from
+    others in metrics, given the columns; None where there are no others.
     """
 
     tokenizer: Any
-    turns: TurnTemplate
+    turns: TurnsOfRow
     calls: EnvironmentCalls | None
     max_turns: int
     max_environment_tokens: int
     max_tokens: int
+    kind: Callable[[Mapping[str, Any]], str | None] = lambda columns: None
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """Numbers of episodes, of all sessions."""
     most_characters: int = field(init=False)
@@ -114,6 +116,8 @@ class Episode:
     text: PromptText
     """The prompt with what the environment's `reset` returned."""
     input_ids: np.ndarray
+    turns: TurnTemplate
+    kind: str | None
     completion: Completion = field(default_factory=Completion)
     messages: list[Message] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -246,7 +250,8 @@ class EpisodeSession:
 
     def _begin(self, prompt: Prompt, sample: int, step: int) -> Episode:
         number = next(self._rules.numbers)
-        episode = Episode(number, prompt, sample, step, prompt.text, prompt.input_ids)
+        turns, kind = self._rules.turns(prompt.columns), self._rules.kind(prompt.columns)
+        episode = Episode(number, prompt, sample, step, prompt.text, prompt.input_ids, turns, kind)
         self._episodes[number] = episode
         columns = {**prompt.columns, "prompt": _listed(prompt.text)}
         self._ask(episode, "begin", columns)
@@ -303,14 +308,14 @@ class EpisodeSession:
         """The tokens of the prompt with what `reset` returned; None without that, or if it is too long."""
         if opening is None or self._is_too_long(opening):
             return None
-        return _checked(lambda: self._rules.turns.prompt(with_opening(episode.prompt.text, opening)))
+        return _checked(lambda: episode.turns.prompt(with_opening(episode.prompt.text, opening)))
 
     def _suffix_ids(self, episode: Episode, turn: StepResult) -> list[int] | None:
         """The tokens between this turn and the next; None if there is no next, or if there are too many."""
         last, messages = episode.completion.last_turn, turn.messages
         if turn.done or episode.suspended is None or self._is_too_long(messages):
             return None
-        return _checked(lambda: self._rules.turns.suffix(episode.text, last, messages))
+        return _checked(lambda: episode.turns.suffix(episode.text, last, messages))
 
     def _is_too_long(self, messages: InitialObservation) -> bool:
         """Whether text cannot fit, so that encoding it, while nothing is decoded, would be in vain."""
@@ -458,10 +463,16 @@ def _metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
         counts.update(episode.counts)
     counts["errors"] = sum(episode.reason == FAULT for episode in episodes)
     counts["timeouts"] = sum(episode.reason == TIMEOUT for episode in episodes)
-    turns, rewards = [e.num_turns for e in episodes], [e.reward for e in episodes]
+    alike: dict[str, list[Episode]] = {"episode": list(episodes)}
+    for episode in episodes:
+        if episode.kind is not None:
+            alike.setdefault(f"episode/{episode.kind}", []).append(episode)
+    by_kind: Metrics = {}
+    for name, some in alike.items():
+        by_kind |= describe(f"{name}/turns", np.array([e.num_turns for e in some]), ("mean", "max"))
+        by_kind |= describe(f"{name}/reward", np.array([e.reward for e in some]), ("mean",))
     return {
-        **describe("episode/turns", np.array(turns), ("mean", "max")),
-        **describe("episode/reward", np.array(rewards), ("mean",)),
+        **by_kind,
         **describe("length/environment", np.array([e.num_written for e in episodes]), ("mean", "max")),
         **{f"episode/{name}": Metric(count, reduction="sum") for name, count in counts.items()},
     }

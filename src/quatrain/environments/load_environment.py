@@ -3,19 +3,21 @@
 Data flow: `path.py:Class` or `path.py:function` -> `Environments` -> a `CheckedEnvironment` for each sample;
 the descriptions of tools -> `data/turns.py`, which writes them into the prompt. A class comes in one of two
 forms: `Environment` (with a method `step`), or that of TRL's `environment_factory`, whose public methods are
-the tools.
+the tools. Where a data column chooses among several, `EnvironmentsByColumn` makes that of the sample's row.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import MethodType
 from typing import Any
 
-from quatrain.config.errors import listed
+from quatrain.config.errors import listed, shown
+from quatrain.config.sections.rollout import COLUMN
+from quatrain.data.turns import TurnsOfRow, TurnTemplate
 from quatrain.environments.environment import (
     CheckedEnvironment,
     InitialObservation,
@@ -46,8 +48,8 @@ class Environments:
     kept: bool = False
     """Whether they are kept after their episodes, for reward functions."""
 
-    def __call__(self) -> CheckedEnvironment:
-        """A new environment; raises EnvironmentFault if it cannot be made."""
+    def __call__(self, columns: Mapping[str, Any]) -> CheckedEnvironment:
+        """A new environment, for a row with these columns; raises EnvironmentFault if it cannot be made."""
         environment = run_guarded(f"{self.name}: making it", self.make)
         return CheckedEnvironment(self.name, environment, self.accepts)
 
@@ -55,6 +57,73 @@ class Environments:
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         """The JSON schemas of the tools, for the chat template."""
         return tuple(tool.schema for tool in self.tools)
+
+    def turns(self, tokenizer: Any, stop_ids: Sequence[int]) -> TurnsOfRow:
+        """What renders the turns of a row's episodes; raises ValueError if the chat template cannot."""
+        template = TurnTemplate(tokenizer, stop_ids, self.schemas)
+        return lambda columns: template
+
+    def keeping(self) -> Environments:
+        """The same, kept after their episodes."""
+        return replace(self, kept=True)
+
+    def kind(self, columns: Mapping[str, Any]) -> str | None:
+        """What tells the environment of a row from others, in metrics; None if there are no others."""
+        return None
+
+
+@dataclass(frozen=True)
+class EnvironmentsByColumn:
+    """`Environments` of a run whose rows choose theirs: by its name, in the column `column`."""
+
+    column: str
+    named: Mapping[str, Environments]
+    kept: bool = False
+
+    @property
+    def name(self) -> str:
+        """What messages call them, where no row is known."""
+        return f"environments of the column `{self.column}`"
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        """Columns that any of them needs, and that of the name."""
+        each = (column for environments in self.named.values() for column in environments.required_columns)
+        return tuple(dict.fromkeys((self.column, *each)))
+
+    def __call__(self, columns: Mapping[str, Any]) -> CheckedEnvironment:
+        """A new environment for a row with these columns, as `Environments` makes it."""
+        return self.named[self.kind(columns)](columns)
+
+    def turns(self, tokenizer: Any, stop_ids: Sequence[int]) -> TurnsOfRow:
+        """What renders the turns of a row's episodes, with the tools of its environment."""
+        templates = {
+            name: TurnTemplate(tokenizer, stop_ids, environments.schemas)
+            for name, environments in self.named.items()
+        }
+        return lambda columns: templates[self.kind(columns)]
+
+    def keeping(self) -> EnvironmentsByColumn:
+        """The same, kept after their episodes."""
+        return replace(self, kept=True)
+
+    def kind(self, columns: Mapping[str, Any]) -> str:
+        """The name of a row's environment; raises ValueError if there is none of that name."""
+        name = columns.get(self.column)
+        if not isinstance(name, str) or name not in self.named:
+            raise ValueError(
+                f"the column `{self.column}` must name one of the environments {listed(self.named)} of "
+                f"rollout.environment; got {shown(name)}; add that environment, or correct the row"
+            )
+        return name
+
+
+def load_environments(spec: str | Callable[[], Any] | Mapping[str, str]) -> AnyEnvironments:
+    """The environments of `rollout.environment`: one for all rows, or by a column, as `load_environment`."""
+    if not isinstance(spec, Mapping):
+        return load_environment(spec)
+    named = {name: load_environment(path) for name, path in spec.items() if name != COLUMN}
+    return EnvironmentsByColumn(spec[COLUMN], named)
 
 
 def load_environment(spec: str | Callable[[], Any]) -> Environments:
@@ -109,6 +178,9 @@ def load_tools(specs: Sequence[str | Callable[..., Any]]) -> Environments:
     tools = Tools(*functions).tools
     name = f"tools {listed(tool.name for tool in tools)}"
     return Environments(name, lambda: Tools(*functions, known=tools), tools)
+
+
+AnyEnvironments = Environments | EnvironmentsByColumn
 
 
 class ToolMethods:

@@ -24,13 +24,13 @@ from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
-from quatrain.data.turns import TurnTemplate
+from quatrain.data.turns import TurnsOfRow
 from quatrain.engine.engine import RolloutEngine
 from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.episodes import EpisodeRules
-from quatrain.environments.load_environment import Environments, load_environment, load_tools
+from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import Architecture
@@ -79,9 +79,9 @@ class LoadedPolicy:
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
     attention: str = "xla"
     """The attention implementation of the policy, whose kernel was probed on these devices."""
-    environments: Environments | None = None
+    environments: AnyEnvironments | None = None
     """What makes the environments of episodes; None if completions have one turn."""
-    turns: TurnTemplate | None = None
+    turns: TurnsOfRow | None = None
     """What renders the turns of episodes."""
 
     __repr__ = brief
@@ -160,14 +160,14 @@ def load_policy(
 
 def _environments(
     config: Config, tokenizer: Any, stop_ids: Sequence[int]
-) -> tuple[Environments | None, TurnTemplate | None]:
+) -> tuple[AnyEnvironments | None, TurnsOfRow | None]:
     """What makes the environments of episodes, and what renders their turns; None for single turns."""
     rollout = config.rollout
     if rollout.environment is None and not rollout.tools:
         return None, None
     spec = rollout.environment
-    environments = load_tools(rollout.tools) if spec is None else load_environment(spec)
-    return environments, TurnTemplate(tokenizer, stop_ids, environments.schemas)
+    environments = load_tools(rollout.tools) if spec is None else load_environments(spec)
+    return environments, environments.turns(tokenizer, stop_ids)
 
 
 def _episode_rules(config: Config, loaded: LoadedPolicy) -> EpisodeRules | None:
@@ -188,6 +188,7 @@ def _episode_rules(config: Config, loaded: LoadedPolicy) -> EpisodeRules | None:
         max_turns=rollout.max_turns,
         max_environment_tokens=environment_tokens(config),
         max_tokens=loaded.arch.longest,
+        kind=loaded.environments.kind,
     )
 
 

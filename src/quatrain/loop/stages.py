@@ -78,7 +78,7 @@ def keeping_environments(config: Config, loaded: LoadedPolicy, scorer: RewardSco
                 f"are objects of this process; got {count}; set 0, or give the class a method get_reward "
                 "and take the reward `environment`"
             )
-    return replace(loaded, environments=replace(loaded.environments, kept=True))
+    return replace(loaded, environments=loaded.environments.keeping())
 
 
 def build_advantage(config: Config) -> AdvantageEstimator:

@@ -169,6 +169,9 @@ length/environment/* | tokens | mean max |
 episode/turns/* | turns | mean max | the policy's turns in an episode.
 episode/reward/mean | reward | mean |
     Mean of the environment's rewards in an episode: of its turns and at its end.
+episode/<environment>/turns/* | turns | mean max | the policy's turns in an episode of this environment.
+episode/<environment>/reward/mean | reward | mean |
+    Mean of this environment's rewards in an episode, where a column chooses among several.
 episode/errors | episodes | sum | Episodes that an error of their environment ended (`finish_reason` `error`).
 episode/timeouts | episodes | sum |
     Episodes whose environment took longer than `rollout.environment_timeout_s`.
@@ -324,7 +327,8 @@ def _entries() -> Iterator[tuple[str, MetricDoc]]:
 
 
 CATALOGUE = dict(_entries())
-"""Name -> meaning. `<name>` and `<stage>` stand for any reward function and any timed stage."""
+"""Name -> meaning. `<name>`, `<environment>` and `<stage>` stand for any reward function, environment and
+timed stage."""
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:

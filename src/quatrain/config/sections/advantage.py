@@ -19,6 +19,10 @@ class AdvantageConfig(Section):
     )
     args: dict[Text, Argument] = Field({})
     """Arguments of the estimator by name, beside its inputs; checked when a run starts."""
+    turn_credit: bool = False
+    """Whether what an environment gave for a turn is credit for the tokens of this turn alone, compared with
+    the same turn of the group's other episodes, in place of a part of the whole episode's reward:
+    [advantage.md](advantage.md#credit-of-turns)."""
     scale: Literal["group", "batch", "none"] | None = None
     """Standard deviation that divides the advantage: of the group's rewards, of the whole batch, or none.
     Which of these an estimator accepts, and which is derived:

@@ -22,6 +22,8 @@ from quatrain.config.fields import (
 MAX_STALENESS = 64
 """More copies of the weights than any run has memory for; learning breaks down far below."""
 LARGEST_PORT = 65535
+COLUMN = "column"
+"""The key of `rollout.environment` that names a data column, where there are several environments."""
 _ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^/\s?#@:\[\]]+)(:(?P<port>\d{1,9}))?(/[^\s?#]*)?")
 
 
@@ -70,9 +72,10 @@ class RolloutConfig(Section):
     """With `rollout.max_staleness`: exchange the weights between two decode calls, and begin samples of the
     next batch while the last ones of a batch decode. Faster where lengths differ much; tokens then depend on
     timing."""
-    environment: Text | None = None
+    environment: Text | dict[Text, Text] | None = None
     """Environment that answers each turn of the policy, as `path.py:Class`; null: completions have one turn,
-    or there are tools: [episodes.md](episodes.md)."""
+    or there are tools. Several, as `{column: NAME, VALUE: path.py:Class, …}`: the data column NAME says which
+    one a row has: [episodes.md](episodes.md)."""
     tools: tuple[Text, ...] = Field((), strict=False)
     """Functions that the policy can call in its turns, each as `path.py:function`."""
     agent: Text | None = None
