@@ -12,7 +12,7 @@ from quatrain.agents.play import AgentRollouts, AgentRules
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import ServiceFailed
+from quatrain.engine.service import EngineService, ServiceFailed
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 
@@ -47,8 +47,10 @@ def playing(small_arch, small_params, tokenizer):
             **rules,
         }
         rollouts = AgentRollouts(
-            engine,
+            EngineService(engine),
             AgentRules(agent=name if " " in name else f"{AGENTS}:{name}", seed=seed, **fields),
+            tokenizer=tokenizer,
+            stop_ids=engine.stop_ids,
             sampling=Sampling(n, max_new_tokens, temperature),
             model="small",
             vocab_size=small_arch.vocab_size,

@@ -307,10 +307,6 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "rollout.servers must be empty with rollout.top_p",
         ),
         (
-            "rollout.servers=[http://a:1] rollout.environment=game.py:Game",
-            "rollout.servers must be empty with rollout.environment",
-        ),
-        (
             "rollout.servers=[http://a:1] rollout.mesh=1,1,2",
             "rollout.mesh must be null with rollout.servers",
         ),

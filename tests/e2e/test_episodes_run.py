@@ -162,7 +162,7 @@ def test_a_column_chooses_among_environments(options, tmp_path):
     """In processes of their own; metrics are of all episodes, and of those of each environment."""
     (tmp_path / "echo.py").write_text(ECHO)
     rows = [
-        {"prompt": [{"role": "user", "content": f"Tom has {i}."}], "game": name, "secret": 4}
+        {"prompt": [{"role": "user", "content": f"Tom has {i}."}], "game": name, "secret": 3}
         for i in range(6)
         for name in ("guess", "echo")
     ]

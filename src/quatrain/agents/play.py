@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
@@ -25,9 +25,8 @@ import uvicorn
 from quatrain.agents.child import Client
 from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
 from quatrain.data.messages import as_messages
-from quatrain.engine.engine import RolloutEngine, work_metrics
 from quatrain.engine.service import EngineService, ServiceFailed
-from quatrain.engine.session import EngineStats
+from quatrain.rollout.fleet_service import FleetService
 from quatrain.serve.api import Api
 from quatrain.serve.sessions import Session, SessionRules, Sessions
 from quatrain.serve.turn_tree import Row
@@ -127,31 +126,36 @@ class Ticket:
     episodes: Sequence[Episode]
     futures: Sequence[Future[None]]
     began: float
-    stats: EngineStats
+    counts: Any
+    """What the service had done before."""
 
 
 class AgentRollouts:
     """A rollout engine (`Rollouts`) whose samples are episodes of agents, played by `rules`.
 
-    `engine` samples their turns, with `per_request_sampling`; `sampling` is that of training. It belongs to
-    this from here on. `model` is what agents call the policy.
+    `service` samples their turns: an engine with `per_request_sampling`, or the workers of a fleet. It
+    belongs to this from here on. `sampling` is that of training, `model` what agents call the policy.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        service: EngineService | FleetService,
         rules: AgentRules,
         *,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
         sampling: Sampling,
         model: str,
         vocab_size: int,
         on_progress: OnProgress | None = None,
     ):
         self.sampling = sampling
-        self._engine, self._rules, self._model = engine, rules, model
+        self.fleet = service.fleet if isinstance(service, FleetService) else None
+        """The workers that sample, if not the devices of this run."""
+        self._service = cast(EngineService, service)  # of which both have what is used here
+        self._rules, self._model, self._tokenizer = rules, model, tokenizer
         self._on_progress = on_progress
         self._sessions = Sessions()
-        self._service = EngineService(engine, name="quatrain-agents-engine")
         self._thread = LoopThread("quatrain-agents", CLOSED, self._end)
         self._processes = AgentProcesses(
             rules.agent,
@@ -163,12 +167,12 @@ class AgentRollouts:
         self._slots = None if rules.concurrency is None else asyncio.Semaphore(rules.concurrency)
         self._api = Api(
             self._service,
-            engine.tokenizer,
+            tokenizer,
             model=model,
             vocab_size=vocab_size,
             max_positions=rules.longest,
             token=secrets.token_hex(16),  # none is told it: every request has the key of a session
-            stop_ids=engine.stop_ids,
+            stop_ids=stop_ids,
             sessions=self._sessions,
         )
         self._url: str | None = None
@@ -178,7 +182,7 @@ class AgentRollouts:
 
     def copy_weights(self, params: Any) -> Any:
         """As `RolloutEngine.copy_weights`."""
-        return self._engine.copy_weights(params)
+        return self._service.copy_weights(params)
 
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on."""
@@ -204,12 +208,12 @@ class AgentRollouts:
         spec, rules = sampling or self.sampling, self._rules
         max_tokens = min(rules.longest, rules.more_tokens + spec.max_new_tokens)
         of_session = SessionRules(spec, rules.seed, step, rules.max_turns, max_tokens)
-        stats = self._service.run(lambda: self._engine.stats).result()
+        counts = self._service.counts()
         episodes = [Episode(prompt, i, of_session) for prompt in prompts for i in range(spec.n)]
         futures: list[Future[None]] = [Future() for _ in episodes]
         for episode, future in zip(episodes, futures, strict=True):
             self._thread.do(self._begin, episode, future)
-        return Ticket(episodes, futures, time.perf_counter(), stats)
+        return Ticket(episodes, futures, time.perf_counter(), counts)
 
     def wait(self, ticket: Ticket) -> RolloutBatch:
         """The batch of the episodes of `ticket`, once all have ended."""
@@ -220,16 +224,15 @@ class AgentRollouts:
         for future in ticket.futures:
             future.result()
         self._check_faults(ticket.episodes)
-        stats = self._service.run(lambda: self._engine.stats).result() - ticket.stats
         ended = sorted(episode.ended for episode in ticket.episodes)
         seconds = (ended[-1] if ended else ticket.began) - ticket.began
         samples = [episode.samples() for episode in ticket.episodes]
         tail = ended[-1] - ended[int(TAIL * (len(ended) - 1))] if ended else 0.0
         return rollout_batch(
             [row for rows in samples for row in rows],
-            self._engine.tokenizer,
+            self._tokenizer,
             {
-                **work_metrics(stats, seconds),
+                **self._service.work_since(ticket.counts, seconds),
                 **_metrics(ticket.episodes),
                 "time/rollout_generate_s": Metric(seconds, reduction="sum"),
                 "time/agent_tail_s": Metric(tail, reduction="sum"),
@@ -239,7 +242,7 @@ class AgentRollouts:
 
     def release(self) -> None:
         """Free the weights until the next `sync_weights`."""
-        self._service.run(self._engine.release).result()
+        self._service.release()
 
     def close(self) -> None:
         """Ends the agents' processes, the server and the engine."""

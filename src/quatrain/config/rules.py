@@ -212,8 +212,8 @@ RULES: tuple[Rule, ...] = (
             )
         ),
         "must name the data column that chooses the environment, and an environment for each of its values "
-        "(of letters, digits and . _ -), as {{column: game, chess: chess.py:Chess, go: go.py:Go}}; for a "
-        "single one, give `path.py:Class`",
+        "(of letters, digits and . _ -), as the entries `column: game`, `chess: chess.py:Chess` and so on; "
+        "for a single one, give `path.py:Class`",
     ),
     Rule(
         "data.on_long_prompt",
@@ -257,12 +257,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rollout.agent",
-        lambda c: c.rollout.agent is not None and c.rollout.has_fleet,
-        "must be null with rollout.workers and rollout.servers: agents ask the engine of this run; sample on "
-        "its devices, or leave the agent out",
-    ),
-    Rule(
-        "rollout.agent",
         lambda c: (
             c.rollout.agent is not None and (c.rollout.greedy_baseline or _takes(c, "baseline_rewards"))
         ),
@@ -273,12 +267,6 @@ RULES: tuple[Rule, ...] = (
         "rollout.servers",
         lambda c: c.rollout.workers and c.rollout.servers,
         "must be empty with rollout.workers: either workers or servers sample; leave one of the two out",
-    ),
-    Rule(
-        "rollout.servers",
-        lambda c: c.rollout.servers and c.rollout.has_episodes,
-        "must be empty with rollout.environment and rollout.tools: quatrain's own engine samples episodes; "
-        "set rollout.workers, or sample on devices of this run",
     ),
     Rule(
         "rollout.servers",

@@ -221,6 +221,22 @@ class EngineService:
 
             return self.run(use).result()
 
+    def copy_weights(self, params: Any) -> Any:
+        """As `RolloutEngine.copy_weights`."""
+        return self._engine.copy_weights(params)
+
+    def counts(self) -> EngineStats:
+        """Totals of the engine so far, for `work_since`."""
+        return self.run(lambda: self._engine.stats).result()
+
+    def work_since(self, before: EngineStats, seconds: float) -> Metrics:
+        """Metrics of the engine's work since `counts` was `before`, `seconds` ago."""
+        return work_metrics(self.counts() - before, seconds)
+
+    def release(self) -> None:
+        """Free the weights until the next `load`."""
+        self.run(self._engine.release).result()
+
     def pause(self) -> None:
         """Returns when no round runs; the next runs after `resume`. What is asked for waits."""
         self.run(lambda: setattr(self, "paused", True)).result()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.data.columns import ENVIRONMENTS
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
 from quatrain.engine.groups import Group
-from quatrain.engine.session import EngineStats, Session, TurnEnd
+from quatrain.engine.session import EngineStats, TurnEnd
 from quatrain.environments.environment import (
     Ended,
     EnvironmentCalls,
@@ -47,10 +47,40 @@ PATIENCE_S = 2.0
 """Seconds in which a session waits, between decode calls, for answers that are on their way."""
 LOOK_S = 0.05
 """Seconds between two looks at the engine's other callers while every episode waits for its environment."""
-MakeSession = Callable[[Callable[[Completion], bool]], Session]
+MakeSession = Callable[[Callable[[Completion], bool]], "Turns"]
 """Makes the session of turns, given whether a sample may go on after one."""
 FAULT = "error"
 TIMEOUT = "timeout"
+
+
+class Turns(Protocol):
+    """What samples the turns of a session of episodes: methods of `Session`, where they are described."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def num_live(self) -> int: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    def check_memory(self, prompts: Sequence[Prompt]) -> None: ...
+
+    def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]: ...
+
+    def resume(self, suspended: int, tokens: Sequence[int], limit: int) -> None: ...
+
+    def drop(self, suspended: int) -> None: ...
+
+    def take_ends(self) -> list[TurnEnd]: ...
+
+    def advance(self, params: Any, version: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -247,6 +277,7 @@ class EpisodeSession:
             if self._rules.calls is not None:
                 self._rules.calls.abandon(number)
         self._episodes = {}
+        self._session.close()
 
     def _begin(self, prompt: Prompt, sample: int, step: int) -> Episode:
         number = next(self._rules.numbers)
@@ -467,10 +498,10 @@ def _metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
     for episode in episodes:
         if episode.kind is not None:
             alike.setdefault(f"episode/{episode.kind}", []).append(episode)
-    by_kind: Metrics = {}
+    by_kind: dict[str, Metric] = {}
     for name, some in alike.items():
-        by_kind |= describe(f"{name}/turns", np.array([e.num_turns for e in some]), ("mean", "max"))
-        by_kind |= describe(f"{name}/reward", np.array([e.reward for e in some]), ("mean",))
+        by_kind.update(describe(f"{name}/turns", np.array([e.num_turns for e in some]), ("mean", "max")))
+        by_kind.update(describe(f"{name}/reward", np.array([e.reward for e in some]), ("mean",)))
     return {
         **by_kind,
         **describe("length/environment", np.array([e.num_written for e in episodes]), ("mean", "max")),

@@ -26,7 +26,9 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
 
     Raises ValueError if the agent cannot be loaded, or every episode has a fault.
     """
+    own = {"workers": 0, "servers": ()}  # the policy is played as it is here
     config = resolved.config
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
     with waiting("loading the model"):
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
     source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed)

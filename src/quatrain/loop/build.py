@@ -26,6 +26,7 @@ from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnsOfRow
 from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.service import EngineService
 from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.environment_workers import InWorkers
@@ -40,6 +41,8 @@ from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.fleet_episodes import FleetEpisodes
+from quatrain.rollout.fleet_service import FleetService
 from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
@@ -286,6 +289,23 @@ def build_engine(
         return agent_rollouts(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
     if not rollout.has_fleet:
         return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
+    fleet = _fleet(config, loaded, on_progress, usual_prompt)
+    rules = _episode_rules(config, loaded) if rollout.servers else None  # workers on Ray have environments
+    if rules is None:
+        return fleet
+    return FleetEpisodes(
+        fleet,
+        rules,
+        seed=config.seed,
+        tokenizer=loaded.tokenizer,
+        greedy_baseline=bool(rollout.greedy_baseline),
+        on_progress=on_progress,
+    )
+
+
+def _fleet(config: Config, loaded: LoadedPolicy, on_progress: OnProgress | None, usual_prompt: int) -> Fleet:
+    """The fleet of `rollout.workers` or `rollout.servers`, all of which have started."""
+    rollout = config.rollout
     factories, publisher = (
         rollout_workers(config, loaded, usual_prompt) if is_main_process() else ([], InMemory())
     )
@@ -314,8 +334,9 @@ def agent_rollouts(
 ) -> Rollouts:
     """What samples by the agent `rollout.agent`, with the parameters of `build_engine`.
 
-    Raises ValueError for an agent of the running program, in a run of several processes, and without the
-    packages of the extra `serve`.
+    Its turns are sampled by an engine on this run's devices, or by a fleet of workers or servers. Raises
+    ValueError for an agent of the running program, in a run of several processes, and without the packages
+    of the extra `serve`.
     """
     try:
         from quatrain.agents.play import AgentRollouts, AgentRules  # other runs need no HTTP server
@@ -342,16 +363,28 @@ def agent_rollouts(
         longest=loaded.arch.longest,
         seed=config.seed,
     )
-    one = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest}
-    changed = config.model_copy(update={"rollout": rollout.model_copy(update=one)})
+    service: EngineService | FleetService
+    if rollout.has_fleet:
+        service = FleetService(_fleet(config, loaded, None, usual_prompt))
+    else:
+        service = EngineService(_engine_of_turns(config, loaded, usual_prompt), name="quatrain-agents-engine")
     return AgentRollouts(
-        local_engine(changed, loaded, usual_prompt=usual_prompt, per_request_sampling=True),
+        service,
         rules,
+        tokenizer=loaded.tokenizer,
+        stop_ids=loaded.stop_ids,
         sampling=Sampling.of(rollout),
         model=config.model.path,
         vocab_size=loaded.arch.vocab_size,
         on_progress=on_progress,
     )
+
+
+def _engine_of_turns(config: Config, loaded: LoadedPolicy, usual_prompt: int) -> RolloutEngine:
+    """An engine for the turns of agents, each of which has a sampling of its own."""
+    one = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest}
+    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update=one)})
+    return local_engine(changed, loaded, usual_prompt=usual_prompt, per_request_sampling=True)
 
 
 def rollout_workers(
@@ -413,7 +446,8 @@ def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:
     With adapters, it loads the base, because only adapters are published.
     """
     loaded = load_policy(config, critic=False, weights=config.lora.rank > 0)
-    engine = local_engine(config, loaded, usual_prompt=usual_prompt)
+    make = local_engine if config.rollout.agent is None else _engine_of_turns
+    engine = make(config, loaded, usual_prompt=usual_prompt)
     read = weights_reader(loaded.arch, loaded.meshes.rollout, loaded.params)
     rollout = config.rollout
     return EngineWorker(

@@ -252,12 +252,13 @@ class Run:
             )
             return
         engine, servers = self.stages.rollout, self.config.rollout.servers
-        assert isinstance(engine, Fleet), "servers are workers of a fleet"
+        fleet = getattr(engine, "fleet", engine)  # that of agents, or the sampler itself
+        assert isinstance(fleet, Fleet), "servers are workers of a fleet"
         prompts, sampling = self.prompts.head(PROBES), replace(engine.sampling, n=1)
-        engine.sync_weights(state.params, state.step)
-        tickets = [engine.submit(prompts, sampling=sampling, worker=each) for each in range(len(servers))]
+        fleet.sync_weights(state.params, state.step)
+        tickets = [fleet.submit(prompts, sampling=sampling, worker=each) for each in range(len(servers))]
         for server, ticket in zip(servers, tickets, strict=True):
-            gap = self.stages.update.sampler_mismatch(state, engine.wait(ticket))
+            gap = self.stages.update.sampler_mismatch(state, fleet.wait(ticket))
             if not gap <= SERVER_TOLERANCE * limit:
                 raise ValueError(
                     "a server (rollout.servers) and the trainer must agree in log-probabilities of sampled "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,14 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import EngineService
+from quatrain.engine.groups import PerRequestSampling
+from quatrain.engine.service import EngineService, Progress, Samples, ServiceFailed
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import with_trained
 from quatrain.models.params import partition
 from quatrain.parallel.mesh import device_put, mesh_shape, shardings
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost
+from quatrain.types.rollouts import Completion
 from quatrain.weights.hf import load_hf
 
 COMPILING = 3
@@ -65,8 +68,34 @@ class EngineWorker:
         with self._changed:
             self._unfinished += len(groups)
         for group in groups:
+            if group.own is not None:
+                self._submit_own(group, group.own)
+                continue
             result = self._service.sample([group.prompt], step=group.step, sampling=group.sampling)
             result.add_done_callback(partial(self._finish, group.number))
+
+    def _submit_own(self, group: GroupSpec, own: PerRequestSampling) -> None:
+        """Queues a sample with a sampling of its own, in an engine with `per_request_sampling`."""
+        result: Future[Samples] = Future()
+        result.add_done_callback(partial(self._finish, group.number))
+        completion = Completion()
+
+        def listen(number: int, progress: Progress) -> None:
+            completion.tokens += progress.tokens
+            completion.logprobs += progress.logprobs
+            completion.versions += progress.versions
+            if progress.finish_reason is not None:
+                completion.finish_reason = progress.finish_reason
+                result.set_result(([(group.prompt, completion)], {}))
+            elif progress.error is not None:
+                result.set_exception(ServiceFailed(progress.error))
+
+        def queued(keys: Future[list[int]]) -> None:
+            if (error := keys.exception()) is not None:
+                result.set_exception(error)
+
+        prompt = replace(group.prompt, group_id=0)  # whose place is in `own`
+        self._service.submit([prompt], [own], listen).add_done_callback(queued)
 
     def take(self, timeout_s: float) -> list[FinishedGroup]:
         """Groups that have finished; raises WorkerLost if the engine has failed or a round takes too long."""

@@ -21,10 +21,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.rollout.group_table import GroupTable
 from quatrain.rollout.publish import Publisher, gathered
 from quatrain.rollout.supervisor import Weights, WorkerFactory, WorkerSupervisor, slot_name
-from quatrain.rollout.worker import GroupSpec, Worker
+from quatrain.rollout.worker import FinishedGroup, GroupSpec, Worker
 from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, combine
 from quatrain.types.rollouts import Completion, RolloutProgress, Sampling, rollout_batch
@@ -87,7 +88,8 @@ class Fleet:
         self._numbers = count()
         self._table = GroupTable(retries)
         self._published: deque[Any] = deque()
-        self._version: int | None = None
+        self.version: int | None = None
+        """Of the weights that were published last; None before the first."""
         self._sync_s = 0.0
         self._closed = False
         self._supervisor = WorkerSupervisor(
@@ -129,13 +131,13 @@ class Fleet:
         Nothing is done for the version that was published last: its parameters are these. Raises ValueError
         while groups are in flight: a group is sampled from one version.
         """
-        if version == self._version:
+        if version == self.version:
             self._sync_s = 0.0
             return
         weights = params if isinstance(params, HostWeights) else self.copy_weights(params)
         if is_main_process():
             self._publish(weights, version)
-        self._version = version
+        self.version = version
 
     def _publish(self, weights: HostWeights, version: int) -> None:
         with self._supervisor.changed:
@@ -227,6 +229,60 @@ class Fleet:
         }
         return rollout_batch(samples, self._tokenizer, {**metrics, **timings})
 
+    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[PerRequestSampling]) -> list[int]:
+        """Queue a sample of each prompt, each with a sampling of its own; their numbers, for `take_own`."""
+        numbers = [next(self._numbers) for _ in prompts]
+        if is_main_process():
+            specs = [
+                GroupSpec(number, replace(prompt, group_id=own.sequence_id), own.step, own.sampling, own)
+                for number, prompt, own in zip(numbers, prompts, owners, strict=True)
+            ]
+            with self._supervisor.changed:
+                self._table.add(specs)
+                self._supervisor.changed.notify_all()
+        return numbers
+
+    def take_own(self, numbers: Sequence[int], timeout_s: float) -> list[tuple[int, FinishedGroup]]:
+        """Those of these samples of `submit_own` that have finished; waits up to `timeout_s` for one.
+
+        Called in the main process. Raises as `wait` does.
+        """
+        with self._supervisor.changed:
+            self._supervisor.check()
+            if self._closed:
+                raise RuntimeError("the fleet was closed while turns were in flight")
+            finished = [number for number in numbers if self._table.finished((number,))]
+            if not finished:
+                self._supervisor.changed.wait(timeout_s)
+            return list(zip(finished, self._table.take(finished), strict=True))
+
+    def cancel_own(self, numbers: Sequence[int]) -> None:
+        """Forget samples of `submit_own`; a worker that has one samples it to its end."""
+        with self._supervisor.changed:
+            self._table.withdraw(numbers)
+
+    def wait_until_idle(self) -> None:
+        """Returns when no worker has a group; raises as `wait` does."""
+        with self._supervisor.changed:
+            while self._table.num_unfinished:
+                self._supervisor.check()
+                self._supervisor.changed.wait(LOOK_S)
+
+    def work_metrics(self) -> dict[str, Metric]:
+        """Metrics of the workers since this was last called, which `wait` does."""
+        supervisor, before = self._supervisor, self._reported
+        self._reported = supervisor.counts()
+        since = self._reported - before
+        return {
+            "fleet/alive": Metric(len(supervisor.workers)),
+            "fleet/restarts": Metric(since.restarts, reduction="sum"),
+            "fleet/retried_groups": Metric(since.retried, reduction="sum"),
+            "fleet/stale_groups": Metric(since.stale, reduction="sum"),
+            "fleet/busy_fraction": Metric(since.busy_s, since.seconds * supervisor.num_workers),
+            "time/weights_gather_s": Metric(self._sync_s),
+            "time/weights_load_s": Metric(supervisor.load_s, reduction="max"),
+        }
+
     def release(self) -> None:
         """Nothing to free: the workers' memory is their own."""
 
@@ -239,7 +295,7 @@ class Fleet:
 
     def _results(self, ticket: FleetTicket) -> dict[str, Any]:
         """The samples of a ticket, once they have come, and metrics, as values that JSON has."""
-        began, before = time.perf_counter(), self._reported
+        began = time.perf_counter()
         supervisor, table = self._supervisor, self._table
         with supervisor.changed:
             if not table.holds(ticket.groups):
@@ -256,17 +312,7 @@ class Fleet:
                     self._on_progress(RolloutProgress(len(done), total, rate, in_use))
                 supervisor.changed.wait(LOOK_S)
             groups = table.take(ticket.groups)
-        self._reported = supervisor.counts()
-        since = self._reported - before
-        metrics = {
-            "fleet/alive": Metric(len(supervisor.workers)),
-            "fleet/restarts": Metric(since.restarts, reduction="sum"),
-            "fleet/retried_groups": Metric(since.retried, reduction="sum"),
-            "fleet/stale_groups": Metric(since.stale, reduction="sum"),
-            "fleet/busy_fraction": Metric(since.busy_s, since.seconds * supervisor.num_workers),
-            "time/weights_gather_s": Metric(self._sync_s),
-            "time/weights_load_s": Metric(supervisor.load_s, reduction="max"),
-        }
+        metrics = self.work_metrics()
         return {
             "samples": [
                 _plain(ticket.prompts[number], *each)

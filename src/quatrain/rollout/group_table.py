@@ -30,6 +30,8 @@ class _Entry:
     failed_on: set[str] = field(default_factory=set)
     """The workers that said so."""
     result: FinishedGroup | None = None
+    withdrawn: bool = False
+    """Whether nobody asks for it any more."""
 
     def waits_for(self, worker: str, able: Collection[str]) -> bool:
         if self.worker is not None or self.result is not None or self.only not in (None, worker):
@@ -112,7 +114,9 @@ class GroupTable:
         entry = self._entries.get(group.number)
         if entry is None or entry.worker != worker:
             raise ValueError(f"returned group {group.number}, which it does not have")
-        if group.error is not None:
+        if entry.withdrawn:
+            del self._entries[group.number]
+        elif group.error is not None:
             entry.failed_on.add(worker)
             self._fail(entry, worker, group.error)
         elif len(group.samples) != entry.spec.sampling.n:
@@ -137,6 +141,9 @@ class GroupTable:
 
     def _fail(self, entry: _Entry, worker: str, why: str) -> None:
         entry.worker = None
+        if entry.withdrawn:
+            del self._entries[entry.spec.number]
+            return
         entry.failures += 1
         self.retried += 1
         if entry.failures > self._retries:
@@ -161,6 +168,15 @@ class GroupTable:
     def holds(self, numbers: Sequence[int]) -> bool:
         """Whether all these groups were added, and not taken yet."""
         return all(number in self._entries for number in numbers)
+
+    def withdraw(self, numbers: Iterable[int]) -> None:
+        """Forgets groups, finished or not; those that a worker has as soon as it no longer does."""
+        for number in numbers:
+            if (entry := self._entries.get(number)) is None:
+                continue
+            if entry.worker is None:
+                del self._entries[number]
+            entry.withdrawn = True
 
     def take(self, numbers: Sequence[int]) -> list[FinishedGroup]:
         """Removes these finished groups: their results, in this order."""

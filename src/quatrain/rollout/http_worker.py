@@ -235,8 +235,9 @@ class HttpWorker:
             await _cancelled(requests)
 
     async def _sample(self, spec: GroupSpec, number: int, version: int) -> Answer:
-        prompt, seed = spec.prompt.input_ids.tolist(), self._rules.seed
-        asked = Asked(prompt, spec.sampling, seed, spec.step, spec.prompt.group_id, number, version)
+        prompt, own = spec.prompt.input_ids.tolist(), spec.own
+        seed, offset = (self._rules.seed, 0) if own is None else (own.seed, own.offset)
+        asked = Asked(prompt, spec.sampling, seed, spec.step, spec.prompt.group_id, number, version, offset)
         path, body = self._kind.request(asked, self._rules.stop_ids)
         try:
             response = await self._requests.post(path, json=body)

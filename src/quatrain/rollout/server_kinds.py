@@ -49,6 +49,8 @@ class Asked(NamedTuple):
     group_id: int
     sample: int
     version: int
+    offset: int = 0
+    """The position of its first token among those that derive from the same sequence."""
 
 
 Call = Callable[..., Any]
@@ -140,9 +142,9 @@ class Quatrain:
 
     def _fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
         """The place in training, from which the randomness derives."""
-        _, sampling, seed, step, group_id, sample, _ = asked
+        _, sampling, seed, step, group_id, sample, _, offset = asked
         place = {"step": step, "group_id": group_id, "sample": sample, "n": sampling.n}
-        return {"seed": seed, "quatrain": place}
+        return {"seed": seed, "quatrain": {**place, **({"offset": offset} if offset else {})}}
 
 
 class Vllm(Quatrain):
@@ -291,7 +293,7 @@ def _common(sampling: Sampling) -> dict[str, Any]:
 
 def seed_of(asked: Asked) -> int:
     """A seed that derives from the run's seed, the training step and the sequence alone."""
-    place = [asked.seed, asked.step, asked.group_id, asked.sample]
+    place = [asked.seed, asked.step, asked.group_id, asked.sample, *([asked.offset] if asked.offset else ())]
     digest = hashlib.sha256(json.dumps(place).encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 

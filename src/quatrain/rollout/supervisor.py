@@ -20,8 +20,10 @@ from quatrain.cluster.threads import start_thread
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, Worker, WorkerLost, WorkerRefused
 
-TAKE_S = 0.5
-"""Seconds that a worker may wait for a finished group before it answers that there is none yet."""
+TAKE_S = 0.1
+"""Seconds that a worker may wait for a finished group before it answers that there is none yet.
+
+What is asked for meanwhile, as the next turn of an agent, waits as long."""
 STARTING = 3
 """To start, a worker may take this many times `timeout_s`: it loads a model and may be put in a queue."""
 LONGEST_PAUSE_S = 30.0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
 from quatrain.types.rollouts import Completion, Sampling
@@ -38,6 +39,8 @@ class GroupSpec:
     prompt: Prompt
     step: int
     sampling: Sampling
+    own: PerRequestSampling | None = None
+    """Of a turn of an agent, the only sample: `sampling`, `step`, and what its randomness derives from."""
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ class Place(_Strict):
     group_id: Annotated[int, Field(ge=0, lt=2**63)]
     sample: Uint32
     n: Annotated[int, Field(ge=1, lt=2**32)]
+    offset: Uint32 = 0
+    """Tokens of the prompt that the sequence has sampled before, as in a later turn."""
 
     @property
     def sequence_id(self) -> int:
@@ -208,6 +210,7 @@ class _Request(_Strict):
                 seed,
                 0 if self.quatrain is None else self.quatrain.step,
                 number if self.quatrain is None else self.quatrain.sequence_id,
+                0 if self.quatrain is None else self.quatrain.offset,
             )
             for number in range(count)
         ]

@@ -1,0 +1,117 @@
+"""Episodes whose turns workers sample one by one: those of an engine that keeps them in its cache."""
+
+import numpy as np
+import pytest
+
+from quatrain import StepResult
+from quatrain.config.schema import RolloutConfig
+from quatrain.data.tokenizer import render
+from quatrain.engine.engine import RolloutEngine
+from quatrain.environments.environment_threads import InThreads
+from quatrain.environments.episodes import EpisodeRules
+from quatrain.environments.load_environment import load_environment
+from quatrain.parallel.mesh import one_device
+from quatrain.rollout.engine_worker import EngineWorker, weights_reader
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.fleet_episodes import FleetEpisodes
+from quatrain.rollout.publish import InMemory
+from quatrain.rollout.worker import WorkerLost
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+
+STOP_IDS = tuple(range(0, 290, 5))
+
+
+class Counts:
+    """Answers with a number; one prompt's fails in its second turn."""
+
+    def reset(self, number):
+        self.number, self.turn = number, 0
+
+    def step(self, completion):
+        self.turn += 1
+        if self.number == 2 and self.turn == 2:
+            raise RuntimeError("no luck")
+        message = {"role": "user", "content": f"{self.number} and {self.turn}"}
+        return StepResult([message], reward=0.5, done=self.turn > self.number)
+
+
+class Dying(EngineWorker):
+    """Is lost with its fifth group; the next ones live."""
+
+    taken = 0
+
+    def take(self, timeout_s):
+        finished = super().take(timeout_s)
+        before, Dying.taken = Dying.taken, Dying.taken + len(finished)
+        if before < 5 <= Dying.taken:
+            raise WorkerLost("it died")
+        return finished
+
+
+@pytest.fixture
+def make(small_arch, small_params, tokenizer):
+    made = []
+
+    def make(num_workers=0, worker=EngineWorker):
+        def engine(n=3, **options):
+            settings = RolloutConfig(n=n, max_new_tokens=24, temperature=0.9)
+            options = {"stop_ids": STOP_IDS, "seed": 11, "cache_bytes": 1 << 28, **options}
+            return RolloutEngine(small_arch, settings, tokenizer, **options)
+
+        environments = load_environment(Counts)
+        rules = EpisodeRules(
+            tokenizer,
+            environments.turns(tokenizer, STOP_IDS),
+            InThreads(environments, 20.0),
+            max_turns=3,
+            max_environment_tokens=100,
+            max_tokens=300,
+        )
+        if not num_workers:
+            rollouts = engine(episodes=rules)
+        else:
+            read = weights_reader(small_arch, one_device())
+
+            def factory():
+                own = engine(n=1, per_request_sampling=True)
+                return worker(own, read, name="engine", num_slots=None, timeout_s=60.0)
+
+            sampling = Sampling(3, 24, 0.9)
+            options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
+            fleet = Fleet([factory] * num_workers, InMemory(), **options)
+            rollouts = FleetEpisodes(fleet, rules, seed=11, tokenizer=tokenizer)
+        rollouts.sync_weights(small_params, 5)
+        made.append(rollouts)
+        return rollouts
+
+    yield make
+    for rollouts in made:
+        rollouts.close()
+
+
+@pytest.mark.parametrize("worker", [EngineWorker, Dying])
+def test_episodes_are_those_of_an_engine_whoever_is_lost(make, tokenizer, small_params, worker):
+    texts = [({"role": "user", "content": f"How many {i}?"},) for i in range(5)]
+    prompts = [
+        Prompt(i, np.array(render(tokenizer, text), np.int32), text, {"number": i})
+        for i, text in enumerate(texts)
+    ]
+    Dying.taken = 0
+    one, fleet = make(), make(2, worker)
+    for step in (3, 4):
+        expected, batch = (rollouts.generate(prompts, step=step) for rollouts in (one, fleet))
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+        np.testing.assert_array_equal(batch.completion_mask, expected.completion_mask)
+        np.testing.assert_array_equal(batch.policy_version, expected.policy_version)
+        np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
+        assert batch.finish_reason.tolist() == expected.finish_reason.tolist()
+        assert {"environment", "turns"} <= set(batch.finish_reason.tolist())
+        assert "error" in batch.finish_reason[6:9]
+        assert batch.columns == expected.columns
+        for name in ("episode/turns/max", "episode/errors", "length/environment/max"):
+            assert batch.metrics[name].result() == expected.metrics[name].result()
+        if step == 3:
+            assert batch.metrics["fleet/restarts"].result() == (worker is Dying)
+        for rollouts in (one, fleet):
+            rollouts.sync_weights(small_params, 6)
