@@ -176,14 +176,13 @@ def test_a_column_chooses_among_environments(options, tmp_path):
     run = train(small_run(tmp_path, "several", *several)).run
     for row in rows_of(run):
         assert row["episode/echo/turns/max"] == 2
-        assert row["episode/echo/reward/mean"] == 1.5
+        assert 1 < row["episode/echo/reward/mean"] <= 1.5
         assert row["episode/guess/reward/mean"] < 1
         assert row["episode/reward/mean"] < 1.5
     for sample in samples_of(run, "step"):
-        echoes = sample["columns"]["game"] == "echo"
-        assert sample["finish_reason"] in (
-            ["environment"] if echoes else ["environment", "turns", "length", "error"]
-        )
+        if sample["columns"]["game"] == "echo":
+            assert sample["finish_reason"] in ("environment", "length")
+            assert {turn["content"] for turn in sample["turns"] if turn["role"] == "user"} <= {"Tom has 2."}
     rows[3]["game"] = "gess"
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=r"row 4: the column `game` must name one of .* echo.*; got 'gess'"):

@@ -5,6 +5,7 @@ import json
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx2 as httpx
@@ -26,6 +27,8 @@ from quatrain.weights.hf import save_hf
 
 TOKEN = "the-token-of-the-tests"
 PROMPT = [3, 4, 5, 6, 8]
+FEW_BYTES = 1 << 17
+"""Of a cache: a few requests with long answers."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,29 @@ def complete(client, prompt=PROMPT, *, own=None, **options):
     return client.completions.create(
         model=MODEL, prompt=prompt, logprobs=0, extra_body=extra, **{"max_tokens": 12, **options}
     )
+
+
+def test_with_little_memory_requests_are_preempted_and_answered_the_same(
+    small_arch, small_params, tokenizer, client
+):
+    """Requests of several samplings, all at once, by a server whose cache holds few of them."""
+    few = service_of(small_arch, small_params, tokenizer, cache_bytes=FEW_BYTES)
+    asked = [
+        {"prompt": PROMPT[:k], "seed": k, "temperature": 0.3 * k, "max_tokens": 90} for k in range(1, 6)
+    ] * 2
+
+    def answers(to):
+        with ThreadPoolExecutor(len(asked)) as threads:
+            found = list(threads.map(lambda options: complete(to, **options).choices[0], asked))
+        return [(choice.token_ids, choice.finish_reason) for choice in found]
+
+    with (
+        served(few, small_arch, tokenizer) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as short,
+    ):
+        found = answers(short)
+        assert few._engine.stats.preempted > 0
+    assert found == answers(client)
 
 
 def test_tokens_are_those_that_training_samples(small_arch, small_params, tokenizer, client):
