@@ -6,7 +6,7 @@ BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP   := $(VENV)/.installed
 
-.PHONY: help setup train test test-slow test-browser test-hlo test-vllm test-dist check bench docs site dist release smollm2 oracles
+.PHONY: help setup train test test-slow test-browser test-hlo test-vllm test-hubs test-dist check bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -39,6 +39,10 @@ test-hlo: $(STAMP) ## compile for an H100 and a TPU v5e, without either, and che
 test-vllm: $(STAMP) ## train with a real vLLM on this CPU (installs 4 GB into .vllm/; needs make smollm2)
 	$(BIN)/python scripts/install_vllm.py
 	$(BIN)/python -m pytest -m vllm tests/vllm -rs -s --durations=5
+
+test-hubs: $(STAMP) ## train with real environments of verifiers and openenv (installs 600 MB into .hubs/)
+	$(BIN)/python scripts/install_hubs.py
+	$(BIN)/python -m pytest -m hubs tests/hubs -rs --durations=5
 
 check: $(STAMP) ## run linter, format check, type checker and the check of import directions
 	$(BIN)/ruff check .

@@ -88,7 +88,7 @@ def test_every_sampled_token_is_trained_once_with_the_ids_that_were_sent(
     batches = []
     for attempt in range(2):
         log = tmp_path / f"log{attempt}.jsonl"
-        with playing("edits", args={"log": str(log)}) as rollouts:
+        with playing("edits", args={"log": str(log)}, num_workers=2 - attempt) as rollouts:
             batch = rollouts.generate(prompts(tokenizer), step=5)
         of_row = batch.episodes.of_row
         found = [
@@ -99,6 +99,10 @@ def test_every_sampled_token_is_trained_once_with_the_ids_that_were_sent(
         assert sorted(found) == sorted(logged(log))
         assert len(found) == 2 * (3 + 3 + 3 + 2)
         batches.append(batch)
+    # Encoded again, many turns would be other tokens: the check above would fail.
+    turns = [list(sampled) for _, (_, sampled) in found]
+    again = [tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) for ids in turns]
+    assert np.mean([ids != encoded for ids, encoded in zip(turns, again)]) > 0.05
     # Samples 1 began anew, so that they have two rows; the others one. Time changes nothing.
     assert np.bincount(batch.episodes.of_row).tolist() == [1, 2, 1, 1] * 2
     assert batches[0].completions == batches[1].completions

@@ -65,6 +65,8 @@ class AgentRules:
     more_tokens: int
     longest: int
     seed: int
+    python: str | None = None
+    """The interpreter of the agents' processes; None: this one."""
 
 
 @dataclass(eq=False)
@@ -163,6 +165,7 @@ class AgentRollouts:
             num_workers=rules.num_workers,
             timeout_s=rules.timeout_s,
             thread=self._thread,
+            python=rules.python,
         )
         self._slots = None if rules.concurrency is None else asyncio.Semaphore(rules.concurrency)
         self._api = Api(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from quatrain.agents.child import CANCEL_S, Client
+from quatrain.agents.hubs import hub_agent
 from quatrain.workers.hosts import Hosts
 from quatrain.workers.pool import Failure
 from quatrain.workers.process import GRACE_S, pickled
@@ -45,25 +47,37 @@ class AgentFault(Exception):
 class AgentProcesses:
     """Up to `num_workers` processes that play the agent `spec`; used in the loop of `thread` alone.
 
-    An episode may take `timeout_s` seconds. Raises ValueError for a function of the running program, which
-    other processes cannot import.
+    An episode may take `timeout_s` seconds. `python` is the interpreter of the processes, None: this one.
+    Raises ValueError for a function of the running program, which other processes cannot import, and for an
+    interpreter that cannot run them.
     """
 
     def __init__(
-        self, spec: str, args: Mapping[str, Any], *, num_workers: int, timeout_s: float, thread: LoopThread
+        self,
+        spec: str,
+        args: Mapping[str, Any],
+        *,
+        num_workers: int,
+        timeout_s: float,
+        thread: LoopThread,
+        python: str | None = None,
     ):
         if spec.startswith("__main__:"):
             raise ValueError(
                 "rollout.agent must be named as `path/file.py:function`, which processes import; got "
                 f"{spec!r}, of the running program; put it into a file"
             )
+        if python is not None:
+            check_python(python)
+        path, arguments = hub_agent(spec, args)
         self._limit_s = timeout_s + CANCEL_S + GRACE_S
         self._timeout_s = timeout_s
         self._numbers, self._alone = itertools.count(), asyncio.Semaphore(num_workers)
         settings = {
             "serve": "quatrain.agents.child:serve",
-            "spec": spec,
-            "args": dict(args),
+            "spec": path,
+            "args": dict(arguments),
+            "python": python,
             "timeout_s": timeout_s,
             "memory_mb": None,
         }
@@ -111,3 +125,18 @@ class AgentProcesses:
     def end(self) -> None:
         """Ends the processes."""
         self._hosts.kill_all(CLOSED)
+
+
+def check_python(python: str) -> None:
+    """Raises ValueError unless `python` is an interpreter of Python 3.11 or newer."""
+    try:
+        asked = [python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said != "True":
+        why = "is an older Python" if said == "False" else f"does not run: {said or 'it printed nothing'}"
+        raise ValueError(
+            f"rollout.agent_python must be an interpreter of Python 3.11 or newer; {python} {why}; give the "
+            "path of one, as hub/bin/python, or null for the one that trains"
+        )

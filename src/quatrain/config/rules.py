@@ -246,7 +246,10 @@ RULES: tuple[Rule, ...] = (
         *without("rollout.environment", "rollout.tools"),
     ),
     *no_effect(
-        [f"rollout.agent_{name}" for name in ("args", "workers", "concurrency", "timeout_s", "failure")],
+        [
+            f"rollout.agent_{name}"
+            for name in ("args", "python", "workers", "concurrency", "timeout_s", "failure")
+        ],
         *without("rollout.agent"),
     ),
     Rule(

@@ -40,23 +40,32 @@ def is_gym(spec: str | tuple[str, ...]) -> bool:
     return all(each.startswith(REASONING_GYM) for each in data_set_list(spec))
 
 
-def gym_query(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name of a reasoning-gym data set, and its configuration with `size` and `seed`.
+def parameters(spec: str, prefix: str) -> tuple[str, dict[str, Any]]:
+    """The name in a data set `PREFIXNAME?KEY=VALUE&…`, and its parameters, of which each is JSON, or text.
 
-    A value is JSON, or else text. Raises ValueError for what is no such query.
+    Raises ValueError for what has not this form.
     """
-    name, _, query = spec.removeprefix(REASONING_GYM).partition("?")
+    name, _, query = spec.removeprefix(prefix).partition("?")
     given: dict[str, Any] = {}
     for part in query.split("&") if query else ():
         key, equals, text = part.partition("=")
         if not (key and equals) or key in given:
             raise ValueError(
                 f"data set {spec!r}: parameters must be NAME=VALUE, each name once, with & between them; got "
-                f"{part!r}; correct it, as {REASONING_GYM}chain_sum?size=2000&seed=1"
+                f"{part!r}; correct it, as {prefix}{name}?size=2000&seed=1"
             )
         given[key] = unquote(text)
         with suppress(ValueError):
             given[key] = json.loads(given[key])
+    return name, given
+
+
+def gym_query(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name of a reasoning-gym data set, and its configuration with `size` and `seed`.
+
+    Raises ValueError for what is no such query.
+    """
+    name, given = parameters(spec, REASONING_GYM)
     given = GYM_DEFAULTS | given
     for key, least in (("size", 1), ("seed", 0)):
         if type(given[key]) is not int or given[key] < least:

@@ -10,9 +10,11 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+from quatrain.agents.hubs import hub_rows
 from quatrain.agents.play import AgentRollouts, Episode
 from quatrain.config.load import Resolved
 from quatrain.data.prompts import load_prompts
+from quatrain.data.rows import NO_ROWS
 from quatrain.loop.build import agent_rollouts, load_policy
 from quatrain.report.progress import waiting
 from quatrain.serve.turn_tree import Turn
@@ -31,7 +33,8 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
     with waiting("loading the model"):
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
-    source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed)
+    rows = hub_rows(config, config.data.train, NO_ROWS)
+    source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed, rows=rows)
     with closing(agent_rollouts(config, loaded)) as rollouts:
         assert isinstance(rollouts, AgentRollouts)
         rollouts.sync_weights(loaded.params, 0)

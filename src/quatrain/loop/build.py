@@ -362,6 +362,7 @@ def agent_rollouts(
         more_tokens=config.data.max_prompt_length + environment_tokens(config),
         longest=loaded.arch.longest,
         seed=config.seed,
+        python=rollout.agent_python,
     )
     service: EngineService | FleetService
     if rollout.has_fleet:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
@@ -132,7 +133,7 @@ class Evaluator:
                     required_columns=required,
                     check_prompt=self._scorer.check_prompt,
                     turns=loaded.turns,
-                    rows=rows,
+                    rows=hub_rows(config, spec, rows),
                 ),
             )
             for name, spec in config.data.eval_sets.items()

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.dump import dump_yaml, plain
@@ -458,7 +459,7 @@ def _load_prompts(
         check_prompt=scorer.check_prompt,
         turns=loaded.turns,
         by_pass_rate=True,
-        rows=rows,
+        rows=hub_rows(config, config.data.train, rows),
     )
 
 

@@ -64,6 +64,7 @@ class Pool:
         memory_mb: MiB of private memory of one process; None: not limited.
         fork: spec of the one function that is called, by a process that was forked after the import: another
             is there at once when a signal ends it.
+        python: the interpreter; None: this one.
         on_output: called with the spec and what the function printed.
     """
 
@@ -77,6 +78,7 @@ class Pool:
         args: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         memory_mb: int | None = None,
         fork: str | None = None,
+        python: str | None = None,
         on_output: Callable[[str, str], None] = lambda spec, text: None,
     ):
         self._what, self._on_output, self.num_workers = what, on_output, num_workers
@@ -87,6 +89,7 @@ class Pool:
             "args": {spec: dict(arguments) for spec, arguments in args.items()},
             "memory_mb": memory_mb,
             "fork": fork,
+            "python": python,
         }
         self._workers: list[WorkerProcess] = []
         self._waiting: deque[_Job] = deque()

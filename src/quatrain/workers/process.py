@@ -41,6 +41,7 @@ LONGEST_OUTPUT = 16384
 """Bytes of what was printed that are passed on at a time, in whole lines; the rest is counted."""
 _READ_BYTES = 65536
 _SCRIPT = Path(__file__).with_name("worker.py")
+_ROOT = Path(__file__).parents[2]
 
 Kind = Literal["timeout", "crash", "memory", "exit", "refused", "error"]
 
@@ -81,7 +82,8 @@ class WorkerProcess:
 
     Args:
         what: what `ps` shows of it.
-        settings: what `worker.py` reads first; `memory_mb` is MiB of private memory, or None.
+        settings: what `worker.py` reads first; `memory_mb` is MiB of private memory, or None; `python` the
+            interpreter, if it is another than this one.
         on_output: called with what the last call was of, and what was printed.
         on_news: called with lines that answer no call.
         answer_s: seconds in which it must answer at any time, also when its calls have no limit.
@@ -199,7 +201,8 @@ class WorkerProcess:
             # -P: the script's folder is not added to the import path. -u: what is printed before a crash is
             # not lost. A session of its own: a keyboard interrupt does not reach it, and it ends with its
             # children.
-            command = [sys.executable, "-P", "-u", "-X", "faulthandler", str(_SCRIPT), str(theirs.fileno())]
+            python = settings.get("python") or sys.executable
+            command = [python, "-P", "-u", "-X", "faulthandler", str(_SCRIPT), str(theirs.fileno())]
             self._popen = subprocess.Popen(
                 [*command, self._what],
                 stdin=subprocess.DEVNULL,
@@ -218,7 +221,9 @@ class WorkerProcess:
         os.set_blocking(self._printed.fileno(), False)
         self._loop.add_reader(self._socket, self._receive)
         self._loop.add_reader(self._printed, self._read_output)
-        self._send({**settings, "parent": os.getpid(), "path": sys.path})
+        # Another interpreter has packages of its own, beside which it finds this one.
+        path = {"more_path": [str(_ROOT)]} if settings.get("python") else {"path": sys.path}
+        self._send({**settings, "parent": os.getpid(), **path})
 
     def _send(self, message: Any) -> None:
         pickled = pickle.dumps(message)

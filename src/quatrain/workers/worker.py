@@ -92,7 +92,7 @@ def main() -> None:
     """Answers requests until no more can come."""
     connection = Connection(int(sys.argv[1]))
     settings: Mapping[str, Any] = connection.request()  # type: ignore[assignment]
-    sys.argv, sys.path = [""], settings["path"]
+    sys.argv, sys.path = [""], settings.get("path") or [*sys.path, *settings["more_path"], ""]
     from quatrain.workers.user_code import find_function
 
     _enter(settings)

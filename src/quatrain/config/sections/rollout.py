@@ -80,8 +80,11 @@ class RolloutConfig(Section):
     """Functions that the policy can call in its turns, each as `path.py:function`."""
     agent: Text | None = None
     """A program of yours that plays each sample and asks the policy through an OpenAI client, as
-    `path.py:function` or `command: PROGRAM ARGUMENTS`; null: quatrain runs the dialogue:
-    [agents.md](agents.md)."""
+    `path.py:function` or `command: PROGRAM ARGUMENTS`, or environments of a hub, as `verifiers:TASKSET` or
+    `openenv:URL`; null: quatrain runs the dialogue: [agents.md](agents.md), [hubs.md](hubs.md)."""
+    agent_python: Text | None = None
+    """Interpreter of the agents' processes, for packages that cannot be beside quatrain's, as
+    `hub/bin/python`; null: the one that trains."""
     agent_args: dict[Text, PlainValue] = Field({})
     """Arguments of the agent by name, beside `client` and `row`."""
     agent_workers: Count | None = None
