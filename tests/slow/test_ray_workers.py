@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,10 @@ pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.slow
 
 SETTINGS = ["rollout.n=4", "rollout.max_new_tokens=48", "data.batch_size=32", "rollout.max_concurrency=16"]
+ONCE = """
+async def agent(client, row):
+    await client.chat(row["prompt"])
+"""
 QUATRAIN = Path(sys.executable).with_name("quatrain")
 
 
@@ -124,6 +130,28 @@ def test_a_worker_killed_or_stopped_in_mid_batch_changes_no_token(watch, prompts
     assert batch.metrics["fleet/restarts"].result() == 1
     run.until(lambda: len(run.processes()) == 2)
     assert victim not in run.processes()
+
+
+def test_turns_of_agents_are_those_of_one_engine_though_a_worker_is_killed(
+    loaded, prompts, expected, tmp_path
+):
+    """An agent that asks once with the prompt of its row."""
+    (tmp_path / "once.py").write_text(ONCE)
+    config = config_of("rollout.workers=2", f"rollout.agent={tmp_path}/once.py:agent")
+    killed = []
+
+    def watch(progress):
+        if 0 < progress.completions < progress.total and not killed:
+            killed.append(rollouts.fleet.workers[0].process)
+            os.kill(killed[0], signal.SIGKILL)
+
+    with closing(build_engine(config, loaded, on_progress=watch)) as rollouts:
+        rollouts.sync_weights(loaded.params, 3)
+        batch = rollouts.generate(prompts, step=2)
+    of_rows = {name: batch.columns[name] for name in expected.columns}  # beside those of episodes
+    assert_same(replace(batch, columns=of_rows), expected)
+    assert len(killed) == 1
+    assert batch.metrics["fleet/restarts"].result() == 1
 
 
 def test_a_worker_killed_while_it_loads_weights_loads_them_anew(watch, prompts, expected):
