@@ -86,6 +86,11 @@ def test_samples_are_sequences_with_the_reward_of_their_episode(whole):
             == (sample["step"], sample["group_id"], sample["episode"]["sample"])
         ]
         assert sorted(other["episode"]["sequence"] for other in same) == [0, 1, 2]
+        answers = [turn for other in same for turn in other["turns"] if "answer" in turn]
+        trained = [turn["answer"] for turn in answers if turn.get("trained", True)]
+        assert sorted(trained) == sorted({turn["answer"] for turn in answers}) == [1, 2, 3, 4]
+        assert len(answers) == 5  # the first is the context of both answers after it
+        assert sorted(other["episode"].get("began", "") for other in same) == ["", "", "message 1 changed"]
         assert len({other["reward"] for other in same}) == len({other["advantage"] for other in same}) == 1
     failed = [sample for sample in samples if sample["finish_reason"] == "error"]
     assert failed

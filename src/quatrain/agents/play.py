@@ -30,7 +30,7 @@ from quatrain.rollout.fleet_service import FleetService
 from quatrain.serve.api import Api
 from quatrain.serve.sessions import Session, SessionRules, Sessions
 from quatrain.serve.turn_tree import Row
-from quatrain.types.batches import Prompt, RolloutBatch
+from quatrain.types.batches import AGENT_SEQUENCE, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.workers.threads import LoopThread
@@ -98,22 +98,29 @@ class Episode:
     def samples(self) -> list[tuple[Prompt, Completion]]:
         """Its sequences, in the order of `rows`, as samples of the prompt."""
         if not self.rows:  # it never asked
-            return [(self._prompt(self.prompt.input_ids, ()), self._ended(Completion()))]
-        return [
-            (
-                self._prompt(np.array(row.path[0].prompt_ids, np.int32), row.path[-1].messages),
-                self._ended(_completion(row)),
-            )
-            for row in self.rows
-        ]
+            return [(self._prompt(None), self._ended(Completion()))]
+        return [(self._prompt(row), self._ended(_completion(row))) for row in self.rows]
 
-    def _prompt(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def _prompt(self, row: Row | None) -> Prompt:
+        """The prompt of a sequence; None: of an episode without an answer."""
+        assert self.session is not None
+        path = () if row is None else row.path
+        turns = self.session.tree.turns
         columns = {
             **self.prompt.columns,
-            "messages": list(messages) or as_messages(self.prompt.text),
+            "messages": list(path[-1].messages if path else ()) or as_messages(self.prompt.text),
             "turn_rewards": [],
             "environment_reward": self.played.reward,
+            AGENT_SEQUENCE: {
+                "answers": [
+                    [len(turn.messages) - 1, turns.index(turn) + 1, row is not None and turn in row.owned]
+                    for turn in path
+                    if turn.messages
+                ],
+                "began": path[0].reason if path else None,
+            },
         }
+        ids = np.array(path[0].prompt_ids, np.int32) if path else self.prompt.input_ids
         return replace(self.prompt, input_ids=ids, columns=columns)
 
     def _ended(self, completion: Completion) -> Completion:

@@ -277,7 +277,11 @@ def _prompt(value: Any) -> str | list[dict[str, Any]]:
 
 
 def _turn(turn: Any) -> dict[str, Any]:
-    """The message with `role` and `text`, and `name` (of a tool) and `reward` where the row has them."""
+    """The message with `role` and `text`, and what else the row has of it: `name` (of a tool), `reward`, ….
+
+    `answer` is its number among the answers of an agent's episode, `trained` false if another sequence of the
+    episode trains it.
+    """
     if not isinstance(turn, dict):
         return {"role": "", "text": _text(turn)}
     name, reward = turn.get("name"), number(turn.get("reward"))
@@ -286,6 +290,7 @@ def _turn(turn: Any) -> dict[str, Any]:
         "text": _text(turn.get("text", turn.get("content", ""))),
         **({} if name is None else {"name": _text(name)}),
         **({} if reward is None else {"reward": reward}),
+        **{key: turn[key] for key in ("answer", "trained") if isinstance(turn.get(key), int)},
     }
 
 

@@ -17,7 +17,14 @@ import numpy as np
 
 from quatrain.data.messages import as_messages
 from quatrain.reward.values import plain_json
-from quatrain.types.batches import EPISODE_COLUMNS, AdvantagedBatch, PromptText, RewardedBatch, RolloutBatch
+from quatrain.types.batches import (
+    AGENT_SEQUENCE,
+    EPISODE_COLUMNS,
+    AdvantagedBatch,
+    PromptText,
+    RewardedBatch,
+    RolloutBatch,
+)
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
@@ -104,11 +111,15 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
     rollouts = rewarded.rollouts
     raw = rewarded.rewards_per_function[:, index]
     columns = {name: values[index] for name, values in rollouts.columns.items()}
-    episode = _episode(rollouts.prompts[index], columns) if columns.keys() >= set(EPISODE_COLUMNS) else {}
+    sequence = columns.pop(AGENT_SEQUENCE, None)
+    episode = (
+        _episode(rollouts.prompts[index], columns, sequence) if columns.keys() >= set(EPISODE_COLUMNS) else {}
+    )
     if episode:
         columns = {name: value for name, value in columns.items() if name not in EPISODE_COLUMNS}
     if rollouts.episode_ids is not None:
-        episode["episode"] = _place(rollouts, index)
+        began = sequence and sequence["began"]
+        episode["episode"] = {**_place(rollouts, index), **({"began": began} if began else {})}
     return {
         "prompt": rollouts.prompts[index],
         "completion": rollouts.completions[index],
@@ -133,8 +144,14 @@ def _place(rollouts: RolloutBatch, index: int) -> dict[str, int]:
     }
 
 
-def _episode(prompt: PromptText, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The turns after `prompt`, each reward with its turn, and the reward of the environment."""
+def _episode(
+    prompt: PromptText, columns: Mapping[str, Any], sequence: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The turns after `prompt`, each reward with its turn, and the reward of the environment.
+
+    In a sequence of an agent's episode, each answer of the policy has its number in the episode (`answer`),
+    and one that another sequence trains has `trained` false.
+    """
     messages = list(columns["messages"])
     for message in as_messages(prompt):
         if not messages or messages[0] != message:
@@ -145,6 +162,10 @@ def _episode(prompt: PromptText, columns: Mapping[str, Any]) -> dict[str, Any]:
     # Examples of the assistant's turns that the environment put before the dialogue have no reward.
     for turn, reward in zip(reversed(own), reversed(columns["turn_rewards"]), strict=False):
         turn["reward"] = _number(reward)
+    before = len(columns["messages"]) - len(turns)
+    for place, number, trained in () if sequence is None else sequence["answers"]:
+        if place >= before:
+            turns[place - before] |= {"answer": number} if trained else {"answer": number, "trained": False}
     return {"turns": turns, "environment_reward": _number(columns["environment_reward"])}
 
 

@@ -27,6 +27,10 @@ FAULTS = ("error", "timeout")
 """Finish reasons of episodes that a fault of the environment ended."""
 EPISODE_COLUMNS = ("messages", "environment_reward", "turn_rewards")
 """Columns that episodes add: the whole dialogue, the environment's reward, and its parts for each turn."""
+AGENT_SEQUENCE = "agent_sequence"
+"""The column of a row of an agent's episode: {"answers": [message, number, trained] of each answer of the
+policy (its place among the messages, its number in the episode, whether this row trains it), "began": why the
+row continues no earlier answer, or None}."""
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments of reward functions other than columns; a data column must not have one of these names."""
 Message = Mapping[str, str]

@@ -17,6 +17,8 @@ function ending(reason) {
 }
 
 const isOwn = (turn) => turn.role === "assistant";
+// Of an agent's episode: an answer that another of its sequences trains.
+const isShared = (turn) => turn.trained === false;
 
 // What a sample says: its completion, or every turn of its episode.
 const textsOf = (sample) => sample.turns ? [sample.completion, ...sample.turns.map((turn) => turn.text)] : [sample.completion];
@@ -62,8 +64,9 @@ const turnHead = (words, reward) => el("div", { class: "turn-head" }, words, rew
 function episode(turns, query, whole) {
   const rewarded = turns.some((turn) => turn.reward);
   let number = 0;
-  return el("ol", { class: "turns episode", role: "list" }, turns.map((turn) => el("li", { class: `turn ${isOwn(turn) ? "own" : "given"}` },
-    turnHead([el("span", { class: "role" }, turn.role), isOwn(turn) ? el("span", { class: "aside" }, `turn ${++number}`) : null,
+  return el("ol", { class: "turns episode", role: "list" }, turns.map((turn) => el("li", { class: `turn ${isOwn(turn) && !isShared(turn) ? "own" : "given"}` },
+    turnHead([el("span", { class: "role" }, turn.role), isOwn(turn) ? el("span", { class: "aside" }, turn.answer ? `answer ${turn.answer}` : `turn ${++number}`) : null,
+      isShared(turn) ? el("span", { class: "aside", title: "Each answer is trained once, in one sequence of its episode." }, "trained in another sequence") : null,
       turn.name ? el("code", { class: "name" }, turn.name) : null], rewarded && turn.reward !== undefined ? turn.reward : null),
     turn.text === "" ? el("em", { class: "text" }, "empty") : foldable(turn.text, query, whole))));
 }
