@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from quatrain.agents.hubs import hub_agent, hub_rows
-from quatrain.agents.workers import check_python
+from quatrain.agents.hubs import check_python, hub_agent, hub_rows
 from quatrain.config.load import load_config
 
 PACKAGE = """
@@ -65,7 +64,7 @@ def test_the_tasks_of_a_taskset_are_rows(config):
             "prompt": [{"role": "user", "content": f"Say {name}"}],
             "task": i,
             "name": name,
-            "taskset": {"ask": "Say"},
+            "taskset": {"id": "words", "ask": "Say"},
         }
         for i, name in ((1, "b"), (2, "c"))
     ]
@@ -75,6 +74,12 @@ def test_the_tasks_of_a_taskset_are_rows(config):
 def test_wrong_parameters_of_tasks(config, query):
     with pytest.raises(ValueError, match=r"data set 'verifiers:words\?.*' ?: .*must be"):
         hub_rows(config, f"verifiers:words?{query}", {})
+
+
+def test_an_interpreter_that_is_none_is_named_before_tasks_are_listed():
+    settings = ["rollout.agent=verifiers:words", "rollout.agent_python=nowhere/python"]
+    with pytest.raises(ValueError, match=r"rollout\.agent_python must be .*nowhere/python does not run"):
+        hub_rows(load_config(None, settings).config, "verifiers:words", {})
 
 
 def test_another_interpreter_lacks_the_package_of_a_hub():
@@ -93,8 +98,12 @@ def test_agents_of_hubs_are_functions_of_this_package():
     assert path.endswith("openenv_child.py:agent")
     assert arguments == {"url": "http://127.0.0.1:80", "max_concurrent": 2}
     assert hub_agent("mine.py:play", {"a": 1}) == ("mine.py:play", {"a": 1})
-    with pytest.raises(ValueError, match="must name a taskset alone"):
-        hub_agent("verifiers:words?size=3", {})
+    for wrong in ("verifiers:words?size=3", "verifiers:"):
+        with pytest.raises(ValueError, match="must be verifiers:TASKSET"):
+            hub_agent(wrong, {})
+    for wrong, args in (("openenv:localhost:80", {}), ("openenv:http://a", {"url": "http://b"})):
+        with pytest.raises(ValueError, match="must be openenv:URL"):
+            hub_agent(wrong, args)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Agents whose turns workers of a fleet sample: the episodes of one engine, whichever worker is lost."""
 
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -87,6 +88,11 @@ class Refusing(EngineWorker):
             self._finish(group.number, failed)
 
 
+class Hanging(EngineWorker):
+    def submit(self, groups, version):
+        self._unfinished += len(groups)
+
+
 @pytest.mark.parametrize("worker", [EngineWorker, Fragile])
 def test_turns_on_workers_are_those_of_one_engine(playing, tokenizer, tmp_path, worker):
     Fragile.made = Fragile.taken = 0
@@ -114,9 +120,34 @@ def test_new_weights_wait_for_what_agents_have_left(playing, small_params, token
     assert (batch.policy_version[batch.completion_mask] == 4).all()
 
 
-def test_a_fleet_that_fails_ends_the_run(playing, tokenizer, tmp_path):
+def test_a_turn_that_no_worker_samples_costs_its_episode(playing, tokenizer, tmp_path):
+    """The agent gets an error; here it is that of every episode, so that the run ends."""
     with (
         playing("edits", 1, Refusing, log=str(tmp_path / "log.jsonl")) as rollouts,
-        pytest.raises(ServiceFailed, match=r"the fleet failed: GroupFailed: .* failed 4 times"),
+        pytest.raises(ValueError, match=r"every episode of .* has a fault(.|\n)*it failed 4 times, last on"),
     ):
         rollouts.generate(prompts(tokenizer), step=5)
+
+
+def test_a_cancelled_turn_is_not_looked_for(playing, tokenizer):
+    """It may be cancelled between two looks of the thread that takes turns."""
+    with playing("once", 1) as rollouts:
+        service = rollouts.fleet
+        numbers = service.submit_own([], [])
+        service.cancel_own([7])
+        assert service.take_own([*numbers, 7], 0.01) == []
+
+
+def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokenizer):
+    with playing("once", 1, Hanging) as rollouts:
+        ticket = rollouts.submit(prompts(tokenizer), step=1)
+        while not rollouts.fleet._table.num_unfinished:
+            time.sleep(0.01)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(rollouts.fleet.wait_until_idle)
+            time.sleep(0.3)
+            rollouts.fleet.close()
+            with pytest.raises(RuntimeError, match="the fleet was closed"):
+                waiting.result(5)
+        with pytest.raises(ServiceFailed):
+            rollouts.wait(ticket)

@@ -135,7 +135,7 @@ def test_weights_exchanged_in_flight(options, tmp_path):
     ("settings", "message"),
     [
         (["rollout.environment=game.py:Game"], "rollout.agent.*must be null with rollout.environment"),
-        (["rollout.servers=[http://localhost:1]"], "rollout.agent.*must be null with rollout.workers"),
+        (["advantage.turn_credit=true"], "advantage.turn_credit.*has no effect"),
         (["advantage.estimator=remax"], "rollout.agent.*has no greedy baseline"),
         (["rollout.environment_workers=2"], "rollout.environment_workers.*has no effect"),
     ],

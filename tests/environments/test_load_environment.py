@@ -348,7 +348,7 @@ def test_methods_that_do_not_return_their_result_are_refused(form, method):
 
 def test_a_column_chooses_the_environment_and_its_tools(path):
     environments = load_environments({"column": "game", "words": WordGame, "numbers": f"{path}:Game"})
-    assert environments.required_columns == ("game", "target")
+    assert environments.required_columns == ("game",)
     words, numbers = ({"game": name, "word": "pen", "target": "7"} for name in ("words", "numbers"))
     assert environments(words).reset(words) == " It has 3 letters."
     assert environments(numbers).reset(numbers) == ({"role": "user", "content": "none"},)
@@ -358,6 +358,9 @@ def test_a_column_chooses_the_environment_and_its_tools(path):
     asked = ({"role": "user", "content": "Play."},)
     written = [tokenizer.decode(turns(row).prompt(asked)) for row in (words, numbers)]
     assert ['"name": "guess"' in text for text in written] == [True, False]
+    with pytest.raises(ValueError, match=r"game\.py:Game needs the column `target`, which this row has not"):
+        turns({"game": "numbers", "target": None})
+    assert turns({"game": "words"}) is turns(words)
 
 
 @pytest.mark.parametrize("row", [{}, {"game": None}, {"game": "chess"}, {"game": 3}])

@@ -1,10 +1,13 @@
 """Property: whatever happens to workers, each group comes out exactly once, or its failure is raised."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
 from quatrain.types.batches import Prompt
@@ -93,3 +96,39 @@ def test_what_cannot_be_is_refused():
     table.finish("a", finished(1))
     with pytest.raises(ValueError, match="does not have"):
         table.finish("a", finished(1))
+
+
+def test_a_group_that_failed_twice_gets_a_worker_though_others_keep_coming():
+    table, worker = GroupTable(3), "a"
+    table.add([spec(0), spec(1)])
+    for _ in range(2):
+        table.give(worker, 2)
+        table.finish(worker, FinishedGroup(0, error="raised"))
+    for number in range(2, 5):
+        table.add([spec(number)])
+        assert table.give(worker, 2) == []  # until group 1 is finished
+    table.finish(worker, finished(1))
+    assert [each.number for each in table.give(worker, 2)] == [0]
+
+
+def test_a_turn_that_failed_too_often_is_finished_with_its_error():
+    own = PerRequestSampling(SAMPLING, 0, 0, 1)
+    table = GroupTable(1)
+    table.add([replace(spec(0), own=own)])
+    for _ in range(2):
+        table.give("a", 1)
+        table.lose("a", "died")
+    [group] = table.take([0])
+    assert group.error == "it failed 2 times, last on a: died"
+
+
+def test_withdrawn_groups_are_forgotten_when_their_worker_no_longer_has_them():
+    table = GroupTable(3)
+    table.add(map(spec, range(4)))
+    assert [each.number for each in table.give("a", 3)] == [0, 1, 2]
+    table.finish("a", finished(0))
+    table.withdraw([0, 1, 2, 3, 99])
+    assert (len(table), table.num_unfinished) == (2, 2)
+    table.finish("a", finished(1))
+    table.lose("a", "died")
+    assert (len(table), table.num_unfinished) == (0, 0)

@@ -7,6 +7,7 @@ process of the same interpreter -> rows.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -27,14 +28,20 @@ def hub_agent(spec: str, args: Mapping[str, Any]) -> tuple[str, Mapping[str, Any
     """The function that plays an agent of a hub, with its arguments; another agent as it is."""
     if spec.startswith(VERIFIERS):
         name, config = parameters(spec, VERIFIERS)
-        if config:
+        if config or not name:
             raise ValueError(
-                f"rollout.agent {spec} must name a taskset alone; its configuration stands in data.train, as "
-                f"{spec.partition('?')[0]}?size=1000, and in rollout.agent_args"
+                "rollout.agent of verifiers must be verifiers:TASKSET, without parameters, which stand in "
+                f"data.train, as verifiers:TASKSET?size=1000, and in rollout.agent_args; got {spec}"
             )
         return f"{_HERE / 'verifiers_child.py'}:agent", {"taskset": name, "config": dict(args)}
     if spec.startswith(OPENENV):
-        return f"{_HERE / 'openenv_child.py'}:agent", {"url": spec.removeprefix(OPENENV), **args}
+        url = spec.removeprefix(OPENENV)
+        if "url" in args or not url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ValueError(
+                "rollout.agent of OpenEnv must be openenv:URL, as openenv:http://127.0.0.1:8000, its only "
+                f"address; got {spec} and rollout.agent_args {dict(args)}; correct one of them"
+            )
+        return f"{_HERE / 'openenv_child.py'}:agent", {"url": url, **args}
     return spec, args
 
 
@@ -52,7 +59,11 @@ def hub_rows(config: Config, spec: str | tuple[str, ...], given: GivenRows) -> G
 
 
 def _tasks(config: Config, spec: str) -> list[dict[str, Any]]:
+    if config.rollout.agent_python is not None:
+        check_python(config.rollout.agent_python)
     name, taskset = parameters(spec, VERIFIERS)
+    if not name:
+        raise ValueError(f"data set {spec!r} must name a taskset of verifiers, as verifiers:TASKSET?size=100")
     skip, size = taskset.pop("skip", 0), taskset.pop("size", None)
     for key, value, least in (("skip", skip, 0), ("size", size, 1)):
         if value is not None and (type(value) is not int or value < least):
@@ -68,4 +79,19 @@ def _tasks(config: Config, spec: str) -> list[dict[str, Any]]:
     if isinstance(made, Failure):
         why = made.detail.strip().splitlines()[-1]
         raise ValueError(f"data set {spec!r}: its tasks cannot be listed ({made.kind}): {why}")
-    return [{**row, "taskset": taskset} for row in made]
+    return [{**row, "taskset": {"id": name, **taskset}} for row in made]
+
+
+def check_python(python: str) -> None:
+    """Raises ValueError unless `python` is an interpreter of Python 3.11 or newer."""
+    try:
+        asked = [python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said != "True":
+        why = "is an older Python" if said == "False" else f"does not run: {said or 'it printed nothing'}"
+        raise ValueError(
+            f"rollout.agent_python must be an interpreter of Python 3.11 or newer; {python} {why}; give the "
+            "path of one, as hub/bin/python, or null for the one that trains"
+        )

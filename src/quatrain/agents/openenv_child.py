@@ -18,6 +18,8 @@ FULL = ("CAPACITY_REACHED", "at capacity")
 PAUSE_S = 0.2
 """Seconds before such a server is asked again, until the time of the episode is over."""
 STEP = "step"
+LONGEST_S = 7 * 24 * 3600.0
+"""Seconds that an answer of a server may take: rollout.agent_timeout_s limits the episode."""
 
 
 async def agent(
@@ -91,7 +93,7 @@ def _client(url: str) -> Any:
             "`python -m venv hub && hub/bin/pip install openenv==0.10.0`, and set rollout.agent_python to "
             "hub/bin/python"
         ) from None
-    return GenericEnvClient(base_url=url)
+    return GenericEnvClient(base_url=url, message_timeout_s=LONGEST_S)
 
 
 async def _begun(environment: Any, arguments: Mapping[str, Any]) -> Any:
@@ -141,10 +143,7 @@ async def _step(environment: Any, call: Mapping[str, Any], is_mcp: bool) -> Any:
             raise TypeError("the arguments of a call must be an object")
         if is_mcp:
             action = {"type": "call_tool", "tool_name": call["name"], "arguments": arguments}
-            result = await environment.step(action)
-            if error := result.observation.get("error"):
-                raise ValueError(error.get("message") or str(error))
-            return result
+            return await environment.step(action)
         if call["name"] != STEP:
             raise ValueError(f"there is no tool {call['name']}; call {STEP}")
         return await environment.step(arguments)
@@ -158,6 +157,9 @@ def _text(observation: Mapping[str, Any]) -> str:
     left = {
         name: each for name, each in observation.items() if name not in other and each not in (None, {}, [])
     }
+    if error := observation.get("error"):
+        said = error.get("message") if isinstance(error, Mapping) else None
+        return f"Error: {said or error}"
     if set(left) == {"result"}:  # of an MCP tool
         content = left["result"]
         data = content.get("data", content) if isinstance(content, Mapping) else content

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import uvicorn
@@ -139,6 +139,28 @@ class Ticket:
     """What the service had done before."""
 
 
+class TurnService(Protocol):
+    """What samples the turns of agents: an `EngineService`, where the methods are described, or a fleet's."""
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    def copy_weights(self, params: Any) -> Any: ...
+
+    def load(self, weights: Any, version: int) -> int: ...
+
+    def counts(self) -> Any: ...
+
+    def work_since(self, before: Any, seconds: float) -> Metrics: ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> Any: ...
+
+
 class AgentRollouts:
     """A rollout engine (`Rollouts`) whose samples are episodes of agents, played by `rules`.
 
@@ -161,7 +183,7 @@ class AgentRollouts:
         self.sampling = sampling
         self.fleet = service.fleet if isinstance(service, FleetService) else None
         """The workers that sample, if not the devices of this run."""
-        self._service = cast(EngineService, service)  # of which both have what is used here
+        self._service: TurnService = service
         self._rules, self._model, self._tokenizer = rules, model, tokenizer
         self._on_progress = on_progress
         self._sessions = Sessions()
@@ -176,7 +198,9 @@ class AgentRollouts:
         )
         self._slots = None if rules.concurrency is None else asyncio.Semaphore(rules.concurrency)
         self._api = Api(
-            self._service,
+            cast(
+                EngineService, service
+            ),  # the requests of sessions need what `TurnService` has, and `submit`
             tokenizer,
             model=model,
             vocab_size=vocab_size,

@@ -11,11 +11,14 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 UNPLAYED = "Begin."
 """The prompt of a row whose task has none: the environment's user opens the dialogue."""
 _environments: dict[str, asyncio.Future[Any]] = {}
+_until_the_end = AsyncExitStack()
+"""What environments serve to their agents, until this process ends."""
 
 
 def tasks(taskset: str, config: Mapping[str, Any], skip: int, size: int | None) -> list[dict[str, Any]]:
@@ -37,11 +40,20 @@ def tasks(taskset: str, config: Mapping[str, Any], skip: int, size: int | None) 
 async def agent(
     client: Any, row: Mapping[str, Any], taskset: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Plays the task of a row; the reward and metrics of its trace."""
+    """Plays the task of a row; the reward and metrics of its trace.
+
+    Raises ValueError for a row that is no task of the taskset.
+    """
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-    own = {**config.get("taskset", {}), **row["taskset"]}
-    environment, known = await _served(taskset, {**config, "taskset": own})
+    own = row.get("taskset")
+    if not isinstance(own, Mapping) or own.get("id") != taskset or "task" not in row:
+        raise ValueError(
+            f"an agent verifiers:{taskset} plays the tasks of this taskset; a row has "
+            f"{own.get('id') if isinstance(own, Mapping) else 'no taskset'}; give data.train and data.eval "
+            f"as verifiers:{taskset}?size=…"
+        )
+    environment, known = await _served(taskset, {**config, "taskset": {**config.get("taskset", {}), **own}})
     variable = f"QUATRAIN_KEY_{client.api_key[:16].upper()}"
     os.environ[variable] = client.api_key
     try:
@@ -61,7 +73,8 @@ async def _served(taskset: str, config: Mapping[str, Any]) -> Any:
     """The environment of this process with what it serves, and its tasks by number; made once."""
     key = f"{taskset}\n{sorted(config.items())!r}"
     if key not in _environments:
-        _environments[key] = asyncio.ensure_future(_begun(taskset, config))
+        made = _environments[key] = asyncio.ensure_future(_begun(taskset, config))
+        made.add_done_callback(lambda made: made.exception() and _environments.pop(key))  # made anew then
     return await asyncio.shield(_environments[key])
 
 
@@ -69,21 +82,24 @@ async def _begun(taskset: str, config: Mapping[str, Any]) -> tuple[Any, _Tasks]:
     # Programs that the package starts, such as uv, may stand beside its interpreter.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     environment = await asyncio.to_thread(_loaded, taskset, config)
-    await environment.serving().__aenter__()  # until this process ends
-    return environment, _Tasks(environment.taskset)
+    await _until_the_end.enter_async_context(environment.serving())
+    return environment, _Tasks(taskset, environment.taskset)
 
 
 class _Tasks(dict[int, Any]):
     """Tasks by number, read from the taskset as far as they are asked for."""
 
-    def __init__(self, taskset: Any):
+    def __init__(self, name: str, taskset: Any):
         super().__init__()
-        self._rest = iter(taskset)
+        self._name, self._rest = name, iter(taskset)
 
     def __missing__(self, number: int) -> Any:
-        while number not in self:
-            task = next(self._rest)
+        for task in self._rest:
             self[task.data.idx] = task
+            if task.data.idx >= number:
+                break
+        if number not in self:
+            raise ValueError(f"the taskset {self._name} has no task {number}; list its tasks anew")
         return self[number]
 
 

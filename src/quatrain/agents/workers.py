@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from quatrain.agents.child import CANCEL_S, Client
-from quatrain.agents.hubs import hub_agent
+from quatrain.agents.hubs import check_python, hub_agent
 from quatrain.workers.hosts import Hosts
 from quatrain.workers.pool import Failure
 from quatrain.workers.process import GRACE_S, pickled
@@ -62,13 +61,7 @@ class AgentProcesses:
         thread: LoopThread,
         python: str | None = None,
     ):
-        if spec.startswith("__main__:"):
-            raise ValueError(
-                "rollout.agent must be named as `path/file.py:function`, which processes import; got "
-                f"{spec!r}, of the running program; put it into a file"
-            )
-        if python is not None:
-            check_python(python)
+        check_agent(spec, args, python)
         path, arguments = hub_agent(spec, args)
         self._limit_s = timeout_s + CANCEL_S + GRACE_S
         self._timeout_s = timeout_s
@@ -127,16 +120,13 @@ class AgentProcesses:
         self._hosts.kill_all(CLOSED)
 
 
-def check_python(python: str) -> None:
-    """Raises ValueError unless `python` is an interpreter of Python 3.11 or newer."""
-    try:
-        asked = [python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    if said != "True":
-        why = "is an older Python" if said == "False" else f"does not run: {said or 'it printed nothing'}"
+def check_agent(spec: str, args: Mapping[str, Any], python: str | None) -> None:
+    """Raises ValueError for an agent that processes of `python` cannot load, as far as its name says so."""
+    if spec.startswith("__main__:"):
         raise ValueError(
-            f"rollout.agent_python must be an interpreter of Python 3.11 or newer; {python} {why}; give the "
-            "path of one, as hub/bin/python, or null for the one that trains"
+            "rollout.agent must be named as `path/file.py:function`, which processes import; got "
+            f"{spec!r}, of the running program; put it into a file"
         )
+    hub_agent(spec, args)
+    if python is not None:
+        check_python(python)

@@ -229,7 +229,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *no_effect(
         ["advantage.turn_credit"],
-        *without("rollout.environment", "rollout.tools"),
+        *without("rollout.environment"),
     ),
     Rule(
         "advantage.turn_credit",

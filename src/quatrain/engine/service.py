@@ -102,6 +102,9 @@ class EngineService:
     daemon, so that a job that hangs does not keep the process alive.
     """
 
+    can_score = True
+    """Whether given tokens can be scored."""
+
     def __init__(
         self,
         engine: Rollouts,

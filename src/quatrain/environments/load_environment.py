@@ -87,21 +87,34 @@ class EnvironmentsByColumn:
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        """Columns that any of them needs, and that of the name."""
-        each = (column for environments in self.named.values() for column in environments.required_columns)
-        return tuple(dict.fromkeys((self.column, *each)))
+        """The column of the name; `turns` checks those that the environment of a row needs."""
+        return (self.column,)
 
     def __call__(self, columns: Mapping[str, Any]) -> CheckedEnvironment:
         """A new environment for a row with these columns, as `Environments` makes it."""
         return self.named[self.kind(columns)](columns)
 
     def turns(self, tokenizer: Any, stop_ids: Sequence[int]) -> TurnsOfRow:
-        """What renders the turns of a row's episodes, with the tools of its environment."""
+        """What renders the turns of a row's episodes, with the tools of its environment.
+
+        It raises ValueError for a row without a column that its environment needs.
+        """
         templates = {
             name: TurnTemplate(tokenizer, stop_ids, environments.schemas)
             for name, environments in self.named.items()
         }
-        return lambda columns: templates[self.kind(columns)]
+
+        def of_row(columns: Mapping[str, Any]) -> TurnTemplate:
+            name = self.kind(columns)
+            for column in self.named[name].required_columns:
+                if columns.get(column) is None:
+                    raise ValueError(
+                        f"the {self.named[name].name} needs the column `{column}`, which this row has not; "
+                        f"give it, or another environment in the column `{self.column}`"
+                    )
+            return templates[name]
+
+        return of_row
 
     def keeping(self) -> EnvironmentsByColumn:
         """The same, kept after their episodes."""

@@ -28,8 +28,10 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
 
     Raises ValueError if the agent cannot be loaded, or every episode has a fault.
     """
-    own = {"workers": 0, "servers": ()}  # the policy is played as it is here
     config = resolved.config
+    own: dict[str, Any] = {"workers": 0, "servers": ()}  # the policy is played as it is here
+    if config.rollout.has_fleet:  # whose these are
+        own |= {"mesh": None, "max_concurrency": None}
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
     with waiting("loading the model"):
         loaded = load_policy(config, critic=False, adapters=False, environments=False)

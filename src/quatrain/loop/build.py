@@ -289,10 +289,14 @@ def build_engine(
         return agent_rollouts(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
     if not rollout.has_fleet:
         return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
-    fleet = _fleet(config, loaded, on_progress, usual_prompt)
     rules = _episode_rules(config, loaded) if rollout.servers else None  # workers on Ray have environments
     if rules is None:
-        return fleet
+        return _fleet(config, loaded, on_progress, usual_prompt)
+    try:
+        fleet = _fleet(config, loaded, on_progress, usual_prompt)
+    except BaseException:
+        rules.close()
+        raise
     return FleetEpisodes(
         fleet,
         rules,
@@ -339,7 +343,8 @@ def agent_rollouts(
     of the extra `serve`.
     """
     try:
-        from quatrain.agents.play import AgentRollouts, AgentRules  # other runs need no HTTP server
+        from quatrain.agents.play import AgentRollouts, AgentRules
+        from quatrain.agents.workers import check_agent  # other runs need no HTTP server
     except ImportError as error:
         raise ValueError(
             f"rollout.agent needs the packages of an HTTP server ({error}); install quatrain[serve]"
@@ -352,6 +357,7 @@ def agent_rollouts(
             f"rollout.agent needs a run of one process; this one has {num_processes()}; use the devices of "
             "one host, or an environment (rollout.environment)"
         )
+    check_agent(rollout.agent, rollout.agent_args, rollout.agent_python)
     rules = AgentRules(
         agent=rollout.agent,
         args=rollout.agent_args,

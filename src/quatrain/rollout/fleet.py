@@ -224,7 +224,6 @@ class Fleet:
         parts = [{name: Metric(*each) for name, each in part.items()} for part in shared["metrics"]]
         metrics = {**combine(*parts), "rollout/tokens_per_s": Metric(tokens, generated - began)}
         timings = {
-            "time/rollout_sync_s": Metric(shared["sync_s"]),
             "time/rollout_generate_s": Metric(generated - began, reduction="sum"),
         }
         return rollout_batch(samples, self._tokenizer, {**metrics, **timings})
@@ -251,7 +250,8 @@ class Fleet:
             self._supervisor.check()
             if self._closed:
                 raise RuntimeError("the fleet was closed while turns were in flight")
-            finished = [number for number in numbers if self._table.finished((number,))]
+            held = [number for number in numbers if self._table.holds((number,))]  # not withdrawn meanwhile
+            finished = [number for number in held if self._table.finished((number,))]
             if not finished:
                 self._supervisor.changed.wait(timeout_s)
             return list(zip(finished, self._table.take(finished), strict=True))
@@ -262,11 +262,18 @@ class Fleet:
             self._table.withdraw(numbers)
 
     def wait_until_idle(self) -> None:
-        """Returns when no worker has a group; raises as `wait` does."""
-        with self._supervisor.changed:
-            while self._table.num_unfinished:
-                self._supervisor.check()
-                self._supervisor.changed.wait(LOOK_S)
+        """Returns when no group is unfinished; raises as `wait` does."""
+
+        def idle() -> bool:
+            with self._supervisor.changed:
+                while self._table.num_unfinished:
+                    if self._closed:
+                        raise RuntimeError("the fleet was closed while turns were in flight")
+                    self._supervisor.check()
+                    self._supervisor.changed.wait(LOOK_S)
+            return True
+
+        decided_by_main(idle)
 
     def work_metrics(self) -> dict[str, Metric]:
         """Metrics of the workers since this was last called, which `wait` does."""
@@ -279,6 +286,7 @@ class Fleet:
             "fleet/retried_groups": Metric(since.retried, reduction="sum"),
             "fleet/stale_groups": Metric(since.stale, reduction="sum"),
             "fleet/busy_fraction": Metric(since.busy_s, since.seconds * supervisor.num_workers),
+            "time/rollout_sync_s": Metric(self._sync_s),
             "time/weights_gather_s": Metric(self._sync_s),
             "time/weights_load_s": Metric(supervisor.load_s, reduction="max"),
         }
@@ -323,7 +331,6 @@ class Fleet:
                 {name: [each.value, each.count, each.reduction] for name, each in part.items()}
                 for part in (*(group.metrics for group in groups), metrics)
             ],
-            "sync_s": self._sync_s,
         }
 
 

@@ -19,6 +19,7 @@ from quatrain.engine.engine import Episodes
 from quatrain.engine.groups import Group, PerRequestSampling
 from quatrain.engine.session import EngineStats, TurnEnd
 from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.group_table import GroupFailed
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
@@ -115,6 +116,8 @@ class FleetTurns:
     def _finished(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
         """The turns that have ended, as values that JSON has."""
         finished = self._fleet.take_own(numbers, LOOK_S)
+        if failed := next((group.error for _, group in finished if group.error is not None), None):
+            raise GroupFailed(f"a turn of an episode was not sampled: {failed}")
         return [(number, vars(group.samples[0][1])) for number, group in finished]
 
 
@@ -143,7 +146,7 @@ class FleetEpisodes:
         return self.fleet.copy_weights(params)
 
     def sync_weights(self, params: Any, version: int) -> None:
-        """As `Fleet.sync_weights`, once turns of episodes that faults have ended are over."""
+        """As `Fleet.sync_weights`, once the turns of a batch that an error has ended are over."""
         self.fleet.wait_until_idle()
         self.fleet.sync_weights(params, version)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from quatrain.cluster.threads import start_thread
 from quatrain.engine.groups import PerRequestSampling
-from quatrain.engine.scoring import Scores
 from quatrain.engine.service import CLOSED, Listener, Progress, ServiceFailed
 from quatrain.rollout.fleet import LOOK_S, Fleet
+from quatrain.rollout.worker import FinishedGroup
 from quatrain.types.batches import Prompt
-from quatrain.types.metrics import Metrics
+from quatrain.types.metrics import Metric, Metrics
 
 
 class FleetService:
@@ -26,6 +26,8 @@ class FleetService:
 
     paused = False
     """A fleet does not pause."""
+    can_score = False
+    """Workers sample, and score no tokens that they are given."""
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
@@ -33,7 +35,7 @@ class FleetService:
         """Why nothing can be answered any more; None as long as all is well."""
         self._changed = threading.Condition()
         self._listeners: dict[int, tuple[int, Listener]] = {}  # by the numbers of groups
-        self._closed = False
+        self._closed, self._num_sampled = False, 0
         self._thread = start_thread(self._work, name="turns on the fleet")
 
     @property
@@ -67,10 +69,6 @@ class FleetService:
             cancelled = [key for key in keys if self._listeners.pop(key, None) is not None]
         self.fleet.cancel_own(cancelled)
 
-    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[list[Scores]]:
-        """Refused: workers sample, and score no tokens that they are given."""
-        raise ServiceFailed("workers of a fleet score no given tokens; leave out echo and logprobs above 0")
-
     def copy_weights(self, params: Any) -> Any:
         """As `Fleet.copy_weights`."""
         return self.fleet.copy_weights(params)
@@ -81,12 +79,14 @@ class FleetService:
         self.fleet.sync_weights(weights, version)
         return version
 
-    def counts(self) -> None:
-        """None: a fleet counts from its last batch on."""
+    def counts(self) -> int:
+        """Tokens sampled so far, for `work_since`."""
+        return self._num_sampled
 
-    def work_since(self, before: None, seconds: float) -> Metrics:
-        """Metrics of the workers since the last batch."""
-        return self.fleet.work_metrics()
+    def work_since(self, before: int, seconds: float) -> Metrics:
+        """Metrics of the tokens since `counts` was `before`, `seconds` ago, and of the workers."""
+        sampled = Metric(self._num_sampled - before, seconds)
+        return {**self.fleet.work_metrics(), "rollout/tokens_per_s": sampled}
 
     def release(self) -> None:
         """Nothing to free: the workers' memory is their own."""
@@ -106,8 +106,7 @@ class FleetService:
                 for key, group in self.fleet.take_own(list(self._listeners), LOOK_S):
                     with self._changed:
                         number, listener = self._listeners.pop(key, (0, _ignore))
-                    [(_, done)] = group.samples
-                    listener(number, Progress(done.tokens, done.logprobs, done.versions, done.finish_reason))
+                    listener(number, self._progress(group))
         except Exception as failure:
             if not self._closed:
                 error = f"the fleet failed: {type(failure).__name__}: {failure}"
@@ -116,6 +115,13 @@ class FleetService:
             left, self._listeners = list(self._listeners.values()), {}
         for number, listener in left:
             listener(number, Progress(error=error))
+
+    def _progress(self, group: FinishedGroup) -> Progress:
+        if group.error is not None:
+            return Progress(error=f"the turn was not sampled: {group.error}")
+        [(_, done)] = group.samples
+        self._num_sampled += len(done.tokens)
+        return Progress(done.tokens, done.logprobs, done.versions, done.finish_reason)
 
     def _wait(self) -> bool:
         """Waits until something is in flight; False once this is closed."""

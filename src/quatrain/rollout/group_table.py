@@ -49,7 +49,8 @@ class GroupTable:
     A group fails if a worker says so, or is lost while it has the group; it is then given out again, at most
     `retries` times. A worker that said so gets it again only if all `able` workers have, those that can
     sample now. A group that failed twice is given out alone, so that a group which ends every worker does not
-    make others fail with it.
+    make others fail with it. A turn of an agent (`own`) that failed too often is finished, with its last
+    error, and costs its episode; another group ends the run.
     """
 
     def __init__(self, retries: int):
@@ -100,7 +101,8 @@ class GroupTable:
         if any(entry.suspect for entry in held):
             return []
         others = [entry for entry in waiting if not entry.suspect][: max(room - len(held), 0)]
-        given = suspects[:1] if suspects and not held else others
+        # While one waits to be given alone, nothing else is given, so that a worker becomes free for it.
+        given = others if not suspects else [] if held else suspects[:1]
         for entry in given:
             entry.worker = worker
         return [entry.spec for entry in given]
@@ -146,7 +148,10 @@ class GroupTable:
             return
         entry.failures += 1
         self.retried += 1
-        if entry.failures > self._retries:
+        if entry.failures > self._retries and entry.spec.own is not None:
+            failed = f"it failed {entry.failures} times, last on {worker}: {why}"
+            entry.result = FinishedGroup(entry.spec.number, error=failed)
+        elif entry.failures > self._retries:
             spec, text = entry.spec, entry.spec.prompt.text
             end = (text if isinstance(text, str) else str(text[-1].get("content")))[-SHOWN_CHARS:]
             raise GroupFailed(

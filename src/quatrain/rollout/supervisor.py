@@ -213,7 +213,7 @@ class WorkerSupervisor:
             workers = self.workers
             for slot in self._slots:
                 slot.generation += 1
-                slot.worker = None
+                slot.worker = slot.limit_s = None
             self.changed.notify_all()
         closing = [start_thread(_close_quietly, worker, name="end of a worker") for worker in workers]
         for thread in closing:
@@ -353,6 +353,8 @@ class WorkerSupervisor:
 
     def _lose(self, slot: _Slot, why: str) -> None:
         """Gives up the worker of a slot and starts another; `changed` is held."""
+        if self._closed:
+            return
         name, worker = str(slot), slot.worker
         if worker is not None and self._weights is not None:
             slot.unhealthy = not slot.loaded

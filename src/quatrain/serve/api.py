@@ -390,6 +390,11 @@ class Api:
         """
         if not prompts:
             raise BadRequest("a request has at least one prompt; got an empty list", "prompt")
+        if asked.num_likeliest is not None and not self._service.can_score:
+            raise BadRequest(
+                "the workers that sample here score no given tokens; leave out echo, and logprobs above 0",
+                "logprobs",
+            )
         if recorded is None:
             owners = asked.sequences(list(map(len, prompts)), self._max_positions)
         else:

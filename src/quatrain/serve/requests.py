@@ -109,7 +109,7 @@ class Place(_Strict):
     sample: Uint32
     n: Annotated[int, Field(ge=1, lt=2**32)]
     offset: Uint32 = 0
-    """Tokens of the prompt that the sequence has sampled before, as in a later turn."""
+    """Tokens after the sequence's first prompt, in a later turn: those it has sampled and was given since."""
 
     @property
     def sequence_id(self) -> int:

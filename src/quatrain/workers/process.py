@@ -41,7 +41,7 @@ LONGEST_OUTPUT = 16384
 """Bytes of what was printed that are passed on at a time, in whole lines; the rest is counted."""
 _READ_BYTES = 65536
 _SCRIPT = Path(__file__).with_name("worker.py")
-_ROOT = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 
 Kind = Literal["timeout", "crash", "memory", "exit", "refused", "error"]
 
@@ -221,8 +221,8 @@ class WorkerProcess:
         os.set_blocking(self._printed.fileno(), False)
         self._loop.add_reader(self._socket, self._receive)
         self._loop.add_reader(self._printed, self._read_output)
-        # Another interpreter has packages of its own, beside which it finds this one.
-        path = {"more_path": [str(_ROOT)]} if settings.get("python") else {"path": sys.path}
+        # Another interpreter has packages of its own, and of ours this one alone.
+        path = {"package": str(_PACKAGE)} if settings.get("python") else {"path": sys.path}
         self._send({**settings, "parent": os.getpid(), **path})
 
     def _send(self, message: Any) -> None:

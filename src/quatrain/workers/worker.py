@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,7 +93,9 @@ def main() -> None:
     """Answers requests until no more can come."""
     connection = Connection(int(sys.argv[1]))
     settings: Mapping[str, Any] = connection.request()  # type: ignore[assignment]
-    sys.argv, sys.path = [""], settings.get("path") or [*sys.path, *settings["more_path"], ""]
+    sys.argv, sys.path = [""], settings.get("path") or [*sys.path, ""]
+    if "package" in settings:
+        _import_from(Path(settings["package"]))
     from quatrain.workers.user_code import find_function
 
     _enter(settings)
@@ -101,6 +104,16 @@ def main() -> None:
     serve = find_function(settings["serve"], {}, "service") if "serve" in settings else _serve_functions
     serve(connection, settings)
     os._exit(0)  # whatever hangs in a thread
+
+
+def _import_from(folder: Path) -> None:
+    """Imports the package in `folder`, without what stands beside it."""
+    place = [str(folder)]
+    spec = spec_from_file_location(folder.name, folder / "__init__.py", submodule_search_locations=place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[folder.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def _enter(settings: Mapping[str, Any]) -> None:
