@@ -30,7 +30,7 @@ test-slow: $(STAMP) ## the long proofs
 
 test-browser: $(STAMP) ## the run page in Chromium (in Debian: apt install chromium chromium-driver)
 	$(INSTALL) 'selenium>=4.30'
-	$(BIN)/python -m pytest -m browser tests/browser -rs
+	$(BIN)/python -m pytest -m browser tests/browser -rs -p no:hypothesispytest # imports trio, of selenium, which warns
 
 test-hlo: $(STAMP) ## compile for an H100 and a TPU v5e, without either, and check counts (installs 800 MB into .hlo/)
 	$(BIN)/python scripts/install_compilers.py

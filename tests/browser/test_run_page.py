@@ -525,6 +525,31 @@ def test_an_episode_is_a_conversation_in_which_the_policys_turns_stand_out(episo
     assert episode_page.text("#group .card:nth-child(3) .numbers").count("environment") == 1
 
 
+def test_sequences_of_an_agents_episode_say_which_answers_they_train(browser, tmp_path):
+    place = {"sample": 0, "sequences": 2}
+    first, after, other = (turn("assistant", text, answer=k) for k, text in enumerate("abc", start=1))
+    asked = turn("user", "And now?")
+    rows = [
+        episode_sample(0, 1.0, [first, asked, after], episode={**place, "sequence": 0}),
+        episode_sample(
+            0, 1.0, [first | {"trained": False}, asked, other],
+            episode={**place, "sequence": 1, "began": "message 1 changed"},
+        ),
+    ]  # fmt: skip
+    write_rows(tmp_path / "run" / "samples" / "step_000001.jsonl", rows)
+    write_rows(tmp_path / "run" / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    Page([tmp_path / "run"]).write(tmp_path / "run.html")
+    browser.open((tmp_path / "run.html").as_uri())
+    browser.wait("return document.querySelectorAll('#group .card').length === 2")
+    heads = [browser.texts(f"#group .card:nth-child({k}) .turn-head") for k in (1, 2)]
+    assert heads == [
+        ["assistantanswer 1", "user", "assistantanswer 2"],
+        ["assistantanswer 1trained in another sequence", "user", "assistantanswer 3"],
+    ]
+    assert browser.texts("#group .card:nth-child(2) .turn.own .text") == ["c"]
+    assert "began anew: message 1 changed" in browser.texts("#group .card:nth-child(2) .badge")
+
+
 def test_a_long_text_is_folded_until_the_reader_asks_or_the_search_finds_its_end(episode_page):
     text = "return document.querySelector('.given .text').textContent.length"
     button = "#group .card:nth-child(2) .fold"
