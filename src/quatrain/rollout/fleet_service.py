@@ -102,8 +102,8 @@ class FleetService:
     def _work(self) -> None:
         error = CLOSED
         try:
-            while self._wait():
-                for key, group in self.fleet.take_own(list(self._listeners), LOOK_S):
+            while keys := self._in_flight():
+                for key, group in self.fleet.take_own(keys, LOOK_S):
                     with self._changed:
                         number, listener = self._listeners.pop(key, (0, _ignore))
                     listener(number, self._progress(group))
@@ -123,11 +123,11 @@ class FleetService:
         self._num_sampled += len(done.tokens)
         return Progress(done.tokens, done.logprobs, done.versions, done.finish_reason)
 
-    def _wait(self) -> bool:
-        """Waits until something is in flight; False once this is closed."""
+    def _in_flight(self) -> list[int]:
+        """Waits until sequences are in flight: their keys; none once this is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._listeners)
-            return not self._closed
+            return [] if self._closed else list(self._listeners)
 
 
 def _ignore(number: int, progress: Progress) -> None:
