@@ -22,7 +22,7 @@ from quatrain.forward.planner import MicroBatchPlan, MicroBatchPlanner, Segment
 from quatrain.forward.table import TokenTable
 from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.layers import BRANCHES_PER_GROUP
-from quatrain.parallel.mesh import data_sharding, device_put
+from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
 
 INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
 
@@ -66,7 +66,8 @@ def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack: bool = F
 
     `unpack`: packed buffers come with their `layout`.
     """
-    shape = len(cut.buffers), cut.width
+    parts = mesh_shape(mesh).cp  # of equal width, one for each device
+    shape = len(cut.buffers), -(-cut.width // parts) * parts
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INTEGERS}
     arrays["mask"] = np.zeros(shape, bool)
     columns: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in table.columns}

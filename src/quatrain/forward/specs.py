@@ -28,7 +28,8 @@ from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import token_logprobs
 from quatrain.ops.tokens import ScoredTokens, ValuedTokens
-from quatrain.parallel.collectives import psum_backward
+from quatrain.parallel.axes import CP
+from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 from quatrain.parallel.mesh import mesh_shape, one_device
 
 
@@ -93,7 +94,7 @@ class ModelSpec(ABC):
         """
         return MicroBatchPlanner(
             sizes.micro_batch_size,
-            sizes.max_tokens_per_device,
+            sizes.max_tokens_per_device and sizes.max_tokens_per_device * self.mesh_shape.cp,
             num_shards=self.mesh_shape.num_data_shards,
             cost=packing_cost(self.arch),
             share_prompts=share_prompts and sizes.max_tokens_per_device is not None,
@@ -101,7 +102,7 @@ class ModelSpec(ABC):
         )
 
     def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
-        """Hidden states [R, T, D] after the final norm; in a function mapped over the mesh."""
+        """Hidden states [R, T / cp, D] after the final norm; in a function mapped over the mesh."""
         return forward(
             params,
             self.arch,
@@ -132,20 +133,33 @@ class PolicySpec(ModelSpec):
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
             hidden = psum_backward(hidden, axis)
-        # Those the list does not fill go last, where the tiles past the live ones are not computed.
-        order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
-        first_positions = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
-        scored = (first_positions + batch.predictors).reshape(-1)[order]
+        places, here = predicted_here(batch, hidden)
+        # Those the list does not fill, and other devices' go last, where the tiles past the live ones are not
+        # computed.
+        order = jnp.argsort(~here.reshape(-1), stable=True)
+        scored = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
         results = head_logprobs(
             params,
             self,
             hidden.reshape(-1, hidden.shape[-1])[scored],
             batch.targets.reshape(-1)[order],
-            batch.mask.sum(),
+            here.sum(),
         )
         back = jnp.argsort(order)
-        logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
+        logprobs, entropy = (of_all_columns(result[back].reshape(here.shape), here) for result in results)
         return logprobs, entropy
+
+
+def predicted_here(batch: MicroBatch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[R, K]: the columns of `hidden` that predict, and whether they are those of this `cp` device."""
+    places = batch.predictors - axis_index(CP) * hidden.shape[1]
+    here = batch.mask & (places >= 0) & (places < hidden.shape[1])
+    return jnp.where(here, places, 0), here
+
+
+def of_all_columns(values: jax.Array, here: jax.Array) -> jax.Array:
+    """[R, K] on every device of `cp`: the `values` of the one whose columns predict, `here`."""
+    return values if axis_size(CP) == 1 else psum_forward(jnp.where(here, values, 0.0), CP)
 
 
 def head_logprobs(
@@ -181,5 +195,7 @@ class CriticSpec(ModelSpec):
 
     def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
         """Values [R, K] of the states in which the scored tokens were drawn."""
-        values = scores(params, self.arch, self.hidden(params, batch))
-        return (jnp.take_along_axis(values, batch.predictors, axis=1),)
+        hidden = self.hidden(params, batch)
+        places, here = predicted_here(batch, hidden)
+        values = scores(params, self.arch, hidden)
+        return (of_all_columns(jnp.take_along_axis(values, places, axis=1), here),)

@@ -29,8 +29,17 @@ from quatrain.models.blocks.layer_run import Enter, LayerRun, gather_params
 from quatrain.models.layers import Layer, matmul_transposed, product_in, softcap
 from quatrain.models.params import Params, output_head_name, partition
 from quatrain.models.rope import Angles, rope_angles
-from quatrain.parallel.axes import TP
-from quatrain.parallel.collectives import all_gather, axis_index, current_mesh, psum_forward
+from quatrain.parallel.axes import CP, TP
+from quatrain.parallel.collectives import (
+    all_gather,
+    axis_index,
+    axis_size,
+    columns_to_heads,
+    current_mesh,
+    heads_to_columns,
+    local_columns,
+    psum_forward,
+)
 
 REMAT = ("none", "dots", "layer")
 """What the backward pass recomputes of a layer: nothing, everything except matrix products, or everything."""
@@ -51,7 +60,11 @@ def forward(
     layout: Unpacking | None = None,
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
-    """Hidden states [B, T, D] of whole rows, after the final norm.
+    """Hidden states [B, T, D] of whole rows, after the final norm; on a mesh with `cp`, [B, T / cp, D].
+
+    A device of `cp` has those of its part of the columns (`local_columns`). It computes attention for all
+    tokens and its part of the heads: queries, keys and values are exchanged before it, and its output after
+    it (all-to-all, as DeepSpeed-Ulysses, arXiv:2309.14509).
 
     A query attends to keys of its own segment (segment 0 is padding) at its position or before, within the
     layer's sliding window if it has one. A row may hold several segments; positions count from 0 in each. A
@@ -72,16 +85,28 @@ def forward(
         )
 
         def attend(q: jax.Array, k: Any, v: Any, cache: Any) -> tuple[jax.Array, Any]:
-            k, v = cache[1] if mixer.sharing == "reuses" else (k, v)
+            q = columns_to_heads(q, CP)
+            k, v = cache[1] if mixer.sharing == "reuses" else (_all_tokens(k), _all_tokens(v))
             lent = (k, v) if mixer.sharing == "lends" else None
-            return self_attention(attention, q, k, v, pattern, window=window, cap=cap), lent
+            y = self_attention(attention, q, k, v, pattern, window=window, cap=cap)
+            return heads_to_columns(y, CP), lent
 
         # Without this checkpoint, the padded or repeated heads that a kernel reads would be kept for the
         # backward pass; with it, only queries, keys and values are kept.
         return jax.checkpoint(attend) if remat == "dots" and attention != "xla" else attend
 
-    tokens, caches = (input_ids, positions), [None] * arch.num_caches
+    tokens = local_columns(input_ids, CP), local_columns(positions, CP)
+    caches = [None] * arch.num_caches
     return run_layers(params, arch, *tokens, attend_of, caches, dtype=dtype, remat=remat, backend=backend)[0]
+
+
+def _all_tokens(x_BTKH: jax.Array) -> jax.Array:
+    """Keys or values of all tokens, of the heads that this `cp` device's queries read.
+
+    With fewer heads than devices, several have the same one.
+    """
+    copies = max(axis_size(CP) // x_BTKH.shape[2], 1)
+    return columns_to_heads(jnp.repeat(x_BTKH, copies, axis=2) if copies > 1 else x_BTKH, CP)
 
 
 def run_layers(

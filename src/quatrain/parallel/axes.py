@@ -6,7 +6,8 @@ because the configuration reads it too and does not import JAX; all other code r
 one device along it, an axis also needs its collectives: of parameters in `models/blocks/layer_run.py`
 (`gather_params`), of the work of a layer in `models/blocks/`, of gradients in `update/gradient.py`, of
 predictions in `forward/predict.py`, and the layout of batches (`data_sharding`) and of the KV cache
-(`models/kv_cache.py`). No axis of today splits the tokens of a sequence.
+(`models/kv_cache.py`). The tokens of a sequence are split
+over `cp` (`models/decoder.py`).
 
 Data flow: the table, logical axes of a parameter (`models.params`) and `MeshShape` -> `PartitionSpec`.
 """
@@ -17,10 +18,10 @@ from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
-from quatrain.config.axes import AXES, DATA_AXES, DP, FSDP, TP, MeshAxis
+from quatrain.config.axes import AXES, CP, DATA_AXES, DP, FSDP, TP, MeshAxis
 from quatrain.config.mesh import MeshShape
 
-__all__ = ["AXES", "DATA_AXES", "DP", "FSDP", "TP", "MeshAxis", "partition_spec"]
+__all__ = ["AXES", "CP", "DATA_AXES", "DP", "FSDP", "TP", "MeshAxis", "partition_spec"]
 
 FULLY_SHARDED = "embed"
 """The logical axis that an axis with `splits_largest` prefers."""

@@ -118,3 +118,25 @@ def _scatter(
 
 
 _gather.defvjp(lambda x, axis, dim, dtype, own: (_gather(x, axis, dim, dtype, own), None), _scatter)
+
+
+def local_columns(x: jax.Array, axis: str) -> jax.Array:
+    """The columns [B, T / n, ...] of `x` [B, T, ...] that this device of the n of `axis` computes.
+
+    `x` is the same on all of them, and no gradient goes back through it.
+    """
+    devices = axis_size(axis)
+    if devices == 1:
+        return x
+    width = x.shape[1] // devices
+    return lax.dynamic_slice_in_dim(x, axis_index(axis) * width, width, 1)
+
+
+def columns_to_heads(x: jax.Array, axis: str) -> jax.Array:
+    """[B, T, N / n, H] of `x` [B, T / n, N, H]: all tokens of this device's heads (all-to-all)."""
+    return x if axis_size(axis) == 1 else lax.all_to_all(x, axis, 2, 1, tiled=True)
+
+
+def heads_to_columns(x: jax.Array, axis: str) -> jax.Array:
+    """[B, T / n, N, H] of `x` [B, T, N / n, H]: the inverse of `columns_to_heads`."""
+    return x if axis_size(axis) == 1 else lax.all_to_all(x, axis, 1, 2, tiled=True)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.layers import Layer, Norm, linear
-from quatrain.parallel.axes import FSDP
+from quatrain.parallel.axes import CP, FSDP
 from quatrain.parallel.collectives import all_gather, psum_backward
 
 Enter = Callable[[jax.Array, Layer], jax.Array]
@@ -42,16 +42,21 @@ class Costs(NamedTuple):
 
 
 def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
-    """`params` all-gathered over the `fsdp` axis; for use inside `shard_map`, where the parameters are read.
+    """`params` all-gathered over the axes `fsdp` and `cp`; for use inside `shard_map`, where they are read.
 
     `specs` are the partition specs of `params`. Matrices are cast to `dtype` before the all-gather. The
-    backward pass sums the gradients over the `fsdp` axis (reduce-scatter).
+    backward pass sums the gradients over these axes (reduce-scatter), whose devices have other tokens.
     """
 
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if FSDP not in spec:
-            return psum_backward(parameter, FSDP)
-        return all_gather(parameter, FSDP, spec.index(FSDP), dtype if parameter.ndim > 1 else None)
+        for axis in (FSDP, CP):
+            if axis not in spec:
+                parameter = psum_backward(parameter, axis)
+            else:
+                parameter = all_gather(
+                    parameter, axis, spec.index(axis), dtype if parameter.ndim > 1 else None
+                )
+        return parameter
 
     return jax.tree.map(one, params, specs)
 
