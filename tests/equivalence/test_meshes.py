@@ -16,12 +16,14 @@ APART = (
     "placement.reference=6,7 placement.critic=6,7"
 )
 OFFLOADED = "offload.reference=true offload.optimizer=true offload.critic=true"
-QUICK = "mesh=2,2,2"
+QUICK = "mesh=1,2,2,2"
 LAYOUTS = (
     "mesh=8,1,1",
     "mesh=1,8,1",
     "mesh=1,2,4",
     "mesh=2,2,2",
+    QUICK,
+    "mesh=2,1,1,4",
     "mesh=2,1,4 rollout.mesh=1,4,2",
     "mesh=1,4,2 rollout.mesh=2,1,4",
     f"mesh=1,8,1 {OFFLOADED} offload.policy=true",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from quatrain.config.axes import DATA_AXES, DP, TP
+from quatrain.config.axes import CP, DATA_AXES, DP, TP
 from quatrain.config.mesh import MeshShape, device_numbers, devices_of_process, resolve_mesh
 from quatrain.config.schema import Config
 
@@ -70,9 +70,14 @@ def _rollout(config: Config, devices: tuple[int, ...], train: Role, num_processe
     name = "rollout.mesh"
     if spec is None:
         name = "rollout.mesh (null: tp is that of mesh)"
-        replicas = train.mesh.num_data_shards if devices == train.devices else -1
+        replicas = train.mesh.num_devices // train.mesh.tp if devices == train.devices else -1
         spec = {DP: replicas, TP: train.mesh.tp}
     mesh = resolve_mesh(spec, len(devices) * num_processes, num_processes, name=name)
+    if mesh.cp > 1:
+        raise ValueError(
+            f"{CP} of {name} must be 1: the sampler computes one token of a sequence at a time, which "
+            f"devices cannot split; got {mesh.cp}; leave {CP} out, or take {TP}"
+        )
     concurrency = config.rollout.max_concurrency
     if concurrency is not None and concurrency < mesh.num_data_shards:
         raise ValueError(
