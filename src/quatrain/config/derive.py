@@ -13,8 +13,10 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
+from quatrain.config.axes import CP
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
+from quatrain.config.mesh import axis_sizes
 from quatrain.config.schema import Config, fields
 from quatrain.config.values import data_set_list, heldout_gym, is_gym
 from quatrain.config.warnings import LORA_RATE, RATE, SFT_LORA_RATE, SFT_RATE, WANDB_MODES
@@ -122,7 +124,7 @@ def _sizes(config: Config) -> dict[str, Any]:
     Forward-only passes get twice the size.
     """
     update, logprob, critic = config.update, config.logprob, config.critic
-    budget = max(MICRO_BATCH_TOKENS, longest_sequence(config))
+    budget = max(MICRO_BATCH_TOKENS, -(-longest_sequence(config) // _devices_of_a_sequence(config)))
     size = _Size(update.micro_batch_size, update.max_tokens_per_device).or_like(_Size(None, budget))
     forward = _Size(logprob.micro_batch_size, logprob.max_tokens_per_device).or_like(size, 2)
     values: dict[str, Any] = size.by_key("update.") | forward.by_key("logprob.")
@@ -141,16 +143,23 @@ def _sizes(config: Config) -> dict[str, Any]:
     return values
 
 
+def _devices_of_a_sequence(config: Config) -> int:
+    """The size of `cp` in `mesh`; 1 where the number of devices decides."""
+    return 1 if config.mesh == "auto" else max(axis_sizes(config.mesh)[CP], 1)
+
+
 def _budgets_hold_a_sequence(config: Config) -> None:
+    devices = _devices_of_a_sequence(config)
     longest, added = longest_sequence(config), environment_tokens(config)
     more = f" + rollout.max_environment_tokens ({added})" if added else ""
     budgets = {key: value_at(config, key) for key in fields() if key.endswith("max_tokens_per_device")}
     problems = [
         f"{key}={budget} cannot hold one sequence of data.max_prompt_length "
         f"({config.data.max_prompt_length}) + rollout.max_new_tokens ({config.rollout.max_new_tokens}){more} "
-        f"= {longest} tokens; set it to at least {longest}"
+        f"= {longest} tokens{f' on {devices} devices ({CP} of mesh)' * (devices > 1)}; set it to at least "
+        f"{-(-longest // devices)}"
         for key, budget in budgets.items()
-        if budget is not None and budget < longest
+        if budget is not None and budget * devices < longest
     ]
     if problems:
         raise ConfigError(problems)

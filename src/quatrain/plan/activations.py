@@ -77,7 +77,7 @@ def activations(
       head has none
 
     `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
-    or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
+    or `cp`, or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
 
     Keys and values that layers lend are added to `layer` twice, the inputs of all layers three times.
 
@@ -85,7 +85,7 @@ def activations(
     are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`.
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
-    sharded, cast = mesh.fsdp > 1, dtype != param_dtype
+    sharded, cast = mesh.fsdp > 1 or mesh.cp > 1, dtype != param_dtype
     tile = ACCELERATOR.tile(arch.vocab_size)
     products = n.hidden + n.kept + n.normed + n.low
     every = products + 4 * n.hidden + n.normed
@@ -95,7 +95,7 @@ def activations(
     works -= 0 if remat == "layer" else products
     works += n.between
 
-    specs, places, gathered = param_specs(arch), partition(arch, mesh), mesh._replace(fsdp=1)
+    specs, places, gathered = param_specs(arch), partition(arch, mesh), mesh._replace(fsdp=1, cp=1)
     whole = partition(arch, gathered)
     first_of_kind = [arch.layers.index(kind) for kind in arch.kinds]
 

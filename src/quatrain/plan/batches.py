@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from quatrain.config.axes import DATA_AXES, TP
+from quatrain.config.axes import CP, DATA_AXES, TP
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
@@ -97,9 +97,9 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
         _step_rows(config),
         _device_rows(roles.train.mesh, devices, processes),
         _fleet_rows(config) if config.rollout.has_fleet else _replica_rows(config, roles.rollout.mesh),
-        _update_rows(config, shards),
-        _logprob_rows(config, shards),
-        _critic_rows(config, roles.critic.mesh.num_data_shards) if config.critic.enabled else (),
+        _update_rows(config, roles.train.mesh),
+        _logprob_rows(config, roles.train.mesh),
+        _critic_rows(config, roles.critic.mesh) if config.critic.enabled else (),
         _reward_model_rows(config),
     )
     return BatchPlan(tuple(rows), tuple(_warnings(config, shards, roles.rollout.mesh.num_data_shards)))
@@ -143,7 +143,9 @@ def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[Row]
     yield Row("devices_per_process", in_process, "devices", f"N / K = {devices} / {processes}")
     yield Row("data_shards", shards, "shards", f"D: {TIMES.join(DATA_AXES)} = {_shards_of(mesh)}")
     trained = "N" if mesh.num_devices == devices else "devices of training"
-    why = f"{TP}: {trained} / D = {mesh.num_devices} / {shards}; tensor parallel"
+    axes = f"{TP}{TIMES}{CP}" if mesh.cp > 1 else TP
+    kinds = "tensor and sequence parallel" if mesh.cp > 1 else "tensor parallel"
+    why = f"{axes}: {trained} / D = {mesh.num_devices} / {shards}; {kinds}"
     yield Row("devices_per_shard", mesh.num_devices // shards, "devices", why)
 
 
@@ -179,7 +181,7 @@ def _fleet_rows(config: Config) -> Iterator[Row]:
     yield Row(f"sequences_per_{name}", value, "sequences", why)
 
 
-def _update_rows(config: Config, shards: int) -> Iterator[Row]:
+def _update_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     update, whole = config.update, config.data.batch_size
     count, prompts = _mini_batches(config, update)
     parts = f"ceil({whole} / {update.mini_batch_size or whole})"
@@ -190,10 +192,10 @@ def _update_rows(config: Config, shards: int) -> Iterator[Row]:
     sequences = prompts.times(config.rollout.n)
     why = f"B: mini_batch_prompts x G = {prompts.written(f'{{}} x {config.rollout.n}')}"
     yield Row("mini_batch_sequences", sequences.value, "sequences", why)
-    yield from _stage_rows(config, "update.", update, "B", sequences, shards)
+    yield from _stage_rows(config, "update.", update, "B", sequences, mesh)
 
 
-def _logprob_rows(config: Config, shards: int) -> Iterator[Row]:
+def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     update, reward_coef, reference = config.update, config.reward.kl_coef, config.needs_reference
     steps = update.epochs * _mini_batches(config, update)[0]
     several = update.old_logprobs == "auto" and (steps > 1 or reward_coef > 0)
@@ -204,10 +206,10 @@ def _logprob_rows(config: Config, shards: int) -> Iterator[Row]:
     why += f"; update.kl_coef is {update.kl_coef:g}"
     why += f"; reward.kl_coef is {reward_coef:g}" if reward_coef > 0 else ""
     yield Row("logprob_passes", old + reference, "sweeps", why)
-    yield from _stage_rows(config, "logprob.", config.logprob, "P x G", _whole(config), shards)
+    yield from _stage_rows(config, "logprob.", config.logprob, "P x G", _whole(config), mesh)
 
 
-def _critic_rows(config: Config, shards: int) -> Iterator[Row]:
+def _critic_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """The critic's optimizer steps and values."""
     critic, n = config.critic, config.rollout.n
     assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
@@ -219,9 +221,9 @@ def _critic_rows(config: Config, shards: int) -> Iterator[Row]:
     sequences = prompts.times(n)
     why = f"B of the critic: prompts of an optimizer step x G = {prompts.written(f'{{}} x {n}')}"
     yield Row("critic_mini_batch_sequences", sequences.value, "sequences", why)
-    yield from _stage_rows(config, "critic.", critic, "B", sequences, shards)
+    yield from _stage_rows(config, "critic.", critic, "B", sequences, mesh)
     forward = critic.forward_sizes
-    yield from _stage_rows(config, "critic.forward_", forward, "P x G", _whole(config), shards)
+    yield from _stage_rows(config, "critic.forward_", forward, "P x G", _whole(config), mesh)
 
 
 def _reward_model_rows(config: Config) -> Iterator[Row]:
@@ -238,12 +240,13 @@ def _stage_rows(
     sizes: UpdateConfig | LogprobConfig | CriticConfig,
     total: str,
     sequences: _Span,
-    shards: int,
+    mesh: MeshShape,
 ) -> Iterator[Row]:
-    """How `sequences` are divided over `shards` data shards into micro-batches, in one of two modes.
+    """How `sequences` are divided over the data shards of `mesh` into micro-batches, in one of two modes.
 
     Fixed mode: each shard gets the same number of sequences, and a micro-batch has m of them per shard.
-    Token-budget mode: a bin (one shard's part of one micro-batch) has at most C tokens. It holds at most
+    Token-budget mode: a bin (one shard's part of one micro-batch) has at most C tokens for each device of
+    `cp`, in all C from here on. It holds at most
     floor(C / 2) sequences, or C - 1 if prompts are shared: one token of the prompt, and one of each
     completion. The packer puts at least floor(C / L) sequences of at most L tokens into every bin but the
     last, so at most ceil(sequences / (D x floor(C / L))) micro-batches are needed. Both bounds are tight: the
@@ -252,7 +255,7 @@ def _stage_rows(
 
     `keys`: the beginning of the keys of `sizes` in the configuration. `total`: symbol of `sequences`.
     """
-    low, high = sequences
+    (low, high), shards = sequences, mesh.num_data_shards
     size, budget, longest = sizes.micro_batch_size, sizes.max_tokens_per_device, longest_sequence(config)
     share = _Span(low // shards, _ceil(high, shards))
     shares = Row("sequences_per_shard", share.value, "sequences", f"{total} / D = {sequences.shared(shards)}")
@@ -272,6 +275,10 @@ def _stage_rows(
         counts_why = f"ceil(ceil({total} / D) / m) = {numbers}{remainder}"
     else:
         assert budget is not None, "batch sizes are derived before they come here"
+        budget_why = f"C: {keys}max_tokens_per_device"
+        if mesh.cp > 1:
+            budget_why += f" x {CP} = {budget} x {mesh.cp}, on the devices of a data shard"
+            budget *= mesh.cp
         if shards > 1:
             average = f"{sequences.written(f'{{}} / {shards}')} on average"
             why = f"0 to {total} = 0 to {high}; {average}: shards are balanced by cost, not by number"
@@ -280,7 +287,6 @@ def _stage_rows(
         if config.update.shares_prompts:
             held, symbol, number = budget - 1, "(C - 1)", f"({budget} - 1)"
         fewest, fewest_number = budget // longest, f"floor({budget} / {longest})"
-        budget_why = f"C: {keys}max_tokens_per_device"
         counts = _Span(_ceil(low, shards * held), _ceil(high, shards * fewest))
         symbols = f"ceil({total} / (D x {symbol})) to ceil({total} / (D x floor(C / L)))"
         numbers = f"ceil({low} / ({shards} x {number})) to ceil({high} / ({shards} x {fewest_number}))"

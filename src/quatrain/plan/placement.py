@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from quatrain.config.axes import CP
 from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
@@ -361,12 +362,12 @@ class _Plan:
         sequences = (sizes.mini_batch_size or self.config.data.batch_size) * self.config.rollout.n
         if sizes.micro_batch_size is None:
             assert sizes.max_tokens_per_device is not None, "batch sizes are derived before they come here"
-            tokens = min(sizes.max_tokens_per_device, round_up(sequences * longest))
+            tokens = min(sizes.max_tokens_per_device, -(-round_up(sequences * longest) // self.mesh.cp))
             words = f"{tokens} tokens"
         else:
             rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
-            tokens = rows * round_up(longest)
-            words = f"{rows} x {round_up(longest)} tokens"
+            tokens = rows * -(-round_up(longest) // self.mesh.cp)
+            words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
         dtypes = {"dtype": model.dtype, "param_dtype": model.param_dtype}
         size = activations(self.arch, tokens=tokens, remat=model.remat, mesh=self.mesh, **dtypes)
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"
