@@ -186,6 +186,15 @@ def test_a_token_budget_below_the_longest_sequence_is_refused():
     assert (config.update.max_tokens_per_device, config.logprob.max_tokens_per_device) == (6144, 12288)
 
 
+def test_the_devices_of_cp_hold_a_sequence_together():
+    longest = ["data.max_prompt_length=2048", "rollout.max_new_tokens=4096", "mesh={fsdp: 2, cp: 4}"]
+    load_config(None, [*longest, "update.max_tokens_per_device=1536"], {})
+    with pytest.raises(
+        ConfigError, match=r"6144 tokens on 4 devices \(cp of mesh\); set it to at least 1536"
+    ):
+        load_config(None, [*longest, "update.max_tokens_per_device=1535"], {})
+
+
 def test_the_derived_budget_has_its_layer():
     resolved = load_config(None, ["logprob.max_tokens_per_device=9000"], {})
     layers = {key: resolved.provenance[f"{key}.max_tokens_per_device"] for key in ("update", "logprob")}

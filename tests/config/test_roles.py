@@ -1,6 +1,7 @@
 import pytest
 
 from quatrain.config.load import load_config
+from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Role, resolve_roles
 
 
@@ -14,6 +15,7 @@ def _roles(*overrides, devices=8, processes=1):
         ((), (1, 8, 1), (8, 1, 1), (1, 8, 1)),
         (("mesh=2,2,2",), (2, 2, 2), (4, 1, 2), (2, 2, 2)),
         (("mesh=1,4,2", "rollout.mesh=1,1,8"), (1, 4, 2), (1, 1, 8), (1, 4, 2)),
+        (("mesh={tp: 2, cp: 4}",), (1, 1, 2, 4), (4, 1, 2), (1, 1, 2, 4)),
         (("placement.train=0-3", "mesh=1,-1,1"), (1, 4, 1), (4, 1, 1), (1, 4, 1)),
         (("placement.train=0-3", "placement.rollout=4,5"), (1, 4, 1), (2, 1, 1), (1, 4, 1)),
         (
@@ -26,13 +28,14 @@ def _roles(*overrides, devices=8, processes=1):
 )
 def test_the_meshes_of_the_roles(overrides, train, rollout, reference):
     roles = _roles(*overrides)
-    assert (roles.train.mesh, roles.rollout.mesh, roles.reference.mesh) == (train, rollout, reference)
+    expected = tuple(MeshShape(*sizes) for sizes in (train, rollout, reference))
+    assert (roles.train.mesh, roles.rollout.mesh, roles.reference.mesh) == expected
 
 
 def test_devices_are_numbered_in_each_process():
     roles = _roles("placement.train=0,1", "placement.rollout=3", processes=2)
-    assert (roles.train.devices, roles.train.mesh) == ((0, 1), (2, 2, 1))
-    assert (roles.rollout.devices, roles.rollout.mesh) == ((3,), (2, 1, 1))
+    assert (roles.train.devices, roles.train.mesh) == ((0, 1), MeshShape(*(2, 2, 1)))
+    assert (roles.rollout.devices, roles.rollout.mesh) == ((3,), MeshShape(*(2, 1, 1)))
     assert roles.reference == roles.critic == roles.reward == roles.train
 
 
@@ -40,7 +43,7 @@ def test_critic_and_reward_models_have_devices_of_their_own():
     judged = "reward.functions={'model:judge': 1.0}"
     places = ("placement.train=0-3", "placement.critic=4,5", "placement.reward=4,5", "mesh=2,2,2")
     roles = _roles("advantage.estimator=gae", judged, *places, processes=2, devices=16)
-    assert roles.critic == roles.reward == Role((4, 5), (2, 2, 1))
+    assert roles.critic == roles.reward == Role((4, 5), MeshShape(2, 2))
     with pytest.raises(
         ValueError, match=r"critic has 4,5, reward 5,6, and both have 5; change placement\.critic"
     ):
@@ -63,6 +66,7 @@ def test_critic_and_reward_models_have_devices_of_their_own():
             "placement.rollout must name devices 0 to 7, as each process has 8; got 6-8",
         ),
         (("rollout.max_concurrency=7",), "got 7 and 8 replicas"),
+        (("rollout.mesh={dp: 4, cp: 2}",), "cp of rollout.mesh must be 1: the sampler computes one token"),
         (("placement.train=0-5", "mesh=4,-1,1"), "dp 4, fsdp -1, tp 1 for 6 devices"),
         (("placement.train=0-5", "rollout.mesh=8,1,1"), "axis sizes of rollout.mesh must be the number"),
         (

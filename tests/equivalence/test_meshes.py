@@ -121,7 +121,13 @@ def test_what_is_offloaded_waits_in_the_memory_of_the_host(every):
 
 
 def test_no_device_holds_what_is_anothers(quick):
-    """Two key/value heads, and all else, in two parts by `tp` and in two by `fsdp`."""
-    for name in ("['embed']", "['layers'][0]['qkv']", "['layers'][0]['gate_up']", "['layers'][0]['o']"):
+    """In two parts by `tp`, in two by `fsdp`, and in two by `cp` where there is a third dimension."""
+    parts = {
+        "['embed']": 4,
+        "['layers'][0]['qkv']": 8,
+        "['layers'][0]['gate_up']": 8,
+        "['layers'][0]['o']": 4,
+    }
+    for name, devices in parts.items():
         held = quick[f"{QUICK} tokens held {name}"]
-        assert held * 4 == quick[f"{QUICK} tokens weights {name}"].size, name
+        assert held * devices == quick[f"{QUICK} tokens weights {name}"].size, name

@@ -59,3 +59,13 @@ def test_tensor_parallelism_divides_the_heads(small_arch, tp, valid):
         return
     with pytest.raises(ValueError, match=f"got tp {tp}; choose one of 1, 2, 4$"):
         partition(small_arch, MeshShape(1, 1, tp))
+
+
+@pytest.mark.parametrize(("tp", "cp", "valid"), [(1, 4, "1, 2, 4"), (2, 4, "1, 2"), (1, 3, "1, 2, 4")])
+def test_sequence_parallelism_divides_the_heads_of_a_device(small_arch, tp, cp, valid):
+    """4 query heads and 2 key/value heads."""
+    if str(cp) in valid:
+        assert partition(small_arch, MeshShape(1, 1, tp, cp))["final_norm"] == PartitionSpec(None)
+        return
+    with pytest.raises(ValueError, match=rf"cp must be a number .*got cp {cp}; choose one of {valid}$"):
+        partition(small_arch, MeshShape(1, 1, tp, cp))

@@ -25,15 +25,18 @@ from quatrain.parallel.axes import partition_spec
         ((48, 30), ("vocab", "embed"), (1, 4, 1), P("fsdp", None)),
         ((32,), ("norm",), (1, 4, 1), P(None)),
         ((63, 30), ("vocab", "embed"), (1, 4, 2), P(None, None)),
+        ((64, 32), ("vocab", "embed"), (1, 1, 1, 4), P(None, "cp")),
+        ((64, 32), ("vocab", "embed"), (1, 2, 1, 4), P("cp", "fsdp")),
+        ((48, 32), ("embed", "mlp"), (1, 2, 2, 4), P("fsdp", "tp")),
     ],
     ids=str,
 )
-def test_tp_splits_what_it_divides_and_fsdp_the_hidden_axis_or_the_largest(shape, axes, mesh, expected):
+def test_tp_splits_what_it_divides_and_others_the_hidden_axis_or_the_largest(shape, axes, mesh, expected):
     assert partition_spec(shape, axes, MeshShape(*mesh)) == expected
 
 
-WORKER = Path(__file__).parent / "fourth_axis_worker.py"
-FOURTH_AXES = (
+WORKER = Path(__file__).parent / "another_axis_worker.py"
+OTHER_AXES = (
     None,
     {"logical_axes": ["experts", "mlp"]},
     {"splits_batch": True, "splits_largest": True},
@@ -42,11 +45,11 @@ FOURTH_AXES = (
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What the worker writes for each of FOURTH_AXES, every one in a process of its own."""
+    """What the worker writes for each of OTHER_AXES, every one in a process of its own."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     results = []
-    for index, axis in enumerate(FOURTH_AXES):
+    for index, axis in enumerate(OTHER_AXES):
         target = tmp_path_factory.mktemp("axes") / f"{index}.npz"
         subprocess.run([sys.executable, WORKER, target, json.dumps(axis)], env=environment, check=True)
         with np.load(target) as file:
@@ -54,16 +57,16 @@ def results(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("fourth", [1, 2])
-def test_a_fourth_axis_of_size_1_changes_nothing(results, fourth):
+@pytest.mark.parametrize("other", [1, 2])
+def test_another_axis_of_size_1_changes_nothing(results, other):
     """Neither the mesh and its shardings, nor an optimizer step, nor the plan."""
-    plain, extended = results[0], results[fourth]
+    plain, extended = results[0], results[other]
     assert plain.keys() == extended.keys()
     expected, found = (json.loads(str(one.pop("found"))) for one in ({**plain}, {**extended}))
-    if FOURTH_AXES[fourth].get("splits_batch"):  # the formulas of data shards name it
+    if OTHER_AXES[other].get("splits_batch"):  # the formulas of data shards name it
         expected.pop("plan's text")
         assert "D: dp x fsdp x extra = 2 x 2 x 1" in found.pop("plan's text")
     assert found == expected
-    assert expected["mesh"][:2] == ["2,2,2", {"dp": 2, "fsdp": 2, "tp": 2, "extra": 1}]
+    assert expected["mesh"][:2] == ["2,2,2", {"dp": 2, "fsdp": 2, "tp": 2, "cp": 1, "extra": 1}]
     for name in plain.keys() - {"found"}:
         np.testing.assert_array_equal(extended[name], plain[name], name)

@@ -28,7 +28,10 @@ _NAMES = {
     "placement.rollout": ("vllm_mode",),
     "advantage.scale": ("scale_rewards", "norm_adv_by_std_in_grpo"),
     "critic.enabled": ("critic.enable",),
-    "mesh": ("fsdp_size", "role_to_mesh", "fsdp", "deepspeed"),
+    "mesh": (
+        *("fsdp_size", "role_to_mesh", "fsdp", "deepspeed"),
+        *("ulysses_sequence_parallel_size", "context_parallel_size"),
+    ),
     "offload.policy": ("param_offload", "offload_to_cpu"),
     "offload.reference": ("ref.fsdp_config.param_offload",),
     "offload.critic": ("critic.fsdp_config.param_offload", "critic.model.fsdp_config.param_offload"),

@@ -150,4 +150,6 @@ def _sizes_in(text: str, name: str) -> dict[str, int]:
 
 
 def _format(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis} {shown(size)}" for axis, size in sizes.items())
+    """Without further axes of size 1, as `MeshShape` is written."""
+    shown_sizes = (each for n, each in enumerate(sizes.items()) if n < NUM_IN_TEXT or each[1] != 1)
+    return ", ".join(f"{axis} {shown(size)}" for axis, size in shown_sizes)
