@@ -28,7 +28,7 @@ def environment(tmp_path):
 def test_the_environment_of_the_page_answers(environment):
     environments = load_environment(environment)
     assert environments.required_columns == ("answer",)
-    play = environments()
+    play = environments({})
     assert play.reset({"answer": "4", "prompt": [], "completion": "?"}) is None
     for said, hint in (("3", "No, more."), ("5", "No, less.")):
         turn = play.step(f"<answer>{said}</answer>")
