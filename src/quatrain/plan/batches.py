@@ -277,8 +277,8 @@ def _stage_rows(
         assert budget is not None, "batch sizes are derived before they come here"
         budget_why = f"C: {keys}max_tokens_per_device"
         if mesh.cp > 1:
-            budget_why += f" x {CP} = {budget} x {mesh.cp}, on the devices of a data shard"
             budget *= mesh.cp
+            budget_why = f"{keys}max_tokens_per_device; C: {CP} times as many, {budget}, on a data shard"
         if shards > 1:
             average = f"{sequences.written(f'{{}} / {shards}')} on average"
             why = f"0 to {total} = 0 to {high}; {average}: shards are balanced by cost, not by number"
@@ -299,7 +299,7 @@ def _stage_rows(
     if keys == "update.":
         yield shares
     yield Row(f"{prefix}micro_batch_sequences", of_one, "sequences", why)
-    yield Row(f"{prefix}max_tokens_per_device", budget, "tokens", budget_why)
+    yield Row(f"{prefix}max_tokens_per_device", sizes.max_tokens_per_device, "tokens", budget_why)
     yield Row(passes, counts.value, "passes", counts_why)
 
 
