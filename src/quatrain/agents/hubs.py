@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def _tasks(config: Config, spec: str) -> list[dict[str, Any]]:
     return [{**row, "taskset": {"id": name, **taskset}} for row in made]
 
 
+@cache
 def check_python(python: str) -> None:
-    """Raises ValueError unless `python` is an interpreter of Python 3.11 or newer."""
+    """Raises ValueError unless `python` is an interpreter of Python 3.11 or newer; starts it once."""
     try:
         asked = [python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
         said = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.strip()

@@ -18,8 +18,6 @@ class MeshAxis:
     """Whether its devices hold different sequences."""
     logical_axes: frozenset[str] = frozenset()
     """Logical axes of parameters that are sharded over it, where its size divides theirs."""
-    splits_tokens: bool = False
-    """Whether its devices hold different tokens of the same sequences."""
     splits_largest: bool = False
     """Whether every parameter is sharded over it, along one dimension that its size divides: `embed`, else
     the largest that is not sharded already."""
@@ -30,7 +28,7 @@ AXES = (
     MeshAxis(DP, splits_batch=True),
     MeshAxis(FSDP, splits_batch=True, splits_largest=True),
     MeshAxis(TP, logical_axes=frozenset({"vocab", "heads", "kv_heads", "mlp"})),
-    MeshAxis(CP, splits_largest=True, splits_tokens=True),
+    MeshAxis(CP, splits_largest=True),
 )
 """The axes from the slowest to the fastest connection between devices. An axis that is added comes after
 these: it has size 1 where a mesh in the configuration does not name it."""

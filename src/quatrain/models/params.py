@@ -95,19 +95,16 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
             f"tp must be a number that {', and '.join(rules)}; got tp {mesh.tp}; choose one of "
             f"{', '.join(valid)}"
         )
-    heads = [mixer.num_heads // mesh.tp for mixer in arch.mixers]
-    keys = [max(mixer.num_kv_heads // mesh.tp, 1) for mixer in arch.mixers]
-    if any(n % mesh.cp or (k % mesh.cp and mesh.cp % k) for n, k in zip(heads, keys, strict=True)):
-        pairs = list(zip(heads, keys, strict=True))
+    if not all(mixer.exchanges(mesh.tp, mesh.cp) for mixer in arch.mixers):
+        most = max(mixer.num_heads for mixer in arch.mixers)
         valid = [
-            str(cp)
-            for cp in range(1, max(heads) + 1)
-            if all(n % cp == 0 and (k % cp == 0 or cp % k == 0) for n, k in pairs)
+            str(cp) for cp in range(1, most + 1) if all(mixer.exchanges(mesh.tp, cp) for mixer in arch.mixers)
         ]
+        heads = [mixer.heads_of_device(mesh.tp) for mixer in arch.mixers]
+        queries, keys = (listed(map(str, numbers)) for numbers in zip(*heads, strict=True))
         raise ValueError(
-            f"cp must be a number that divides the query heads of a device ({listed(map(str, heads))}), and "
-            f"divides or is a multiple of its key/value heads ({listed(map(str, keys))}); got cp {mesh.cp}; "
-            f"choose one of {', '.join(valid)}"
+            f"cp must be a number that divides the query heads of a device ({queries}), and divides or is a "
+            f"multiple of its key/value heads ({keys}); got cp {mesh.cp}; choose one of {', '.join(valid)}"
         )
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
 

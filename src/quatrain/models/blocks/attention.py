@@ -214,6 +214,15 @@ class Attention:
         """Whether `tp` devices can share its heads."""
         return not (self.num_heads % tp or (self.num_kv_heads % tp and tp % self.num_kv_heads))
 
+    def heads_of_device(self, tp: int) -> tuple[int, int]:
+        """Query heads and key/value heads that one of `tp` devices computes."""
+        return self.num_heads // tp, max(self.num_kv_heads // tp, 1)
+
+    def exchanges(self, tp: int, cp: int) -> bool:
+        """Whether `cp` devices can exchange these heads for tokens."""
+        queries, keys = self.heads_of_device(tp)
+        return not (queries % cp or (keys % cp and cp % keys))
+
     @property
     def split_rule(self) -> str:
         """What a valid `tp` does, for an error."""
@@ -235,7 +244,8 @@ class Attention:
     def costs(self, d: int, tp: int) -> Costs:
         """Of a block for hidden states of `d` elements."""
         queries = self.num_heads * self.head_dim // tp
-        keys_values = self._others * max(self.num_kv_heads // tp, 1) * self.head_dim
+        heads, keys = self.heads_of_device(tp)
+        keys_values = self._others * keys * self.head_dim
         return Costs(
             weights=d * (2 * queries + keys_values),
             per_key=queries,
@@ -243,5 +253,5 @@ class Attention:
             kept=2 * queries + keys_values,
             normed=self.qk_norm * (queries + keys_values),
             working=3 * queries + keys_values,
-            statistics=self.num_heads // tp,
+            statistics=heads,
         )
