@@ -97,12 +97,11 @@ class Collective:
 
     def axis(self, mesh: MeshShape) -> str:
         """The axis of `mesh` that the group is: one of its own, `data` for dp and fsdp, or `all`."""
-        axes = {
-            (mesh.tp, 1): "tp",
-            (mesh.fsdp, mesh.tp): "fsdp",
-            (mesh.dp, mesh.fsdp * mesh.tp): "dp",
-        }
-        wider = {(mesh.num_data_shards, mesh.tp): "data", (mesh.num_devices, 1): "all"}
+        axes, stride = {}, 1
+        for name, size in reversed(mesh._asdict().items()):
+            axes[size, stride] = name  # of two axes with one device, the outer
+            stride *= size
+        wider = {(mesh.num_data_shards, mesh.tp * mesh.cp): "data", (mesh.num_devices, 1): "all"}
         return (wider | axes).get((self.size, self.stride), "other")
 
 
@@ -283,12 +282,13 @@ class Sizes:
         import jax
 
         from quatrain.models.params import is_spec, param_specs, partition
+        from quatrain.parallel.axes import axes_of
 
         specs, places = param_specs(arch), partition(arch, mesh)
         sizes = jax.tree.map(
             lambda spec, place: (
                 math.prod(spec.shape) // (mesh.tp if "tp" in place else 1),
-                mesh.fsdp if "fsdp" in place else 1,
+                mesh.fsdp if any("fsdp" in axes_of(entry) for entry in place) else 1,
             ),
             specs,
             places,
@@ -319,10 +319,11 @@ def expected(case: Case, part: str, num_metrics: int) -> Sent:
     if part == "gradient":
         rings["all-reduce", "data"] = 4.0 * num_metrics
     mesh = case.rollout if part == "decode" else case.mesh
-    sizes = {"tp": mesh.tp, "fsdp": mesh.fsdp, "dp": mesh.dp, "data": mesh.num_data_shards}
+    sizes = {**mesh._asdict(), "data": mesh.num_data_shards}
     total: Counter[tuple[str, str]] = Counter()
     for (kind, axis), payload in rings.items():
-        name = Collective(kind, "", 0, sizes[axis], {"data": mesh.tp}.get(axis, 0), 0).axis(mesh)
+        stride = mesh.tp * mesh.cp if axis == "data" else 0
+        name = Collective(kind, "", 0, sizes[axis], stride, 0).axis(mesh)
         sent = Collective(kind, "", 1, sizes[axis], 0, 0).sent * payload
         if sent:
             total[kind, name if axis == "data" else axis] += sent  # type: ignore[assignment]
@@ -334,15 +335,23 @@ def _expected_gradient(case: Case) -> Sent:
 
     Over tp the [T, D] of a layer is added up twice forward, once when it is computed again (what ends
     the layer is not) and twice backward; so are those after the embedding and before the head.
+
+    Over cp a layer exchanges queries, keys, values and its result forward, once more when it is computed
+    again, and backward; of the T tokens of a data shard a device has T / cp.
     """
     arch, compute, stored = case.arch, item_bytes(case.dtype), item_bytes(case.param_dtype)
-    sizes, layers = Sizes.of(arch, case.mesh), arch.num_layers
+    sizes, layers, mesh = Sizes.of(arch, case.mesh), arch.num_layers, case.mesh
+    exchanged = sum(
+        2 * (mixer.num_heads // mesh.tp + max(mixer.num_kv_heads // mesh.tp, mesh.cp)) * mixer.head_dim
+        for mixer in (layer.mixer for layer in arch.layers)
+    )
     sent = {
         ("all-gather", "fsdp"): 2 * compute * (layers * sizes.layer + sizes.table),
         ("reduce-scatter", "fsdp"): 4 * (layers * sizes.layer + 2 * sizes.table),
         ("all-reduce", "fsdp"): stored * (layers * sizes.layer_copied + arch.hidden_size),
         ("all-reduce", "tp"): compute * case.tokens * arch.hidden_size * (5 * layers + 2)
         + 4 * 4 * scored_places(case),
+        ("all-to-all", "cp"): 3 * compute * exchanged * case.tokens // mesh.cp,
     }
     return {key: float(value) for key, value in sent.items()}
 

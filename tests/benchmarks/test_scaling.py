@@ -151,3 +151,19 @@ def test_a_tiny_model_sends_what_the_formula_says(scaling, monkeypatch):
     moving = replace(case, layers=1, mesh=MeshShape(1, 4, 2), rollout=MeshShape(4, 1, 2), parts=("sync",))
     report = scaling.in_child(moving, 100)
     assert sum(scaling.sent_by_kind(report, "sync").values()) == report["expected"]["sync"]["all"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "kv_heads"), [((1, 1, 1, 4), 4), ((1, 1, 1, 4), 2), ((1, 1, 2, 2), 4)])
+def test_heads_and_columns_are_exchanged_as_the_formula_says(scaling, monkeypatch, mesh, kv_heads):
+    """Over cp, also with fewer key/value heads than devices."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    model = scaling.QWEN2_5_7B | TINY | {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    shape = MeshShape(*mesh)
+    case = scaling.Case(shape, shape, layers=2, model=model, tokens=2048, parts=("gradient",))
+    report = scaling.in_child(case, 100)
+    name = "all-to-all cp"
+    assert report["expected"]["gradient"][name] > 0
+    assert scaling.sent_by_kind(report, "gradient")[name] == pytest.approx(
+        report["expected"]["gradient"][name], rel=0.01
+    )

@@ -26,8 +26,11 @@ from quatrain.parallel.axes import partition_spec
         ((32,), ("norm",), (1, 4, 1), P(None)),
         ((63, 30), ("vocab", "embed"), (1, 4, 2), P(None, None)),
         ((64, 32), ("vocab", "embed"), (1, 1, 1, 4), P(None, "cp")),
-        ((64, 32), ("vocab", "embed"), (1, 2, 1, 4), P("cp", "fsdp")),
-        ((48, 32), ("embed", "mlp"), (1, 2, 2, 4), P("fsdp", "tp")),
+        ((64, 32), ("vocab", "embed"), (1, 2, 1, 4), P(None, ("fsdp", "cp"))),
+        ((48, 32), ("embed", "mlp"), (1, 2, 2, 4), P(("fsdp", "cp"), "tp")),
+        ((64, 12), ("vocab", "embed"), (1, 2, 1, 4), P(("fsdp", "cp"), None)),
+        ((4, 6), ("vocab", "embed"), (1, 2, 1, 4), P("cp", "fsdp")),
+        ((30, 9), ("vocab", "embed"), (1, 2, 1, 4), P("fsdp", None)),
     ],
     ids=str,
 )

@@ -37,3 +37,8 @@ NUM_IN_TEXT = 3
 
 DATA_AXES = tuple(axis.name for axis in AXES if axis.splits_batch)
 """The mesh axes that batches are sharded over: there are dp x fsdp data shards."""
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that an entry of a partition spec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry

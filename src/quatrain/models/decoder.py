@@ -224,7 +224,7 @@ def logits(
     """Next-token logits [..., V] float32 of the whole vocabulary, on every device."""
     scores = project(output_head(params, arch, hidden.dtype), arch, hidden, backend=backend)
     axis = vocabulary_axis(arch)
-    return scores if axis is None else all_gather(scores, axis, scores.ndim - 1)
+    return scores if axis is None else all_gather(scores, [((axis,), scores.ndim - 1)])
 
 
 def vocabulary_axis(arch: Architecture) -> str | None:

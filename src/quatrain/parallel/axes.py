@@ -14,14 +14,15 @@ Data flow: the table, logical axes of a parameter (`models.params`) and `MeshSha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
-from quatrain.config.axes import AXES, CP, DATA_AXES, DP, FSDP, TP, MeshAxis
+from quatrain.config.axes import AXES, CP, DATA_AXES, DP, FSDP, TP, MeshAxis, axes_of
 from quatrain.config.mesh import MeshShape
 
-__all__ = ["AXES", "CP", "DATA_AXES", "DP", "FSDP", "TP", "MeshAxis", "partition_spec"]
+__all__ = ["AXES", "CP", "DATA_AXES", "DP", "FSDP", "TP", "MeshAxis", "axes_of", "partition_spec"]
 
 FULLY_SHARDED = "embed"
 """The logical axis that an axis with `splits_largest` prefers."""
@@ -32,21 +33,32 @@ UNSHARDED = frozenset({"norm", "rank"})
 def partition_spec(shape: Sequence[int], axes: Sequence[str], mesh: MeshShape) -> PartitionSpec:
     """The partition spec on `mesh` of a parameter of `shape` with the logical `axes` of its dimensions.
 
-    A parameter is replicated over a mesh axis if none of its dimensions can be sharded over it.
+    The axes with `splits_largest` share one dimension if their devices together divide one; else each takes
+    another. A parameter is replicated over a mesh axis if none of its dimensions can be sharded over it.
     """
-    split: list[str | None] = [None] * len(shape)
+    split: list[str | tuple[str, ...] | None] = [None] * len(shape)
     dims = list(enumerate(zip(shape, axes, strict=True)))
     wide = [(axis, size) for axis, size in zip(AXES, mesh, strict=True) if size > 1]
     for mesh_axis, devices in wide:
         for dim, (size, axis) in dims:
             if axis in mesh_axis.logical_axes and size % devices == 0:
                 split[dim] = mesh_axis.name
-    for mesh_axis, devices in wide:
+
+    def largest(devices: int) -> int | None:
+        """The dimension that these devices split."""
         fitting = [
             (axis == FULLY_SHARDED, size, dim)
             for dim, (size, axis) in dims
             if split[dim] is None and axis not in UNSHARDED and size % devices == 0
         ]
-        if mesh_axis.splits_largest and fitting:
-            split[max(fitting)[2]] = mesh_axis.name
+        return max(fitting)[2] if fitting else None
+
+    sharding = [(mesh_axis.name, devices) for mesh_axis, devices in wide if mesh_axis.splits_largest]
+    together = largest(math.prod(devices for _, devices in sharding))
+    if len(sharding) > 1 and together is not None:
+        split[together] = tuple(name for name, _ in sharding)
+        return PartitionSpec(*split)
+    for name, devices in sharding:
+        if (alone := largest(devices)) is not None:
+            split[alone] = name
     return PartitionSpec(*split)

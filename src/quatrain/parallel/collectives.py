@@ -10,7 +10,7 @@ devices of a `tp` axis compute the same loss redundantly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,28 +96,36 @@ def _psum_backward(x: jax.Array, axis: str) -> jax.Array:
 _psum_backward.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
 
 
-def all_gather(x: jax.Array, axis: str, dim: int, dtype: DTypeLike | None = None) -> jax.Array:
-    """all-gather of `x` over `axis`, concatenated along `dim`; reduce-scatter in the backward pass.
+Places = Sequence[tuple[tuple[str, ...], int]]
+"""Mesh axes, and the dimension of an array that is split over their devices, the first axis outermost."""
+
+
+def all_gather(x: jax.Array, places: Places, dtype: DTypeLike | None = None) -> jax.Array:
+    """all-gather of `x`, concatenated as `places` say; reduce-scatter in the backward pass.
 
     `x` is cast to `dtype` (default: its own) before the all-gather. The reduce-scatter sums the gradient in
     float32.
     """
-    return x if axis_size(axis) == 1 else _gather(x, axis, dim, jnp.dtype(dtype or x.dtype), x.dtype)
+    wide = tuple((axes, dim) for axes, dim in places if any(axis_size(axis) > 1 for axis in axes))
+    return _gather(x, wide, jnp.dtype(dtype or x.dtype), x.dtype) if wide else x
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: jax.Array, axis: str, dim: int, dtype: jnp.dtype, own: jnp.dtype) -> jax.Array:
-    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, places: Places, dtype: jnp.dtype, own: jnp.dtype) -> jax.Array:
+    x = x.astype(dtype)
+    for axes, dim in places:
+        x = lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
 
 
-def _scatter(
-    axis: str, dim: int, dtype: jnp.dtype, own: jnp.dtype, _: None, dy: jax.Array
-) -> tuple[jax.Array]:
-    dx = lax.psum_scatter(dy.astype(jnp.float32), axis, scatter_dimension=dim, tiled=True)
+def _scatter(places: Places, dtype: jnp.dtype, own: jnp.dtype, _: None, dy: jax.Array) -> tuple[jax.Array]:
+    dx = dy.astype(jnp.float32)
+    for axes, dim in places:
+        dx = lax.psum_scatter(dx, axes, scatter_dimension=dim, tiled=True)
     return (dx.astype(own),)
 
 
-_gather.defvjp(lambda x, axis, dim, dtype, own: (_gather(x, axis, dim, dtype, own), None), _scatter)
+_gather.defvjp(lambda x, places, dtype, own: (_gather(x, places, dtype, own), None), _scatter)
 
 
 def local_columns(x: jax.Array, axis: str) -> jax.Array:

@@ -24,7 +24,7 @@ from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.lora import trained_part
 from quatrain.models.params import ParamSpec, is_spec, param_specs, partition
 from quatrain.ops.logprobs import even_parts
-from quatrain.parallel.axes import TP
+from quatrain.parallel.axes import TP, axes_of
 
 OFF_BY = "-4 % to +12 %, with tp up to +54 %"
 """Difference of the estimate from the memory analysis of XLA's compiler for TPUs (docs/scaling.md)."""
@@ -177,7 +177,7 @@ class _Widths(NamedTuple):
 
 def elements_on_device(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShape) -> int:
     """Elements that one device of `mesh` holds of an array of `shape` that is sharded by `spec`."""
-    axes = [axis for axis in spec if axis is not None]
+    axes = [axis for entry in spec for axis in axes_of(entry)]
     return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
 
+from quatrain.config.axes import axes_of
 from quatrain.config.roles import Roles
 from quatrain.plan.text import table, warning_lines, wrapped
 
@@ -34,7 +35,7 @@ class ParameterKind:
     count: int
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    spec: tuple[str | None, ...]
+    spec: tuple[str | tuple[str, ...] | None, ...]
     num_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,8 +190,8 @@ def _parameter_table(result: Placement) -> Iterator[str]:
     yield from table([head, *rows], right=(1,))
 
 
-def _dim(axis: str, size: int, mesh_axis: str | None) -> str:
-    return f"{axis}={size}/{mesh_axis}" if mesh_axis else f"{axis}={size}"
+def _dim(axis: str, size: int, mesh_axes: str | tuple[str, ...] | None) -> str:
+    return "/".join((f"{axis}={size}", *axes_of(mesh_axes)))
 
 
 def totals_table(result: Placement) -> Iterator[str]:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.layers import Layer, Norm, linear
-from quatrain.parallel.axes import CP, FSDP
+from quatrain.parallel.axes import CP, FSDP, axes_of
 from quatrain.parallel.collectives import all_gather, psum_backward
 
 Enter = Callable[[jax.Array, Layer], jax.Array]
@@ -49,14 +49,12 @@ def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> An
     """
 
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
+        axes = list(map(axes_of, spec))
         for axis in (FSDP, CP):
-            if axis not in spec:
+            if not any(axis in names for names in axes):
                 parameter = psum_backward(parameter, axis)
-            else:
-                parameter = all_gather(
-                    parameter, axis, spec.index(axis), dtype if parameter.ndim > 1 else None
-                )
-        return parameter
+        places = [(names, dim) for dim, names in enumerate(axes) if {FSDP, CP} & set(names)]
+        return all_gather(parameter, places, dtype if parameter.ndim > 1 else None)
 
     return jax.tree.map(one, params, specs)
 
