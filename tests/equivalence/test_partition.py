@@ -78,7 +78,7 @@ def _policy(arch) -> PolicySpec:
 
 def _gradient(arch, params, table, planner, objective, **settings):
     policy = replace(_policy(arch), **settings)
-    batches = (b for _, b in micro_batches(table, planner, one_device(), unpack=policy.unpacks))
+    batches = (b for _, b in micro_batches(table, planner, one_device(), unpack_above=policy.unpacks_above))
     grads, stats = sum_gradients(params, batches, model=policy, objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 
@@ -197,6 +197,12 @@ def test_attention_with_the_mask_of_a_line_does_not_change_the_gradient(
     planner = MicroBatchPlanner(max_tokens=200, share_prompts=True, line_tokens=100)
     assert len(planner.plans(table)[0].buffers) == 2
     settings = {"attention": "splash", "backend": backend_of("tpu")}
+    _assert_same(_gradient(small_arch, small_params, table, planner, objective, **settings), whole)
+    # Longer rows, whose mask would be too large, are unpacked.
+    monkeypatch.setattr(attention, "MOST_MASKED", 99)
+    monkeypatch.delattr(kernels, "splash_masked_attention")
+    rows = partial(kernels.splash_attention, interpret=True)
+    monkeypatch.setitem(attention._CAUSAL, "splash", rows)
     _assert_same(_gradient(small_arch, small_params, table, planner, objective, **settings), whole)
 
 

@@ -150,7 +150,7 @@ class Programs:
 
         from quatrain.engine.decode import prefill_program
         from quatrain.engine.groups import Admitted, Group, pack_prompts
-        from quatrain.models.attention import unpacks
+        from quatrain.models.attention import unpacks_above
         from quatrain.types.batches import Prompt
 
         ids = np.arange(8 * PROMPT, dtype=np.int32).reshape(8, PROMPT)
@@ -158,7 +158,9 @@ class Programs:
             Admitted(Group.of(Prompt(i, row, ""), 0, range(GROUP), OWN), i, i) for i, row in enumerate(ids)
         ]
         prefix_slots = SLOTS // GROUP
-        packed = self._like(pack_prompts([pack], GROUP, prefix_slots, unpack=unpacks(self.attention)))
+        packed = self._like(
+            pack_prompts([pack], GROUP, prefix_slots, unpack_above=unpacks_above(self.attention))
+        )
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed))
         return prefill_program(self.backend).lower(
             self._params(self.dtype),
@@ -220,7 +222,7 @@ class Programs:
         sizes = LogprobConfig(max_tokens_per_device=UPDATE_TOKENS)
         cut = model.planner(sizes, share_prompts=True).plans(table)[0]
         whole = replace(cut, width=UPDATE_TOKENS // len(cut.buffers))
-        return fill(whole, table, one_device(), unpack=model.unpacks)
+        return fill(whole, table, one_device(), unpack_above=model.unpacks_above)
 
     def head(self) -> Any:
         """Log-probabilities and entropies of scored tokens, and their gradients by head and hidden states."""

@@ -145,12 +145,12 @@ def split_into_packs(admitted: list[Admitted]) -> list[Pack]:
     return packs
 
 
-def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, *, unpack: bool) -> Packed:
+def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, *, unpack_above: int | None) -> Packed:
     """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
 
     The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
-    programs are compiled. A common prefix of all prompts of a pack is stored once. `unpack`: with the layout
-    that puts each prompt in a row of its own.
+    programs are compiled. A common prefix of all prompts of a pack is stored once. `unpack_above`:
+    rows of more tokens come with the layout that puts each prompt in a row of its own.
     """
     count = power_of_two(max(map(len, packs)))
     num_common = [_common_prefix(pack) for pack in packs]
@@ -162,7 +162,7 @@ def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, *, unpack: bo
     ]
     arrays = list(map(np.concatenate, zip(*each, strict=True)))
     layout = None
-    if unpack:
+    if unpack_above is not None and tokens > unpack_above:
         _, _, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
         layout = unpacking(segment_ids, branch_ids)
     owners = [[item.group.own for item in pack] + [None] * (count - len(pack)) for pack in packs]

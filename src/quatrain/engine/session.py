@@ -55,7 +55,7 @@ from quatrain.engine.groups import (
 from quatrain.engine.scheduler import Occupant, Scheduler
 from quatrain.engine.stop_strings import cut_at_stop_strings
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention import unpacks
+from quatrain.models.attention import unpacks_above
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import bytes_per_position
 from quatrain.parallel.mesh import mesh_shape
@@ -165,7 +165,7 @@ class Session:
         self._resumed: list[int] = []
         self._sampler = sampler
         self._program = sampler.program(None if per_request_sampling else sampling)
-        self._unpack = unpacks(sampler.attention)
+        self._unpack_above = unpacks_above(sampler.attention)
         replicas = sampler.num_replicas
         self._scheduler = Scheduler(1, replicas, varying=per_request_sampling)
         self._groups: dict[int, Group] = {}
@@ -353,7 +353,9 @@ class Session:
         self._extend(long, self.sampling.n, params, version)
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
-        packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_prefix_slots, unpack=self._unpack)
+        packed = pack_prompts(
+            packs, self.sampling.n, self._scheduler.num_prefix_slots, unpack_above=self._unpack_above
+        )
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)

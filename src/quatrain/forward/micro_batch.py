@@ -61,10 +61,12 @@ class MicroBatch:
     """Segments may have branches."""
 
 
-def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> MicroBatch:
+def fill(
+    cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack_above: int | None = None
+) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
 
-    `unpack`: packed buffers come with their `layout`.
+    `unpack_above`: packed buffers of more tokens come with their `layout`.
     """
     parts = mesh_shape(mesh).cp  # of equal width, one for each device
     shape = len(cut.buffers), -(-cut.width // parts) * parts
@@ -77,7 +79,7 @@ def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack: bool = F
         )
         _fill_buffer(of_buffer, columns_of_buffer, segments, cut.num_common, table)
     layout = None
-    if unpack and cut.packed:
+    if unpack_above is not None and cut.packed and arrays["segment_ids"].shape[1] > unpack_above:
         layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])
     on_host = MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
     sharding = data_sharding(mesh)
@@ -131,8 +133,8 @@ def _fill_buffer(
 
 
 def micro_batches(
-    table: TokenTable, planner: MicroBatchPlanner, mesh: Mesh, *, unpack: bool = False
+    table: TokenTable, planner: MicroBatchPlanner, mesh: Mesh, *, unpack_above: int | None = None
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in planner.plans(table):
-        yield cut.sequences, fill(cut, table, mesh, unpack=unpack)
+        yield cut.sequences, fill(cut, table, mesh, unpack_above=unpack_above)

@@ -19,7 +19,7 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
 from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.planner import MicroBatchPlanner
-from quatrain.models.attention import longest_buffer, unpacks
+from quatrain.models.attention import longest_buffer, unpacks_above
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
@@ -81,9 +81,9 @@ class ModelSpec(ABC):
         return choose_attention(self.attention, self.arch, platform=self.backend.kind, dtype=self.dtype)
 
     @property
-    def unpacks(self) -> bool:
-        """Whether packed micro-batches need their `layout`."""
-        return unpacks(self.kernel)
+    def unpacks_above(self) -> int | None:
+        """Packed micro-batches whose rows have more tokens need their `layout`; None: none do."""
+        return unpacks_above(self.kernel)
 
     def planner(
         self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False

@@ -85,7 +85,7 @@ def prefill(
 ) -> tuple[jax.Array, CachePart]:
     """Hidden states [T, D] of prompts packed into a row of T tokens, and per layer keys and values [T, K, H].
 
-    `layout` has the prompts in rows of their own, for an implementation that `unpacks`.
+    `layout` has the prompts in rows of their own, where the implementation needs it.
     """
 
     def attend_of(mixer: Attention) -> Attend:

@@ -74,8 +74,8 @@ def forward(
     Activations are in `dtype`; norms, rotary embeddings and softmax are computed in float32. `remat` is one
     of `REMAT`, `attention` is the name of an implementation (`kernels.choose_attention`), and `backend` holds
     the block sizes of attention and the order of factors in matrix products. Rows that are not `packed` are
-    one sequence each, with padding behind it; packed rows need their `layout` if the implementation
-    `unpacks`.
+    one sequence each, with padding behind it; packed rows may need their `layout`
+    (`attention.unpacks_above`).
     """
 
     def attend_of(mixer: Attention) -> Attend:

@@ -3,8 +3,8 @@
 Called by the decoder's forward pass and by the prefill, where queries do not read a KV cache. All
 implementations compute the same mask (`layers.attention_mask`); they differ in the devices, dtypes and
 architectures that they support (`kernels.py`), and in how they take a packed row: `xla` skips blocks that are
-fully masked, `splash` takes the mask itself, and the others get each sequence in a row of its own
-(`unpacking.py`).
+fully masked, `splash` takes the mask itself, and the others, as `splash` for long rows, get each sequence in
+a row of its own (`unpacking.py`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ _CAUSAL: dict[str, Callable[..., jax.Array]] = {
 """Attention of rows of one sequence each, with padding behind it."""
 
 
-def unpacks(name: str) -> bool:
-    """Whether the implementation `name` needs an `Unpacking` for packed rows."""
-    return name in ("cudnn", "tokamax")
+MOST_MASKED = 8192
+"""Tokens of a packed row whose mask [T, T] `splash` takes: 64 MiB. Longer rows are unpacked."""
+
+
+def unpacks_above(name: str) -> int | None:
+    """Packed rows of more tokens need an `Unpacking` for the implementation `name`; None: none do."""
+    return {"cudnn": 0, "tokamax": 0, "splash": MOST_MASKED}.get(name)
 
 
 def longest_buffer(name: str, backend: Backend) -> int | None:
@@ -59,16 +63,16 @@ def attention_pattern(
     """The mask of rows [B, T] in the form that `self_attention` with the implementation `name` takes.
 
     `sizes` are the block sizes of the implementation `xla`. `packed`: rows may hold several sequences; an
-    implementation that `unpacks` then needs their `layout`.
+    implementation may then need their `layout` (`unpacks_above`).
     """
     branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
     if name == "xla":
         return block_pattern(positions, segment_ids, branches, window, sizes)
     if not packed:
         return None
-    if unpacks(name):
-        assert layout is not None, f"{name} needs the layout of packed rows"
+    if layout is not None:
         return layout
+    assert segment_ids.shape[1] <= (unpacks_above(name) or 0), f"{name} needs the layout of packed rows"
     return attention_mask(
         positions,
         positions,

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from quatrain.backend import ACCELERATOR
 from quatrain.cluster.processes import decided_by_main
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention import attention_pattern, self_attention, unpacks
+from quatrain.models.attention import attention_pattern, self_attention, unpacks_above
 from quatrain.models.attention.kernels import PLATFORMS, candidates, choose_attention, obstacle
 from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.layers import BRANCHES_PER_GROUP
@@ -63,8 +63,8 @@ def probe(name: str, arch: Architecture, dtype: DTypeLike) -> str | None:
 
     Returns why it cannot be used: its error, or how far its results are from those of `xla`; None if it can.
     """
-    # What unpacks computes packed rows as rows of one sequence; the others have two ways.
-    for mixer, packed in product(arch.mixers, (True,) if unpacks(name) else (True, False)):
+    # What unpacks all rows computes packed rows as rows of one sequence; the others have two ways.
+    for mixer, packed in product(arch.mixers, (True,) if unpacks_above(name) == 0 else (True, False)):
         window = WINDOW if mixer.window else None
         sizes = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         case = _Case(*sizes, window, packed, mixer.softcap, str(jnp.dtype(dtype)))
@@ -134,7 +134,7 @@ def _compared(name: str, case: _Case) -> str | None:
 def _results(name: str, case: _Case, dtype: str) -> dict[str, np.ndarray]:
     """Output and gradients of one line with shared prompts, as float32 on the host; zeros on padding."""
     positions, segments, branches = _line() if case.packed else _row()
-    layout = unpacking(segments, branches) if unpacks(name) else None
+    layout = unpacking(segments, branches) if unpacks_above(name) == 0 else None
     real = (segments != 0)[:, :, None, None]
     rng = np.random.default_rng(0)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
