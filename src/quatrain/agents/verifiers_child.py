@@ -72,7 +72,7 @@ async def agent(
     for name in (names := [trace.agent.name for trace in trained]):
         if names.count(name) > 1:
             raise ValueError(
-                f"the agent {name} of {taskset} ran {names.count(name)} times in an episode, with a reward each; "
+                f"the agent {name} of {taskset} ran {names.count(name)} times in an episode; "
                 "a sample of training is one run: take an environment in which it runs once, and rollout.n"
             )
     own = {f"{trace.agent.name}." if several else "": trace.metrics for trace in trained}
