@@ -49,6 +49,16 @@ def test_each_completion_token_has_the_advantage_of_its_sequence():
     }
 
 
+def test_rewards_are_compared_within_a_role():
+    batch = rewarded([1, -1, 3, -3, 5], [7, 7, 7, 7, 8], MASK)
+    batch = replace(
+        batch, rollouts=replace(batch.rollouts, columns={"agent_role": ("a", "b", "a", "b", "a")})
+    )
+    advantaged = AdvantageEstimator(AdvantageConfig(estimator="dr_grpo")).estimate(batch)
+    assert advantaged.advantages.max(axis=1).tolist()[:3] == [0, 1, 1]
+    assert advantaged.advantages.min(axis=1).tolist() == [-1, 0, 0, -1, 0]
+
+
 def test_a_batch_without_signal_is_no_error():
     batch = rewarded([1, 1, 0, 0, 0], [0, 0, 1, 1, 1], MASK)
     advantaged = AdvantageEstimator(AdvantageConfig()).estimate(batch)

@@ -160,3 +160,16 @@ async def asks_a_judge(client, row):
     said = [await client.chat(row["prompt"], train=False, max_tokens=4) for _ in range(2)]
     letters = [ord(letter) for each in said for letter in each["content"]]
     return {"reward": 1.0, "metrics": {str(client.sample): sum(letters)}}
+
+
+async def two_players(client, row, log, leave_out="", rename=""):
+    """Two roles of one dialogue each, of which the second hears the first; a sum of rewards that is 0."""
+    first, second = (Policy(client.role(name), row, f"{log}.{name}") for name in ("first", "second"))
+    said = await first.ask(row["prompt"])
+    messages = [{"role": "user", "content": f"They say: {said.content}"}]
+    for _ in range(2):
+        messages += [await second.ask(messages), {"role": "user", "content": "And now?"}]
+    won = float(client.sample) - 1.5
+    rewards = {"first": won, rename or "second": -won}
+    rewards.pop(leave_out, None)
+    return {"reward": rewards, "metrics": {"won": won}}

@@ -305,3 +305,45 @@ def test_a_server_that_cannot_be_had_is_an_error(playing, tokenizer, monkeypatch
     monkeypatch.setattr(AgentRollouts, "_serve", fails)
     with playing("once") as rollouts, pytest.raises(OSError, match="no port"):
         rollouts.generate(prompts(tokenizer))
+
+
+def test_each_role_of_an_episode_has_its_own_turns_and_reward(playing, tokenizer, tmp_path):
+    log = tmp_path / "log"
+    with playing("two_players", args={"log": str(log)}) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer), step=5)
+    roles = batch.columns["agent_role"]
+    assert roles == ("first", "second") * 8
+    assert batch.columns["environment_reward"] == (-1.5, 1.5, -0.5, 0.5, 0.5, -0.5, 1.5, -1.5) * 2
+    for role in ("first", "second"):
+        rows = [row for row in range(len(batch)) if roles[row] == role]
+        found = [
+            ([int(batch.columns["id"][row]), place % 4], turn)
+            for place, row in enumerate(rows)
+            for turn in turns_of(batch, row)
+        ]
+        assert sorted(found) == sorted(logged(Path(f"{log}.{role}")))
+    numbers = {name: metric.result() for name, metric in batch.metrics.items()}
+    assert numbers["agent/turns/max"] == 2
+    assert numbers["agent/roots"] == 16
+    assert numbers["agent/reward_of/first"] == numbers["agent/reward/mean"] == 0
+    assert numbers["agent/own/won"] == 0
+    # Rewards are compared with those of the same prompt and role; a prompt's rows stay together.
+    assert batch.compared_ids.tolist() == [0, 1] * 4 + [2, 3] * 4
+    assert batch.group_ids.tolist() == [0] * 8 + [10] * 8
+
+
+def test_a_role_without_a_reward_is_not_trained(playing, tokenizer, tmp_path):
+    args = {"log": str(tmp_path / "log"), "leave_out": "second"}
+    with playing("two_players", args=args) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer))
+    assert batch.columns["agent_role"] == ("first",) * 8
+    assert batch.metrics["agent/untrained_roles"].result() == 8
+    assert "agent/reward_of/second" not in batch.metrics
+
+
+@pytest.mark.parametrize("rename", ["scnd", "no name"])
+def test_rewards_of_other_roles_than_asked_are_a_fault(playing, tokenizer, tmp_path, rename):
+    args = {"log": str(tmp_path / "log"), "rename": rename}
+    message = rf"rewards of the roles that asked, \['first', 'second'\].*\['first', '{rename}'\]"
+    with playing("two_players", args=args) as rollouts, pytest.raises(ValueError, match=message):
+        rollouts.generate(prompts(tokenizer))

@@ -77,6 +77,33 @@ def test_a_taskset_of_verifiers_is_trained(tmp_path):
     assert all(3 <= row["agent/own/word_length"] <= 5 for row in rows)
 
 
+def test_two_agents_of_verifiers_are_trained_with_their_own_rewards(tmp_path):
+    for name in ("words_taskset", "duel_environment"):
+        (tmp_path / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
+    rows, samples = trained(
+        tmp_path,
+        f"rollout.agent_python={HUBS}/verifiers/bin/python",
+        "rollout.agent=verifiers:words_taskset",
+        "rollout.agent_args={id: duel_environment}",
+        "data.train=verifiers:words_taskset",
+        "data.eval=verifiers:words_taskset",
+        "rollout.max_new_tokens=16",
+        "rollout.temperature=1.5",
+        "logging.samples_per_step=32",
+    )
+    assert [row["agent/errors"] for row in rows] == [0, 0]
+    assert [row["agent/untrained_roles"] for row in rows] == [16, 16]  # the judge
+    assert [row["agent/turns/mean"] for row in rows] == [1, 1]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows)
+    of = {(s["group_id"], s["episode"]["sample"], s["episode"]["role"]): s for s in samples}
+    assert len(of) == 4 * 4 * 2
+    for (group, number, role), sample in of.items():
+        first, second = (len(of[group, number, name]["completion"].strip()) for name in ("first", "second"))
+        won = (first > second) - (first < second)
+        assert sample["reward"] == (won if role == "first" else -won)
+    assert {sample["reward"] for sample in samples} >= {1.0, -1.0}
+
+
 @pytest.mark.parametrize("kind", ["action", "tools"])
 def test_an_environment_of_openenv_is_trained(tmp_path, kind):
     """The model calls nothing yet, so that each episode has one turn; the tools are in its prompt."""

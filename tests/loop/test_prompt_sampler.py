@@ -196,6 +196,14 @@ def test_samples_without_a_reward_are_no_signal(source, tokenizer):
     assert groups_with_signal(RewardedBatch(rollouts, rewards, rewards[None], ("r",))) == [3]
 
 
+def test_a_group_has_a_signal_if_one_of_its_roles_has(source, tokenizer):
+    given = Given(lambda group: True, tokenizer)
+    rewards = np.array([1, 2, 2, 1, 2, 3, 1, 1, 1, 1, 2, 1], np.float32)
+    rollouts = given.generate(source.take(0, 4))
+    roles = replace(rollouts, columns={**rollouts.columns, "agent_role": ("a", "b", "b") * 4})
+    assert groups_with_signal(RewardedBatch(roles, rewards, rewards[None], ("r",))) == [1, 3]
+
+
 def test_a_greedy_completion_of_another_reward_is_a_signal(source, tokenizer):
     given = Given(lambda group: False, tokenizer, greedy=True)
     batch = given.sample(source.take(0, 3))  # the samples' rewards are 0, 1, 2 in groups 0, 1, 2

@@ -166,7 +166,7 @@ class AdvantageEstimator:
             token_rewards = token_rewards + by_turn
         inputs = {
             "rewards": rewards,
-            "group_ids": rewarded.rollouts.group_ids,
+            "group_ids": rewarded.rollouts.compared_ids,
             "completion_mask": mask,
             "token_rewards": token_rewards,
             "values": rewarded.values,

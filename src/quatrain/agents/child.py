@@ -23,10 +23,11 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 if TYPE_CHECKING:
     from quatrain.workers.worker import Connection
@@ -57,6 +58,14 @@ class Client:
     sample: int
     greedy: bool
     """Whether answers are the likeliest: an evaluation."""
+
+    def role(self, name: str) -> Client:
+        """The same policy as another agent of this episode: with dialogues and a reward of its own.
+
+        The agent then returns the rewards by role.
+        """
+        episode = self.untrained_base_url.removesuffix("/untrained/v1")
+        return replace(self, base_url=f"{episode}/role/{quote(name, safe='')}/v1")
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, train: bool = True, **fields: Any
@@ -210,14 +219,17 @@ async def _guarded(work: Awaitable[Any]) -> Any:
 
 
 def _checked(returned: Any) -> dict[str, Any]:
-    """The reward (None: reward functions judge) and the metrics that an agent returned."""
+    """The reward (None: reward functions judge; or by role) and the metrics that an agent returned."""
     value: Any = returned if isinstance(returned, Mapping) else {"reward": returned}
     reward, metrics = value.get("reward"), value.get("metrics", {})
+    by_role = isinstance(reward, Mapping) and len(reward) > 0
+    rewards = reward if by_role else {"": reward}
     unknown = sorted(map(str, value.keys() - {"reward", "metrics"}))
-    if unknown or not (reward is None or _is_number(reward)) or not isinstance(metrics, Mapping):
+    are_rewards = all(isinstance(k, str) and (v is None or _is_number(v)) for k, v in rewards.items())
+    if unknown or not are_rewards or not isinstance(metrics, Mapping):
         raise _Fault(
-            'an agent must return a finite number, None, or {"reward": a number or None, "metrics": {name: '
-            f"number}}}}; it returned {str(returned)[:200]!r}",
+            'an agent must return a finite number, None, or {"reward": a number or None, or {role: a number '
+            f'or None}}, "metrics": {{name: number}}}}; it returned {str(returned)[:200]!r}',
             "invalid",
             "",
         )
@@ -225,8 +237,9 @@ def _checked(returned: Any) -> dict[str, Any]:
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) and _is_number(value)):
             text = "metrics of an agent must be finite numbers, with names of letters, digits and `.-_`"
             raise _Fault(f"{text}; it returned {name!r}: {value!r}"[:LONGEST_TEXT], "invalid", "")
+    numbers = {role: None if value is None else float(value) for role, value in rewards.items()}
     return {
-        "reward": None if reward is None else float(reward),
+        "reward": numbers if by_role else numbers[""],
         "metrics": {name: float(value) for name, value in metrics.items()},
     }
 

@@ -28,9 +28,9 @@ from quatrain.data.messages import as_messages
 from quatrain.engine.service import EngineService, ServiceFailed
 from quatrain.rollout.fleet_service import FleetService
 from quatrain.serve.api import Api
-from quatrain.serve.sessions import Session, SessionRules, Sessions
+from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
-from quatrain.types.batches import AGENT_SEQUENCE, Prompt, RolloutBatch
+from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.workers.threads import LoopThread
@@ -69,26 +69,21 @@ class AgentRules:
     """The interpreter of the agents' processes; None: this one."""
 
 
-@dataclass(eq=False)
-class Episode:
-    """A sample of a prompt that an agent plays."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one role played in an episode: its sequences, its reward, and the fault that ended the episode.
 
-    prompt: Prompt
-    sample: int
-    rules: SessionRules
-    session: Session | None = None
-    played: Played = field(default_factory=Played)
+    Of `rows`, that with the path to the last request is the first.
+    """
+
+    session: Session
+    rows: Sequence[Row]
+    reward: float | None = None
     fault: AgentFault | None = None
-    is_retried: bool = False
-    rows: Sequence[Row] = ()
-    """Its sequences, once it has ended; that with the path to the last request is the first."""
-    ended: float = 0.0
-    """When it ended, by `time.perf_counter`."""
 
     @property
     def finish_reason(self) -> str:
         """Why it ended: by a fault, by a limit of its requests, or as its last answer."""
-        assert self.session is not None
         if self.fault is not None:
             return "timeout" if self.fault.kind == "timeout" else "error"
         if self.session.refused is not None:
@@ -102,15 +97,15 @@ class Episode:
         return [(self._prompt(row), self._ended(_completion(row))) for row in self.rows]
 
     def _prompt(self, row: Row | None) -> Prompt:
-        """The prompt of a sequence; None: of an episode without an answer."""
-        assert self.session is not None
+        """The prompt of a sequence; None: of a role without an answer."""
+        prompt, turns = self.session.prompt, self.session.tree.turns
         path = () if row is None else row.path
-        turns = self.session.tree.turns
         columns = {
-            **self.prompt.columns,
-            "messages": list(path[-1].messages if path else ()) or as_messages(self.prompt.text),
+            **prompt.columns,
+            "messages": list(path[-1].messages if path else ()) or as_messages(prompt.text),
             "turn_rewards": [],
-            "environment_reward": self.played.reward,
+            "environment_reward": self.reward,
+            AGENT_ROLE: self.session.role,
             AGENT_SEQUENCE: {
                 "answers": [
                     [len(turn.messages) - 1, turns.index(turn) + 1, row is not None and turn in row.owned]
@@ -120,12 +115,61 @@ class Episode:
                 "began": path[0].reason if path else None,
             },
         }
-        ids = np.array(path[0].prompt_ids, np.int32) if path else self.prompt.input_ids
-        return replace(self.prompt, input_ids=ids, columns=columns)
+        ids = np.array(path[0].prompt_ids, np.int32) if path else prompt.input_ids
+        return replace(prompt, input_ids=ids, columns=columns)
 
     def _ended(self, completion: Completion) -> Completion:
         completion.finish_reason = self.finish_reason
         return completion
+
+
+@dataclass(eq=False)
+class Episode:
+    """A sample of a prompt that an agent plays."""
+
+    prompt: Prompt
+    sample: int
+    rules: SessionRules
+    session: Session | None = None
+    played: Played = field(default_factory=Played)
+    fault: AgentFault | None = None
+    is_retried: bool = False
+    parts: Sequence[Part] = ()
+    """What is trained of it, once it has ended: by role, that without a name first."""
+    num_untrained_roles: int = 0
+    ended: float = 0.0
+    """When it ended, by `time.perf_counter`."""
+
+    def end(self) -> None:
+        """Makes its parts; it has a fault if the rewards are those of other roles than asked."""
+        assert self.session is not None
+        asked = {each.role: each for each in self.session.every_role() if each.tree.turns}
+        try:
+            rewards = {} if self.fault is not None else self._rewards(asked)
+        except AgentFault as fault:
+            self.fault, rewards = fault, {}
+        trained = {role: self.session.of_role(role) for role in rewards} or asked or {"": self.session}
+        self.num_untrained_roles = len(asked.keys() - trained.keys())
+        self.parts = [
+            Part(trained[role], trained[role].tree.rows(), rewards.get(role), self.fault)
+            for role in sorted(trained)
+        ]
+        self.ended = time.perf_counter()
+
+    def _rewards(self, asked: Mapping[str, Session]) -> Mapping[str, float | None]:
+        """The reward of each role that is trained."""
+        returned = self.played.reward
+        if not isinstance(returned, Mapping):
+            return dict.fromkeys(asked or [""], returned)
+        forgotten, silent = sorted(asked.keys() - returned.keys()), sorted(returned.keys() - asked.keys())
+        wrong = [role for role in returned if role and not is_role(role)]
+        if wrong or (forgotten and silent):
+            raise AgentFault(
+                f"an agent must return rewards of the roles that asked, {sorted(asked)} ('' is the client "
+                f"itself); it returned those of {sorted(returned)}; one that it leaves out is not trained",
+                "invalid",
+            )
+        return returned
 
 
 @dataclass(frozen=True)
@@ -227,6 +271,8 @@ class AgentRollouts:
     ) -> RolloutBatch:
         """A batch of `sampling.n` episodes per prompt, in order, with the rows of an episode adjacent.
 
+        Each role of an episode is an episode of the batch.
+
         Raises ValueError if the agent cannot be loaded, and if the first episodes of all have faults only.
         """
         return self.wait(self.submit(prompts, step=step, sampling=sampling))
@@ -260,7 +306,7 @@ class AgentRollouts:
         self._check_faults(ticket.episodes)
         ended = sorted(episode.ended for episode in ticket.episodes)
         seconds = (ended[-1] if ended else ticket.began) - ticket.began
-        samples = [episode.samples() for episode in ticket.episodes]
+        samples = [part.samples() for episode in ticket.episodes for part in episode.parts]
         tail = ended[-1] - ended[int(TAIL * (len(ended) - 1))] if ended else 0.0
         return rollout_batch(
             [row for rows in samples for row in rows],
@@ -339,7 +385,7 @@ class AgentRollouts:
             finally:
                 await self._sessions.close(session)
             break
-        episode.rows, episode.ended = session.tree.rows(), time.perf_counter()
+        episode.end()
 
     def _client(self, session: Session) -> Client:
         rules, url = session.rules, f"{self._url}/s/{session.id}"
@@ -370,9 +416,8 @@ class AgentRollouts:
         if self._on_progress is None:
             return
         done = sum(future.done() for future in ticket.futures)
-        tokens = sum(
-            len(turn.tokens) for each in ticket.episodes if each.session for turn in each.session.tree.turns
-        )
+        sessions = [s for each in ticket.episodes if each.session for s in each.session.every_role()]
+        tokens = sum(len(turn.tokens) for session in sessions for turn in session.tree.turns)
         rate = tokens / (time.perf_counter() - ticket.began)
         self._on_progress(RolloutProgress(done, len(ticket.futures), rate, self._service.num_running))
 
@@ -416,32 +461,39 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 def _metrics(episodes: Sequence[Episode]) -> Metrics:
     """Numbers of turns and sequences, rewards, what agents returned, and what went wrong."""
     names = ("tool_calls", "malformed_calls", "replayed", "overridden_fields", "refused_requests")
-    counts: Counter[str] = Counter(dict.fromkeys(names, 0))
-    rows, turns, context, tokens, branches, roots, abandoned = [], [], 0, 0, 0, 0, 0
+    counts: Counter[str] = Counter(dict.fromkeys((*names, "branches", "roots", "abandoned_turns"), 0))
+    rows, turns, context, tokens = [], [], 0, 0
     own: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {"": []}
+    for part in (part for episode in episodes for part in episode.parts):
+        trained = {turn for row in part.rows for turn in row.path}
+        rows.append(len(part.rows))
+        turns.append(len(trained))
+        counts["roots"] += sum(turn.parent is None for turn in trained)
+        parents = Counter(turn.parent for turn in trained if turn.parent is not None)
+        counts["branches"] += sum(count - 1 for count in parents.values())
+        counts["abandoned_turns"] += len(part.session.tree.turns) - len(trained)
+        tokens += sum(len(row.path[-1].ids) for row in part.rows)
+        context += sum(len(turn.tokens) for row in part.rows for turn in row.path if turn not in row.owned)
+        if part.reward is not None:
+            rewards.setdefault(part.session.role, []).append(part.reward)
     for episode in episodes:
         assert episode.session is not None
-        counts.update(episode.session.counts)
-        trained = {turn for row in episode.rows for turn in row.path}
-        rows.append(len(episode.rows))
-        turns.append(len(trained))
-        roots += sum(turn.parent is None for turn in trained)
-        parents = Counter(turn.parent for turn in trained if turn.parent is not None)
-        branches += sum(count - 1 for count in parents.values())
-        abandoned += len(episode.session.tree.turns) - len(trained)
-        tokens += sum(len(row.path[-1].ids) for row in episode.rows)
-        context += sum(len(turn.tokens) for row in episode.rows for turn in row.path if turn not in row.owned)
+        for session in episode.session.every_role():
+            counts.update(session.counts)
         for name, value in episode.played.metrics.items():
             own.setdefault(name, []).append(value)
-    counts["errors"] = sum(e.fault is not None and e.fault.kind != "timeout" for e in episodes)
-    counts["timeouts"] = sum(e.fault is not None and e.fault.kind == "timeout" for e in episodes)
+    faults = [episode.fault.kind for episode in episodes if episode.fault is not None]
+    counts["timeouts"] = faults.count("timeout")
+    counts["errors"] = len(faults) - counts["timeouts"]
     counts["retried_episodes"] = sum(episode.is_retried for episode in episodes)
-    counts.update({"branches": branches, "roots": roots, "abandoned_turns": abandoned})
-    rewards = [e.played.reward for e in episodes if e.fault is None and e.played.reward is not None]
+    counts["untrained_roles"] = sum(episode.num_untrained_roles for episode in episodes)
+    every = np.array([value for values in rewards.values() for value in values], np.float64)
     return {
         **describe("agent/turns", np.array(turns), ("mean", "max")),
         **describe("agent/sequences", np.array(rows), ("mean", "max")),
-        **describe("agent/reward", np.array(rewards, np.float64), ("mean",)),
+        **describe("agent/reward", every, ("mean",)),
+        **{f"agent/reward_of/{role}": Metric(sum(v), len(v)) for role, v in rewards.items() if role},
         "agent/context_fraction": Metric(context, tokens),
         **{f"agent/{name}": Metric(float(count), reduction="sum") for name, count in counts.items()},
         **{f"agent/own/{name}": Metric(sum(values), len(values)) for name, values in own.items()},

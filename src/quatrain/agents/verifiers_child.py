@@ -8,6 +8,7 @@ flow: `verifiers:TASKSET` -> `tasks` -> rows with the columns `task` and `taskse
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import sys
 from collections.abc import Mapping
@@ -40,11 +41,12 @@ def tasks(taskset: str, config: Mapping[str, Any], skip: int, size: int | None) 
 async def agent(
     client: Any, row: Mapping[str, Any], taskset: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Plays the task of a row; the reward and metrics of its trace.
+    """Plays the task of a row; the reward and metrics of its trace, or of the traces of each trained role.
 
-    Raises ValueError for a row that is no task of the taskset.
+    Raises ValueError for a row that is no task of the taskset, and for an agent of several that runs more
+    than once in an episode.
     """
-    from verifiers.v1.clients import EvalClientConfig, ModelContext
+    from verifiers.v1.clients import ModelContext
 
     own = row.get("taskset")
     if not isinstance(own, Mapping) or own.get("id") != taskset or "task" not in row:
@@ -57,16 +59,52 @@ async def agent(
     variable = f"QUATRAIN_KEY_{client.api_key[:16].upper()}"
     os.environ[variable] = client.api_key
     try:
-        asked = EvalClientConfig(base_url=client.base_url, api_key_var=variable)
-        context = ModelContext(model=client.model, client=asked)
-        episode = await environment.run_episode(known[row["task"]], context)
+        seated, roles = _seated(environment, client, variable)
+        context = ModelContext(model=client.model, client=_asking(client, variable))
+        episode = await seated.run_episode(known[row["task"]], context)
     finally:
         del os.environ[variable]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors:
         raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
-    [trace] = episode.traces
-    return {"reward": trace.reward, "metrics": dict(trace.metrics)}
+    trained = [trace for trace in episode.traces if trace.agent.trainable and trace.agent.name in roles]
+    several = len(roles) > 1
+    for name in (names := [trace.agent.name for trace in trained]):
+        if names.count(name) > 1:
+            raise ValueError(
+                f"the agent {name} of {taskset} ran {names.count(name)} times in an episode; "
+                "a sample of training is one run: take an environment in which it runs once, and rollout.n"
+            )
+    own = {f"{trace.agent.name}." if several else "": trace.metrics for trace in trained}
+    return {
+        "reward": {trace.agent.name: trace.reward for trace in trained} if several else trained[0].reward,
+        "metrics": {prefix + name: value for prefix, of in own.items() for name, value in of.items()},
+    }
+
+
+def _seated(environment: Any, client: Any, variable: str) -> tuple[Any, list[str]]:
+    """The environment with the policy as each of its agents, a role each, and the names of these roles.
+
+    An agent whose configuration has a client of its own, such as a judge, asks that one and is no role.
+    """
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    agents = agent_config_fields(environment.config)
+    roles = [name for name, agent in agents.items() if agent.client is None]
+    if len(agents) == 1:
+        return environment, roles
+    asked = {name: {"client": _asking(client.role(name), variable)} for name in roles}
+    seated = copy.copy(environment)  # what it serves to its agents is shared
+    seats = {name: agents[name].model_copy(update=own) for name, own in asked.items()}
+    seated.config = environment.config.model_copy(update=seats)
+    return seated, roles
+
+
+def _asking(client: Any, variable: str) -> Any:
+    """What asks the policy as `client` does, with its key in an environment `variable`."""
+    from verifiers.v1.clients import EvalClientConfig
+
+    return EvalClientConfig(base_url=client.base_url, api_key_var=variable)
 
 
 async def _served(taskset: str, config: Mapping[str, Any]) -> Any:
@@ -106,7 +144,7 @@ class _Tasks(dict[int, Any]):
 def _loaded(taskset: str, config: Mapping[str, Any]) -> Any:
     """The environment; each agent runs as a process here, unless its configuration says otherwise.
 
-    Raises ValueError without the package, and for an environment of several agents.
+    Raises ValueError without the package.
     """
     try:
         from verifiers.v1.configs.agent import agent_config_fields
@@ -119,14 +157,8 @@ def _loaded(taskset: str, config: Mapping[str, Any]) -> Any:
         ) from None
     given = {**config, "taskset": {**config.get("taskset", {}), "id": taskset}}
     try:
-        roles = agent_config_fields(resolve_env_config(given))
-        if len(roles) != 1:
-            raise ValueError(
-                f"the environment of {taskset} has the agents {', '.join(roles)}; a sample is played by one; "
-                "take an environment of one agent"
-            )
-        [role] = roles
-        given[role] = {"runtime": {"type": "subprocess"}, **config.get(role, {})}
+        for agent in agent_config_fields(resolve_env_config(given)):
+            given[agent] = {"runtime": {"type": "subprocess"}, **config.get(agent, {})}
         return load_environment(resolve_env_config(given))
     except ModuleNotFoundError as error:
         raise ValueError(f"verifiers has no {taskset}: {error}") from None

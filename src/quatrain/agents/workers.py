@@ -26,9 +26,9 @@ FaultKind = Literal["error", "invalid", "timeout", "crash"]
 
 @dataclass(frozen=True)
 class Played:
-    """What an agent returned: its reward, None if reward functions judge, and its metrics."""
+    """What an agent returned: its reward, None if reward functions judge, or those by role; its metrics."""
 
-    reward: float | None = None
+    reward: float | Mapping[str, float | None] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -29,6 +29,7 @@ from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render
 from quatrain.types.batches import (
+    AGENT_ROLE,
     AGENT_SEQUENCE,
     EPISODE_COLUMNS,
     REWARD_ARGUMENTS,
@@ -247,7 +248,7 @@ class _Reader:
                 f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
                 "needed; unset data.question_column or rename a column"
             )
-        if reserved := [name for name in (*REWARD_ARGUMENTS, AGENT_SEQUENCE) if name in columns]:
+        if reserved := [name for name in (*REWARD_ARGUMENTS, AGENT_SEQUENCE, AGENT_ROLE) if name in columns]:
             raise ValueError(
                 f"{spec}: a column is called `{reserved[0]}`, the name of another argument of reward "
                 "functions; rename the column"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quatrain.agents.hubs import hub_rows
-from quatrain.agents.play import AgentRollouts, Episode
+from quatrain.agents.play import AgentRollouts, Episode, Part
 from quatrain.config.load import Resolved
 from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import NO_ROWS
@@ -48,20 +48,24 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
         except ValueError as error:  # that all have faults, which the trees explain
             problem = error
         for number, episode in enumerate(ticket.episodes):
-            if episode.session is not None and (episode.fault or episode.session.tree.turns):
-                yield f"row {number}: {_outcome(episode)}"
-                yield from _sequences(episode, loaded.tokenizer)
+            if episode.fault or any(part.rows for part in episode.parts):
+                for part in episode.parts:
+                    yield f"row {number}{_role(part)}: {_outcome(episode, part)}"
+                    yield from _sequences(part, loaded.tokenizer)
         if problem is not None:
             raise problem
 
 
-def _outcome(episode: Episode) -> str:
-    assert episode.session is not None
-    counts = {name: count for name, count in episode.session.counts.items() if count}
+def _role(part: Part) -> str:
+    return f", role {part.session.role}" if part.session.role else ""
+
+
+def _outcome(episode: Episode, part: Part) -> str:
+    counts = {name: count for name, count in part.session.counts.items() if count}
     parts = [
-        "no reward" if episode.played.reward is None else f"reward {episode.played.reward:g}",
+        "no reward" if part.reward is None else f"reward {part.reward:g}",
         *(f"{name} {value:g}" for name, value in episode.played.metrics.items()),
-        f"ended as {episode.finish_reason}",
+        f"ended as {part.finish_reason}",
         *(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()),
     ]
     if episode.fault is not None:
@@ -69,10 +73,10 @@ def _outcome(episode: Episode) -> str:
     return ", ".join(parts)
 
 
-def _sequences(episode: Episode, tokenizer: Any) -> Iterator[str]:
+def _sequences(part: Part, tokenizer: Any) -> Iterator[str]:
     """The paths of the tree; what stands in one before is not shown again."""
     numbers: dict[Turn, int] = {}
-    for row in reversed(episode.rows):
+    for row in reversed(part.rows):
         lines = []
         for turn in row.path:
             if turn in numbers:

@@ -97,15 +97,17 @@ class PromptSampler:
 
 
 def groups_with_signal(batch: RewardedBatch) -> list[int]:
-    """The ids, in increasing order, of the groups with different rewards.
+    """The ids, in increasing order, of the groups with different rewards, for one role where there are some.
 
     They are those of the samples and of the greedy completion, if there is one. A sample without a reward,
     because all reward functions abstained, does not count.
     """
-    groups, membership = np.unique(batch.rollouts.group_ids, return_inverse=True)
+    rollouts = batch.rollouts
+    _, rows, membership = np.unique(rollouts.compared_ids, return_index=True, return_inverse=True)
+    groups = rollouts.group_ids[rows]
     least, most = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
     for rewards in (batch.rewards, batch.baseline_rewards):
         if rewards is not None:
             np.fmin.at(least, membership, rewards)
             np.fmax.at(most, membership, rewards)
-    return [int(group) for group in groups[least < most]]
+    return np.unique(groups[least < most]).tolist()

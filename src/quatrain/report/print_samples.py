@@ -96,6 +96,9 @@ def _facts(sample: dict[str, Any]) -> Iterator[str]:
     if "completion_tokens" in sample:
         yield f"{sample['completion_tokens']} tokens"
     match sample.get("episode"):
+        case {"role": str(role)}:
+            yield f"role {role}"
+    match sample.get("episode"):
         case {"sequence": int(number), "sequences": int(count), "sample": int(of)} if count > 1:
             yield f"sequence {number + 1} of {count}, sample {of}"
 

@@ -73,7 +73,7 @@ class Samples:
             "finish_reasons": rollouts.finish_reason[first_rows].tolist(),
             TRAINER_STATE: [int(rollouts.policy_version.max(initial=0))] * len(first_rows),
         }
-        return Samples(arguments, rollouts.group_ids[first_rows].tolist())
+        return Samples(arguments, rollouts.compared_ids[first_rows].tolist())
 
     def __len__(self) -> int:
         return len(self.group_ids)

@@ -182,6 +182,9 @@ agent/turns/* | turns | mean max | the answers of the policy in an episode of an
 agent/sequences/* | sequences | mean max |
     the sequences of an episode: the paths of its tree of turns, each of which is a row of the batch.
 agent/reward/mean | reward | mean | Mean of what agents returned as their reward.
+agent/reward_of/<role> | reward | mean | Mean of the rewards of a role of the agents (`client.role`).
+agent/untrained_roles | roles | sum |
+    Roles that asked, and that the rewards which the agent returned leave out.
 agent/context_fraction | fraction | mean |
     Fraction of the sequences' tokens that are answers trained in another row of their episode.
 agent/roots | turns | sum |

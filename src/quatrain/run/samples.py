@@ -18,6 +18,7 @@ import numpy as np
 from quatrain.data.messages import as_messages
 from quatrain.reward.values import plain_json
 from quatrain.types.batches import (
+    AGENT_ROLE,
     AGENT_SEQUENCE,
     EPISODE_COLUMNS,
     AdvantagedBatch,
@@ -111,7 +112,7 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
     rollouts = rewarded.rollouts
     raw = rewarded.rewards_per_function[:, index]
     columns = {name: values[index] for name, values in rollouts.columns.items()}
-    sequence = columns.pop(AGENT_SEQUENCE, None)
+    sequence, role = columns.pop(AGENT_SEQUENCE, None), columns.pop(AGENT_ROLE, "")
     episode = (
         _episode(rollouts.prompts[index], columns, sequence) if columns.keys() >= set(EPISODE_COLUMNS) else {}
     )
@@ -119,7 +120,11 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
         columns = {name: value for name, value in columns.items() if name not in EPISODE_COLUMNS}
     if rollouts.episode_ids is not None:
         began = sequence and sequence["began"]
-        episode["episode"] = {**_place(rollouts, index), **({"began": began} if began else {})}
+        episode["episode"] = {
+            **_place(rollouts, index),
+            **({"role": role} if role else {}),
+            **({"began": began} if began else {}),
+        }
     return {
         "prompt": rollouts.prompts[index],
         "completion": rollouts.completions[index],
@@ -133,10 +138,10 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
 
 
 def _place(rollouts: RolloutBatch, index: int) -> dict[str, int]:
-    """Which episode of its group a sequence belongs to, and its number among those of the episode."""
+    """Which episode of its group, and role, a sequence belongs to; its number among those of the episode."""
     of_row, first_rows = rollouts.episodes
     same = np.flatnonzero(of_row == of_row[index])
-    of_group = rollouts.group_ids[first_rows] == rollouts.group_ids[index]
+    of_group = rollouts.compared_ids[first_rows] == rollouts.compared_ids[index]
     return {
         "sample": int(of_group[: of_row[index]].sum()),
         "sequence": int((same < index).sum()),

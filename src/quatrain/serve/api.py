@@ -114,7 +114,7 @@ class Api:
             "/pause": ("POST", self._pause),
             "/resume": ("POST", self._resume),
         }
-        places = ("", "/s/{session}", "/s/{session}/untrained")
+        places = ("", "/s/{session}", "/s/{session}/untrained", "/s/{session}/role/{role}")
         return Starlette(
             routes=[
                 Route(place + path, self._answered(path, handler), methods=[method])
@@ -158,7 +158,8 @@ class Api:
                 "Bearer` with it (an OpenAI client: api_key)",
                 status=401,
             )
-        return session
+        role = request.path_params.get("role")
+        return session if role is None else session.of_role(role)
 
     async def _once(self, request: Request, session: Session, handler: Handler) -> Response:
         """The answer to a request of a session; to one that is asked again, the one that it had.

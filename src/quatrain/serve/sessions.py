@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from quatrain.serve.turn_tree import Found, Turn, TurnTree
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 
+MOST_ROLES = 64
+"""Roles that an episode may have."""
 MOST_AT_ONCE = 64
 """Requests of a session that may be in progress."""
 PAUSE_S = 0.02
@@ -70,11 +73,13 @@ class Reply:
 
 @dataclass(eq=False)
 class Session:
-    """An episode: a sample of `prompt`, number `sample` of `rules.sampling.n`."""
+    """What one role plays in an episode, which is a sample of `prompt`, number `sample` of
+    `rules.sampling.n`. Most episodes have one role, without a name."""
 
     rules: SessionRules
     prompt: Prompt
     sample: int
+    role: str = ""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_hex(16))
     """Authorises the requests of this episode alone, until it ends."""
@@ -92,6 +97,8 @@ class Session:
     """Requests that are being answered, also those whose client has left."""
     untrained: Counter[bytes] = field(default_factory=Counter)
     """Requests outside of the tree so far, by digests."""
+    roles: dict[str, Session] = field(default_factory=dict)
+    """The sessions of the episode's other roles, which have asked."""
 
     def __post_init__(self) -> None:
         messages = as_messages(self.prompt.text)
@@ -99,8 +106,37 @@ class Session:
 
     @property
     def sequence_id(self) -> int:
-        """The id that the randomness of the sample derives from."""
-        return (self.prompt.group_id * self.rules.sampling.n + self.sample) % 2**32
+        """The id that the randomness of the sample derives from; each role has its own."""
+        of_sample = (self.prompt.group_id * self.rules.sampling.n + self.sample) % 2**32
+        if not self.role:
+            return of_sample
+        own = hashlib.blake2b(f"{of_sample}/{self.role}".encode(), digest_size=4).digest()
+        return int.from_bytes(own)
+
+    def every_role(self) -> list[Session]:
+        """This session, and those of the episode's other roles."""
+        return [self, *self.roles.values()]
+
+    def of_role(self, role: str) -> Session:
+        """The session of a role of this episode, with the same id and key; opened when it is first named.
+
+        "" is this one.
+
+        Raises BadRequest for a name of other signs, and for too many roles.
+        """
+        if role in ("", self.role):
+            return self
+        if (known := self.roles.get(role)) is not None:
+            return known
+        if not is_role(role):
+            raise BadRequest(
+                f"a role has a name of 1 to 64 letters, digits and `.-_`; got {role[:100]!r}; rename it"
+            )
+        if len(self.roles) >= MOST_ROLES:
+            raise BadRequest(f"an episode has at most {MOST_ROLES} roles; use those that it has")
+        opened = Session(self.rules, self.prompt, self.sample, role, self.id, self.key)
+        opened.is_open = self.is_open
+        return self.roles.setdefault(role, opened)
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -194,6 +230,11 @@ class Session:
 _NO_ROOM = "context_length_exceeded"
 
 
+def is_role(name: str) -> bool:
+    """Whether a role of an agent may have this name."""
+    return re.fullmatch(r"[\w.-]{1,64}", name) is not None
+
+
 class Sessions:
     """The sessions that are open, by their ids and keys."""
 
@@ -211,8 +252,9 @@ class Sessions:
         """Its requests are refused from now on; returns when those in progress have ended."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(_digest(session.key), None)
-        session.is_open = False
-        while session.in_progress:
+        for each in session.every_role():
+            each.is_open = False
+        while any(each.in_progress for each in session.every_role()):
             await asyncio.sleep(PAUSE_S)
 
     def named(self, identity: str) -> Session | None:

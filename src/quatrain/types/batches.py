@@ -31,6 +31,8 @@ AGENT_SEQUENCE = "agent_sequence"
 """The column of a row of an agent's episode: {"answers": [message, number, trained] of each answer of the
 policy (its place among the messages, its number in the episode, whether this row trains it), "began": why the
 row continues no earlier answer, or None}."""
+AGENT_ROLE = "agent_role"
+"""The column with the role that an agent's episode played: "", or a name of `client.role`."""
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments of reward functions other than columns; a data column must not have one of these names."""
 Message = Mapping[str, str]
@@ -230,6 +232,16 @@ class RolloutBatch:
             return Episodes(np.arange(len(self)), np.arange(len(self)))
         _, first_rows, of_row = np.unique(self.episode_ids, return_index=True, return_inverse=True)
         return Episodes(of_row, first_rows)
+
+    @cached_property
+    def compared_ids(self) -> np.ndarray:
+        """[B] int64: equal in the rows whose rewards are compared, those of one group and one AGENT_ROLE."""
+        roles = self.columns.get(AGENT_ROLE)
+        if roles is None:
+            return self.group_ids
+        _, groups = np.unique(self.group_ids, return_inverse=True)
+        names, of_row = np.unique(np.array(roles, np.str_), return_inverse=True)
+        return (groups * len(names) + of_row).astype(np.int64)
 
     @property
     def completion_lengths(self) -> np.ndarray:

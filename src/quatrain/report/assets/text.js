@@ -148,6 +148,7 @@ function facts(sample) {
     ending(sample.finish_reason),
     sample.completion_tokens === undefined ? null : badge(count(sample.completion_tokens, "token"), ""),
     !(sample.episode?.sequences > 1) ? null : badge(`sequence ${sample.episode.sequence + 1} of ${sample.episode.sequences}, sample ${sample.episode.sample}`, ""),
+    sample.episode?.role ? badge(`role ${sample.episode.role}`, "", "One of several agents in the episode.") : null,
     sample.episode?.began ? badge(`began anew: ${sample.episode.began}`, "warn", "It continues no earlier answer of its episode.") : null,
     sample.turns ? badge(count(sample.turns.filter(isOwn).length, "turn"), "") : null,
     sample.sample === undefined ? null : badge(sample.greedy === false ? `sample ${sample.sample}` : "greedy", ""),
