@@ -14,6 +14,7 @@ from quatrain.config.algorithms import ESTIMATORS, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
+from quatrain.config.sections.distill import DistillConfig
 from quatrain.config.sections.rollout import COLUMN
 
 
@@ -171,6 +172,29 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.reward.models,
         "without a reward model",
         "add model:PATH to reward.functions",
+    ),
+    *no_effect(
+        [
+            *(f"distill.{key}" for key in DistillConfig.model_fields if key != "teacher"),
+            *("placement.teacher", "offload.teacher"),
+        ],
+        *without("distill.teacher"),
+    ),
+    Rule(
+        "distill.teacher",
+        lambda c: _filters(c) and c.distill.teacher is not None,
+        f"must be null with {FILTERS}: the gradient of the KL to the teacher is an expectation over what the "
+        "policy itself samples; unset these",
+    ),
+    Rule(
+        "reward.functions",
+        lambda c: not c.reward.functions and c.distill.teacher is None,
+        "must name at least one function, such as correct, unless there is a teacher (distill.teacher)",
+    ),
+    Rule(
+        "distill.rl_weight",
+        lambda c: c.distill.teacher is not None and not c.distill.weight and not c.distill.rl_weight,
+        "must be above 0 where distill.weight is 0: nothing would be trained on; raise one of the two",
     ),
     *no_effect(
         ["reward.overlong_limit", "reward.overlong_buffer"],

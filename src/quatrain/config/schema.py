@@ -20,6 +20,7 @@ from quatrain.config.sections.checkpoint import CheckpointConfig
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
 from quatrain.config.sections.data import DataConfig
+from quatrain.config.sections.distill import DistillConfig
 from quatrain.config.sections.distributed import DistributedConfig
 from quatrain.config.sections.eval import EvalConfig
 from quatrain.config.sections.hub import HubConfig
@@ -57,6 +58,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     update: UpdateConfig = UpdateConfig()
+    distill: DistillConfig = DistillConfig()
     logprob: LogprobConfig = LogprobConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     critic: CriticConfig = CriticConfig()

@@ -1,4 +1,4 @@
-"""Loads the policy given by the configuration (tokenizer, architecture, parameters), and the reward models.
+"""Loads the policy given by the configuration (tokenizer, architecture, parameters), and the other models.
 
 Builds the policy's engine and the scorer of rewards. Used by training, evaluation, warm start and export.
 """
@@ -25,6 +25,7 @@ from quatrain.config.schema import Config
 from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnsOfRow
+from quatrain.data.vocabulary import check_same_tokens
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.environments.environment import EnvironmentCalls
@@ -47,6 +48,7 @@ from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
+from quatrain.update.teacher import Teacher, load_teacher
 from quatrain.weights.load import BUILTIN, Model, load_model
 from quatrain.workers.pool import default_workers
 
@@ -60,6 +62,7 @@ class Meshes:
     reference: Mesh
     critic: Mesh
     reward: Mesh
+    teacher: Mesh
 
 
 @dataclass(frozen=True)
@@ -227,16 +230,11 @@ def _load_critic(
         return None, None
     if path is None:
         return replace(policy, head="value_head"), None
-    try:
-        own = tokenizer if path.startswith(BUILTIN) else load_tokenizer(path)
-    except ValueError as error:
-        raise ValueError(f"critic.path {path} must have the policy's tokenizer: {error}") from error
-    if own.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            "a critic must have the policy's tokenizer, because it reads the same token ids: that of "
-            f"critic.path {path} has {len(own)} tokens, that of {config.model.tokenizer} {len(tokenizer)}, "
-            "and they differ; choose a critic of the same tokenizer, or set critic.path to null"
-        )
+    if not path.startswith(BUILTIN):
+        try:
+            check_same_tokens(load_tokenizer(path), tokenizer)
+        except ValueError as error:
+            raise ValueError(f"critic.path {path} cannot be used: {error}") from error
     model = load_model(
         path,
         dtype=config.model.param_dtype,
@@ -272,7 +270,8 @@ def role_meshes(config: Config) -> Meshes:
             return make_mesh(role.mesh, list(train.devices.flat))
         return role_mesh(role)
 
-    return Meshes(train, of(roles.rollout), of(roles.reference), of(roles.critic), of(roles.reward))
+    frozen = of(roles.reference), of(roles.critic), of(roles.reward), of(roles.teacher)
+    return Meshes(train, of(roles.rollout), *frozen)
 
 
 def build_engine(
@@ -536,6 +535,24 @@ def build_scorer(
         episodes=config.rollout.has_episodes,
         opening=begun_answer(loaded.tokenizer),
         faults_abstain=config.rollout.agent_failure == "abstain",
+    )
+
+
+def build_teacher(config: Config, loaded: LoadedPolicy, *, weights: bool = True) -> Teacher | None:
+    """The teacher on its mesh; None without `distill.teacher`, and without `weights`, after the checks.
+
+    Raises ValueError for one that cannot be loaded, or has other tokens than the policy.
+    """
+    return load_teacher(
+        config.distill,
+        config.model,
+        loaded.tokenizer,
+        mesh=loaded.meshes.teacher,
+        memory="host" if config.offload.teacher else "device",
+        share_prompts=config.update.shares_prompts,
+        longest=longest_sequence(config),
+        seed=config.seed,
+        weights=weights,
     )
 
 

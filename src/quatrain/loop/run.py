@@ -35,7 +35,7 @@ from quatrain.data.prompts import DemonstrationSource, PromptSource, load_prompt
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.data.table import TokenRow
 from quatrain.loop.asynchronous import AsyncRollouts
-from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
+from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, build_teacher, load_policy
 from quatrain.loop.checkpoints import Checkpoints
 from quatrain.loop.evaluate import Evaluator, results
 from quatrain.loop.evaluations import Evaluations, best_of
@@ -54,7 +54,6 @@ from quatrain.plan.batches import plan as batch_plan
 from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
 from quatrain.report.writer import Report, own_messages
-from quatrain.reward.calls import DATA_SOURCE
 from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.rollout.fleet import Fleet
 from quatrain.run import resume
@@ -62,6 +61,7 @@ from quatrain.run.checkpoint import Checkpointer, SaveFailed
 from quatrain.run.description import describe, describe_end
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.saved_state import check_saved_state
+from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
@@ -419,6 +419,7 @@ def build_run(
     if saved is not None:
         resume.check_steps(steps, saved["train_step"], folder.path)
     learner = build_learner(config, loaded, steps=steps)
+    teacher = build_teacher(config, loaded, weights=weights)
     best = best_of(config, folder, evaluator)
     stop_when = StopWhen(config, evaluator, scorer.function_names)
     _check_profile_steps(config, steps)
@@ -429,7 +430,7 @@ def build_run(
         usual_prompt=prompts.usual_longest(config.data.batch_size),
     )
     parts.callback(engine.close)
-    stages = Stages(engine, scorer, advantage, learner)
+    stages = Stages(engine, scorer, advantage, learner, teacher)
     batches = _ahead(config, stages, prompts, recorder, steps)
     parts.callback(batches.close)
     parts.callback(scorer.close)  # before the batches, whose thread may wait for a reward function

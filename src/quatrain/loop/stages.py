@@ -20,21 +20,25 @@ from quatrain.loop.build import (
     build_engine,
     build_policy_spec,
     build_scorer,
+    build_teacher,
 )
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.rollouts import OnProgress, Rollouts
 from quatrain.update.critic import Critic
+from quatrain.update.distillation import Distillation
 from quatrain.update.learner import KLReward, Learner
+from quatrain.update.teacher import Teacher
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The four stages of a training step: rollout, reward, advantage and update."""
+    """The four stages of a training step: rollout, reward, advantage and update; and the teacher, if any."""
 
     rollout: Rollouts
     reward: RewardScorer
     advantage: AdvantageEstimator
     update: Learner
+    teacher: Teacher | None = None
 
 
 def build_stages(
@@ -52,7 +56,7 @@ def build_stages(
     rollout calls `on_progress` after each decode call. `reward_functions` has Python functions for entries of
     `reward.functions`, by their names there; they are called in this process. Raises ValueError for a reward
     function, estimator or loss that cannot be imported or has an invalid signature, and for a reward model
-    that cannot be loaded.
+    or a teacher that cannot be loaded.
     """
     scorer = build_scorer(config, loaded, reward_functions)
     return Stages(
@@ -60,6 +64,7 @@ def build_stages(
         scorer,
         build_advantage(config),
         build_learner(config, loaded, steps=steps, reference=reference),
+        build_teacher(config, loaded),
     )
 
 
@@ -118,6 +123,7 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
         reference=reference,
         critic=critic,
         kl_reward=kl_reward,
+        distillation=Distillation.of(config.distill, steps),
         optimizer_memory="host" if config.offload.optimizer else "device",
         policy_memory="host" if config.offload.policy else "device",
         logs_logprobs=config.logging.sample_tokens,

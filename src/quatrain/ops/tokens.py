@@ -19,6 +19,7 @@ BROUGHT_BY = {
     "rollout_logprobs": "the rollout",
     "old_logprobs": "training by reinforcement",
     "ref_logprobs": "update.kl_coef above 0, which loads the frozen reference",
+    "teacher_logprobs": "a teacher (distill.teacher)",
 }
 """What brings each column that not every objective has."""
 

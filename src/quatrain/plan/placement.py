@@ -154,6 +154,7 @@ class _Plan:
             yield self._merged_for_servers()
         yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, "optimizer_step")
         yield from self._reward_model_parts()
+        yield from self._teacher_parts()
         if self.config.needs_reference:
             yield self._reference()
 
@@ -220,6 +221,21 @@ class _Plan:
             why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
             yield Part(key, size, why, phases, "reward")
+
+    def _teacher_parts(self) -> Iterator[Part]:
+        """The weights of the teacher; nothing without one."""
+        path, dtype, mesh = (
+            self.config.distill.teacher,
+            self.config.model.param_dtype,
+            self.roles.teacher.mesh,
+        )
+        if path is None:
+            return
+        host, builtin = self.config.offload.teacher, path.startswith(BUILTIN)
+        arch = load_architecture(path, vocab_size=self.arch.vocab_size if builtin else None)
+        size = replace(self, arch=arch)._weights(mesh, dtype)
+        why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{FROZEN}{OFFLOADED * host}"
+        yield Part("teacher", size, why, () if host else PHASES, "teacher")
 
     def cache(self, room: int | None) -> Part:
         """The KV cache of a replica, in its padded shape, with the layer that is in memory twice as it grows.

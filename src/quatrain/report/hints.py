@@ -80,7 +80,7 @@ class Hints:
         )
 
     def _no_signal(self, numbers: Mapping[str, float]) -> str | None:
-        if numbers.get("advantage/zero_signal_fraction", 0.0) != 1:
+        if numbers.get("advantage/zero_signal_fraction", 0.0) != 1 or self._config.distill.teacher:
             return None
         return (
             "no group had a signal: all samples of each prompt got the same reward (mean "

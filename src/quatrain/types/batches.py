@@ -31,6 +31,8 @@ AGENT_SEQUENCE = "agent_sequence"
 """The column of a row of an agent's episode: {"answers": [message, number, trained] of each answer of the
 policy (its place among the messages, its number in the episode, whether this row trains it), "began": why the
 row continues no earlier answer, or None}."""
+DATA_SOURCE = "data_source"
+"""Column with the name of the data set that a row comes from, as in verl."""
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments of reward functions other than columns; a data column must not have one of these names."""
 Message = Mapping[str, str]

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.sections.update import SHARED_LOSS_ARGUMENTS, UpdateConfig
+from quatrain.forward.table import TokenTable
 from quatrain.ops.corrections import Correction, behaviour_weights
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.tokens import MiniBatchColumns, ScoredTokens, TokenLoss
+from quatrain.update.distillation import COLUMNS, Distillation
 from quatrain.workers.user_code import find_function, own_arguments, tokens_parameter
 
 
@@ -39,9 +41,12 @@ class PolicyObjective:
     correction: Correction | None = None
     correction_cap: float = 2.0
     correction_floor: float | None = None
+    distillation: Distillation | None = None
 
     @classmethod
-    def of(cls, config: UpdateConfig, *, on_policy: bool) -> PolicyObjective:
+    def of(
+        cls, config: UpdateConfig, *, on_policy: bool, distillation: Distillation | None = None
+    ) -> PolicyObjective:
         """The objective of `config`.
 
         Raises ValueError for a loss that cannot be imported, and for arguments that it does not take.
@@ -68,6 +73,7 @@ class PolicyObjective:
             None if config.correction is None or config.correction == "none" else config.correction,
             config.correction_cap,
             config.correction_floor,
+            distillation,
         )
 
     @property
@@ -97,6 +103,10 @@ class PolicyObjective:
         if self.on_policy:
             old = jax.lax.stop_gradient(logprobs)
             tokens = replace(tokens, columns={**tokens.columns, "old_logprobs": old})
+        teacher: dict[str, jax.Array] = {}
+        if self.distillation is not None:
+            advantages, teacher["distill/clipped_fraction"] = self.distillation.advantages(tokens)
+            tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
         policy = self._policy_loss(tokens)
         if self.correction is not None:
             policy = self._corrected(policy, tokens, self.correction)
@@ -106,12 +116,26 @@ class PolicyObjective:
         means = {"policy_loss": policy.loss, "entropy": entropy, "ratio_mean": ratio}
         means = {f"update/{name}": values for name, values in {**means, **policy.means}.items()}
         peaks = {f"update/{name}": values for name, values in {"ratio_max": ratio, **policy.peaks}.items()}
+        means |= teacher
         means["rollout/logprob_diff_mean"] = peaks["rollout/logprob_diff_max"] = gap
         if self.kl_coef:
             kl = KL_ESTIMATORS[self.kl_estimator](logprobs, tokens.ref_logprobs)
             loss = loss + self.kl_coef * kl
             means["update/kl"] = kl
         return TokenLoss(loss, means, peaks)
+
+    def advantages_on_host(self, mini: TokenTable, old_logprobs: np.ndarray) -> np.ndarray:
+        """[B, T] float32: the advantages of a mini-batch's tokens, with the teacher's part of them."""
+        advantages = mini.columns["advantages"]
+        if self.distillation is None:
+            return advantages
+        columns = {name: jnp.asarray(values) for name, values in mini.columns.items()}
+        tokens = ScoredTokens(
+            *(jnp.asarray(old_logprobs), jnp.zeros(advantages.shape), jnp.asarray(mini.completion_mask)),
+            jnp.zeros(advantages.shape, jnp.int32),
+            {**columns, "old_logprobs": jnp.asarray(old_logprobs)},
+        )
+        return np.asarray(self.distillation.advantages(tokens)[0])
 
     def _policy_loss(self, tokens: ScoredTokens) -> TokenLoss:
         result = self.loss(tokens, **dict(self.arguments))
@@ -155,7 +179,8 @@ class PolicyObjective:
 
         floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
         names = ("advantages", "rollout_logprobs", *(() if self.on_policy else ("old_logprobs",)))
-        columns = dict.fromkeys((*names, "ref_logprobs") if self.kl_coef else names, floats)
+        names += ("ref_logprobs",) if self.kl_coef else ()
+        columns = dict.fromkeys((*names, *COLUMNS) if self.distillation else names, floats)
         mask: Any = jax.ShapeDtypeStruct((2, 8), jnp.bool_)
         ids: Any = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         try:

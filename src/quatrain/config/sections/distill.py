@@ -1,0 +1,35 @@
+"""The section `distill`: on-policy distillation from a teacher."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from quatrain.config.fields import Count, Fraction, Mesh, Section, Text
+
+
+class DistillConfig(Section):
+    """On-policy distillation: a teacher says how likely it finds each token that the policy sampled."""
+
+    teacher: Text | None = None
+    """The teacher, a frozen model in the forms of `model.path`, of any supported family and size; its
+    tokenizer must be the policy's. null: no distillation."""
+    weight: float = Field(1.0, ge=0)
+    """Weight of the teacher's term in a token's advantage; 0: it is measured and not trained on."""
+    rl_weight: float = Field(1.0, ge=0)
+    """Weight of the advantage that comes from rewards; 0: rewards are measured and not trained on."""
+    clip: float = Field(10.0, gt=0)
+    """Bound, in nats, of a token's difference of log-probabilities, teacher minus policy."""
+    discount: Fraction = 0.0
+    """Discount γ: a token's term is the sum of those from this token on, each times γ to the power of the
+    number of sampled tokens between; 0: its own alone."""
+    temperature: float | None = Field(None, gt=0)
+    """Temperature of the teacher's distribution; derived: `rollout.temperature`."""
+    warmdown_steps: Count | None = None
+    """`distill.weight` falls to 0, linearly, over so many last training steps; null: it is constant."""
+    max_tokens_per_device: Count | None = None
+    """Token budget of the teacher: maximum number of tokens per data shard in one forward pass. Derived with
+    a teacher: `logprob.max_tokens_per_device`; if that is null, 32768, or twice the length of the longest
+    possible sequence if that is more."""
+    mesh: Mesh | None = None
+    """Device mesh of the teacher, in the forms of `mesh`, on the devices of `placement.teacher`; null: that
+    of training on the same devices, else `auto`."""

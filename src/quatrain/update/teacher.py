@@ -1,0 +1,151 @@
+"""The teacher of on-policy distillation: a frozen model that scores what the policy sampled.
+
+Between lines 2 and 3 of a training step: `RewardedBatch` -> `Teacher.score` -> the same with the teacher's
+log-probability of each completion token, which `distillation.py` makes a part of the advantages.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import Mesh
+
+from quatrain.backend import this_backend
+from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
+from quatrain.data.tokenizer import load_tokenizer
+from quatrain.data.vocabulary import check_same_tokens
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
+from quatrain.models.attention.probe import trusted_attention
+from quatrain.parallel.mesh import to_memory
+from quatrain.types.batches import DATA_SOURCE, RewardedBatch, RolloutBatch
+from quatrain.types.metrics import Metric
+from quatrain.update.distillation import TEACHER_LOGPROBS
+from quatrain.weights.load import BUILTIN, load_model
+
+logger = logging.getLogger(__name__)
+MOST_SOURCES = 16
+"""Values of the column `data_source` in a batch up to which each has a metric of its own."""
+
+
+class Teacher:
+    """A loaded teacher: its parameters, and the most tokens that it reads at once.
+
+    Parameters are kept in `memory` between calls of `score`, and moved to the devices for a call.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        spec: PolicySpec,
+        *,
+        max_tokens: int,
+        share_prompts: bool = True,
+        memory: Literal["device", "host"] = "device",
+    ):
+        self.spec = spec
+        sizes = LogprobConfig(max_tokens_per_device=max_tokens)
+        self._planner = spec.planner(sizes, share_prompts=share_prompts)
+        assert self._planner.max_tokens is not None
+        self.longest = min(self._planner.max_tokens, spec.arch.longest)
+        """Tokens of the longest sequence that the teacher can read."""
+        self._params = to_memory(memory, params)
+
+    def score(self, rewarded: RewardedBatch) -> RewardedBatch:
+        """`rewarded` with `teacher_logprobs` [B, T] in nats, 0 outside the completion mask.
+
+        They are NaN on the tokens of a sequence that is longer than `longest`, which has no teacher (counted
+        in `distill/no_teacher`). All processes of the mesh must call this together, with the same batch.
+        """
+        rollouts = rewarded.rollouts
+        held = np.flatnonzero(rollouts.lengths <= self.longest)
+        logprobs = np.where(rollouts.completion_mask, np.float32(np.nan), np.float32(0))
+        if held.size:
+            table = TokenTable.of(rollouts).take(held)
+            params = to_memory("device", self._params)
+            logprobs[held] = predict_tokens(params, table, model=self.spec, planner=self._planner)
+        return replace(
+            rewarded,
+            token_logprobs={**rewarded.token_logprobs, TEACHER_LOGPROBS: logprobs},
+            metrics={**rewarded.metrics, **_metrics(rollouts, logprobs)},
+        )
+
+
+def _metrics(rollouts: RolloutBatch, logprobs: np.ndarray) -> dict[str, Metric]:
+    """Metrics of the teacher's `logprobs` [B, T] of what was sampled."""
+    missing = np.isnan(logprobs)
+    scored = rollouts.completion_mask & ~missing
+    gaps = np.where(scored, rollouts.rollout_logprobs - np.nan_to_num(logprobs), 0).astype(np.float64)
+
+    def kl(rows: np.ndarray) -> Metric:
+        return Metric(float(gaps[rows].sum()), float(scored[rows].sum()))
+
+    metrics = {"distill/no_teacher": Metric(int(missing.any(axis=1).sum()), reduction="sum")}
+    if not scored.any():
+        return metrics
+    metrics["distill/kl"] = kl(scored.any(axis=1))
+    metrics["distill/teacher_logprob"] = Metric(float(logprobs[scored].sum()), float(scored.sum()))
+    of_row = np.array(rollouts.columns.get(DATA_SOURCE, ()), str)
+    sources = np.unique(of_row)
+    for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
+        if scored[of_row == source].any():
+            metrics[f"distill/kl/{source}"] = kl(of_row == source)
+    return metrics
+
+
+def load_teacher(
+    config: DistillConfig,
+    model: ModelConfig,
+    tokenizer: Any,
+    *,
+    mesh: Mesh,
+    memory: Literal["device", "host"] = "device",
+    share_prompts: bool = True,
+    longest: int = 0,
+    seed: int = 0,
+    weights: bool = True,
+) -> Teacher | None:
+    """The teacher of `config` on `mesh`; None if it names none, or without `weights`, after the checks.
+
+    Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. A warning is logged for a
+    teacher that cannot read sequences of `longest` tokens, the longest that a run can produce; `seed` is that
+    of a built-in one. Raises ValueError for a teacher that is missing, damaged, of an unsupported family,
+    that `mesh` cannot shard, or whose tokens are not those of the policy's `tokenizer`.
+    """
+    path = config.teacher
+    if path is None:
+        return None
+    assert config.max_tokens_per_device is not None, "batch sizes are derived before they come here"
+    assert config.temperature is not None, "the temperature is derived before it comes here"
+    try:
+        if not path.startswith(BUILTIN):
+            check_same_tokens(load_tokenizer(path), tokenizer)
+        loaded = load_model(
+            path, dtype=model.param_dtype, seed=seed, vocab_size=len(tokenizer), mesh=mesh, weights=weights
+        )
+        if len(tokenizer) > loaded.arch.vocab_size:
+            raise ValueError(
+                "a teacher must have an embedding for each token of the policy's tokenizer: it has "
+                f"{loaded.arch.vocab_size}, the tokenizer {len(tokenizer)} tokens; choose another teacher"
+            )
+        kind = this_backend().kind
+        attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
+    except ValueError as error:
+        raise ValueError(f"distill.teacher {path} cannot be used: {error}") from error
+    if not weights:
+        return None
+    arch = loaded.arch.for_length(longest)
+    spec = PolicySpec(arch, model.dtype, attention=attention, mesh=mesh, temperature=config.temperature)
+    budget = config.max_tokens_per_device
+    teacher = Teacher(loaded.params, spec, max_tokens=budget, share_prompts=share_prompts, memory=memory)
+    if teacher.longest < longest:
+        logger.warning(
+            "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; sequences "
+            "that are too long have no teacher (counted in distill/no_teacher)",
+            *(path, teacher.longest, longest),
+        )
+    return teacher

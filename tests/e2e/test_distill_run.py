@@ -1,0 +1,61 @@
+"""Whole runs with a teacher: what they log, what they need no rewards for, and that they go on to the bit."""
+
+import jax
+import numpy as np
+import pytest
+from architectures import changed
+from runs import interrupted_after, small_run, steady_metrics
+from teachers import save_policy
+
+from quatrain.loop.train import dry_run, train
+from quatrain.models.families import builtin_architecture
+from quatrain.run.catalogue import unknown_metrics
+from quatrain.run.metrics import read_metrics
+from quatrain.weights.hf import load_hf
+
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, tokenizer, narrow_model):
+    arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
+    return save_policy(
+        tmp_path_factory.mktemp("models") / "teacher", changed(arch, num_layers=3, width=64), tokenizer
+    )
+
+
+def _options(teacher, *more):
+    own = ("update.kl_coef=0", "distill.rl_weight=0", "reward.functions={}", "optimizer.learning_rate=3e-3")
+    return (f"distill.teacher={teacher}", *own, *more)
+
+
+def test_a_run_learns_from_its_teacher_without_rewards_and_goes_on_to_the_bit(teacher, tmp_path):
+    options = _options(
+        teacher, "run.steps=6", "sft.steps=0", "eval.every_steps=0", "distill.warmdown_steps=2"
+    )
+    whole = train(small_run(tmp_path, "whole", *options)).run
+    rows = read_metrics(whole / "metrics.jsonl")
+    names = {name for row in rows for name in row} - {"step", "non_finite"}
+    assert not unknown_metrics(names)
+    steps = [row for row in rows if "distill/kl" in row]
+    assert len(steps) == 6
+    assert min(row["update/grad_norm"] for row in steps) > 0
+    assert [row["update/optimizer_steps"] for row in steps] == [1] * 6
+    assert {"distill/teacher_logprob", "distill/clipped_fraction", "time/teacher_s"} <= names
+    assert not any(name.startswith("reward/") for name in names)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(3):
+        train(small_run(tmp_path, "stopped", *options))
+    again = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
+    assert steady_metrics(again) == steady_metrics(whole)
+    for a, b in zip(*(_arrays(run) for run in (again, whole)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def _arrays(run):
+    return jax.tree.leaves(load_hf(run / "final", np.float32)[1])
+
+
+def test_the_plan_and_the_dry_run_know_the_teacher(teacher, tmp_path):
+    text, _ = dry_run(small_run(tmp_path, "dry", *_options(teacher, "offload.teacher=true")))
+    assert "teacher_passes" in text
+    assert "distill_forward_passes" in text
