@@ -62,7 +62,7 @@ _NAMES = {
     "reward.kl_coef": ("kl_ctrl.kl_coef", "use_kl_in_reward"),
     "reward.kl_target": ("target_kl",),
     "reward.kl_horizon": ("horizon",),
-    "advantage.estimator": ("adv_estimator", "advantage_estimator"),
+    "advantage.estimator": ("adv_estimator", "advantage_estimator", "multi_objective_aggregation"),
     "update.loss": ("loss_mode", "loss_type", "policy_loss_fn", "loss_algo"),
     "update.loss_aggregation": ("loss_agg_mode",),
     "update.clip_low": ("clip_ratio_low", "epsilon", "epsilon_low"),
@@ -208,6 +208,7 @@ _VALUES = {
         "dapo": "ppo_clip, with its clip_high of 0.28 in 'update.clip_high', and "
         "'rollout.dynamic_sampling_rounds' above 0",
         "gspo-token": "gspo",
+        "dppo_tv": "dppo",
         "geo_mean": "gmpo",
         "luspo": "gspo with 'update.loss_aggregation' seq_mean_token_sum",
     },
@@ -233,6 +234,7 @@ _VALUES = {
         "reinforce_plus_plus": "reinforce_pp",
         "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
         "grpo_passk": "passk",
+        "normalize_then_sum": "gdpo",
         "drgrpo": "dr_grpo",
         "dapo": "grpo, with 'update.loss' ppo_clip, 'update.clip_high' 0.28 and "
         "'rollout.dynamic_sampling_rounds' above 0",

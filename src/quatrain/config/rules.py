@@ -377,6 +377,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.reward.kl_target is not None and not c.reward.kl_coef,
         "needs reward.kl_coef above 0, the coefficient that is adapted to it; set that, or null",
     ),
+    Rule(
+        "reward.kl_coef",
+        lambda c: c.reward.kl_coef and _takes(c, "function_rewards"),
+        "must be 0 for advantage.estimator {c.advantage.estimator}, which reads the values of reward "
+        "functions and no others; set 0, or update.kl_coef for a KL in the loss",
+    ),
     *no_effect(
         ["lora.alpha", "lora.targets", "rollout.lora"],
         lambda c: c.lora.rank,

@@ -409,6 +409,7 @@ class RewardScorer:
             metrics,
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
+            function_weights=np.array(list(self._weights.values()), np.float32),
         )
 
     def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:

@@ -249,7 +249,8 @@ class RewardedBatch:
     """A rollout batch with its rewards: the output of the reward stage.
 
     `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
-    `rewards_per_function` has the raw values, NaN if a function abstained (returned None). `token_rewards`
+    `rewards_per_function` has the raw values, NaN if a function abstained (returned None), and
+    `function_weights` the weights of the sum; None: not known. `token_rewards`
     are rewards of single tokens, beside the reward of the sequence; None if there are none. `values` are a
     critic's estimates of the return at each completion token; None without a critic. `token_logprobs` are the
     log-probabilities that the token rewards were computed from, `old_logprobs` and `ref_logprobs`, which the
@@ -273,6 +274,7 @@ class RewardedBatch:
     token_logprobs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B, T] float32 each
     baseline_rewards: np.ndarray | None = None  # [B] float32
     environment_weight: float = 0.0
+    function_weights: np.ndarray | None = None  # [F] float32
 
     __repr__ = brief
 
@@ -282,6 +284,8 @@ class RewardedBatch:
         check.array("rewards", self.rewards, (rows,), np.float32, allow_nan=True)
         shape = (len(self.function_names), rows)
         check.array("rewards_per_function", self.rewards_per_function, shape, np.float32, allow_nan=True)
+        if self.function_weights is not None:
+            check.array("function_weights", self.function_weights, shape[:1], np.float32)
         abstained = np.isnan(self.rewards_per_function).all(axis=0)
         check.rule(
             bool((np.isnan(self.rewards) == abstained).all()),
