@@ -80,6 +80,8 @@ _NAMES = {
         "vllm_importance_sampling_mode",
     ),
     "update.correction_cap": ("vllm_importance_sampling_cap",),
+    "update.correction_level": ("rollout_is",),
+    "update.reject": ("rollout_rs", "rollout_rs_threshold", "off_policy_mask_threshold"),
     "update.mask_truncated": ("mask_truncated_completions",),
     "update.mini_batch_size": ("ppo_mini_batch_size", "training.mini_batch_size"),
     "update.micro_batch_size": (

@@ -333,6 +333,31 @@ RULES: tuple[Rule, ...] = (
         "must be none for update.old_logprobs rollout, which takes the ratio to the sampler already: the "
         "difference would count twice; set one of the two to its default",
     ),
+    *no_effect(
+        ["update.correction_level"],
+        lambda c: c.update.correction != "none",
+        "for update.correction none",
+        "set truncate or mask",
+    ),
+    *no_effect(["update.rejected"], *without("update.reject")),
+    Rule(
+        "update.reject",
+        lambda c: c.update.reject and c.update.old_logprobs == "rollout",
+        "must be empty for update.old_logprobs rollout, where the old log-probabilities are the sampler's; "
+        "set auto or recompute",
+    ),
+    Rule(
+        "update.reject",
+        lambda c: c.update.reject and _filters(c),
+        f"needs log-probabilities of the policy's own distribution, and {FILTERS} make the sampler draw from "
+        "another; unset these, or leave it empty",
+    ),
+    Rule(
+        "update.rejected",
+        lambda c: c.update.reject and c.update.rejected == "drop" and c.update.old_logprobs != "recompute",
+        "must be keep unless update.old_logprobs is recompute: which sequences are dropped must be known "
+        "before their losses are weighed; set one of the two",
+    ),
     Rule(
         "update.correction_floor",
         lambda c: c.update.correction_floor is not None and c.update.correction not in (None, "mask"),

@@ -58,6 +58,14 @@ update/corrected_fraction | fraction | mean |
 update/behaviour_kl | nats | mean |
     KL of the sampler's distribution to the policy at the start of the training step (k3), mean over tokens;
     logged with `update.correction`.
+update/behaviour_weight_max | 1 | max |
+    Largest of these weights; logged with `update.correction_level: sequence` or `update.reject`.
+update/effective_sample_fraction | fraction | mean |
+    Effective sample size of these weights, (Σ w)² / Σ w², as a fraction of the tokens; logged with the same.
+update/rejected_fraction/<rule> | fraction | mean |
+    Fraction of tokens in sequences that this rule of `update.reject` gives the weight 0.
+update/dropped_fraction | fraction | mean |
+    Fraction of tokens that `update.reject` leaves out (`update.rejected: drop`).
 update/masked_groups | groups | sum |
     Groups in which every advantage is 0, left out of the loss (`update.mask_zero_signal`).
 distill/kl | nats | mean |
@@ -339,8 +347,8 @@ def _entries() -> Iterator[tuple[str, MetricDoc]]:
 
 
 CATALOGUE = dict(_entries())
-"""Name -> meaning. `<name>`, `<environment>`, `<source>` and `<stage>` stand for any reward function,
-environment, data source and timed stage."""
+"""Name -> meaning. `<name>`, `<environment>`, `<source>`, `<rule>` and `<stage>` stand for any reward
+function, environment, data source, rule and timed stage."""
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:

@@ -27,7 +27,7 @@ from quatrain.types.batches import AdvantagedBatch, PromptPosition, RewardedBatc
 from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation
-from quatrain.update.objective import PolicyObjective
+from quatrain.update.objective import SQUARES, PolicyObjective
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -252,6 +252,7 @@ class Learner:
         )
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
         table = self._without_zero_signal(self._policy_table(state, batch, on_policy), totals)
+        table = self._without_rejected(table, totals)
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
         for place, rows in mini_batches:
@@ -270,6 +271,10 @@ class Learner:
         trained = to_memory(self.policy_memory, self.policy.trained(state.params))
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
+        if squares := totals.metrics.pop(f"update/{SQUARES}", None):
+            mean = totals.metrics["update/behaviour_weight_mean"].result()
+            effective = mean**2 / squares.result() if squares.result() else 0.0
+            totals.combine({"update/effective_sample_fraction": Metric(effective)})
         return state, totals.metrics | {
             "update/learning_rate": Metric(float(self.trainer.learning_rate(place))),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
@@ -365,6 +370,14 @@ class Learner:
         signal = np.bincount(groups, self._signal(table).any(axis=1)) > 0
         totals.combine({"update/masked_groups": Metric(int((~signal).sum()), reduction="sum")})
         return replace(table, completion_mask=table.completion_mask & signal[groups][:, None])
+
+    def _without_rejected(self, table: TokenTable, totals: StepTotals) -> TokenTable:
+        """`table` without the completion tokens that a rule of `update.reject` drops."""
+        if not self.objective.rejections or self.config.rejected == "keep":
+            return table
+        rejected, tokens = self.objective.rejected_on_host(table), table.completion_mask.sum()
+        totals.combine({"update/dropped_fraction": Metric(float(rejected.sum()), float(max(tokens, 1)))})
+        return replace(table, completion_mask=table.completion_mask & ~rejected)
 
     def _old_logprobs(
         self, params: Any, rollouts: RolloutBatch, known: Mapping[str, np.ndarray]

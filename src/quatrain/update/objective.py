@@ -17,12 +17,15 @@ import numpy as np
 
 from quatrain.config.sections.update import SHARED_LOSS_ARGUMENTS, UpdateConfig
 from quatrain.forward.table import TokenTable
-from quatrain.ops.corrections import Correction, behaviour_weights
+from quatrain.ops.corrections import Correction, Rejections, behaviour_weights, rejected_tokens
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.tokens import MiniBatchColumns, ScoredTokens, TokenLoss
 from quatrain.update.distillation import COLUMNS, Distillation
 from quatrain.workers.user_code import find_function, own_arguments, tokens_parameter
+
+SQUARES = "behaviour_weight_squares"
+"""Mean of the squared weights, of which the learner makes the effective sample size."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class PolicyObjective:
     correction: Correction | None = None
     correction_cap: float = 2.0
     correction_floor: float | None = None
+    correction_level: str = "token"
+    rejections: Rejections = ()
+    rejected: str = "keep"
     distillation: Distillation | None = None
 
     @classmethod
@@ -73,6 +79,9 @@ class PolicyObjective:
             None if config.correction is None or config.correction == "none" else config.correction,
             config.correction_cap,
             config.correction_floor,
+            config.correction_level,
+            _rejections(config),
+            config.rejected,
             distillation,
         )
 
@@ -108,8 +117,8 @@ class PolicyObjective:
             advantages, teacher["distill/clipped_fraction"] = self.distillation.advantages(tokens)
             tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
         policy = self._policy_loss(tokens)
-        if self.correction is not None:
-            policy = self._corrected(policy, tokens, self.correction)
+        if self.correction is not None or self.rejections:
+            policy = self._corrected(policy, tokens)
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
@@ -124,18 +133,19 @@ class PolicyObjective:
             means["update/kl"] = kl
         return TokenLoss(loss, means, peaks)
 
-    def advantages_on_host(self, mini: TokenTable, old_logprobs: np.ndarray) -> np.ndarray:
-        """[B, T] float32: the advantages of a mini-batch's tokens, with the teacher's part of them."""
-        advantages = mini.columns["advantages"]
+    def advantages_on_host(self, table: TokenTable, old_logprobs: np.ndarray) -> np.ndarray:
+        """[B, T] float32: the advantages of a table's tokens, with the teacher's part of them."""
         if self.distillation is None:
-            return advantages
-        columns = {name: jnp.asarray(values) for name, values in mini.columns.items()}
-        tokens = ScoredTokens(
-            *(jnp.asarray(old_logprobs), jnp.zeros(advantages.shape), jnp.asarray(mini.completion_mask)),
-            jnp.zeros(advantages.shape, jnp.int32),
-            {**columns, "old_logprobs": jnp.asarray(old_logprobs)},
-        )
-        return np.asarray(self.distillation.advantages(tokens)[0])
+            return table.columns["advantages"]
+        return np.asarray(self.distillation.advantages(_whole(table, old_logprobs))[0])
+
+    def rejected_on_host(self, table: TokenTable) -> np.ndarray:
+        """[B, T] bool: the tokens of a table with old log-probabilities that a rule rejects."""
+        tokens = _whole(table, table.columns["old_logprobs"])
+        advantages = jnp.asarray(self.advantages_on_host(table, table.columns["old_logprobs"]))
+        tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
+        masks = [np.asarray(mask) for mask in rejected_tokens(tokens, self.rejections).values()]
+        return np.logical_or.reduce(masks) & table.completion_mask
 
     def _policy_loss(self, tokens: ScoredTokens) -> TokenLoss:
         result = self.loss(tokens, **dict(self.arguments))
@@ -152,17 +162,30 @@ class PolicyObjective:
                 )
         return result
 
-    def _corrected(self, policy: TokenLoss, tokens: ScoredTokens, correction: Correction) -> TokenLoss:
+    def _corrected(self, policy: TokenLoss, tokens: ScoredTokens) -> TokenLoss:
         """`policy` with each token's loss weighted for the difference between policy and sampler."""
         old, behaviour = tokens.old_logprobs, tokens.rollout_logprobs
-        cap, floor = self.correction_cap, self.correction_floor
-        weights, changed = behaviour_weights(old, behaviour, correction=correction, cap=cap, floor=floor)
-        means = {
-            "behaviour_weight_mean": weights,
-            "corrected_fraction": changed,
-            "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
-        }
-        return replace(policy, loss=weights * policy.loss, means={**policy.means, **means})
+        means, peaks, weights = dict(policy.means), dict(policy.peaks), jnp.ones(tokens.mask.shape)
+        if self.correction is not None:
+            cap, floor = self.correction_cap, self.correction_floor
+            by_sequence = self.correction_level == "sequence"
+            gaps = tokens.sequence_sum(old - behaviour) if by_sequence else old - behaviour
+            weights, changed = behaviour_weights(gaps, correction=self.correction, cap=cap, floor=floor)
+            means |= {
+                "behaviour_weight_mean": weights,
+                "corrected_fraction": changed,
+                "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
+            }
+        masks = rejected_tokens(tokens, self.rejections)
+        if self.rejected == "keep":
+            for name, mask in masks.items():
+                means[f"rejected_fraction/{name}"] = mask.astype(jnp.float32)
+                weights = jnp.where(mask, 0.0, weights)
+        if masks or self.correction_level == "sequence":
+            peaks["behaviour_weight_max"] = weights
+            means[SQUARES] = jnp.square(weights)
+            means["behaviour_weight_mean"] = weights
+        return replace(policy, loss=weights * policy.loss, means=means, peaks=peaks)
 
     def check(self) -> frozenset[str]:
         """Trace the objective on abstract tokens, as a run would; returns the columns that the loss reads.
@@ -208,6 +231,21 @@ class PolicyObjective:
                     f"{np.asarray(values).dtype} of shape {np.shape(values)}"
                 )
         return columns
+
+
+def _rejections(config: UpdateConfig) -> Rejections:
+    """The rules of `update.reject`, each with a tuple of bounds."""
+    rules = sorted(config.reject.items())
+    return tuple((name, tuple(b) if isinstance(b, list | tuple) else (b,)) for name, b in rules)
+
+
+def _whole(table: TokenTable, old_logprobs: np.ndarray) -> ScoredTokens:
+    """The completion tokens of a table, of which each row is a sequence; without the policy's predictions."""
+    shape = table.completion_mask.shape
+    columns = {name: jnp.asarray(values) for name, values in table.columns.items()}
+    columns["old_logprobs"] = jnp.asarray(old_logprobs)
+    mask, ids = jnp.asarray(table.completion_mask), jnp.zeros(shape, jnp.int32)
+    return ScoredTokens(jnp.zeros(shape), jnp.zeros(shape), mask, ids, columns)
 
 
 class _Recorded(dict[str, jax.Array]):
