@@ -59,3 +59,24 @@ def test_the_plan_and_the_dry_run_know_the_teacher(teacher, tmp_path):
     text, _ = dry_run(small_run(tmp_path, "dry", *_options(teacher, "offload.teacher=true")))
     assert "teacher_passes" in text
     assert "distill_forward_passes" in text
+
+
+@pytest.mark.parametrize("which", ["policy", "initial"])
+def test_the_run_teaches_itself_with_a_prompt_that_knows_the_answer(which, tmp_path):
+    hint = 'distill.prompt="The answer is {answer}."'
+    options = (f"distill.teacher={which}", hint, "update.kl_coef=0", "run.steps=2", "eval.every_steps=0")
+    run = train(small_run(tmp_path, which, *options)).run
+    steps = [row for row in read_metrics(run / "metrics.jsonl") if "distill/kl" in row]
+    assert len(steps) == 2
+    assert all(np.isfinite(row["distill/kl"]) and row["distill/no_teacher"] == 0 for row in steps)
+    assert (run / "reference").is_dir() == (which == "initial")
+    resumed = train(small_run(tmp_path, which, *options, "run.steps=3"), resume=which).run
+    assert len([row for row in read_metrics(resumed / "metrics.jsonl") if "distill/kl" in row]) == 3
+
+
+def test_a_prompt_that_names_no_column_is_refused_before_the_run(tmp_path):
+    options = ("distill.teacher=policy", 'distill.prompt="{nothing}"')
+    with pytest.raises(ValueError, match="nothing"):
+        train(small_run(tmp_path, "bad", *options))
+    with pytest.raises(ValueError, match=r"distill\.prompt must be set for distill\.teacher policy"):
+        small_run(tmp_path, "bad", "distill.teacher=policy")

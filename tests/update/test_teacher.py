@@ -16,7 +16,7 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import one_device
-from quatrain.update.teacher import load_teacher
+from quatrain.update.teacher import Teacher, load_teacher
 from quatrain.weights.load import load_model
 
 
@@ -88,6 +88,25 @@ def test_each_data_source_has_its_own_kl(folder, tokenizer, make_batch):
     for source in ("math", "code"):
         mask = rollouts.completion_mask & (np.array(sources) == source)[:, None]
         assert found.metrics[f"distill/kl/{source}"].result() == pytest.approx(gaps[mask].mean(), rel=1e-4)
+
+
+OWN_MODEL = {"temperature": 0.8, "longest": 15}
+
+
+def test_weights_of_the_run_are_asked_for(make_batch):
+    rewarded = make_batch(4).rewarded
+    asked = []
+
+    def own(teacher, table, temperature):
+        asked.append((teacher, len(table), temperature))
+        return np.where(table.completion_mask, np.float32(-1), np.float32(0))
+
+    found = Teacher("initial", **OWN_MODEL).score(rewarded, own)
+    assert asked == [("initial", len(rewarded.rollouts), 0.8)]
+    mask = rewarded.rollouts.completion_mask
+    np.testing.assert_array_equal(found.token_logprobs["teacher_logprobs"], np.where(mask, -1, 0))
+    with pytest.raises(ValueError, match=r"give teacher\.score what computes with them"):
+        Teacher("policy", **OWN_MODEL).score(rewarded)
 
 
 def test_no_teacher_and_no_weights(folder, tokenizer):

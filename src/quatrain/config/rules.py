@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         ["update.reference_sync_steps"],
         lambda c: c.needs_reference,
         "without a reference",
-        "set update.kl_coef or reward.kl_coef above 0",
+        "set update.kl_coef or reward.kl_coef above 0, or distill.teacher to initial",
     ),
     *no_effect(["update.reference_mixup"], *without("update.reference_sync_steps")),
     *no_effect(["checkpoint.best_mode"], *without("checkpoint.best_metric")),
@@ -172,6 +172,22 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.reward.models,
         "without a reward model",
         "add model:PATH to reward.functions",
+    ),
+    Rule(
+        "distill.prompt",
+        lambda c: c.distill.teacher == "policy" and c.distill.prompt is None,
+        "must be set for distill.teacher policy: with the policy's own prompt the two are the same; set it, "
+        "or take another teacher",
+    ),
+    Rule(
+        "distill.prompt",
+        lambda c: c.distill.prompt is not None and c.rollout.agent is not None,
+        "must be null with rollout.agent, whose requests have prompts of their own; set null",
+    ),
+    *no_effect(
+        ["distill.max_tokens_per_device", "distill.mesh", "placement.teacher", "offload.teacher"],
+        lambda c: c.distill.teacher not in ("policy", "initial"),
+        "for distill.teacher {c.distill.teacher}, which is computed where the policy or the reference is",
     ),
     *no_effect(
         [

@@ -81,8 +81,9 @@ class Config(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the frozen reference policy is needed: for KL in the loss or in the reward."""
-        return self.update.kl_coef > 0 or self.reward.kl_coef > 0
+        """Whether the reference policy is needed: for KL in the loss or in the reward, or as the teacher."""
+        teaches = self.distill.teacher == "initial"
+        return self.update.kl_coef > 0 or self.reward.kl_coef > 0 or teaches
 
     @property
     def copies_reference(self) -> bool:

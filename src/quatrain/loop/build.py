@@ -49,6 +49,7 @@ from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
 from quatrain.update.teacher import Teacher, load_teacher
+from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.weights.load import BUILTIN, Model, load_model
 from quatrain.workers.pool import default_workers
 
@@ -538,11 +539,23 @@ def build_scorer(
     )
 
 
+def _longest_of_passes(config: Config, loaded: LoadedPolicy) -> int:
+    """Tokens of the longest sequence that the policy and the reference can read without gradient."""
+    return min(loaded.arch.longest, config.logprob.max_tokens_per_device or loaded.arch.longest)
+
+
+def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | None:
+    """The prompts of the teacher's own, if `distill.prompt` says any."""
+    prompt = config.distill.prompt
+    return None if prompt is None else TeacherPrompts(prompt, loaded.tokenizer, loaded.turns)
+
+
 def build_teacher(config: Config, loaded: LoadedPolicy, *, weights: bool = True) -> Teacher | None:
     """The teacher on its mesh; None without `distill.teacher`, and without `weights`, after the checks.
 
     Raises ValueError for one that cannot be loaded, or has other tokens than the policy.
     """
+    own_model = config.distill.loads_a_model
     return load_teacher(
         config.distill,
         config.model,
@@ -550,8 +563,9 @@ def build_teacher(config: Config, loaded: LoadedPolicy, *, weights: bool = True)
         mesh=loaded.meshes.teacher,
         memory="host" if config.offload.teacher else "device",
         share_prompts=config.update.shares_prompts,
-        longest=longest_sequence(config),
+        longest=longest_sequence(config) if own_model else _longest_of_passes(config, loaded),
         seed=config.seed,
+        prompts=teacher_prompts(config, loaded),
         weights=weights,
     )
 

@@ -35,7 +35,14 @@ from quatrain.data.prompts import DemonstrationSource, PromptSource, load_prompt
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.data.table import TokenRow
 from quatrain.loop.asynchronous import AsyncRollouts
-from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, build_teacher, load_policy
+from quatrain.loop.build import (
+    LoadedPolicy,
+    build_engine,
+    build_scorer,
+    build_teacher,
+    load_policy,
+    teacher_prompts,
+)
 from quatrain.loop.checkpoints import Checkpoints
 from quatrain.loop.evaluate import Evaluator, results
 from quatrain.loop.evaluations import Evaluations, best_of
@@ -65,6 +72,7 @@ from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+from quatrain.update.teacher_prompts import TeacherPrompts
 
 logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
@@ -395,7 +403,8 @@ def build_run(
     loaded = load_policy(config, weights=weights)
     scorer = build_scorer(config if weights else _without_reward_models(config), loaded, reward_functions)
     parts.callback(scorer.close)
-    prompts = _load_prompts(config, loaded, scorer, rows)
+    reads = teacher_prompts(config, loaded)
+    prompts = _load_prompts(config, loaded, scorer, rows, reads)
     recorder.skipped = {
         f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
         for what in ("skipped", "truncated", "filtered")
@@ -448,20 +457,28 @@ def build_run(
 
 
 def _load_prompts(
-    config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows
+    config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows, reads: TeacherPrompts | None
 ) -> PromptSource:
-    """The training prompts, with the columns that reward functions and chat template need."""
-    return load_prompts(
+    """The training prompts, with the columns that reward functions, chat template and teacher need.
+
+    Raises ValueError if the teacher's own prompt of the first one does not go with it.
+    """
+    needed = {} if reads is None else dict.fromkeys(reads.columns, "the teacher's prompt (distill.prompt)")
+    prompts = load_prompts(
         config.data.train,
         config.data,
         loaded.tokenizer,
         seed=config.seed,
-        required_columns={**scorer.required_by, **loaded.required_by},
+        required_columns={**scorer.required_by, **loaded.required_by, **needed},
         check_prompt=scorer.check_prompt,
         turns=loaded.turns,
         by_pass_rate=True,
         rows=hub_rows(config, config.data.train, rows),
     )
+    if reads is not None:
+        for prompt in prompts.head(1):
+            reads.ids(prompt.text, prompt.columns, prompt.input_ids)
+    return prompts
 
 
 def _ahead(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from quatrain.loop.stages import Stages
@@ -51,7 +52,7 @@ def learn(
     teacher, advantage, update = stages.teacher, stages.advantage, stages.update
     if teacher is not None:
         with timed("teacher"):
-            rewarded = teacher.score(rewarded)
+            rewarded = teacher.score(rewarded, own=partial(update.own_logprobs, state))
     if update.needs_logprobs_and_values:
         with timed("token_scores"):
             rewarded = update.compute_logprobs_and_values(state, rewarded)

@@ -197,7 +197,8 @@ def _update_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 
 
 def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
-    update, reward_coef, reference = config.update, config.reward.kl_coef, config.needs_reference
+    update, reward_coef = config.update, config.reward.kl_coef
+    reference = update.kl_coef > 0 or reward_coef > 0
     steps = update.epochs * _mini_batches(config, update)[0]
     several = update.old_logprobs == "auto" and (steps > 1 or reward_coef > 0)
     old = update.old_logprobs == "recompute" or several
@@ -238,6 +239,8 @@ def _reward_model_rows(config: Config) -> Iterator[Row]:
 def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """The forward passes of the teacher."""
     yield Row("teacher_passes", 1, "sweeps", "log-probabilities of distill.teacher, of the batch, once")
+    if not config.distill.loads_a_model:
+        return  # in the micro-batches of log-probabilities
     sizes = LogprobConfig(max_tokens_per_device=config.distill.max_tokens_per_device)
     yield from _stage_rows(config, "distill.", sizes, "P x G", _whole(config), mesh)
 

@@ -229,7 +229,7 @@ class _Plan:
             self.config.model.param_dtype,
             self.roles.teacher.mesh,
         )
-        if path is None:
+        if path is None or not self.config.distill.loads_a_model:
             return
         host, builtin = self.config.offload.teacher, path.startswith(BUILTIN)
         arch = load_architecture(path, vocab_size=self.arch.vocab_size if builtin else None)
@@ -302,7 +302,9 @@ class _Plan:
             size = self._weights(self.mesh, "float32", trained=True) if copied else 0
             return Part("reference", size, "the weights of the frozen base" + ", and adapters" * bool(copied))
         coefs = {"update.kl_coef": config.update.kl_coef, "reward.kl_coef": config.reward.kl_coef}
-        used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
+        uses = [f"{key} is {coef:g}" for key, coef in coefs.items() if coef]
+        uses += ["distill.teacher is initial"] * (config.distill.teacher == "initial")
+        used = " and ".join(uses)
         why, host = f"{used}; on mesh {mesh}", config.offload.reference
         size = self._weights(mesh, config.model.param_dtype)
         return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")

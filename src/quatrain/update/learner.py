@@ -399,20 +399,36 @@ class Learner:
         own = self._logprobs(state.params, rollouts)
         return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
 
+    def own_logprobs(
+        self, state: TrainState, teacher: str, table: TokenTable, temperature: float
+    ) -> np.ndarray:
+        """[B, T] log-probabilities of the scored tokens of `table`, by weights of the run.
+
+        Those of `state` for the `teacher` `policy`, those of the reference for `initial`.
+        """
+        policy = replace(self.policy, temperature=temperature)
+        if teacher == "policy":
+            params = to_memory("device", state.params)
+            return predict_tokens(params, table, model=policy, planner=self.logprob_planner)
+        return self._by_reference(state.params, table, policy)
+
     def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
+        return self._by_reference(params, TokenTable.of(rollouts), self.policy)
+
+    def _by_reference(self, params: Any, table: TokenTable, policy: PolicySpec) -> np.ndarray:
         """Log-probabilities of the reference. With adapters, its base is that of the policy `params`."""
         assert self.reference is not None, "KL to the reference needs the reference parameters"
-        reference = self.reference
+        reference, arch = self.reference, policy.arch
         check_held(reference, "the parameters of the reference", "give build_stages a copy of them")
         mesh = jax.tree.leaves(reference)[0].sharding.mesh
-        lora = self.policy.arch.lora if has_adapters(reference) else None
-        if self.policy.arch.lora:
+        lora = arch.lora if has_adapters(reference) else None
+        if arch.lora:
             own = adapters_of(reference)
-            reference = with_trained(params, own, self.policy.arch) if lora else without_adapters(params)
-        policy = replace(self.policy, mesh=mesh, arch=replace(self.policy.arch, lora=lora))
+            reference = with_trained(params, own, arch) if lora else without_adapters(params)
+        policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)
         params = to_memory("device", reference)
-        return predict_tokens(params, TokenTable.of(rollouts), model=policy, planner=planner)
+        return predict_tokens(params, table, model=policy, planner=planner)
 
 
 def _check_held(state: TrainState) -> None:

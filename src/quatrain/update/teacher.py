@@ -7,8 +7,9 @@ log-probability of each completion token, which `distillation.py` makes a part o
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import DATA_SOURCE, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.update.distillation import TEACHER_LOGPROBS
+from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.weights.load import BUILTIN, load_model
 
 logger = logging.getLogger(__name__)
@@ -32,11 +34,15 @@ MOST_SOURCES = 16
 """Values of the column `data_source` in a batch up to which each has a metric of its own."""
 
 
-class Teacher:
-    """A loaded teacher: its parameters, and the most tokens that it reads at once.
+Own = Literal["policy", "initial"]
+OWN: tuple[Own, ...] = get_args(Own)
+"""Teachers with weights of the run itself: the policy's at the start of the step, and the reference's."""
+OwnLogprobs = Callable[[Own, TokenTable, float], np.ndarray]
+"""(teacher, table, temperature) -> log-probabilities of its scored tokens [B, T]."""
 
-    Parameters are kept in `memory` between calls of `score`, and moved to the devices for a call.
-    """
+
+class FrozenModel:
+    """A loaded model with its passes; its parameters wait in `memory`, and are on the devices for a pass."""
 
     def __init__(
         self,
@@ -52,27 +58,61 @@ class Teacher:
         self._planner = spec.planner(sizes, share_prompts=share_prompts)
         assert self._planner.max_tokens is not None
         self.longest = min(self._planner.max_tokens, spec.arch.longest)
-        """Tokens of the longest sequence that the teacher can read."""
+        """Tokens of the longest sequence that the model can read."""
         self._params = to_memory(memory, params)
 
-    def score(self, rewarded: RewardedBatch) -> RewardedBatch:
+    def logprobs(self, table: TokenTable) -> np.ndarray:
+        """[B, T] float32 log-probabilities of the scored tokens of `table`, 0 elsewhere."""
+        params = to_memory("device", self._params)
+        return predict_tokens(params, table, model=self.spec, planner=self._planner)
+
+
+class Teacher:
+    """What scores the policy's tokens: a model, or weights of the run itself; with prompts of its own or not.
+
+    `longest`: tokens of the longest sequence that weights of the run can read; a model has its own.
+    """
+
+    def __init__(
+        self,
+        model: FrozenModel | Own,
+        *,
+        temperature: float,
+        longest: int,
+        prompts: TeacherPrompts | None = None,
+    ):
+        self.model, self.prompts, self.temperature = model, prompts, temperature
+        self.longest = model.longest if isinstance(model, FrozenModel) else longest
+
+    def score(self, rewarded: RewardedBatch, own: OwnLogprobs | None = None) -> RewardedBatch:
         """`rewarded` with `teacher_logprobs` [B, T] in nats, 0 outside the completion mask.
 
         They are NaN on the tokens of a sequence that is longer than `longest`, which has no teacher (counted
-        in `distill/no_teacher`). All processes of the mesh must call this together, with the same batch.
+        in `distill/no_teacher`). `own` computes those of weights of the run (`Learner.own_logprobs`). All
+        processes of the mesh must call this together, with the same batch.
         """
-        rollouts = rewarded.rollouts
-        held = np.flatnonzero(rollouts.lengths <= self.longest)
-        logprobs = np.where(rollouts.completion_mask, np.float32(np.nan), np.float32(0))
+        rollouts, prompts = rewarded.rollouts, self.prompts
+        table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts)
+        held = np.flatnonzero(table.lengths <= self.longest)
+        found = np.where(table.completion_mask, np.float32(np.nan), np.float32(0))
         if held.size:
-            table = TokenTable.of(rollouts).take(held)
-            params = to_memory("device", self._params)
-            logprobs[held] = predict_tokens(params, table, model=self.spec, planner=self._planner)
+            found[held] = self._logprobs(table.take(held), own)
+        logprobs = found if prompts is None else prompts.back(found, table, rollouts)
         return replace(
             rewarded,
             token_logprobs={**rewarded.token_logprobs, TEACHER_LOGPROBS: logprobs},
             metrics={**rewarded.metrics, **_metrics(rollouts, logprobs)},
         )
+
+    def _logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
+        if isinstance(self.model, FrozenModel):
+            return self.model.logprobs(table)
+        if own is None:
+            raise ValueError(
+                f"the teacher {self.model} has weights of the run; give teacher.score what computes with "
+                "them, functools.partial(update.own_logprobs, state)"
+            )
+        return own(self.model, table, self.temperature)
 
 
 def _metrics(rollouts: RolloutBatch, logprobs: np.ndarray) -> dict[str, Metric]:
@@ -107,10 +147,12 @@ def load_teacher(
     share_prompts: bool = True,
     longest: int = 0,
     seed: int = 0,
+    prompts: TeacherPrompts | None = None,
     weights: bool = True,
 ) -> Teacher | None:
-    """The teacher of `config` on `mesh`; None if it names none, or without `weights`, after the checks.
+    """The teacher of `config` on `mesh`, with `prompts` of its own or None.
 
+    None if `config` names no teacher, and without `weights`, after the checks.
     Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. A warning is logged for a
     teacher that cannot read sequences of `longest` tokens, the longest that a run can produce; `seed` is that
     of a built-in one. Raises ValueError for a teacher that is missing, damaged, of an unsupported family,
@@ -119,8 +161,10 @@ def load_teacher(
     path = config.teacher
     if path is None:
         return None
-    assert config.max_tokens_per_device is not None, "batch sizes are derived before they come here"
     assert config.temperature is not None, "the temperature is derived before it comes here"
+    given: dict[str, Any] = {"temperature": config.temperature, "longest": longest, "prompts": prompts}
+    if path in OWN:
+        return Teacher(path, **given) if weights else None
     try:
         if not path.startswith(BUILTIN):
             check_same_tokens(load_tokenizer(path), tokenizer)
@@ -141,7 +185,10 @@ def load_teacher(
     arch = loaded.arch.for_length(longest)
     spec = PolicySpec(arch, model.dtype, attention=attention, mesh=mesh, temperature=config.temperature)
     budget = config.max_tokens_per_device
-    teacher = Teacher(loaded.params, spec, max_tokens=budget, share_prompts=share_prompts, memory=memory)
+    assert budget is not None, "batch sizes are derived before they come here"
+    passes: dict[str, Any] = {"share_prompts": share_prompts, "memory": memory}
+    frozen = FrozenModel(loaded.params, spec, max_tokens=budget, **passes)
+    teacher = Teacher(frozen, **given)
     if teacher.longest < longest:
         logger.warning(
             "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; sequences "

@@ -11,8 +11,14 @@ class DistillConfig(Section):
     """On-policy distillation: a teacher says how likely it finds each token that the policy sampled."""
 
     teacher: Text | None = None
-    """The teacher, a frozen model in the forms of `model.path`, of any supported family and size; its
-    tokenizer must be the policy's. null: no distillation."""
+    """The teacher: a frozen model in the forms of `model.path`, of any supported family and size, whose
+    tokenizer must be the policy's; `initial`, the reference, which may follow the policy
+    (`update.reference_sync_steps`); or `policy`, its weights at the start of the training step, which need a
+    `distill.prompt`. null: no distillation."""
+    prompt: Text | None = None
+    """What the teacher reads in place of the prompt: a text with names of data columns, as
+    `The answer is {answer}.`, which becomes a system message before the prompt's messages, or a function of
+    the row as `path/file.py:function` that returns messages; null: the prompt."""
     weight: float = Field(1.0, ge=0)
     """Weight of the teacher's term in a token's advantage; 0: it is measured and not trained on."""
     rl_weight: float = Field(1.0, ge=0)
@@ -33,3 +39,8 @@ class DistillConfig(Section):
     mesh: Mesh | None = None
     """Device mesh of the teacher, in the forms of `mesh`, on the devices of `placement.teacher`; null: that
     of training on the same devices, else `auto`."""
+
+    @property
+    def loads_a_model(self) -> bool:
+        """Whether the teacher has weights of its own."""
+        return self.teacher not in (None, "policy", "initial")
