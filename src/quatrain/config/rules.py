@@ -81,6 +81,14 @@ def _of_micro_batches(section: str) -> Rule:
     )
 
 
+def _of_sampled_tokens(key: str) -> Rule:
+    sentence = (
+        "must be null for distill.loss {c.distill.loss}, which reads the teacher's distributions in the "
+        "micro-batches of the update; set null, or distill.loss to sampled"
+    )
+    return Rule(key, lambda c: c.distill.loss != "sampled" and value_at(c, key) is not None, sentence)
+
+
 def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
     sentence = f"needs {needed}; set that, or false"
     return Rule("rollout.in_flight", lambda c: c.rollout.in_flight and lacking(c), sentence)
@@ -179,6 +187,18 @@ RULES: tuple[Rule, ...] = (
         "must be set for distill.teacher policy: with the policy's own prompt the two are the same; set it, "
         "or take another teacher",
     ),
+    *map(_of_sampled_tokens, ("distill.prompt", "distill.mesh", "placement.teacher")),
+    Rule(
+        "distill.loss",
+        lambda c: c.distill.loss != "sampled" and c.distill.teacher in ("policy", "initial"),
+        "must be sampled for distill.teacher {c.distill.teacher}; set that, or take a model as the teacher",
+    ),
+    *no_effect(
+        ["distill.clip", "distill.discount"],
+        lambda c: c.distill.loss == "sampled",
+        "for distill.loss {c.distill.loss}, which is exact and a loss of its own",
+    ),
+    *no_effect(["distill.beta"], lambda c: c.distill.loss == "jsd", "for distill.loss {c.distill.loss}"),
     Rule(
         "distill.prompt",
         lambda c: c.distill.prompt is not None and c.rollout.agent is not None,

@@ -48,7 +48,7 @@ from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
-from quatrain.update.teacher import Teacher, load_teacher
+from quatrain.update.teacher import Teacher, WordTeacher, load_teacher
 from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.weights.load import BUILTIN, Model, load_model
 from quatrain.workers.pool import default_workers
@@ -550,13 +550,18 @@ def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | No
     return None if prompt is None else TeacherPrompts(prompt, loaded.tokenizer, loaded.turns)
 
 
-def build_teacher(config: Config, loaded: LoadedPolicy, *, weights: bool = True) -> Teacher | None:
-    """The teacher on its mesh; None without `distill.teacher`, and without `weights`, after the checks.
+def build_teachers(
+    config: Config, loaded: LoadedPolicy, *, weights: bool = True
+) -> tuple[Teacher | None, WordTeacher | None]:
+    """(the teacher of sampled tokens, a stage; that of whole distributions, a part of the update).
+
+    At most one of them is not None: both are without `distill.teacher`, and without `weights`, after the
+    checks.
 
     Raises ValueError for one that cannot be loaded, or has other tokens than the policy.
     """
     own_model = config.distill.loads_a_model
-    return load_teacher(
+    teacher = load_teacher(
         config.distill,
         config.model,
         loaded.tokenizer,
@@ -568,6 +573,7 @@ def build_teacher(config: Config, loaded: LoadedPolicy, *, weights: bool = True)
         prompts=teacher_prompts(config, loaded),
         weights=weights,
     )
+    return (None, teacher) if isinstance(teacher, WordTeacher) else (teacher, None)
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:

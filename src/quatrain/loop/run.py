@@ -39,7 +39,7 @@ from quatrain.loop.build import (
     LoadedPolicy,
     build_engine,
     build_scorer,
-    build_teacher,
+    build_teachers,
     load_policy,
     teacher_prompts,
 )
@@ -427,8 +427,8 @@ def build_run(
     steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
     if saved is not None:
         resume.check_steps(steps, saved["train_step"], folder.path)
-    learner = build_learner(config, loaded, steps=steps)
-    teacher = build_teacher(config, loaded, weights=weights)
+    teacher, of_words = build_teachers(config, loaded, weights=weights)
+    learner = build_learner(config, loaded, steps=steps, teacher=of_words)
     best = best_of(config, folder, evaluator)
     stop_when = StopWhen(config, evaluator, scorer.function_names)
     _check_profile_steps(config, steps)

@@ -20,14 +20,14 @@ from quatrain.loop.build import (
     build_engine,
     build_policy_spec,
     build_scorer,
-    build_teacher,
+    build_teachers,
 )
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.rollouts import OnProgress, Rollouts
 from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation
 from quatrain.update.learner import KLReward, Learner
-from quatrain.update.teacher import Teacher
+from quatrain.update.teacher import Teacher, WordTeacher
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ def build_stages(
     or a teacher that cannot be loaded.
     """
     scorer = build_scorer(config, loaded, reward_functions)
+    of_tokens, of_words = build_teachers(config, loaded)
     return Stages(
         build_engine(config, keeping_environments(config, loaded, scorer), on_progress=on_progress),
         scorer,
         build_advantage(config),
-        build_learner(config, loaded, steps=steps, reference=reference),
-        build_teacher(config, loaded),
+        build_learner(config, loaded, steps=steps, reference=reference, teacher=of_words),
+        of_tokens,
     )
 
 
@@ -106,7 +107,14 @@ def build_advantage(config: Config) -> AdvantageEstimator:
     return estimator
 
 
-def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference: Any = None) -> Learner:
+def build_learner(
+    config: Config,
+    loaded: LoadedPolicy,
+    *,
+    steps: int,
+    reference: Any = None,
+    teacher: WordTeacher | None = None,
+) -> Learner:
     """The update stage of a run of `steps` training steps; for `reference` see `build_stages`."""
     critic = build_critic(config, loaded, steps=steps) if config.critic.enabled else None
     reward = config.reward
@@ -124,6 +132,7 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
         critic=critic,
         kl_reward=kl_reward,
         distillation=Distillation.of(config.distill, steps),
+        teacher=teacher,
         optimizer_memory="host" if config.offload.optimizer else "device",
         policy_memory="host" if config.offload.policy else "device",
         logs_logprobs=config.logging.sample_tokens,

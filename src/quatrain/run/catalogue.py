@@ -76,6 +76,9 @@ distill/kl/<source> | nats | mean |
 distill/teacher_logprob | nats | mean | The teacher's log-probability of a token, mean over the same tokens.
 distill/clipped_fraction | fraction | mean |
     Fraction of tokens whose difference of log-probabilities was bounded by `distill.clip`.
+distill/loss | nats | mean |
+    Divergence of the policy from the teacher over the vocabulary (`distill.loss`), mean over tokens, 0 where
+    there is no teacher.
 distill/no_teacher | sequences | sum |
     Sequences without a teacher's log-probabilities, because they are longer than its positions or
     `distill.max_tokens_per_device`.

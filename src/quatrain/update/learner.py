@@ -28,6 +28,7 @@ from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation
 from quatrain.update.objective import SQUARES, PolicyObjective
+from quatrain.update.teacher import WordTeacher
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -90,7 +91,8 @@ class Learner:
     used on the devices that they lie on, and may be kept in host memory. The policy's parameters are kept in
     `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
     `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show. With
-    `distillation`, batches have a teacher's log-probabilities (`Teacher.score`).
+    `distillation`, batches have a teacher's log-probabilities (`Teacher.score`), or the update computes the
+    divergence from a `teacher` over the vocabulary.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Learner:
         critic: Critic | None = None,
         kl_reward: KLReward | None = None,
         distillation: Distillation | None = None,
+        teacher: WordTeacher | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
@@ -127,6 +130,7 @@ class Learner:
             total_steps=total_steps,
             seed=seed,
             optimizer_memory=optimizer_memory,
+            teacher=teacher,
         )
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
@@ -264,6 +268,8 @@ class Learner:
                 continue
             mini = self._with_mini_batch_columns(state, mini, totals, fresh=fresh)
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
+            if self.objective.distillation is not None:
+                mini = self.objective.distillation.weighted(mini, self.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
                 break
@@ -347,7 +353,9 @@ class Learner:
             columns["ref_logprobs"] = self._reference_logprobs(params, rollouts) if ref is None else ref
         if self.objective.distillation is not None:
             mask = rollouts.completion_mask
-            columns |= self.objective.distillation.columns(known, mask, state.train_step)
+            teacher = self.trainer.teacher
+            readable = rollouts.lengths <= (teacher.longest if teacher else 0)
+            columns |= self.objective.distillation.columns(known, mask, state.train_step, readable)
         return self._without_truncated(rollouts).with_columns(**columns)
 
     def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:

@@ -20,8 +20,8 @@ from quatrain.forward.table import TokenTable
 from quatrain.ops.corrections import Correction, Rejections, behaviour_weights, rejected_tokens
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES
-from quatrain.ops.tokens import MiniBatchColumns, ScoredTokens, TokenLoss
-from quatrain.update.distillation import COLUMNS, Distillation
+from quatrain.ops.tokens import DistilledTokens, MiniBatchColumns, ScoredTokens, TokenLoss
+from quatrain.update.distillation import Distillation
 from quatrain.workers.user_code import find_function, own_arguments, tokens_parameter
 
 SQUARES = "behaviour_weight_squares"
@@ -113,9 +113,14 @@ class PolicyObjective:
             old = jax.lax.stop_gradient(logprobs)
             tokens = replace(tokens, columns={**tokens.columns, "old_logprobs": old})
         teacher: dict[str, jax.Array] = {}
+        weighted = None
         if self.distillation is not None:
-            advantages, teacher["distill/clipped_fraction"] = self.distillation.advantages(tokens)
+            advantages, clipped = self.distillation.advantages(tokens)
             tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
+            if self.distillation.over_words:
+                weighted, teacher["distill/loss"] = self.distillation.term(tokens)
+            else:
+                teacher["distill/clipped_fraction"] = clipped
         policy = self._policy_loss(tokens)
         if self.correction is not None or self.rejections:
             policy = self._corrected(policy, tokens)
@@ -131,7 +136,7 @@ class PolicyObjective:
             kl = KL_ESTIMATORS[self.kl_estimator](logprobs, tokens.ref_logprobs)
             loss = loss + self.kl_coef * kl
             means["update/kl"] = kl
-        return TokenLoss(loss, means, peaks)
+        return TokenLoss(loss, means, peaks, weighted)
 
     def advantages_on_host(self, table: TokenTable, old_logprobs: np.ndarray) -> np.ndarray:
         """[B, T] float32: the advantages of a table's tokens, with the teacher's part of them."""
@@ -203,14 +208,15 @@ class PolicyObjective:
         floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
         names = ("advantages", "rollout_logprobs", *(() if self.on_policy else ("old_logprobs",)))
         names += ("ref_logprobs",) if self.kl_coef else ()
-        columns = dict.fromkeys((*names, *COLUMNS) if self.distillation else names, floats)
+        names += self.distillation.names if self.distillation else ()
+        columns = dict.fromkeys(names, floats)
         mask: Any = jax.ShapeDtypeStruct((2, 8), jnp.bool_)
         ids: Any = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         try:
             columns |= dict.fromkeys(self._own_columns(), floats)
             if self.on_policy:  # as `__call__` adds them
                 columns["old_logprobs"] = floats
-            jax.eval_shape(traced, ScoredTokens(floats, floats, mask, ids, columns))
+            jax.eval_shape(traced, DistilledTokens(floats, floats, mask, ids, columns, floats))
         except ValueError as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error
         except (Exception, SystemExit) as error:

@@ -7,8 +7,8 @@ log-probability of each completion token, which `distillation.py` makes a part o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,10 +18,15 @@ from quatrain.backend import this_backend
 from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
-from quatrain.forward.predict import predict_tokens
-from quatrain.forward.specs import PolicySpec
+from quatrain.forward.micro_batch import MicroBatch
+from quatrain.forward.predict import predict_tokens, scored_hidden_program
+from quatrain.forward.specs import DistilledSpec, ModelSpec, PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.attention.probe import trusted_attention
+from quatrain.models.params import output_head_name
+from quatrain.ops.divergences import Divergence
+from quatrain.parallel.axes import TP
+from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import DATA_SOURCE, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
@@ -63,8 +68,50 @@ class FrozenModel:
 
     def logprobs(self, table: TokenTable) -> np.ndarray:
         """[B, T] float32 log-probabilities of the scored tokens of `table`, 0 elsewhere."""
-        params = to_memory("device", self._params)
-        return predict_tokens(params, table, model=self.spec, planner=self._planner)
+        return predict_tokens(self.on_device(), table, model=self.spec, planner=self._planner)
+
+    def on_device(self) -> Any:
+        """The parameters on the devices."""
+        return to_memory("device", self._params)
+
+
+class WordTeacher:
+    """A teacher of losses over the vocabulary: its hidden states join micro-batches, its head the parameters.
+
+    It lies on the devices and the mesh of training.
+    """
+
+    def __init__(self, model: FrozenModel, *, kind: Divergence, beta: float):
+        self._model, self._kind, self._beta = model, kind, beta
+        self.longest, self.unpacks = model.longest, model.spec.unpacks
+
+    def joined(
+        self, policy: ModelSpec, params: Any, batches: Iterable[MicroBatch]
+    ) -> tuple[DistilledSpec, Any, Iterator[MicroBatch]]:
+        """The policy with its divergence, parameters and micro-batches for it.
+
+        The hidden states of a micro-batch are computed when it is asked for, just before its own pass. Raises
+        ValueError for vocabularies of different sizes that are sharded over `tp`.
+        """
+        teacher, values = self._model.spec, {f.name: getattr(policy, f.name) for f in fields(policy)}
+        sizes = policy.arch.vocab_size, teacher.arch.vocab_size
+        if policy.mesh_shape.tp > 1 and sizes[0] != sizes[1]:
+            raise ValueError(
+                f"with {TP} above 1 the teacher's vocabulary must have as many rows as the policy's for "
+                f"distill.loss {self._kind}; they have {sizes[1]} and {sizes[0]}; set {TP} of mesh to 1, or "
+                "distill.loss to sampled"
+            )
+        weights = self._model.on_device()
+        name = output_head_name(teacher.arch)
+        spec = DistilledSpec(**values, teacher=teacher, kind=self._kind, beta=self._beta)
+        program = scored_hidden_program(teacher.backend)
+
+        def with_states() -> Iterator[MicroBatch]:
+            for batch in batches:
+                with trim_after_compiling():
+                    yield replace(batch, teacher_hidden=program(weights, batch, model=teacher))
+
+        return spec, {"policy": params, "teacher": {name: weights[name]}}, with_states()
 
 
 class Teacher:
@@ -149,7 +196,7 @@ def load_teacher(
     seed: int = 0,
     prompts: TeacherPrompts | None = None,
     weights: bool = True,
-) -> Teacher | None:
+) -> Teacher | WordTeacher | None:
     """The teacher of `config` on `mesh`, with `prompts` of its own or None.
 
     None if `config` names no teacher, and without `weights`, after the checks.
@@ -188,7 +235,9 @@ def load_teacher(
     assert budget is not None, "batch sizes are derived before they come here"
     passes: dict[str, Any] = {"share_prompts": share_prompts, "memory": memory}
     frozen = FrozenModel(loaded.params, spec, max_tokens=budget, **passes)
-    teacher = Teacher(frozen, **given)
+    teacher: Teacher | WordTeacher = Teacher(frozen, **given)
+    if config.loss != "sampled":
+        teacher = WordTeacher(frozen, kind=config.loss, beta=config.beta)
     if teacher.longest < longest:
         logger.warning(
             "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; sequences "

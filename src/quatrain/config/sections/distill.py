@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from quatrain.config.fields import Count, Fraction, Mesh, Section, Text
@@ -19,8 +21,14 @@ class DistillConfig(Section):
     """What the teacher reads in place of the prompt: a text with names of data columns, as
     `The answer is {answer}.`, which becomes a system message before the prompt's messages, or a function of
     the row as `path/file.py:function` that returns messages; null: the prompt."""
+    loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "sampled"
+    """What the policy learns from the teacher: `sampled`: the difference of log-probabilities of the sampled
+    token, as an advantage; the others: a divergence over the whole vocabulary, as a loss of its own:
+    [distill.md](distill.md#losses-over-the-vocabulary)."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Weight β of the teacher in the mixture of `distill.loss: jsd`."""
     weight: float = Field(1.0, ge=0)
-    """Weight of the teacher's term in a token's advantage; 0: it is measured and not trained on."""
+    """Weight of the teacher's term; 0: it is measured and not trained on."""
     rl_weight: float = Field(1.0, ge=0)
     """Weight of the advantage that comes from rewards; 0: rewards are measured and not trained on."""
     clip: float = Field(10.0, gt=0)
