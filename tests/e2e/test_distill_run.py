@@ -24,6 +24,23 @@ def teacher(tmp_path_factory, tokenizer, narrow_model):
     )
 
 
+@pytest.mark.parametrize("loss", ["reverse_kl", pytest.param("jsd", marks=pytest.mark.slow)])
+def test_a_run_learns_from_whole_distributions_and_goes_on_to_the_bit(teacher, tmp_path, loss):
+    options = _options(teacher, f"distill.loss={loss}", "run.steps=6", "sft.steps=0", "eval.every_steps=0")
+    whole = train(small_run(tmp_path, "whole", *options)).run
+    rows = read_metrics(whole / "metrics.jsonl")
+    assert not unknown_metrics({name for row in rows for name in row} - {"step", "non_finite"})
+    losses = [row["distill/loss"] for row in rows if "distill/loss" in row]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    with pytest.raises(KeyboardInterrupt), interrupted_after(3):
+        train(small_run(tmp_path, "stopped", *options))
+    again = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
+    assert steady_metrics(again) == steady_metrics(whole)
+    for a, b in zip(*(_arrays(run) for run in (again, whole)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def _options(teacher, *more):
     own = ("update.kl_coef=0", "distill.rl_weight=0", "reward.functions={}", "optimizer.learning_rate=3e-3")
     return (f"distill.teacher={teacher}", *own, *more)

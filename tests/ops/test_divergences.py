@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import DEFAULT_FUSION
 
 from quatrain.ops.divergences import Head, token_divergences
 from quatrain.ops.logprobs import Tile
@@ -119,3 +120,28 @@ def test_tokens_past_the_live_ones_are_zero_and_have_no_gradient(kind):
     assert found[:3].all()
     assert not found[4:].any()
     assert not gradient[4:].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_that_of_the_tiles(kind):
+    """N = 2,048 tokens and V = 32,768 words: a whole array of logits would be 256 MiB."""
+    tokens, words, size, tile = 2048, 32_768, 16, Tile(256, 2048)
+    how = Head(dot, 1.0)
+
+    def loss(hidden, teacher_hidden, head, teacher_head):
+        return token_divergences(
+            how, head, hidden, how, teacher_head, teacher_hidden, kind=kind, tile=tile
+        ).sum()
+
+    states, heads = jnp.ones((tokens, size)), jnp.ones((words, size))
+    lowered = jax.jit(jax.grad(loss, (0, 2))).lower(states, states, heads, heads)
+    memory = lowered.compile(DEFAULT_FUSION).memory_analysis()
+    # Gradients of head and states before they are results, and some tiles of each model's logits.
+    gradients, one_tile = 4 * size * (words + tokens), 4 * tile.tokens * tile.words
+    assert memory.temp_size_in_bytes < gradients + 8 * one_tile
+    assert memory.temp_size_in_bytes < 4 * tokens * words / 8
+
+
+def test_no_tokens():
+    nothing = jnp.zeros((0, 5))
+    assert given(nothing, nothing, "jsd").shape == (0,)

@@ -70,6 +70,8 @@ def token_divergences(
     """
     assert len(head) == len(teacher_head), "both heads have the same words"
     num_tokens = len(hidden)
+    if not num_tokens:
+        return jnp.zeros(0, jnp.float32)
     num_chunks, size = even_parts(num_tokens, tile.tokens)
     padding = ((0, num_chunks * size - num_tokens), (0, 0))
     chunks = [jnp.pad(x, padding).reshape(num_chunks, size, -1) for x in (hidden, teacher_hidden)]

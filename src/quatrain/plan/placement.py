@@ -235,7 +235,14 @@ class _Plan:
         arch = load_architecture(path, vocab_size=self.arch.vocab_size if builtin else None)
         size = replace(self, arch=arch)._weights(mesh, dtype)
         why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{FROZEN}{OFFLOADED * host}"
-        yield Part("teacher", size, why, () if host else PHASES, "teacher")
+        over_words = self.config.distill.loss != "sampled"
+        phases: tuple[Phase, ...] = ("gradient",) if over_words else ()
+        yield Part("teacher", size, why, phases if host else PHASES, "teacher")
+        if over_words:
+            tokens = self._tokens_of_micro_batch(self.config.update)[0]
+            states = tokens * arch.hidden_size * jnp.dtype(self.config.model.dtype).itemsize
+            why = f"hidden states of {tokens} tokens x {arch.hidden_size}, {self.config.model.dtype}"
+            yield Part("teacher_states", states, why, ("gradient",), "teacher")
 
     def cache(self, room: int | None) -> Part:
         """The KV cache of a replica, in its padded shape, with the layer that is in memory twice as it grows.
@@ -374,18 +381,22 @@ class _Plan:
         why = f"{config.name}, in float32{moment}{OFFLOADED * offloaded}"
         return Part("optimizer_state", sum(jax.tree.leaves(sizes)), why, (step,) if offloaded else PHASES)
 
-    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> Part:
-        """The activations of the largest micro-batch."""
-        model, longest = self.config.model, longest_sequence(self.config)
+    def _tokens_of_micro_batch(self, sizes: UpdateConfig | CriticConfig) -> tuple[int, str]:
+        """(tokens of the largest micro-batch on a device, the same in words)."""
+        longest = longest_sequence(self.config)
         sequences = (sizes.mini_batch_size or self.config.data.batch_size) * self.config.rollout.n
         if sizes.micro_batch_size is None:
             assert sizes.max_tokens_per_device is not None, "batch sizes are derived before they come here"
             tokens = min(sizes.max_tokens_per_device, -(-round_up(sequences * longest) // self.mesh.cp))
-            words = f"{tokens} tokens"
-        else:
-            rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
-            tokens = rows * -(-round_up(longest) // self.mesh.cp)
-            words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
+            return tokens, f"{tokens} tokens"
+        rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
+        words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
+        return rows * -(-round_up(longest) // self.mesh.cp), words
+
+    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> Part:
+        """The activations of the largest micro-batch."""
+        model = self.config.model
+        tokens, words = self._tokens_of_micro_batch(sizes)
         dtypes = {"dtype": model.dtype, "param_dtype": model.param_dtype}
         size = activations(self.arch, tokens=tokens, remat=model.remat, mesh=self.mesh, **dtypes)
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"
