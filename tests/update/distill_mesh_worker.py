@@ -69,7 +69,7 @@ def steps(layout: str) -> dict[str, np.ndarray]:
     params = init_params(teacher_arch, jax.random.key(3), mesh=meshes.teacher)
     memory = "host" if config.offload.teacher else "device"
     model = FrozenModel(params, spec, max_tokens=40, memory=memory)
-    scored = Teacher(model, temperature=TEMPERATURE, longest=40).score(batch().rewarded)
+    scored = Teacher({"default": model}).score(batch().rewarded)
     found = {"logprobs": scored.token_logprobs["teacher_logprobs"]}
     kinds = ("sampled",) if config.placement.teacher is not None else ("sampled", "reverse_kl", "jsd")
     for kind in kinds:

@@ -16,7 +16,7 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import one_device
-from quatrain.update.teacher import Teacher, load_teacher
+from quatrain.update.teacher import OwnWeights, Teacher, TeacherLoader
 from quatrain.weights.load import load_model
 
 
@@ -27,9 +27,14 @@ def folder(tmp_path_factory, small_arch, tokenizer):
     return save_policy(tmp_path_factory.mktemp("models") / "teacher", arch, tokenizer)
 
 
-def load(folder, tokenizer, *, max_tokens=256, temperature=0.8, **options):
-    config = DistillConfig(teacher=str(folder), max_tokens_per_device=max_tokens, temperature=temperature)
-    return load_teacher(config, ModelConfig(), tokenizer, mesh=one_device(), **options)
+def load(folder, tokenizer, *, max_tokens=256, temperature=0.8, weights=True, **options):
+    teacher = (
+        {name: path and str(path) for name, path in folder.items()}
+        if isinstance(folder, dict)
+        else str(folder)
+    )
+    config = DistillConfig(teacher=teacher, max_tokens_per_device=max_tokens, temperature=temperature)
+    return TeacherLoader(config, ModelConfig(), tokenizer, one_device(), **options).load(weights=weights)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 20}, {"memory": "host"}, {"share_prompts": False}])
@@ -90,9 +95,6 @@ def test_each_data_source_has_its_own_kl(folder, tokenizer, make_batch):
         assert found.metrics[f"distill/kl/{source}"].result() == pytest.approx(gaps[mask].mean(), rel=1e-4)
 
 
-OWN_MODEL = {"temperature": 0.8, "longest": 15}
-
-
 def test_weights_of_the_run_are_asked_for(make_batch):
     rewarded = make_batch(4).rewarded
     asked = []
@@ -101,16 +103,65 @@ def test_weights_of_the_run_are_asked_for(make_batch):
         asked.append((teacher, len(table), temperature))
         return np.where(table.completion_mask, np.float32(-1), np.float32(0))
 
-    found = Teacher("initial", **OWN_MODEL).score(rewarded, own)
+    found = Teacher({"default": OwnWeights("initial", 0.8, 15)}).score(rewarded, own)
     assert asked == [("initial", len(rewarded.rollouts), 0.8)]
     mask = rewarded.rollouts.completion_mask
     np.testing.assert_array_equal(found.token_logprobs["teacher_logprobs"], np.where(mask, -1, 0))
     with pytest.raises(ValueError, match=r"give teacher\.score what computes with them"):
-        Teacher("policy", **OWN_MODEL).score(rewarded)
+        Teacher({"default": OwnWeights("policy", 0.8, 15)}).score(rewarded)
+
+
+class Constant:
+    """A source that gives every token the same log-probability."""
+
+    longest = 100
+
+    def __init__(self, value):
+        self.value = value
+
+    def logprobs(self, table, own):
+        return np.where(table.completion_mask, np.float32(self.value), np.float32(0))
+
+
+def _with_sources(rewarded, names):
+    sources = tuple(names[row % len(names)] for row in range(len(rewarded.rollouts)))
+    rollouts = dataclasses.replace(rewarded.rollouts, columns={"data_source": sources})
+    return dataclasses.replace(rewarded, rollouts=rollouts), np.array(sources)
+
+
+def test_each_row_is_scored_by_the_teacher_of_its_source(folder, tokenizer, make_batch):
+    rewarded, sources = _with_sources(make_batch(5).rewarded, ("math", "code", "chat", "other"))
+    alone = load(folder, tokenizer).score(rewarded).token_logprobs["teacher_logprobs"]
+    model = load(folder, tokenizer)._sources["default"]
+    teacher = Teacher({"math": model, "code": Constant(-2.5), "chat": None, "default": Constant(-1)})
+    found = teacher.score(rewarded)
+    logprobs, mask = found.token_logprobs["teacher_logprobs"], rewarded.rollouts.completion_mask
+    np.testing.assert_allclose(logprobs[sources == "math"], alone[sources == "math"], rtol=1e-5, atol=1e-6)
+    for name, value in (("code", -2.5), ("chat", np.nan), ("other", -1)):
+        rows = sources == name
+        np.testing.assert_array_equal(logprobs[rows], np.where(mask[rows], np.float32(value), 0))
+    assert (
+        found.metrics["distill/no_teacher"].result()
+        == (mask & (sources == "chat")[:, None]).any(axis=1).sum()
+    )
+
+
+def test_a_model_that_teaches_two_sources_is_loaded_once(folder, tokenizer):
+    teacher = load({"math": folder, "code": folder, "chat": None}, tokenizer)
+    assert teacher._sources["math"] is teacher._sources["code"] is not None
+    assert teacher._sources["chat"] is None
+    teacher.check_sources(["math", "code", "chat", "math"])
+    with pytest.raises(
+        ValueError, match="must name values of the column data_source, which are math; got code"
+    ):
+        teacher.check_sources(["math"])
+    with pytest.raises(ValueError, match="a teacher for each data source; other has none"):
+        teacher.check_sources(["math", "code", "chat", "other"])
+    load({"math": folder, "default": None}, tokenizer).check_sources(["math", "other"])
 
 
 def test_no_teacher_and_no_weights(folder, tokenizer):
-    assert load_teacher(DistillConfig(), ModelConfig(), tokenizer, mesh=one_device()) is None
+    assert TeacherLoader(DistillConfig(), ModelConfig(), tokenizer, one_device()).load() is None
     assert load(folder, tokenizer, weights=False) is None
 
 

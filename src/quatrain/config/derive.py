@@ -131,7 +131,7 @@ def _sizes(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = size.by_key("update.") | forward.by_key("logprob.")
     if config.reward.models:
         values["reward.model_max_tokens_per_device"] = forward.tokens or 2 * budget
-    if config.distill.loads_a_model:
+    if config.distill.models:
         values["distill.max_tokens_per_device"] = forward.tokens or 2 * budget
     values["critic.enabled"] = enabled = critic.enabled or (
         critic.enabled is None and takes(config.advantage.estimator, "values")

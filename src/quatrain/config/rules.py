@@ -183,15 +183,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "distill.prompt",
-        lambda c: c.distill.teacher == "policy" and c.distill.prompt is None,
+        lambda c: "policy" in c.distill.own and c.distill.prompt is None,
         "must be set for distill.teacher policy: with the policy's own prompt the two are the same; set it, "
         "or take another teacher",
     ),
     *map(_of_sampled_tokens, ("distill.prompt", "distill.mesh", "placement.teacher")),
     Rule(
         "distill.loss",
-        lambda c: c.distill.loss != "sampled" and c.distill.teacher in ("policy", "initial"),
-        "must be sampled for distill.teacher {c.distill.teacher}; set that, or take a model as the teacher",
+        lambda c: c.distill.loss != "sampled" and c.distill.teacher not in c.distill.models,
+        "must be sampled for distill.teacher {c.distill.teacher}; set that, or take one model as the teacher",
     ),
     *no_effect(
         ["distill.clip", "distill.discount"],
@@ -206,7 +206,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *no_effect(
         ["distill.max_tokens_per_device", "distill.mesh", "placement.teacher", "offload.teacher"],
-        lambda c: c.distill.teacher not in ("policy", "initial"),
+        lambda c: c.distill.models or not c.distill.teachers,
         "for distill.teacher {c.distill.teacher}, which is computed where the policy or the reference is",
     ),
     *no_effect(

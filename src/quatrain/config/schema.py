@@ -82,7 +82,7 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether the reference policy is needed: for KL in the loss or in the reward, or as the teacher."""
-        teaches = self.distill.teacher == "initial"
+        teaches = "initial" in self.distill.own
         return self.update.kl_coef > 0 or self.reward.kl_coef > 0 or teaches
 
     @property

@@ -48,7 +48,7 @@ from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
-from quatrain.update.teacher import Teacher, WordTeacher, load_teacher
+from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.weights.load import BUILTIN, Model, load_model
 from quatrain.workers.pool import default_workers
@@ -539,11 +539,6 @@ def build_scorer(
     )
 
 
-def _longest_of_passes(config: Config, loaded: LoadedPolicy) -> int:
-    """Tokens of the longest sequence that the policy and the reference can read without gradient."""
-    return min(loaded.arch.longest, config.logprob.max_tokens_per_device or loaded.arch.longest)
-
-
 def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | None:
     """The prompts of the teacher's own, if `distill.prompt` says any."""
     prompt = config.distill.prompt
@@ -560,19 +555,18 @@ def build_teachers(
 
     Raises ValueError for one that cannot be loaded, or has other tokens than the policy.
     """
-    own_model = config.distill.loads_a_model
-    teacher = load_teacher(
+    loader = TeacherLoader(
         config.distill,
         config.model,
         loaded.tokenizer,
-        mesh=loaded.meshes.teacher,
+        loaded.meshes.teacher,
         memory="host" if config.offload.teacher else "device",
         share_prompts=config.update.shares_prompts,
-        longest=longest_sequence(config) if own_model else _longest_of_passes(config, loaded),
+        longest=longest_sequence(config),
+        longest_own=min(loaded.arch.longest, config.logprob.max_tokens_per_device or loaded.arch.longest),
         seed=config.seed,
-        prompts=teacher_prompts(config, loaded),
-        weights=weights,
     )
+    teacher = loader.load(teacher_prompts(config, loaded), weights=weights)
     return (None, teacher) if isinstance(teacher, WordTeacher) else (teacher, None)
 
 

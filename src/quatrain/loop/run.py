@@ -428,6 +428,8 @@ def build_run(
     if saved is not None:
         resume.check_steps(steps, saved["train_step"], folder.path)
     teacher, of_words = build_teachers(config, loaded, weights=weights)
+    if teacher is not None and isinstance(config.distill.teacher, dict):
+        teacher.check_sources(prompts.values_of(DATA_SOURCE))
     learner = build_learner(config, loaded, steps=steps, teacher=of_words)
     best = best_of(config, folder, evaluator)
     stop_when = StopWhen(config, evaluator, scorer.function_names)
@@ -464,6 +466,8 @@ def _load_prompts(
     Raises ValueError if the teacher's own prompt of the first one does not go with it.
     """
     needed = {} if reads is None else dict.fromkeys(reads.columns, "the teacher's prompt (distill.prompt)")
+    if isinstance(config.distill.teacher, dict):
+        needed[DATA_SOURCE] = "distill.teacher"
     prompts = load_prompts(
         config.data.train,
         config.data,

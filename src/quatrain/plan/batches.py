@@ -239,7 +239,7 @@ def _reward_model_rows(config: Config) -> Iterator[Row]:
 def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """The forward passes of the teacher."""
     yield Row("teacher_passes", 1, "sweeps", "log-probabilities of distill.teacher, of the batch, once")
-    if not config.distill.loads_a_model:
+    if not config.distill.models:
         return  # in the micro-batches of log-probabilities
     sizes = LogprobConfig(max_tokens_per_device=config.distill.max_tokens_per_device)
     yield from _stage_rows(config, "distill.", sizes, "P x G", _whole(config), mesh)

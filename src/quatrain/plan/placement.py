@@ -223,26 +223,24 @@ class _Plan:
             yield Part(key, size, why, phases, "reward")
 
     def _teacher_parts(self) -> Iterator[Part]:
-        """The weights of the teacher; nothing without one."""
-        path, dtype, mesh = (
-            self.config.distill.teacher,
-            self.config.model.param_dtype,
-            self.roles.teacher.mesh,
-        )
-        if path is None or not self.config.distill.loads_a_model:
-            return
-        host, builtin = self.config.offload.teacher, path.startswith(BUILTIN)
-        arch = load_architecture(path, vocab_size=self.arch.vocab_size if builtin else None)
-        size = replace(self, arch=arch)._weights(mesh, dtype)
-        why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{FROZEN}{OFFLOADED * host}"
-        over_words = self.config.distill.loss != "sampled"
-        phases: tuple[Phase, ...] = ("gradient",) if over_words else ()
-        yield Part("teacher", size, why, phases if host else PHASES, "teacher")
-        if over_words:
-            tokens = self._tokens_of_micro_batch(self.config.update)[0]
-            states = tokens * arch.hidden_size * jnp.dtype(self.config.model.dtype).itemsize
-            why = f"hidden states of {tokens} tokens x {arch.hidden_size}, {self.config.model.dtype}"
-            yield Part("teacher_states", states, why, ("gradient",), "teacher")
+        """The weights of each teacher; nothing without one."""
+        config, mesh = self.config, self.roles.teacher.mesh
+        dtype, host = config.model.param_dtype, config.offload.teacher
+        over_words = config.distill.loss != "sampled"
+        waiting: tuple[Phase, ...] = ("gradient",) if over_words else ()
+        for number, path in enumerate(config.distill.models, 1):
+            arch = load_architecture(
+                path, vocab_size=self.arch.vocab_size if path.startswith(BUILTIN) else None
+            )
+            size = replace(self, arch=arch)._weights(mesh, dtype)
+            why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{FROZEN}{OFFLOADED * host}"
+            key = "teacher" if number == 1 else f"teacher_{number}"
+            yield Part(key, size, why, waiting if host else PHASES, "teacher")
+            if over_words:
+                tokens = self._tokens_of_micro_batch(config.update)[0]
+                states = tokens * arch.hidden_size * jnp.dtype(config.model.dtype).itemsize
+                why = f"hidden states of {tokens} tokens x {arch.hidden_size}, {config.model.dtype}"
+                yield Part("teacher_states", states, why, ("gradient",), "teacher")
 
     def cache(self, room: int | None) -> Part:
         """The KV cache of a replica, in its padded shape, with the layer that is in memory twice as it grows.
@@ -310,7 +308,7 @@ class _Plan:
             return Part("reference", size, "the weights of the frozen base" + ", and adapters" * bool(copied))
         coefs = {"update.kl_coef": config.update.kl_coef, "reward.kl_coef": config.reward.kl_coef}
         uses = [f"{key} is {coef:g}" for key, coef in coefs.items() if coef]
-        uses += ["distill.teacher is initial"] * (config.distill.teacher == "initial")
+        uses += ["distill.teacher is initial"] * ("initial" in config.distill.own)
         used = " and ".join(uses)
         why, host = f"{used}; on mesh {mesh}", config.offload.reference
         size = self._weights(mesh, config.model.param_dtype)

@@ -7,15 +7,17 @@ log-probability of each completion token, which `distillation.py` makes a part o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
+from quatrain.config.errors import listed
 from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
+from quatrain.config.sections.distill import DEFAULT, OWN
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.forward.micro_batch import MicroBatch
@@ -39,15 +41,41 @@ MOST_SOURCES = 16
 """Values of the column `data_source` in a batch up to which each has a metric of its own."""
 
 
-Own = Literal["policy", "initial"]
-OWN: tuple[Own, ...] = get_args(Own)
-"""Teachers with weights of the run itself: the policy's at the start of the step, and the reference's."""
-OwnLogprobs = Callable[[Own, TokenTable, float], np.ndarray]
-"""(teacher, table, temperature) -> log-probabilities of its scored tokens [B, T]."""
+OwnLogprobs = Callable[[str, TokenTable, float], np.ndarray]
+"""(`policy` or `initial`, table, temperature) -> log-probabilities of its scored tokens [B, T]."""
+
+
+class Source(Protocol):
+    """What computes log-probabilities for a teacher."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it can read."""
+
+    def logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
+        """[B, T] float32 log-probabilities of the scored tokens of `table`, 0 elsewhere."""
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """A `Source` with weights of the run: the policy's at the start of the step, or the reference's."""
+
+    name: str
+    temperature: float
+    longest: int
+
+    def logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
+        """As `Source.logprobs`; raises ValueError without `own`."""
+        if own is None:
+            raise ValueError(
+                f"the teacher {self.name} has weights of the run; give teacher.score what computes with "
+                "them, functools.partial(update.own_logprobs, state)"
+            )
+        return own(self.name, table, self.temperature)
 
 
 class FrozenModel:
-    """A loaded model with its passes; its parameters wait in `memory`, and are on the devices for a pass."""
+    """A `Source` that is a loaded model, whose parameters wait in `memory` between its passes."""
 
     def __init__(
         self,
@@ -66,8 +94,8 @@ class FrozenModel:
         """Tokens of the longest sequence that the model can read."""
         self._params = to_memory(memory, params)
 
-    def logprobs(self, table: TokenTable) -> np.ndarray:
-        """[B, T] float32 log-probabilities of the scored tokens of `table`, 0 elsewhere."""
+    def logprobs(self, table: TokenTable, own: OwnLogprobs | None = None) -> np.ndarray:
+        """As `Source.logprobs`."""
         return predict_tokens(self.on_device(), table, model=self.spec, planner=self._planner)
 
     def on_device(self) -> Any:
@@ -115,35 +143,48 @@ class WordTeacher:
 
 
 class Teacher:
-    """What scores the policy's tokens: a model, or weights of the run itself; with prompts of its own or not.
+    """What scores the policy's tokens: a source for each data source, with prompts of its own or not.
 
-    `longest`: tokens of the longest sequence that weights of the run can read; a model has its own.
+    `sources` has what scores the rows of each value of the column `data_source`, None for nothing, and under
+    `default` what scores all others.
     """
 
-    def __init__(
-        self,
-        model: FrozenModel | Own,
-        *,
-        temperature: float,
-        longest: int,
-        prompts: TeacherPrompts | None = None,
-    ):
-        self.model, self.prompts, self.temperature = model, prompts, temperature
-        self.longest = model.longest if isinstance(model, FrozenModel) else longest
+    def __init__(self, sources: Mapping[str, Source | None], prompts: TeacherPrompts | None = None):
+        self._sources, self._prompts = sources, prompts
+
+    def check_sources(self, sources: Iterable[object]) -> None:
+        """Raises ValueError unless `sources`, those of the data, are those with a teacher."""
+        known = list(dict.fromkeys(map(str, sources)))
+        named = [name for name in self._sources if name != DEFAULT]
+        for name in named:
+            if name not in known:
+                raise ValueError(
+                    f"distill.teacher must name values of the column {DATA_SOURCE}, which are "
+                    f"{listed(known)}; got {name}; correct the name"
+                )
+        for name in known if DEFAULT not in self._sources else ():
+            if name not in named:
+                raise ValueError(
+                    f"distill.teacher must name a teacher for each data source; {name} has none; name one, "
+                    f"or a {DEFAULT}, which may be null"
+                )
 
     def score(self, rewarded: RewardedBatch, own: OwnLogprobs | None = None) -> RewardedBatch:
         """`rewarded` with `teacher_logprobs` [B, T] in nats, 0 outside the completion mask.
 
-        They are NaN on the tokens of a sequence that is longer than `longest`, which has no teacher (counted
-        in `distill/no_teacher`). `own` computes those of weights of the run (`Learner.own_logprobs`). All
-        processes of the mesh must call this together, with the same batch.
+        They are NaN on the tokens of a sequence that has no teacher: by its data source, or because it is
+        longer than its teacher can read (counted in `distill/no_teacher`). `own` computes those of weights of
+        the run (`Learner.own_logprobs`). All processes of the mesh must call this together, with the same
+        batch.
         """
-        rollouts, prompts = rewarded.rollouts, self.prompts
+        rollouts, prompts = rewarded.rollouts, self._prompts
         table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts)
-        held = np.flatnonzero(table.lengths <= self.longest)
         found = np.where(table.completion_mask, np.float32(np.nan), np.float32(0))
-        if held.size:
-            found[held] = self._logprobs(table.take(held), own)
+        of_row = self._of_rows(rollouts)
+        for source in {id(each): each for each in of_row if each is not None}.values():
+            held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
+            if held.size:
+                found[held] = source.logprobs(table.take(held), own)
         logprobs = found if prompts is None else prompts.back(found, table, rollouts)
         return replace(
             rewarded,
@@ -151,15 +192,10 @@ class Teacher:
             metrics={**rewarded.metrics, **_metrics(rollouts, logprobs)},
         )
 
-    def _logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
-        if isinstance(self.model, FrozenModel):
-            return self.model.logprobs(table)
-        if own is None:
-            raise ValueError(
-                f"the teacher {self.model} has weights of the run; give teacher.score what computes with "
-                "them, functools.partial(update.own_logprobs, state)"
-            )
-        return own(self.model, table, self.temperature)
+    def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
+        """What scores each row."""
+        names = rollouts.columns.get(DATA_SOURCE, (DEFAULT,) * len(rollouts))
+        return [self._sources.get(name, self._sources.get(DEFAULT)) for name in names]
 
 
 def _metrics(rollouts: RolloutBatch, logprobs: np.ndarray) -> dict[str, Metric]:
@@ -184,64 +220,86 @@ def _metrics(rollouts: RolloutBatch, logprobs: np.ndarray) -> dict[str, Metric]:
     return metrics
 
 
-def load_teacher(
-    config: DistillConfig,
-    model: ModelConfig,
-    tokenizer: Any,
-    *,
-    mesh: Mesh,
-    memory: Literal["device", "host"] = "device",
-    share_prompts: bool = True,
-    longest: int = 0,
-    seed: int = 0,
-    prompts: TeacherPrompts | None = None,
-    weights: bool = True,
-) -> Teacher | WordTeacher | None:
-    """The teacher of `config` on `mesh`, with `prompts` of its own or None.
+@dataclass(frozen=True)
+class TeacherLoader:
+    """How the teachers of `config` are loaded: on `mesh`, kept in `memory`, with prompts shared or not.
 
-    None if `config` names no teacher, and without `weights`, after the checks.
-    Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. A warning is logged for a
-    teacher that cannot read sequences of `longest` tokens, the longest that a run can produce; `seed` is that
-    of a built-in one. Raises ValueError for a teacher that is missing, damaged, of an unsupported family,
-    that `mesh` cannot shard, or whose tokens are not those of the policy's `tokenizer`.
+    Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. `longest`: tokens of the
+    longest sequence that a run can produce; `longest_own`: that weights of the run can read. `seed` is that
+    of a built-in teacher.
     """
-    path = config.teacher
-    if path is None:
-        return None
-    assert config.temperature is not None, "the temperature is derived before it comes here"
-    given: dict[str, Any] = {"temperature": config.temperature, "longest": longest, "prompts": prompts}
-    if path in OWN:
-        return Teacher(path, **given) if weights else None
-    try:
-        if not path.startswith(BUILTIN):
-            check_same_tokens(load_tokenizer(path), tokenizer)
-        loaded = load_model(
-            path, dtype=model.param_dtype, seed=seed, vocab_size=len(tokenizer), mesh=mesh, weights=weights
+
+    config: DistillConfig
+    model: ModelConfig
+    tokenizer: Any
+    mesh: Mesh
+    memory: Literal["device", "host"] = "device"
+    share_prompts: bool = True
+    longest: int = 0
+    longest_own: int = 0
+    seed: int = 0
+
+    def load(
+        self, prompts: TeacherPrompts | None = None, *, weights: bool = True
+    ) -> Teacher | WordTeacher | None:
+        """The teacher, with `prompts` of its own or None.
+
+        None if the configuration names none, and without `weights`, after the checks. A warning is logged for
+        a model that cannot read sequences of `longest` tokens. Raises ValueError for a model that is missing,
+        damaged, of an unsupported family, that `mesh` cannot shard, or whose tokens are not those of the
+        policy's `tokenizer`.
+        """
+        config = self.config
+        loaded: dict[str | None, Source | None] = {path: self._model(path, weights) for path in config.models}
+        if not config.teachers or not weights:
+            return None
+        if config.loss != "sampled":
+            (model,) = loaded.values()
+            assert isinstance(model, FrozenModel), "a rule of the configuration"
+            return WordTeacher(model, kind=config.loss, beta=config.beta)
+        assert config.temperature is not None, "the temperature is derived before it comes here"
+        own = {name: OwnWeights(name, config.temperature, self.longest_own) for name in OWN}
+        sources = {name: (own | loaded).get(path) for name, path in config.teachers.items()}
+        return Teacher(sources, prompts)
+
+    def _model(self, path: str, weights: bool) -> FrozenModel | None:
+        config, model, size = self.config, self.model, len(self.tokenizer)
+        try:
+            if not path.startswith(BUILTIN):
+                check_same_tokens(load_tokenizer(path), self.tokenizer)
+            given: dict[str, Any] = {"seed": self.seed, "vocab_size": size, "mesh": self.mesh}
+            loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
+            if size > loaded.arch.vocab_size:
+                raise ValueError(
+                    "a teacher must have an embedding for each token of the policy's tokenizer: it has "
+                    f"{loaded.arch.vocab_size}, the tokenizer {size} tokens; choose another teacher"
+                )
+            kind = this_backend().kind
+            attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
+        except ValueError as error:
+            raise ValueError(f"distill.teacher {path} cannot be used: {error}") from error
+        if not weights:
+            return None
+        assert config.temperature is not None, "the temperature is derived before it comes here"
+        assert config.max_tokens_per_device is not None, "batch sizes are derived before they come here"
+        spec = PolicySpec(
+            loaded.arch.for_length(self.longest),
+            model.dtype,
+            attention=attention,
+            mesh=self.mesh,
+            temperature=config.temperature,
         )
-        if len(tokenizer) > loaded.arch.vocab_size:
-            raise ValueError(
-                "a teacher must have an embedding for each token of the policy's tokenizer: it has "
-                f"{loaded.arch.vocab_size}, the tokenizer {len(tokenizer)} tokens; choose another teacher"
+        frozen = FrozenModel(
+            loaded.params,
+            spec,
+            max_tokens=config.max_tokens_per_device,
+            share_prompts=self.share_prompts,
+            memory=self.memory,
+        )
+        if frozen.longest < self.longest:
+            logger.warning(
+                "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; "
+                "sequences that are too long have no teacher (counted in distill/no_teacher)",
+                *(path, frozen.longest, self.longest),
             )
-        kind = this_backend().kind
-        attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
-    except ValueError as error:
-        raise ValueError(f"distill.teacher {path} cannot be used: {error}") from error
-    if not weights:
-        return None
-    arch = loaded.arch.for_length(longest)
-    spec = PolicySpec(arch, model.dtype, attention=attention, mesh=mesh, temperature=config.temperature)
-    budget = config.max_tokens_per_device
-    assert budget is not None, "batch sizes are derived before they come here"
-    passes: dict[str, Any] = {"share_prompts": share_prompts, "memory": memory}
-    frozen = FrozenModel(loaded.params, spec, max_tokens=budget, **passes)
-    teacher: Teacher | WordTeacher = Teacher(frozen, **given)
-    if config.loss != "sampled":
-        teacher = WordTeacher(frozen, kind=config.loss, beta=config.beta)
-    if teacher.longest < longest:
-        logger.warning(
-            "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; sequences "
-            "that are too long have no teacher (counted in distill/no_teacher)",
-            *(path, teacher.longest, longest),
-        )
-    return teacher
+        return frozen

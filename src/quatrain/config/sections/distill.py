@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quatrain.config.fields import Count, Fraction, Mesh, Section, Text
+from quatrain.config.fields import Count, Fraction, Mesh, Section, Text, must
+
+DEFAULT = "default"
+"""The entry of `distill.teacher` for the rows of all data sources that it does not name."""
+OWN = ("policy", "initial")
+"""Teachers with weights of the run itself."""
 
 
 class DistillConfig(Section):
     """On-policy distillation: a teacher says how likely it finds each token that the policy sampled."""
 
-    teacher: Text | None = None
+    teacher: Annotated[
+        Text | dict[Text, Text | None] | None,
+        must(
+            "be a teacher, or a mapping from data sources to teachers as {math: A, code: B, default: null}",
+            lambda teacher: teacher is None or (isinstance(teacher, str | dict) and teacher),
+            before=True,
+        ),
+    ] = None
     """The teacher: a frozen model in the forms of `model.path`, of any supported family and size, whose
     tokenizer must be the policy's; `initial`, the reference, which may follow the policy
     (`update.reference_sync_steps`); or `policy`, its weights at the start of the training step, which need a
-    `distill.prompt`. null: no distillation."""
+    `distill.prompt`. A mapping from values of the column `data_source` to these gives each row its teacher;
+    `default` is that of all other values, and null is none. null: no distillation."""
     prompt: Text | None = None
     """What the teacher reads in place of the prompt: a text with names of data columns, as
     `The answer is {answer}.`, which becomes a system message before the prompt's messages, or a function of
@@ -49,6 +62,19 @@ class DistillConfig(Section):
     of training on the same devices, else `auto`."""
 
     @property
-    def loads_a_model(self) -> bool:
-        """Whether the teacher has weights of its own."""
-        return self.teacher not in (None, "policy", "initial")
+    def teachers(self) -> dict[str, str | None]:
+        """The teachers by data source, that of the others as `default`; empty without any."""
+        if isinstance(self.teacher, dict):
+            return self.teacher
+        return {} if self.teacher is None else {DEFAULT: self.teacher}
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The teachers with weights of the run."""
+        return tuple(name for name in OWN if name in self.teachers.values())
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The teachers with weights of their own, each once."""
+        paths = (path for path in self.teachers.values() if path is not None)
+        return tuple(dict.fromkeys(path for path in paths if path not in OWN))
