@@ -85,3 +85,34 @@ def test_the_expected_gradient_over_all_words_is_that_of_the_reverse_kl():
     by_logits = p @ (found[:, None] * (np.eye(5) - p))
     expected = [-0.26613769, -0.10294363, 0.48366002, -0.13895937, 0.02438068]
     np.testing.assert_allclose(-by_logits, expected, atol=1e-6)
+
+
+def test_over_whole_sequences_the_expected_gradient_is_that_of_the_reverse_kl_in_each_state():
+    """All 125 sequences of three of five words: a table of logits for each prefix is the policy's parameters.
+
+    The expectation of c grad log p over p's own sequences is that of -grad KL(p || q) in the states that p
+    visits, the gradient of the loss `reverse_kl` at the sampled states.
+    """
+    rng = np.random.default_rng(0)
+    prefixes = [()] + [(a,) for a in range(5)] + [(a, b) for a in range(5) for b in range(5)]
+    places = {prefix: number for number, prefix in enumerate(prefixes)}
+    policy, teacher = rng.normal(size=(2, len(prefixes), 5))
+    log_p, log_q = (z - np.log(np.exp(z).sum(axis=1, keepdims=True)) for z in (policy, teacher))
+    sampled, exact = np.zeros_like(policy), np.zeros_like(policy)
+    for words in np.ndindex(5, 5, 5):
+        states = [places[words[:length]] for length in range(3)]
+        chance = np.exp(sum(log_p[state, word] for state, word in zip(states, words)))
+        tokens = _tokens(
+            advantages=np.zeros(3),
+            old_logprobs=[log_p[state, word] for state, word in zip(states, words)],
+            teacher_logprobs=[log_q[state, word] for state, word in zip(states, words)],
+            teacher_weights=np.ones(3),
+        )
+        advantages, _ = sampled_advantages(tokens, rl_weight=1.0, clip=50.0, discount=0.0)
+        for state, word, advantage in zip(states, words, np.asarray(advantages[0], np.float64)):
+            p = np.exp(log_p[state])
+            sampled[state] += chance * advantage * (np.eye(5)[word] - p)
+            kl = (p * (log_p[state] - log_q[state])).sum()
+            exact[state] -= chance * p * (log_p[state] - log_q[state] - kl)
+    np.testing.assert_allclose(sampled, exact, atol=1e-6)
+    assert np.abs(exact).max() > 0.05

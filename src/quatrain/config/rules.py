@@ -193,6 +193,18 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.distill.loss != "sampled" and c.distill.teacher not in c.distill.models,
         "must be sampled for distill.teacher {c.distill.teacher}; set that, or take one model as the teacher",
     ),
+    Rule(
+        "distill.weight",
+        lambda c: c.distill.loss != "sampled" and not c.distill.weight,
+        "must be above 0 for distill.loss {c.distill.loss}; set that, or distill.loss to sampled, whose KL is "
+        "measured without it",
+    ),
+    Rule(
+        "distill.temperature",
+        lambda c: c.distill.servers and (c.distill.temperature or c.rollout.temperature) != 1,
+        "must be 1 for a teacher behind a server, which gives log-probabilities of prompts at temperature 1; "
+        "set 1, or rollout.temperature",
+    ),
     *no_effect(
         ["distill.clip", "distill.discount"],
         lambda c: c.distill.loss == "sampled",
@@ -207,7 +219,7 @@ RULES: tuple[Rule, ...] = (
     *no_effect(
         ["distill.max_tokens_per_device", "distill.mesh", "placement.teacher", "offload.teacher"],
         lambda c: c.distill.models or not c.distill.teachers,
-        "for distill.teacher {c.distill.teacher}, which is computed where the policy or the reference is",
+        "for distill.teacher {c.distill.teacher}, no model that this run loads",
     ),
     *no_effect(
         [

@@ -565,6 +565,7 @@ def build_teachers(
         longest=longest_sequence(config),
         longest_own=min(loaded.arch.longest, config.logprob.max_tokens_per_device or loaded.arch.longest),
         seed=config.seed,
+        timeout_s=config.rollout.timeout_s,
     )
     teacher = loader.load(teacher_prompts(config, loaded), weights=weights)
     return (None, teacher) if isinstance(teacher, WordTeacher) else (teacher, None)

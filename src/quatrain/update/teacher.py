@@ -33,6 +33,7 @@ from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import DATA_SOURCE, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.update.distillation import TEACHER_LOGPROBS
+from quatrain.update.server_teacher import ServerTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.weights.load import BUILTIN, load_model
 
@@ -238,6 +239,8 @@ class TeacherLoader:
     longest: int = 0
     longest_own: int = 0
     seed: int = 0
+    timeout_s: float = 600.0
+    """Seconds for which a teacher behind a server may not answer."""
 
     def load(
         self, prompts: TeacherPrompts | None = None, *, weights: bool = True
@@ -259,6 +262,8 @@ class TeacherLoader:
             return WordTeacher(model, kind=config.loss, beta=config.beta)
         assert config.temperature is not None, "the temperature is derived before it comes here"
         own = {name: OwnWeights(name, config.temperature, self.longest_own) for name in OWN}
+        for address in config.servers:
+            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s)
         sources = {name: (own | loaded).get(path) for name, path in config.teachers.items()}
         return Teacher(sources, prompts)
 

@@ -14,6 +14,10 @@ OWN = ("policy", "initial")
 """Teachers with weights of the run itself."""
 
 
+HTTP = ("http://", "https://")
+"""How the address of a server begins."""
+
+
 class DistillConfig(Section):
     """On-policy distillation: a teacher says how likely it finds each token that the policy sampled."""
 
@@ -27,7 +31,8 @@ class DistillConfig(Section):
     ] = None
     """The teacher: a frozen model in the forms of `model.path`, of any supported family and size, whose
     tokenizer must be the policy's; `initial`, the reference, which may follow the policy
-    (`update.reference_sync_steps`); or `policy`, its weights at the start of the training step, which need a
+    (`update.reference_sync_steps`); the address of a server that gives log-probabilities of prompts, as
+    `http://host:8000`; or `policy`, its weights at the start of the training step, which need a
     `distill.prompt`. A mapping from values of the column `data_source` to these gives each row its teacher;
     `default` is that of all other values, and null is none. null: no distillation."""
     prompt: Text | None = None
@@ -77,4 +82,10 @@ class DistillConfig(Section):
     def models(self) -> tuple[str, ...]:
         """The teachers with weights of their own, each once."""
         paths = (path for path in self.teachers.values() if path is not None)
-        return tuple(dict.fromkeys(path for path in paths if path not in OWN))
+        return tuple(dict.fromkeys(path for path in paths if path not in OWN and not path.startswith(HTTP)))
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of teachers behind servers, each once."""
+        paths = (path for path in self.teachers.values() if path is not None)
+        return tuple(dict.fromkeys(path for path in paths if path.startswith(HTTP)))
