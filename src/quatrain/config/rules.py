@@ -196,8 +196,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "distill.weight",
         lambda c: c.distill.loss != "sampled" and not c.distill.weight,
-        "must be above 0 for distill.loss {c.distill.loss}; set that, or distill.loss to sampled, whose KL is "
-        "measured without it",
+        "must be above 0 for distill.loss {c.distill.loss}; set that, or distill.loss to sampled, whose KL "
+        "is measured without it",
     ),
     Rule(
         "distill.temperature",
