@@ -89,3 +89,32 @@ def test_negative_kl_rejects_what_an_old_policy_discourages():
     found = rejected_tokens(tokens, (("negative_kl", (0.5001,)), ("product", (0.2, 5.0))))
     np.testing.assert_array_equal(found["negative_kl"], [[True, True, False, False], [False] * 4])
     np.testing.assert_array_equal(found["product"] & tokens.mask, [[False] * 4, [False] * 4])
+
+
+def test_the_presets_of_verl_on_a_batch_in_float64():
+    """`decoupled_seq_is` (2.0), `decoupled_geo_rs`, `decoupled_k3_rs` and `decoupled_seq_is_rs`."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 12, 24)
+    mask = np.arange(12) < lengths[:, None]
+    rollout = np.where(mask, -rng.exponential(1.0, mask.shape), 0)
+    spread = np.geomspace(1e-4, 1.5, len(lengths))[:, None]
+    old = np.where(mask, rollout + spread * rng.normal(size=mask.shape), 0)
+    gaps = np.where(mask, old - rollout, 0)
+    sums, means = gaps.sum(axis=1), gaps.sum(axis=1) / lengths
+    k3 = np.where(mask, np.exp(gaps) - 1 - gaps, 0).sum(axis=1) / lengths
+    expected = {
+        "geometric": (np.exp(means) < 0.999) | (np.exp(means) > 1.001),
+        "k3": k3 > 0.01,
+        "product": (np.exp(sums) < 0.5) | (np.exp(sums) > 2.0),
+    }
+    columns = {"rollout_logprobs": jnp.float32(rollout), "old_logprobs": jnp.float32(old)}
+    zeros = jnp.zeros(mask.shape)
+    tokens = ScoredTokens(zeros, zeros, jnp.asarray(mask), jnp.zeros(mask.shape, jnp.int32), columns)
+    rules = (("geometric", (0.999, 1.001)), ("k3", (0.01,)), ("product", (0.5, 2.0)))
+    for name, found in rejected_tokens(tokens, rules).items():
+        assert 0 < expected[name].sum() < len(lengths)
+        np.testing.assert_array_equal(np.asarray(found) & mask, mask & expected[name][:, None], err_msg=name)
+    of_sequence = tokens.sequence_sum(tokens.old_logprobs - tokens.rollout_logprobs)
+    weights, _ = behaviour_weights(of_sequence, correction="truncate", cap=2.0)
+    by_row = np.minimum(np.exp(np.clip(sums, -20, 20)), 2.0)
+    np.testing.assert_allclose(weights, np.where(mask, by_row[:, None], 1), rtol=1e-5)
