@@ -250,13 +250,13 @@ class RewardedBatch:
 
     `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
     `rewards_per_function` has the raw values, NaN if a function abstained (returned None), and
-    `function_weights` the weights of the sum; None: not known. `token_rewards`
-    are rewards of single tokens, beside the reward of the sequence; None if there are none. `values` are a
-    critic's estimates of the return at each completion token; None without a critic. `token_logprobs` are the
-    log-probabilities that the token rewards were computed from, `old_logprobs` and `ref_logprobs`, which the
-    update uses again; empty if there are none. `baseline_rewards` are the rewards of the greedy completion of
-    each sequence's prompt, NaN where all functions abstained; None if none were drawn. `environment_weight`
-    is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
+    `function_weights` the weights of the sum; None: not known. `token_rewards` are rewards of single tokens,
+    beside the reward of the sequence; None if there are none. `values` are a critic's estimates of the return
+    at each completion token; None without a critic. `token_logprobs` are the log-probabilities that the token
+    rewards were computed from, `old_logprobs` and `ref_logprobs`, which the update uses again, and those of a
+    teacher, `teacher_logprobs`; empty if there are none. `baseline_rewards` are the rewards of the greedy
+    completion of each sequence's prompt, NaN where all functions abstained; None if none were drawn.
+    `environment_weight` is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
 
     The rows of an episode have its rewards. Raises ValueError for arrays of the wrong shape or dtype,
     infinite rewards, if `rewards` is NaN for other sequences than those on which all functions abstained, or
