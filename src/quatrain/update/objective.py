@@ -216,7 +216,10 @@ class PolicyObjective:
             columns |= dict.fromkeys(self._own_columns(), floats)
             if self.on_policy:  # as `__call__` adds them
                 columns["old_logprobs"] = floats
-            jax.eval_shape(traced, DistilledTokens(floats, floats, mask, ids, columns, floats))
+            tokens = ScoredTokens(floats, floats, mask, ids, columns)
+            if self.distillation is not None and self.distillation.over_words:
+                tokens = DistilledTokens(floats, floats, mask, ids, columns, floats)
+            jax.eval_shape(traced, tokens)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error
         except (Exception, SystemExit) as error:
