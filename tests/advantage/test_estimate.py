@@ -128,7 +128,11 @@ def test_values_come_with_a_critic():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_built_in_estimator_takes_its_derived_scale(estimator):
     batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, values=[[1, 2, 3, 4]] * 5)
-    batch = replace(batch, baseline_rewards=np.array([2, 2, 0, 0, 0], np.float32))
+    batch = replace(
+        batch,
+        baseline_rewards=np.array([2, 2, 0, 0, 0], np.float32),
+        function_weights=np.ones(len(batch.function_names), np.float32),
+    )
     for scale in (None, *ESTIMATORS[estimator].scales):
         advantaged = AdvantageEstimator(AdvantageConfig(estimator=estimator, scale=scale)).estimate(batch)
         assert advantaged.advantages[:2].any()
@@ -335,7 +339,7 @@ def test_a_turn_is_credited_with_its_reward_among_the_turns_of_its_number():
     np.testing.assert_allclose(advantages, expected, atol=1e-6)
 
 
-OTHERS = {"token_rewards", "values", "baseline_rewards"}
+OTHERS = {"token_rewards", "values", "baseline_rewards", "function_rewards"}
 
 
 @pytest.mark.parametrize(
@@ -359,7 +363,8 @@ def test_a_faults_turns_are_compared_with_nothing():
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("reinforce_pp", "last token anyway"), ("remax", "greedy completion")]
+    ("name", "why"),
+    [("reinforce_pp", "last token anyway"), ("remax", "greedy completion"), ("gdpo", "of turns")],
 )
 def test_credit_of_turns_is_refused_where_it_means_nothing(name, why):
     with pytest.raises(ValueError, match=rf"turn_credit must be false .* '{name}'.*{why}"):

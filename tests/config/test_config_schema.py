@@ -71,7 +71,7 @@ def test_sections_are_frozen():
         (RolloutConfig, {"stop": [""]}),
         (RolloutConfig, {"stop": [1]}),
         (DataConfig, {"train": ""}),
-        (RewardConfig, {"functions": {}}),
+        (Config, {"reward": {"functions": {}}}),
         (RewardConfig, {"functions": {"": 1.0}}),
         (RewardConfig, {"functions": {"correct": float("inf")}}),
         (RewardConfig, {"functions": ["correct"]}),

@@ -2,11 +2,13 @@
 
 import ast
 import inspect
+import re
 
 import pytest
 
 from quatrain.config import rules, warnings
 from quatrain.config.fields import value_at
+from quatrain.config.load import load_config
 from quatrain.config.schema import Config, valid_keys
 
 OF_ENVIRONMENTS = "reward.functions.environment"
@@ -35,3 +37,41 @@ def test_conditions_read_attributes_that_exist(module):
     assert len(read) > 10
     for name in read - {"reward.entries.values"}:
         value_at(Config(), name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("update.reject={k3: 0.01}", "update.old_logprobs=rollout"), "update.reject must be empty for"),
+        (("update.reject={k3: 0.01}", "update.rejected=drop"), "update.rejected must be keep unless"),
+        (("update.rejected=drop",), "update.rejected has no effect without update.reject"),
+        (("update.reject={k4: 0.01}",), "update.reject must be a mapping of rules to bounds"),
+        (("update.reject={k3: [0.1, 0.2]}",), "update.reject must be a mapping of rules to bounds"),
+        (("update.reject={product: [2.0, 0.5]}",), "update.reject must be a mapping of rules to bounds"),
+        (("update.reject={geometric: 0.5}",), "update.reject must be a mapping of rules to bounds"),
+        (
+            ("update.correction=none", "update.correction_level=sequence"),
+            "update.correction_level has no effect",
+        ),
+        (("distill.weight=2",), "distill.weight has no effect without distill.teacher"),
+        (("distill.teacher=x", "rollout.top_p=0.9"), "distill.teacher must be null with rollout.top_p"),
+        (
+            ("distill.teacher=x", "distill.weight=0", "distill.rl_weight=0"),
+            "distill.rl_weight must be above 0",
+        ),
+        (("distill.teacher=policy",), "distill.prompt must be set for distill.teacher policy"),
+        (("distill.teacher=http://h:1", "rollout.temperature=0.9"), "distill.temperature must be 1 for"),
+        (("distill.teacher=x", "distill.loss=jsd", "distill.weight=0"), "distill.weight must be above 0"),
+        (("distill.teacher=x", "distill.loss=jsd", "distill.clip=2"), "distill.clip has no effect for"),
+        (("distill.teacher=x", "distill.beta=0.2"), "distill.beta has no effect for distill.loss sampled"),
+        (("distill.teacher=initial", "distill.loss=jsd"), "distill.loss must be sampled for"),
+        (("distill.teacher={math: x, code: y}", "distill.loss=jsd"), "distill.loss must be sampled for"),
+        (("distill.teacher=x", "distill.loss=jsd", "distill.prompt=hi"), "distill.prompt must be null for"),
+        (("distill.teacher=initial", "offload.teacher=true"), "offload.teacher has no effect for"),
+        (("reward.functions={}",), "reward.functions must name at least one function"),
+        (("advantage.estimator=gdpo", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for"),
+    ],
+)
+def test_what_does_not_go_together_is_said(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(None, overrides, environ={})

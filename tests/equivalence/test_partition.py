@@ -151,6 +151,23 @@ def test_no_cut_changes_the_gradient_of_a_corrected_loss(small_arch, small_param
         _assert_same(_gradient(small_arch, small_params, table, planner, objective), whole)
 
 
+def test_no_cut_changes_the_gradient_of_corrected_and_rejected_sequences(
+    small_arch, small_params, make_batch
+):
+    rejections = {"geometric": [0.8, 1.3], "k3": 0.2, "negative_kl": 0.1}
+    config = UpdateConfig(correction="truncate", correction_level="sequence", reject=rejections, kl_coef=0.3)
+    table = _table(small_arch, small_params, make_batch(20), 1).weighted("token_mean", LONGEST)
+    old, noise = table.columns["old_logprobs"], np.random.default_rng(0).normal(0, 0.5, table.input_ids.shape)
+    table = table.with_columns(rollout_logprobs=np.where(table.completion_mask, old + np.float32(noise), 0))
+    objective = PolicyObjective.of(config, on_policy=False)
+    whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
+    sums = whole[1]["sum"]
+    for name in ("corrected_fraction", *(f"rejected_fraction/{rule}" for rule in rejections)):
+        assert 0.02 < sums[f"update/{name}"] / sums["tokens"] < 0.9, name
+    for planner in CUTTINGS:
+        _assert_same(_gradient(small_arch, small_params, table, planner, objective), whole)
+
+
 WINDOWED = {"windows": (None, 5)}
 
 

@@ -12,8 +12,10 @@ from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, TokenAdvantages
 from quatrain.ops.advantages._shared import rewards_of_tokens
 from quatrain.ops.advantages.dr_grpo import dr_grpo
 from quatrain.ops.advantages.gae import gae
+from quatrain.ops.advantages.gdpo import gdpo
 from quatrain.ops.advantages.gpg import gpg
 from quatrain.ops.advantages.grpo import grpo
+from quatrain.ops.advantages.maxrl import maxrl
 from quatrain.ops.advantages.opo import opo
 from quatrain.ops.advantages.passk import passk
 from quatrain.ops.advantages.reinforce import reinforce
@@ -53,6 +55,8 @@ def estimated(
         for group in groups:
             own = rewards[(groups == group) & ~np.isnan(rewards)]
             baseline_rewards[groups == group] = own.max(initial=-np.inf) if len(own) else 0
+    function_rewards = np.stack([rewards, rewards**2], axis=1)
+    function_weights = np.array([1.0, 0.5], np.float32)
     inputs = locals()
     function = ADVANTAGE_ESTIMATORS[name]
     returned = function(
@@ -112,6 +116,43 @@ def test_passk_is_for_the_best_of_a_group():
     np.testing.assert_allclose(passk(REWARDS, GROUPS), expected, rtol=1e-6)
     assert passk(np.array([1, 1, 0], np.float32), np.zeros(3, int)).tolist() == [0, 0, 0]
     assert passk(np.array([1], np.float32), np.zeros(1, int)).tolist() == [0]
+
+
+def test_maxrl_divides_by_the_mean_of_the_group():
+    # Group 7: mean 3, group -4: mean 1.
+    np.testing.assert_allclose(maxrl(REWARDS, GROUPS), [-2 / 3, -1, -1 / 3, 0, 1, 1], rtol=1e-6)
+    assert maxrl(np.array([1, 0, 0, 0], np.float32), np.zeros(4, int)).tolist() == [3, -1, -1, -1]
+    assert maxrl(np.zeros(4, np.float32), np.zeros(4, int)).tolist() == [0, 0, 0, 0]
+    # A reward below 0 counts as 0, also where a group has nothing above it.
+    rewards, groups = np.array([1, 0, 0, -1, -1, 0], np.float32), np.array([0, 0, 0, 0, 1, 1])
+    assert maxrl(rewards, groups).tolist() == [3, -1, -1, -1, 0, 0]
+
+
+def test_gdpo_normalises_each_function_in_its_group():
+    """Two functions; the second abstains on the last row, and both on row 4, which has no reward."""
+    groups = np.array([0, 0, 1, 1, 1, 1])
+    values = np.array([[1, 4], [0, 2], [1, 0], [0, 0], [NAN, NAN], [0, NAN]], np.float32)
+    weights = np.array([1.0, 0.5], np.float32)
+    rewards = np.array([3, 1, 1, 0, NAN, 0], np.float32)
+    std = (
+        np.sqrt(2) / 3 + 1e-4
+    )  # of 1, 0, 0, whose mean is 1/3; the second function's rewards there are equal
+    first = 0.5 / 0.5001
+    second = 0.5 * 1 / 1.0001
+    sums = np.array([first + second, -first - second, 2 / 3 / std, -1 / 3 / std, 0, -1 / 3 / std])
+    np.testing.assert_allclose(gdpo(rewards, groups, values, weights, "none"), sums, rtol=1e-6)
+    whole = np.std(sums[[0, 1, 2, 3, 5]]) + 1e-4
+    np.testing.assert_allclose(gdpo(rewards, groups, values, weights), sums / whole, rtol=1e-6)
+
+
+def test_gdpo_tells_apart_what_has_one_sum():
+    """Rewards (1, 0) and (0, 1) of one sum, whose functions differ in spread: GRPO gives both the same."""
+    values = np.array([[1, 0], [0, 1], [0, 0], [0, 0]], np.float32)
+    values[:, 1] += [0, 0, 0, 1]
+    rewards, groups = values.sum(axis=1), np.zeros(4, int)
+    advantages = gdpo(rewards, groups, values, np.ones(2, np.float32))
+    assert grpo(rewards, groups)[0] == grpo(rewards, groups)[1]
+    assert advantages[0] > advantages[1] > 0
 
 
 HOLED = np.array([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 0, 0]], bool)
@@ -202,7 +243,9 @@ def test_an_abstained_row_is_as_if_it_were_not_there(name, scale):
         np.testing.assert_array_equal(np.delete(got, [0, 4, 8], axis=0), expected)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "passk", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "passk", "maxrl", "gdpo", "reinforce_pp_baseline"]
+)
 def test_groups_of_one_learn_nothing(name):
     rewards, groups = np.array([3.0, -1.0, 2.0, NAN], np.float32), np.array([1, 2, 3, 3])
     rows = (MASK[:4], TOKEN_REWARDS[:4], VALUES[:4])
@@ -282,6 +325,8 @@ def test_no_rows(name, scale):
         ("opo", "group"),
         ("gpg", "batch"),
         ("passk", "batch"),
+        ("maxrl", "group"),
+        ("gdpo", "group"),
         ("gae", "group"),
     ],
 )

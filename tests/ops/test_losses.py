@@ -12,6 +12,7 @@ from quatrain.ops.aggregation import LOSS_AGGREGATIONS, token_weights
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.losses.cispo import cispo
 from quatrain.ops.losses.clip_cov import clip_cov
+from quatrain.ops.losses.dppo import dppo
 from quatrain.ops.losses.gmpo import gmpo
 from quatrain.ops.losses.gpg import gpg
 from quatrain.ops.losses.gspo import gspo
@@ -112,6 +113,7 @@ def measured(loss, log_ratios, advantages, ids=None, chosen=None, **arguments):
     """Loss, gradient of its sum, and means, of one row of tokens whose old log-probability is -1.5."""
     old = jnp.full((1, len(log_ratios)), -1.5)
     columns = {"old_logprobs": old, "advantages": jnp.asarray([advantages], jnp.float32)}
+    columns["rollout_logprobs"] = old
     if chosen is not None:
         columns["high_covariance"] = jnp.asarray([chosen], jnp.float32)
         columns["moved"] = columns["high_covariance"] * jnp.sign(jnp.asarray([log_ratios], jnp.float32))
@@ -206,6 +208,17 @@ def test_kl_cov_makes_the_chosen_tokens_pay():
     assert means == {"high_covariance_fraction": [0, 1, 1, 1]}
 
 
+def test_dppo_leaves_out_tokens_whose_probability_moved_too_far():
+    """The sampler gave each token e^-1.5 = 0.223; times 2 that is 0.223 more, and 0.2 more is the bound."""
+    value, gradient, means = measured(dppo, [LOG_2, LOG_2, np.log(1.8), -LOG_8], [1, -1, 1, -1])
+    np.testing.assert_allclose(value, [0, 2, -1.8, 1 / 8], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [0, 2, -1.8, 1 / 8], rtol=1e-6)
+    assert means["clip_high_fraction"] == [1, 0, 0, 0]
+    value, gradient, means = measured(dppo, [-LOG_8, -LOG_8, -LOG_2], [-1, 1, -1], clip_low=0.19)
+    np.testing.assert_allclose(value, [0, -1 / 8, 1 / 2], rtol=1e-6)
+    assert means["clip_low_fraction"] == means["clip_fraction"] == [1, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -214,6 +227,7 @@ def test_kl_cov_makes_the_chosen_tokens_pay():
         ("gmpo", [-np.exp(-20), np.exp(20)]),
         ("clip_cov", [-np.exp(-20), np.exp(20)]),
         ("kl_cov", [-np.exp(-20) + 20, np.exp(20) + 20]),
+        ("dppo", [-np.exp(-20), np.exp(20)]),
     ],
 )
 def test_the_log_ratio_of_every_loss_stops_at_twenty(name, expected):

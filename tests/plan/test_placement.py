@@ -575,3 +575,27 @@ def test_what_does_not_fit_a_worker_is_named(final):
     assert tiny[0].endswith("do not fit; raise fsdp or tp of mesh")
     assert "on each device of a rollout worker, which has 256.00 KiB: rollout_weights" in tiny[-1]
     assert "raise fsdp or tp of rollout.mesh, or lower rollout.max_new_tokens" in tiny[-1]
+
+
+def test_a_teacher_beside_training_and_on_devices_of_its_own(final, tmp_path):
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    shape = {**SMALL, "hidden_size": 128, "num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(shape))
+    teacher = f"distill.teacher={folder}"
+    alone = {part.key: part.num_bytes for part in placement(final(shape)).parts}
+    plain, beside = placement(final(SMALL)), placement(final(SMALL, teacher))
+    sizes = {part.key: part.num_bytes for part in beside.parts}
+    assert sizes["teacher"] == alone["weights"]  # of the same shape
+    for key, (_, _, total) in plain.totals().items():
+        assert beside.totals()[key][2] == total + sizes["teacher"]
+    waiting = placement(final(SMALL, teacher, "offload.teacher=true")).totals()
+    assert [size for _, _, size in waiting.values()] == [size for _, _, size in plain.totals().values()]
+    apart = placement(final(SMALL, teacher, "placement.train=0", "placement.teacher=1"), devices=2)
+    assert apart.totals()["total_in_gradient_on_teacher"][2] == sizes["teacher"]
+    words = placement(final(SMALL, teacher, "distill.loss=jsd", "update.max_tokens_per_device=2048"))
+    states = next(part for part in words.parts if part.key == "teacher_states")
+    assert (states.num_bytes, states.phases) == (2048 * 128 * 4, ("gradient",))
+    missing = final(SMALL, f"distill.teacher={tmp_path / 'nothing'}")
+    with pytest.raises(ValueError, match="nothing"):
+        placement(missing)

@@ -41,7 +41,15 @@ def test_the_weighted_sum_of_the_built_in_functions():
     np.testing.assert_array_equal(batch.rewards_per_function, [[1, 1, 0], [1, 0, 0], [1, 0, 0.25]])
     np.testing.assert_array_equal(batch.rewards, np.float32([2.0, 1.0, 0.125]))
     assert batch.function_names == ("correct", "format", "tag_count")
+    assert batch.function_weights.tolist() == [1.0, 0.5, 0.5]
     assert batch.rewards.dtype == batch.rewards_per_function.dtype == np.float32
+
+
+def test_no_function_gives_no_reward():
+    batch = RewardScorer(RewardConfig(functions={})).score(make_rollouts(["7", "8"]))
+    assert batch.rewards_per_function.shape == (0, 2)
+    assert np.isnan(batch.rewards).all()
+    assert not batch.metrics
 
 
 def test_metrics():

@@ -518,6 +518,33 @@ def test_groups_without_signal_are_left_out_of_numerator_and_denominator(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_dropped_sequences_are_left_out_of_numerator_and_denominator(make_learner, make_batch, small_params):
+    """The same step as on the batch without them; `keep` counts them in the denominators."""
+    batch = make_batch(15, groups=3)
+    learner = make_learner({}, mini_batch_size=3)
+    gaps = _logprobs(learner, small_params, batch) - batch.rollouts.rollout_logprobs
+    lengths = batch.rollouts.completion_lengths
+    means = np.where(lengths, gaps.sum(axis=1) / np.maximum(lengths, 1), -np.inf)
+    high = float(np.exp(np.sort(means)[-3]) * 1.001)  # the two of the greatest mean are rejected
+    gone = np.exp(means) > high
+    assert gone.sum() == 2
+    states = []
+    for rejected, each in (("drop", batch), (None, _rows(batch, np.flatnonzero(~gone))), ("keep", batch)):
+        rule = {"reject": {"geometric": [1e-9, high]}, "rejected": rejected} if rejected else {}
+        update = {"old_logprobs": "recompute", "entropy_coef": 0.1, **rule}
+        learner = make_learner(update, mini_batch_size=3)
+        states.append(learner.step(learner.init(_copy(small_params)), each))
+    dropped, expected, kept = states
+    tokens, lost = lengths.sum(), lengths[gone].sum()
+    assert dropped.metrics["update/dropped_fraction"].result() == pytest.approx(lost / tokens)
+    assert kept.metrics["update/rejected_fraction/geometric"].result() == pytest.approx(lost / tokens)
+    assert kept.metrics["update/effective_sample_fraction"].result() == pytest.approx(1 - lost / tokens)
+    assert dropped.metrics["loss"].result() == pytest.approx(expected.metrics["loss"].result(), abs=1e-6)
+    for a, b in zip(jax.tree.leaves(dropped.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert _changes(dropped.params, kept.params) > 1e-4
+
+
 def _rows(batch: AdvantagedBatch, rows: np.ndarray) -> AdvantagedBatch:
     """The sequences `rows` of `batch`."""
     r = batch.rollouts

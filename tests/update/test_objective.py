@@ -140,6 +140,30 @@ def test_a_correction_weighs_the_policy_loss_and_no_other_term():
     assert not any(name.startswith("update/behaviour") for name in plain.means)
 
 
+def test_a_correction_of_sequences_weighs_all_tokens_alike():
+    """The sum over the sequence is 1.3, and e^1.3 is 3.67."""
+    found = _corrected("truncate", jnp.array([OLD]), correction_level="sequence", correction_cap=3.0)
+    np.testing.assert_allclose(found.loss[0], -3.0 * np.array(ADVANTAGES), rtol=1e-6)
+    found = _corrected("truncate", jnp.array([OLD]), correction_level="sequence", correction_cap=5.0)
+    np.testing.assert_allclose(found.means["update/behaviour_weight_mean"][0], [np.exp(1.3)] * 4, rtol=1e-6)
+    np.testing.assert_allclose(found.peaks["update/behaviour_weight_max"][0], [np.exp(1.3)] * 4, rtol=1e-6)
+    masked = _corrected("mask", jnp.array([OLD]), correction_level="sequence", correction_cap=3.0)
+    assert not masked.loss.any()
+
+
+def test_rejected_sequences_have_weight_0_and_keep_their_other_terms():
+    """Mean difference 0.325: e^0.325 is 1.384."""
+    terms = {"kl_coef": 0.5, "kl_estimator": "k2", "entropy_coef": 0.1}
+    found = _corrected("none", jnp.array([OLD]), reject={"geometric": [0.5, 1.38], "k3": 10.0}, **terms)
+    np.testing.assert_allclose(found.loss[0], [-0.05] * 4, rtol=1e-6)
+    assert found.means["update/rejected_fraction/geometric"].tolist() == [[1] * 4]
+    assert found.means["update/rejected_fraction/k3"].tolist() == [[0] * 4]
+    kept = _corrected("none", jnp.array([OLD]), reject={"geometric": [0.5, 1.39]}, **terms)
+    np.testing.assert_allclose(kept.loss[0], -np.array(ADVANTAGES) - 0.05, rtol=1e-6)
+    one_sided = _corrected("none", jnp.array([OLD]), reject={"negative_kl": 0.1})
+    assert not one_sided.means["update/rejected_fraction/negative_kl"].any()
+
+
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_the_gradient_of_a_corrected_loss_is_that_of_finite_differences(on_policy):
     logprobs = np.add([OLD], [0.02, -0.01, 0.03, 0.01])  # no ratio near a bound of the clip

@@ -19,10 +19,12 @@ from quatrain.workers.user_code import find_function, own_arguments
 TOKEN_INPUTS = ("completion_mask", "token_rewards", "values")
 """[B, T] bool; both [B, T] float32 and 0 outside the completion mask: rewards of single tokens and a critic's
 values."""
-INPUTS = ("rewards", "group_ids", *TOKEN_INPUTS, "baseline_rewards", "episode_ids")
+OF_FUNCTIONS = ("function_rewards", "function_weights")
+"""[B, F] float32, the values of each reward function, NaN where it abstained; [F] float32, their weights."""
+INPUTS = ("rewards", "group_ids", *TOKEN_INPUTS, "baseline_rewards", "episode_ids", *OF_FUNCTIONS)
 """What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; TOKEN_INPUTS; [B]
-float32, the reward of the greedy completion of the same prompt; and [B] int64, equal in the rows of one
-episode.
+float32, the reward of the greedy completion of the same prompt; [B] int64, equal in the rows of one episode;
+OF_FUNCTIONS.
 
 For an estimator that does not name `token_rewards`, `rewards` includes their sum over the episode. For one
 that does, what an environment gave for a turn is a reward of the turn's last token, and no part of `rewards`.
@@ -33,6 +35,7 @@ Where an episode has several rows, an estimator that names no input of tokens ge
 BROUGHT_BY = {
     "values": "values come with a critic (`advantage.estimator: gae` brings one)",
     "baseline_rewards": "they come with greedy completions: set rollout.greedy_baseline to true",
+    "function_weights": "they come with the reward stage: give RewardedBatch its function_weights",
 }
 """What brings the inputs that not every batch has."""
 
@@ -72,7 +75,7 @@ class AdvantageEstimator:
             rows, tokens = np.zeros(4, np.float32), np.zeros((4, 1), np.float32)
             example = rows, np.array([0, 0, 1, 1]), tokens == 0, tokens, tokens, rows, np.arange(4)
             try:
-                self._call(dict(zip(INPUTS, example, strict=True)))
+                self._call(dict(zip(INPUTS, (*example, tokens, rows[:1]), strict=True)))
             except ValueError as error:
                 raise ValueError(f"{self._name} cannot be used: {error}") from error
 
@@ -116,6 +119,8 @@ class AdvantageEstimator:
         reason = None
         if "token_rewards" in self.inputs:
             reason = "places the reward of a turn at the turn's last token anyway; set false"
+        elif "function_rewards" in self.inputs:
+            reason = "reads the values of reward functions, not the rewards of turns; set false"
         elif {"values", "baseline_rewards"}.intersection(self.inputs):
             reason = (
                 "compares whole episodes with a critic or a greedy completion; set false, or take an "
@@ -172,9 +177,11 @@ class AdvantageEstimator:
             "values": rewarded.values,
             "baseline_rewards": rewarded.baseline_rewards,
             "episode_ids": episodes.of_row,
+            "function_rewards": rewarded.rewards_per_function.T,
         }
         if len(rows) < len(mask):
             inputs = {name: None if values is None else values[rows] for name, values in inputs.items()}
+        inputs["function_weights"] = rewarded.function_weights
         try:
             if self._turn_credit and by_turn is not None:
                 return self._with_turns(inputs, by_turn, np.isin(rewarded.rollouts.finish_reason, FAULTS))

@@ -59,6 +59,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         or "token_mean",
         "update.correction": _correction(config),
         "update.correction_floor": 1 / config.update.correction_cap if masks else None,
+        "distill.temperature": (config.rollout.temperature or 1.0) if config.distill.teacher else None,
         "logging.wandb": _wandb(environ),
         **_sizes(config),
     }
@@ -130,6 +131,8 @@ def _sizes(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = size.by_key("update.") | forward.by_key("logprob.")
     if config.reward.models:
         values["reward.model_max_tokens_per_device"] = forward.tokens or 2 * budget
+    if config.distill.models:
+        values["distill.max_tokens_per_device"] = forward.tokens or 2 * budget
     values["critic.enabled"] = enabled = critic.enabled or (
         critic.enabled is None and takes(config.advantage.estimator, "values")
     )

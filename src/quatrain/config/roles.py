@@ -1,4 +1,4 @@
-"""Devices and mesh shapes of the roles in a run: training, rollout, reference policy, critic, reward models.
+"""Devices and mesh shapes of a run's roles: training, rollout, reference, critic, reward models, teacher.
 
 Data flow: `Config` and the number of devices -> `Roles` -> the plan and the meshes of a run. This module does
 not import JAX.
@@ -35,6 +35,8 @@ class Roles:
     """Only used with a critic."""
     reward: Role
     """Only used with reward models."""
+    teacher: Role
+    """Only used with a teacher."""
 
 
 def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> Roles:
@@ -58,6 +60,10 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
     by_name["rollout"] = by_name["train"]
     if not config.rollout.has_fleet:
         by_name["rollout"] = _rollout(config, devices["rollout"], by_name["train"], num_processes)
+    if config.distill.mesh is not None:
+        numbers, spec = devices["teacher"], config.distill.mesh
+        mesh = resolve_mesh(spec, len(numbers) * num_processes, num_processes, name="distill.mesh")
+        by_name["teacher"] = Role(numbers, mesh)
     roles = Roles(**by_name)
     if config.offload.policy:
         _check_room_for_rollout(config, roles)

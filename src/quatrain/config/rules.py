@@ -14,6 +14,7 @@ from quatrain.config.algorithms import ESTIMATORS, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
+from quatrain.config.sections.distill import DistillConfig
 from quatrain.config.sections.rollout import COLUMN
 
 
@@ -78,6 +79,14 @@ def _of_micro_batches(section: str) -> Rule:
         f"must be null if {tokens} ({{c.{tokens}}}) is set: the size of micro-batches is given in sequences "
         "or in tokens, not both; set one of the two to null",
     )
+
+
+def _of_sampled_tokens(key: str) -> Rule:
+    sentence = (
+        "must be null for distill.loss {c.distill.loss}, which reads the teacher's distributions in the "
+        "micro-batches of the update; set null, or distill.loss to sampled"
+    )
+    return Rule(key, lambda c: c.distill.loss != "sampled" and value_at(c, key) is not None, sentence)
 
 
 def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
@@ -145,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         ["update.reference_sync_steps"],
         lambda c: c.needs_reference,
         "without a reference",
-        "set update.kl_coef or reward.kl_coef above 0",
+        "set update.kl_coef or reward.kl_coef above 0, or distill.teacher to initial",
     ),
     *no_effect(["update.reference_mixup"], *without("update.reference_sync_steps")),
     *no_effect(["checkpoint.best_mode"], *without("checkpoint.best_metric")),
@@ -171,6 +180,69 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.reward.models,
         "without a reward model",
         "add model:PATH to reward.functions",
+    ),
+    Rule(
+        "distill.prompt",
+        lambda c: "policy" in c.distill.own and c.distill.prompt is None,
+        "must be set for distill.teacher policy: with the policy's own prompt the two are the same; set it, "
+        "or take another teacher",
+    ),
+    *map(_of_sampled_tokens, ("distill.prompt", "distill.mesh", "placement.teacher")),
+    Rule(
+        "distill.loss",
+        lambda c: c.distill.loss != "sampled" and c.distill.teacher not in c.distill.models,
+        "must be sampled for distill.teacher {c.distill.teacher}; set that, or take one model as the teacher",
+    ),
+    Rule(
+        "distill.weight",
+        lambda c: c.distill.loss != "sampled" and not c.distill.weight,
+        "must be above 0 for distill.loss {c.distill.loss}; set that, or distill.loss to sampled, whose KL "
+        "is measured without it",
+    ),
+    Rule(
+        "distill.temperature",
+        lambda c: c.distill.servers and (c.distill.temperature or c.rollout.temperature) != 1,
+        "must be 1 for a teacher behind a server, which gives log-probabilities of prompts at temperature 1; "
+        "set 1, or rollout.temperature",
+    ),
+    *no_effect(
+        ["distill.clip", "distill.discount"],
+        lambda c: c.distill.loss == "sampled",
+        "for distill.loss {c.distill.loss}, which is exact and a loss of its own",
+    ),
+    *no_effect(["distill.beta"], lambda c: c.distill.loss == "jsd", "for distill.loss {c.distill.loss}"),
+    Rule(
+        "distill.prompt",
+        lambda c: c.distill.prompt is not None and c.rollout.agent is not None,
+        "must be null with rollout.agent, whose requests have prompts of their own; set null",
+    ),
+    *no_effect(
+        ["distill.max_tokens_per_device", "distill.mesh", "placement.teacher", "offload.teacher"],
+        lambda c: c.distill.models or not c.distill.teachers,
+        "for distill.teacher {c.distill.teacher}, no model that this run loads",
+    ),
+    *no_effect(
+        [
+            *(f"distill.{key}" for key in DistillConfig.model_fields if key != "teacher"),
+            *("placement.teacher", "offload.teacher"),
+        ],
+        *without("distill.teacher"),
+    ),
+    Rule(
+        "distill.teacher",
+        lambda c: _filters(c) and c.distill.teacher is not None,
+        f"must be null with {FILTERS}: the gradient of the KL to the teacher is an expectation over what the "
+        "policy itself samples; unset these",
+    ),
+    Rule(
+        "reward.functions",
+        lambda c: not c.reward.functions and c.distill.teacher is None,
+        "must name at least one function, such as correct, unless there is a teacher (distill.teacher)",
+    ),
+    Rule(
+        "distill.rl_weight",
+        lambda c: c.distill.teacher is not None and not c.distill.weight and not c.distill.rl_weight,
+        "must be above 0 where distill.weight is 0: nothing would be trained on; raise one of the two",
     ),
     *no_effect(
         ["reward.overlong_limit", "reward.overlong_buffer"],
@@ -309,6 +381,31 @@ RULES: tuple[Rule, ...] = (
         "must be none for update.old_logprobs rollout, which takes the ratio to the sampler already: the "
         "difference would count twice; set one of the two to its default",
     ),
+    *no_effect(
+        ["update.correction_level"],
+        lambda c: c.update.correction != "none",
+        "for update.correction none",
+        "set truncate or mask",
+    ),
+    *no_effect(["update.rejected"], *without("update.reject")),
+    Rule(
+        "update.reject",
+        lambda c: c.update.reject and c.update.old_logprobs == "rollout",
+        "must be empty for update.old_logprobs rollout, where the old log-probabilities are the sampler's; "
+        "set auto or recompute",
+    ),
+    Rule(
+        "update.reject",
+        lambda c: c.update.reject and _filters(c),
+        f"needs log-probabilities of the policy's own distribution, and {FILTERS} make the sampler draw from "
+        "another; unset these, or leave it empty",
+    ),
+    Rule(
+        "update.rejected",
+        lambda c: c.update.reject and c.update.rejected == "drop" and c.update.old_logprobs != "recompute",
+        "must be keep unless update.old_logprobs is recompute: which sequences are dropped must be known "
+        "before their losses are weighed; set one of the two",
+    ),
     Rule(
         "update.correction_floor",
         lambda c: c.update.correction_floor is not None and c.update.correction not in (None, "mask"),
@@ -352,6 +449,12 @@ RULES: tuple[Rule, ...] = (
         "reward.kl_target",
         lambda c: c.reward.kl_target is not None and not c.reward.kl_coef,
         "needs reward.kl_coef above 0, the coefficient that is adapted to it; set that, or null",
+    ),
+    Rule(
+        "reward.kl_coef",
+        lambda c: c.reward.kl_coef and _takes(c, "function_rewards"),
+        "must be 0 for advantage.estimator {c.advantage.estimator}, which reads the values of reward "
+        "functions and no others; set 0, or update.kl_coef for a KL in the loss",
     ),
     *no_effect(
         ["lora.alpha", "lora.targets", "rollout.lora"],

@@ -20,6 +20,7 @@ from quatrain.config.sections.checkpoint import CheckpointConfig
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
 from quatrain.config.sections.data import DataConfig
+from quatrain.config.sections.distill import DistillConfig
 from quatrain.config.sections.distributed import DistributedConfig
 from quatrain.config.sections.eval import EvalConfig
 from quatrain.config.sections.hub import HubConfig
@@ -57,6 +58,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     update: UpdateConfig = UpdateConfig()
+    distill: DistillConfig = DistillConfig()
     logprob: LogprobConfig = LogprobConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     critic: CriticConfig = CriticConfig()
@@ -79,8 +81,9 @@ class Config(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the frozen reference policy is needed: for KL in the loss or in the reward."""
-        return self.update.kl_coef > 0 or self.reward.kl_coef > 0
+        """Whether the reference policy is needed: for KL in the loss or in the reward, or as the teacher."""
+        teaches = "initial" in self.distill.own
+        return self.update.kl_coef > 0 or self.reward.kl_coef > 0 or teaches
 
     @property
     def copies_reference(self) -> bool:

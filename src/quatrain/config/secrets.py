@@ -26,6 +26,9 @@ from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote, unquote
 
+SERVE_TOKEN = "QUATRAIN_SERVE_TOKEN"
+"""The environment variable with the token that servers are sent, and that `quatrain serve` asks for."""
+
 REDACTED = "[redacted]"
 SHORTEST_SECRET = 4
 """Redacting shorter values, or switches such as `true`, would hide ordinary text."""

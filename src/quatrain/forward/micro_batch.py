@@ -55,6 +55,7 @@ class MicroBatch:
     sequence_ids: jax.Array  # [R, K] int32
     columns: dict[str, jax.Array]  # [R, K] float32 each
     layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
+    teacher_hidden: jax.Array | None = None  # [R, K, D_t], a teacher's states before the scored tokens
     packed: bool = field(default=False, metadata={"static": True})
     """Buffers may hold several segments."""
     shared: bool = field(default=False, metadata={"static": True})

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from quatrain.forward.micro_batch import MicroBatch, micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
-from quatrain.forward.specs import CriticSpec, ModelSpec
+from quatrain.forward.specs import CriticSpec, ModelSpec, of_all_columns, predicted_here
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, from_first_device, shard_mapped
@@ -41,6 +41,22 @@ def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec) -> tuple[jax.A
 
 
 _predict_program = jit_for_backend(_predict, static_argnames=("model",))
+
+
+def _scored_hidden(params: Any, batch: MicroBatch, *, model: ModelSpec) -> jax.Array:
+    """[R, K, D]: the hidden states before the scored tokens, on their data shards; other entries are any."""
+
+    def on_shard(params: Any, batch: MicroBatch) -> jax.Array:
+        hidden = model.hidden(params, batch)
+        places, here = predicted_here(batch, hidden)
+        return of_all_columns(jnp.take_along_axis(hidden, places[..., None], axis=1), here[..., None])
+
+    shards = PartitionSpec(DATA_AXES)
+    return shard_mapped(on_shard, model.mesh, (model.partition, shards), shards)(params, batch)
+
+
+scored_hidden_program = jit_for_backend(_scored_hidden, static_argnames=("model",))
+"""`scored_hidden_program(backend)` is the jitted `_scored_hidden`."""
 
 
 def predict_tokens(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,10 @@ from quatrain.models.decoder import forward, output_head, project, scores, vocab
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
-from quatrain.models.params import partition
-from quatrain.ops.logprobs import token_logprobs
-from quatrain.ops.tokens import ScoredTokens, ValuedTokens
+from quatrain.models.params import output_head_name, partition
+from quatrain.ops.divergences import Divergence, Head, token_divergences
+from quatrain.ops.logprobs import Project, token_logprobs
+from quatrain.ops.tokens import DistilledTokens, ScoredTokens, ValuedTokens
 from quatrain.parallel.axes import CP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 from quatrain.parallel.mesh import mesh_shape, one_device
@@ -114,7 +115,7 @@ class ModelSpec(ABC):
             remat=self.remat,
             attention=self.kernel,
             packed=batch.packed,
-            layout=batch.layout,
+            layout=None if self.unpacks_above is None else batch.layout,
             backend=self.backend,
         )
 
@@ -129,6 +130,14 @@ class PolicySpec(ModelSpec):
 
     def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
         """Log-probability and entropy [R, K], in nats."""
+        scored = self.scored_states(params, batch)
+        targets = batch.targets.reshape(-1)[scored.order]
+        results = head_logprobs(params, self, scored.hidden, targets, scored.here.sum())
+        logprobs, entropy = map(scored.in_place, results)
+        return logprobs, entropy
+
+    def scored_states(self, params: Any, batch: MicroBatch) -> ScoredStates:
+        """The hidden states before the scored tokens, for the output head."""
         hidden = self.hidden(params, batch)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
@@ -138,16 +147,77 @@ class PolicySpec(ModelSpec):
         # computed.
         order = jnp.argsort(~here.reshape(-1), stable=True)
         scored = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
-        results = head_logprobs(
-            params,
-            self,
-            hidden.reshape(-1, hidden.shape[-1])[scored],
-            batch.targets.reshape(-1)[order],
-            here.sum(),
+        return ScoredStates(hidden.reshape(-1, hidden.shape[-1])[scored], order, here)
+
+
+class ScoredStates(NamedTuple):
+    """N = R x K hidden states, those of scored tokens first."""
+
+    hidden: jax.Array
+    """[N, D]"""
+    order: jax.Array
+    """[N]: the place of each in the lists of scored tokens, one after another."""
+    here: jax.Array
+    """[R, K]: whether the token is scored, by this `cp` device."""
+
+    def in_place(self, result: jax.Array) -> jax.Array:
+        """[R, K] on every device of `cp`: the results [N] of the states, each at the place of its token."""
+        return of_all_columns(result[jnp.argsort(self.order)].reshape(self.here.shape), self.here)
+
+
+@dataclass(frozen=True)
+class DistilledSpec(PolicySpec):
+    """A policy with its divergence from a teacher over the vocabulary, for each scored token.
+
+    Its parameters are {"policy": those of the policy, "teacher": {the name of the output head: the head}};
+    micro-batches have the teacher's hidden states. The words are those that both have.
+    """
+
+    teacher: PolicySpec = field(kw_only=True)
+    kind: Divergence = field(kw_only=True)
+    beta: float = field(default=0.5, kw_only=True)
+
+    tokens = DistilledTokens
+
+    def trained(self, tree: Any) -> Any:
+        """The part of the policy's tree that is trained."""
+        return super().trained(tree["policy"])
+
+    def with_trained(self, params: Any, trained: Any) -> Any:
+        """`params` with the trained part of the policy's replaced by `trained`."""
+        return {**params, "policy": super().with_trained(params["policy"], trained)}
+
+    @property
+    def partition(self) -> Any:
+        """The trees of partition specs of the policy's parameters and the teacher's output head."""
+        name = output_head_name(self.teacher.arch)
+        head = {name: partition(self.teacher.arch, self.mesh_shape)[name]}
+        return {"policy": super().partition, "teacher": head}
+
+    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+        """Log-probability, entropy and divergence [R, K], in nats."""
+        policy, teacher = params["policy"], self.teacher
+        scored = self.scored_states(policy, batch)
+        live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
+        results = head_logprobs(policy, self, scored.hidden, targets, live)
+        states = batch.teacher_hidden
+        assert states is not None, "micro-batches have the teacher's hidden states"
+        heads = (
+            output_head(policy, self.arch, scored.hidden.dtype),
+            output_head(params["teacher"], teacher.arch, states.dtype),
         )
-        back = jnp.argsort(order)
-        logprobs, entropy = (of_all_columns(result[back].reshape(here.shape), here) for result in results)
-        return logprobs, entropy
+        words = min(map(len, heads))
+        divergence = token_divergences(
+            *(_head(self), heads[0][:words], scored.hidden),
+            *(_head(teacher), heads[1][:words], states.reshape(-1, states.shape[-1])[scored.order]),
+            kind=self.kind,
+            beta=self.beta,
+            tile=self.backend.tile(self.arch.vocab_size),
+            num_live=live,
+            vocabulary_axis=vocabulary_axis(self.arch),
+            head_gradient=self.arch.lora is None,
+        )
+        return tuple(map(scored.in_place, (*results, divergence)))
 
 
 def predicted_here(batch: MicroBatch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -162,6 +232,15 @@ def of_all_columns(values: jax.Array, here: jax.Array) -> jax.Array:
     return values if axis_size(CP) == 1 else psum_forward(jnp.where(here, values, 0.0), CP)
 
 
+def _project(policy: PolicySpec) -> Project:
+    dtype = jnp.dtype(policy.dtype)
+    return lambda rows, chunk: project(rows, policy.arch, chunk, dtype=dtype, backend=policy.backend)
+
+
+def _head(policy: PolicySpec) -> Head:
+    return Head(_project(policy), policy.temperature)
+
+
 def head_logprobs(
     params: Any, policy: PolicySpec, hidden: jax.Array, targets: jax.Array, num_live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -170,9 +249,7 @@ def head_logprobs(
     The first `num_live` are computed. In a function mapped over the mesh.
     """
     return token_logprobs(
-        lambda rows, chunk: project(
-            rows, policy.arch, chunk, dtype=jnp.dtype(policy.dtype), backend=policy.backend
-        ),
+        _project(policy),
         output_head(params, policy.arch, hidden.dtype),
         hidden,
         targets,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quatrain.ops.losses import token_weights
+from quatrain.types.batches import RolloutBatch
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class TokenTable:
     columns: dict[str, np.ndarray]
     group_ids: np.ndarray | None = None
     episode_ids: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, rollouts: RolloutBatch) -> TokenTable:
+        """The sequences of `rollouts`, without columns."""
+        ids, episodes = rollouts.input_ids, rollouts.episode_ids
+        masks = rollouts.attention_mask, rollouts.completion_mask
+        return cls(ids, *masks, {}, rollouts.group_ids, episodes)
 
     def with_columns(self, **columns: np.ndarray) -> TokenTable:
         """This table with `columns` added or replaced."""

@@ -1,4 +1,4 @@
-"""Loads the policy given by the configuration (tokenizer, architecture, parameters), and the reward models.
+"""Loads the policy given by the configuration (tokenizer, architecture, parameters), and the other models.
 
 Builds the policy's engine and the scorer of rewards. Used by training, evaluation, warm start and export.
 """
@@ -25,6 +25,7 @@ from quatrain.config.schema import Config
 from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnsOfRow
+from quatrain.data.vocabulary import check_same_tokens
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.environments.environment import EnvironmentCalls
@@ -47,6 +48,8 @@ from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
+from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher
+from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.weights.load import BUILTIN, Model, load_model
 from quatrain.workers.pool import default_workers
 
@@ -60,6 +63,7 @@ class Meshes:
     reference: Mesh
     critic: Mesh
     reward: Mesh
+    teacher: Mesh
 
 
 @dataclass(frozen=True)
@@ -227,16 +231,11 @@ def _load_critic(
         return None, None
     if path is None:
         return replace(policy, head="value_head"), None
-    try:
-        own = tokenizer if path.startswith(BUILTIN) else load_tokenizer(path)
-    except ValueError as error:
-        raise ValueError(f"critic.path {path} must have the policy's tokenizer: {error}") from error
-    if own.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            "a critic must have the policy's tokenizer, because it reads the same token ids: that of "
-            f"critic.path {path} has {len(own)} tokens, that of {config.model.tokenizer} {len(tokenizer)}, "
-            "and they differ; choose a critic of the same tokenizer, or set critic.path to null"
-        )
+    if not path.startswith(BUILTIN):
+        try:
+            check_same_tokens(load_tokenizer(path), tokenizer)
+        except ValueError as error:
+            raise ValueError(f"critic.path {path} cannot be used: {error}") from error
     model = load_model(
         path,
         dtype=config.model.param_dtype,
@@ -272,7 +271,8 @@ def role_meshes(config: Config) -> Meshes:
             return make_mesh(role.mesh, list(train.devices.flat))
         return role_mesh(role)
 
-    return Meshes(train, of(roles.rollout), of(roles.reference), of(roles.critic), of(roles.reward))
+    frozen = of(roles.reference), of(roles.critic), of(roles.reward), of(roles.teacher)
+    return Meshes(train, of(roles.rollout), *frozen)
 
 
 def build_engine(
@@ -537,6 +537,38 @@ def build_scorer(
         opening=begun_answer(loaded.tokenizer),
         faults_abstain=config.rollout.agent_failure == "abstain",
     )
+
+
+def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | None:
+    """The prompts of the teacher's own, if `distill.prompt` says any."""
+    prompt = config.distill.prompt
+    return None if prompt is None else TeacherPrompts(prompt, loaded.tokenizer, loaded.turns)
+
+
+def build_teachers(
+    config: Config, loaded: LoadedPolicy, *, weights: bool = True
+) -> tuple[Teacher | None, WordTeacher | None]:
+    """(the teacher of sampled tokens, a stage; that of whole distributions, a part of the update).
+
+    At most one of them is not None: both are without `distill.teacher`, and without `weights`, after the
+    checks.
+
+    Raises ValueError for one that cannot be loaded, or has other tokens than the policy.
+    """
+    loader = TeacherLoader(
+        config.distill,
+        config.model,
+        loaded.tokenizer,
+        loaded.meshes.teacher,
+        memory="host" if config.offload.teacher else "device",
+        share_prompts=config.update.shares_prompts,
+        longest=longest_sequence(config),
+        longest_own=min(loaded.arch.longest, config.logprob.max_tokens_per_device or loaded.arch.longest),
+        seed=config.seed,
+        timeout_s=config.rollout.timeout_s,
+    )
+    teacher = loader.load(teacher_prompts(config, loaded), weights=weights)
+    return (None, teacher) if isinstance(teacher, WordTeacher) else (teacher, None)
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:

@@ -35,7 +35,14 @@ from quatrain.data.prompts import DemonstrationSource, PromptSource, load_prompt
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.data.table import TokenRow
 from quatrain.loop.asynchronous import AsyncRollouts
-from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
+from quatrain.loop.build import (
+    LoadedPolicy,
+    build_engine,
+    build_scorer,
+    build_teachers,
+    load_policy,
+    teacher_prompts,
+)
 from quatrain.loop.checkpoints import Checkpoints
 from quatrain.loop.evaluate import Evaluator, results
 from quatrain.loop.evaluations import Evaluations, best_of
@@ -54,7 +61,6 @@ from quatrain.plan.batches import plan as batch_plan
 from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
 from quatrain.report.writer import Report, own_messages
-from quatrain.reward.calls import DATA_SOURCE
 from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.rollout.fleet import Fleet
 from quatrain.run import resume
@@ -62,9 +68,11 @@ from quatrain.run.checkpoint import Checkpointer, SaveFailed
 from quatrain.run.description import describe, describe_end
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.saved_state import check_saved_state
+from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+from quatrain.update.teacher_prompts import TeacherPrompts
 
 logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
@@ -395,7 +403,8 @@ def build_run(
     loaded = load_policy(config, weights=weights)
     scorer = build_scorer(config if weights else _without_reward_models(config), loaded, reward_functions)
     parts.callback(scorer.close)
-    prompts = _load_prompts(config, loaded, scorer, rows)
+    reads = teacher_prompts(config, loaded)
+    prompts = _load_prompts(config, loaded, scorer, rows, reads)
     recorder.skipped = {
         f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
         for what in ("skipped", "truncated", "filtered")
@@ -418,7 +427,10 @@ def build_run(
     steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
     if saved is not None:
         resume.check_steps(steps, saved["train_step"], folder.path)
-    learner = build_learner(config, loaded, steps=steps)
+    teacher, of_words = build_teachers(config, loaded, weights=weights)
+    if teacher is not None and isinstance(config.distill.teacher, dict):
+        teacher.check_sources(prompts.values_of(DATA_SOURCE))
+    learner = build_learner(config, loaded, steps=steps, teacher=of_words)
     best = best_of(config, folder, evaluator)
     stop_when = StopWhen(config, evaluator, scorer.function_names)
     _check_profile_steps(config, steps)
@@ -429,7 +441,7 @@ def build_run(
         usual_prompt=prompts.usual_longest(config.data.batch_size),
     )
     parts.callback(engine.close)
-    stages = Stages(engine, scorer, advantage, learner)
+    stages = Stages(engine, scorer, advantage, learner, teacher)
     batches = _ahead(config, stages, prompts, recorder, steps)
     parts.callback(batches.close)
     parts.callback(scorer.close)  # before the batches, whose thread may wait for a reward function
@@ -447,20 +459,30 @@ def build_run(
 
 
 def _load_prompts(
-    config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows
+    config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows, reads: TeacherPrompts | None
 ) -> PromptSource:
-    """The training prompts, with the columns that reward functions and chat template need."""
-    return load_prompts(
+    """The training prompts, with the columns that reward functions, chat template and teacher need.
+
+    Raises ValueError if the teacher's own prompt of the first one does not go with it.
+    """
+    needed = {} if reads is None else dict.fromkeys(reads.columns, "the teacher's prompt (distill.prompt)")
+    if isinstance(config.distill.teacher, dict):
+        needed[DATA_SOURCE] = "distill.teacher"
+    prompts = load_prompts(
         config.data.train,
         config.data,
         loaded.tokenizer,
         seed=config.seed,
-        required_columns={**scorer.required_by, **loaded.required_by},
+        required_columns={**scorer.required_by, **loaded.required_by, **needed},
         check_prompt=scorer.check_prompt,
         turns=loaded.turns,
         by_pass_rate=True,
         rows=hub_rows(config, config.data.train, rows),
     )
+    if reads is not None:
+        for prompt in prompts.head(1):
+            reads.ids(prompt.text, prompt.columns, prompt.input_ids)
+    return prompts
 
 
 def _ahead(

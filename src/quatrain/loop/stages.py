@@ -20,21 +20,25 @@ from quatrain.loop.build import (
     build_engine,
     build_policy_spec,
     build_scorer,
+    build_teachers,
 )
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.rollouts import OnProgress, Rollouts
 from quatrain.update.critic import Critic
+from quatrain.update.distillation import Distillation
 from quatrain.update.learner import KLReward, Learner
+from quatrain.update.teacher import Teacher, WordTeacher
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The four stages of a training step: rollout, reward, advantage and update."""
+    """The four stages of a training step: rollout, reward, advantage and update; and the teacher, if any."""
 
     rollout: Rollouts
     reward: RewardScorer
     advantage: AdvantageEstimator
     update: Learner
+    teacher: Teacher | None = None
 
 
 def build_stages(
@@ -52,14 +56,16 @@ def build_stages(
     rollout calls `on_progress` after each decode call. `reward_functions` has Python functions for entries of
     `reward.functions`, by their names there; they are called in this process. Raises ValueError for a reward
     function, estimator or loss that cannot be imported or has an invalid signature, and for a reward model
-    that cannot be loaded.
+    or a teacher that cannot be loaded.
     """
     scorer = build_scorer(config, loaded, reward_functions)
+    of_tokens, of_words = build_teachers(config, loaded)
     return Stages(
         build_engine(config, keeping_environments(config, loaded, scorer), on_progress=on_progress),
         scorer,
         build_advantage(config),
-        build_learner(config, loaded, steps=steps, reference=reference),
+        build_learner(config, loaded, steps=steps, reference=reference, teacher=of_words),
+        of_tokens,
     )
 
 
@@ -101,7 +107,14 @@ def build_advantage(config: Config) -> AdvantageEstimator:
     return estimator
 
 
-def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference: Any = None) -> Learner:
+def build_learner(
+    config: Config,
+    loaded: LoadedPolicy,
+    *,
+    steps: int,
+    reference: Any = None,
+    teacher: WordTeacher | None = None,
+) -> Learner:
     """The update stage of a run of `steps` training steps; for `reference` see `build_stages`."""
     critic = build_critic(config, loaded, steps=steps) if config.critic.enabled else None
     reward = config.reward
@@ -118,6 +131,8 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
         reference=reference,
         critic=critic,
         kl_reward=kl_reward,
+        distillation=Distillation.of(config.distill, steps),
+        teacher=teacher,
         optimizer_memory="host" if config.offload.optimizer else "device",
         policy_memory="host" if config.offload.policy else "device",
         logs_logprobs=config.logging.sample_tokens,

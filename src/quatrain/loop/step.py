@@ -1,4 +1,4 @@
-"""The training step, in four lines: rollout, reward, advantages, update.
+"""The training step, in four lines: rollout, reward, advantages, update; with a teacher, one more.
 
 `collect` is lines 1 and 2, `learn` lines 3 and 4. The loop (`train.py`) takes a batch from `AsyncRollouts`,
 which calls `collect`: at once, or with rollouts ahead in the rollout's thread, some steps early. Then it
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from quatrain.loop.stages import Stages
@@ -45,10 +46,13 @@ def learn(
 ) -> tuple[TrainState, AdvantagedBatch]:
     """Lines 3 and 4: advantages of the batch, and the state after the update, with its metrics.
 
-    What the estimator and the loss need of the models of `state`, log-probabilities and a critic's values,
-    comes first. Takes over the parameters of `state`.
+    What the estimator and the loss need of models comes first: a teacher's log-probabilities, and of those of
+    `state` log-probabilities and a critic's values. Takes over the parameters of `state`.
     """
-    advantage, update = stages.advantage, stages.update
+    teacher, advantage, update = stages.teacher, stages.advantage, stages.update
+    if teacher is not None:
+        with timed("teacher"):
+            rewarded = teacher.score(rewarded, own=partial(update.own_logprobs, state))
     if update.needs_logprobs_and_values:
         with timed("token_scores"):
             rewarded = update.compute_logprobs_and_values(state, rewarded)

@@ -132,7 +132,7 @@ def token_logprobs(
 
 
 @dataclass(frozen=True)
-class _Words:
+class Words:
     """A vocabulary in `num_tiles` of `size` words; the last begins early where they do not come out even."""
 
     total: int
@@ -140,7 +140,7 @@ class _Words:
     size: int
 
     @classmethod
-    def of(cls, total: int, tile: Tile) -> _Words:
+    def of(cls, total: int, tile: Tile) -> Words:
         return cls(total, *even_parts(total, tile.words, tile.unit))
 
     def first(self, j: jax.Array) -> jax.Array:
@@ -183,10 +183,10 @@ def _forward(
     how: _How, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     project, axis = how.project, how.axis
-    words = _Words.of(len(head), how.tile)
+    words = Words.of(len(head), how.tile)
     # Of this device's part of the vocabulary, targets count from its first word.
     own_targets = targets - (0 if axis is None else lax.axis_index(axis) * len(head))
-    narrow = _narrowed(head, hidden.dtype)
+    narrow = narrowed(head, hidden.dtype)
 
     def one_tile(j: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = lax.dynamic_slice_in_dim(narrow, words.first(j), words.size)
@@ -245,8 +245,8 @@ def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]
     project, head_gradient = how.project, how.head_gradient
     head, hidden, own_targets, live, entropy, log_total, kept = residuals
     by_logprob, by_entropy = cotangents
-    narrow = _narrowed(head, hidden.dtype)
-    words = _Words.of(len(head), how.tile)
+    narrow = narrowed(head, hidden.dtype)
+    words = Words.of(len(head), how.tile)
 
     def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
         to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
@@ -288,7 +288,7 @@ def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]
     return by_head, to_hidden.astype(hidden.dtype), None, None
 
 
-def _narrowed(head: jax.Array, dtype: DTypeLike) -> jax.Array:
+def narrowed(head: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`head` in `dtype` if that is narrower; the barrier keeps XLA from casting each tile in the loops."""
     if head.dtype.itemsize <= jnp.dtype(dtype).itemsize:
         return head

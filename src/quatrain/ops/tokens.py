@@ -19,6 +19,7 @@ BROUGHT_BY = {
     "rollout_logprobs": "the rollout",
     "old_logprobs": "training by reinforcement",
     "ref_logprobs": "update.kl_coef above 0, which loads the frozen reference",
+    "teacher_logprobs": "a teacher (distill.teacher)",
 }
 """What brings each column that not every objective has."""
 
@@ -78,7 +79,7 @@ class ScoredTokens(Tokens):
     gradient flows through `logprobs` and `entropy` alone.
     """
 
-    predictions = ("logprobs", "entropy")
+    predictions: ClassVar[tuple[str, ...]] = ("logprobs", "entropy")
 
     logprobs: jax.Array
     """Log-probability of each token under the policy being trained."""
@@ -107,6 +108,17 @@ class ScoredTokens(Tokens):
     def advantages(self) -> jax.Array:
         """Advantage of each token."""
         return self.column("advantages")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DistilledTokens(ScoredTokens):
+    """Scored tokens with the policy's divergence from a teacher, through which the gradient flows too."""
+
+    predictions = ("logprobs", "entropy", "divergence")
+
+    divergence: jax.Array | None = None
+    """[R, K] float32 divergence in nats of the distributions that each token was drawn from."""
 
 
 @jax.tree_util.register_dataclass
@@ -150,6 +162,8 @@ class TokenLoss:
     """Logged as `update/<name>`: the mean over tokens."""
     peaks: Mapping[str, jax.Array] = field(default_factory=dict)
     """Logged as `update/<name>`: the largest over tokens."""
+    weighted: jax.Array | None = None
+    """Further losses of the tokens, which have their weights already: their sum is added."""
 
 
 MiniBatchColumns = Callable[..., dict[str, np.ndarray]]

@@ -23,7 +23,7 @@ from quatrain.plan.text import table, warning_lines
 SHORTEST = 2
 """Tokens of the shortest possible sequence: one prompt token and one completion token."""
 TIMES = " x "
-PASSES = {"logprob.": "forward_passes", "critic.forward_": "passes"}
+PASSES = {"logprob.": "forward_passes", "distill.": "forward_passes", "critic.forward_": "passes"}
 """What the micro-batches of stages without an optimizer are called in the plan."""
 
 
@@ -101,6 +101,7 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
         _logprob_rows(config, roles.train.mesh),
         _critic_rows(config, roles.critic.mesh) if config.critic.enabled else (),
         _reward_model_rows(config),
+        _teacher_rows(config, roles.teacher.mesh) if config.distill.teacher else (),
     )
     return BatchPlan(tuple(rows), tuple(_warnings(config, shards, roles.rollout.mesh.num_data_shards)))
 
@@ -196,7 +197,8 @@ def _update_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 
 
 def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
-    update, reward_coef, reference = config.update, config.reward.kl_coef, config.needs_reference
+    update, reward_coef = config.update, config.reward.kl_coef
+    reference = update.kl_coef > 0 or reward_coef > 0
     steps = update.epochs * _mini_batches(config, update)[0]
     several = update.old_logprobs == "auto" and (steps > 1 or reward_coef > 0)
     old = update.old_logprobs == "recompute" or several
@@ -232,6 +234,15 @@ def _reward_model_rows(config: Config) -> Iterator[Row]:
     if config.reward.models and budget is not None:
         why = f"reward.{key}: tokens of the reward model's own tokenizer in a micro-batch"
         yield Row(f"reward_{key}", budget, "tokens", why)
+
+
+def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+    """The forward passes of the teacher."""
+    yield Row("teacher_passes", 1, "sweeps", "log-probabilities of distill.teacher, of the batch, once")
+    if not config.distill.models:
+        return  # in the micro-batches of log-probabilities
+    sizes = LogprobConfig(max_tokens_per_device=config.distill.max_tokens_per_device)
+    yield from _stage_rows(config, "distill.", sizes, "P x G", _whole(config), mesh)
 
 
 def _stage_rows(

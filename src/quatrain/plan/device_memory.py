@@ -18,7 +18,7 @@ from quatrain.plan.text import table, warning_lines, wrapped
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
 LEAST_BYTES = 10**6
-RoleName = Literal["train", "rollout", "reference", "critic", "reward"]
+RoleName = Literal["train", "rollout", "reference", "critic", "reward", "teacher"]
 Phase = Literal["rollout", "gradient", "optimizer_step", "critic_gradient", "critic_optimizer_step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 CRITIC_PHASES: tuple[Phase, Phase] = ("critic_gradient", "critic_optimizer_step")
@@ -74,7 +74,7 @@ class Placement:
     def role_groups(self) -> tuple[tuple[RoleName, ...], ...]:
         """The roles, grouped by their devices: roles with the same devices are in one tuple.
 
-        Critic and reward models are roles of runs that have them.
+        Critic, reward models and teacher are roles of runs that have them.
         """
         used = {"train", "rollout", "reference", *(part.role for part in self.parts)}
         together: dict[tuple[int, ...], tuple[RoleName, ...]] = {}

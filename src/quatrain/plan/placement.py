@@ -154,6 +154,7 @@ class _Plan:
             yield self._merged_for_servers()
         yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, "optimizer_step")
         yield from self._reward_model_parts()
+        yield from self._teacher_parts()
         if self.config.needs_reference:
             yield self._reference()
 
@@ -221,6 +222,26 @@ class _Plan:
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
             yield Part(key, size, why, phases, "reward")
 
+    def _teacher_parts(self) -> Iterator[Part]:
+        """The weights of each teacher; nothing without one."""
+        config, mesh = self.config, self.roles.teacher.mesh
+        dtype, host = config.model.param_dtype, config.offload.teacher
+        over_words = config.distill.loss != "sampled"
+        waiting: tuple[Phase, ...] = ("gradient",) if over_words else ()
+        for number, path in enumerate(config.distill.models, 1):
+            arch = load_architecture(
+                path, vocab_size=self.arch.vocab_size if path.startswith(BUILTIN) else None
+            )
+            size = replace(self, arch=arch)._weights(mesh, dtype)
+            why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{FROZEN}{OFFLOADED * host}"
+            key = "teacher" if number == 1 else f"teacher_{number}"
+            yield Part(key, size, why, waiting if host else PHASES, "teacher")
+            if over_words:
+                tokens = self._tokens_of_micro_batch(config.update)[0]
+                states = tokens * arch.hidden_size * jnp.dtype(config.model.dtype).itemsize
+                why = f"hidden states of {tokens} tokens x {arch.hidden_size}, {config.model.dtype}"
+                yield Part("teacher_states", states, why, ("gradient",), "teacher")
+
     def cache(self, room: int | None) -> Part:
         """The KV cache of a replica, in its padded shape, with the layer that is in memory twice as it grows.
 
@@ -286,7 +307,9 @@ class _Plan:
             size = self._weights(self.mesh, "float32", trained=True) if copied else 0
             return Part("reference", size, "the weights of the frozen base" + ", and adapters" * bool(copied))
         coefs = {"update.kl_coef": config.update.kl_coef, "reward.kl_coef": config.reward.kl_coef}
-        used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
+        uses = [f"{key} is {coef:g}" for key, coef in coefs.items() if coef]
+        uses += ["distill.teacher is initial"] * ("initial" in config.distill.own)
+        used = " and ".join(uses)
         why, host = f"{used}; on mesh {mesh}", config.offload.reference
         size = self._weights(mesh, config.model.param_dtype)
         return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
@@ -356,18 +379,22 @@ class _Plan:
         why = f"{config.name}, in float32{moment}{OFFLOADED * offloaded}"
         return Part("optimizer_state", sum(jax.tree.leaves(sizes)), why, (step,) if offloaded else PHASES)
 
-    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> Part:
-        """The activations of the largest micro-batch."""
-        model, longest = self.config.model, longest_sequence(self.config)
+    def _tokens_of_micro_batch(self, sizes: UpdateConfig | CriticConfig) -> tuple[int, str]:
+        """(tokens of the largest micro-batch on a device, the same in words)."""
+        longest = longest_sequence(self.config)
         sequences = (sizes.mini_batch_size or self.config.data.batch_size) * self.config.rollout.n
         if sizes.micro_batch_size is None:
             assert sizes.max_tokens_per_device is not None, "batch sizes are derived before they come here"
             tokens = min(sizes.max_tokens_per_device, -(-round_up(sequences * longest) // self.mesh.cp))
-            words = f"{tokens} tokens"
-        else:
-            rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
-            tokens = rows * -(-round_up(longest) // self.mesh.cp)
-            words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
+            return tokens, f"{tokens} tokens"
+        rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
+        words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
+        return rows * -(-round_up(longest) // self.mesh.cp), words
+
+    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> Part:
+        """The activations of the largest micro-batch."""
+        model = self.config.model
+        tokens, words = self._tokens_of_micro_batch(sizes)
         dtypes = {"dtype": model.dtype, "param_dtype": model.param_dtype}
         size = activations(self.arch, tokens=tokens, remat=model.remat, mesh=self.mesh, **dtypes)
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"

@@ -20,8 +20,9 @@ from quatrain.reward.scorer import short_names
 from quatrain.types.batches import ENVIRONMENT
 from quatrain.workers.pool import default_workers
 
-TRUNCATED, REWARD_SHARE, PADDING = 0.5, 0.3, 0.3
-"""Fractions of completions cut, of a step spent on rewards, and of padding, above which there is a hint."""
+TRUNCATED, REWARD_SHARE, PADDING, REJECTED = 0.5, 0.3, 0.3, 0.3
+"""Fractions of completions cut, of a step spent on rewards, of padding, and of tokens that `update.reject`
+rejects, above which there is a hint."""
 STEPS_IN_A_ROW, STEPS_AT_ZERO = 3, 5
 """Training steps in a row that show something before there is a hint; reward functions that return only 0."""
 _SECONDS = re.compile(r"reward/(.+)/seconds")
@@ -56,6 +57,7 @@ class Hints:
             # The first step of a process also starts workers and compiles.
             "slow_reward": self._slow_reward(numbers) if self._has_begun else None,
             "padding": self._padding(numbers),
+            "rejected": _rejected(numbers),
             "learning_rate": self._no_learning_rate(step, numbers),
             **{f"always_zero:{name}": self._always_zero(name) for name in _zero_rewards(numbers)},
         }
@@ -80,7 +82,7 @@ class Hints:
         )
 
     def _no_signal(self, numbers: Mapping[str, float]) -> str | None:
-        if numbers.get("advantage/zero_signal_fraction", 0.0) != 1:
+        if numbers.get("advantage/zero_signal_fraction", 0.0) != 1 or self._config.distill.teacher:
             return None
         return (
             "no group had a signal: all samples of each prompt got the same reward (mean "
@@ -172,6 +174,19 @@ class Hints:
         return (
             f"the reward function `{name}` returned 0 for every completion of {STEPS_AT_ZERO} steps: {remedy}"
         )
+
+
+def _rejected(numbers: Mapping[str, float]) -> str | None:
+    prefix, dropped = "update/rejected_fraction/", "update/dropped_fraction"
+    found = {name: value for name, value in numbers.items() if name.startswith(prefix) or name == dropped}
+    name = max(found, key=found.__getitem__, default="")
+    if found.get(name, 0.0) <= REJECTED:
+        return None
+    rule = f"the rule {name.removeprefix(prefix)} of update.reject" if name != dropped else "update.reject"
+    return (
+        f"{rule} rejected {found[name]:.0%} of the tokens, which are not trained on: widen its bounds, or "
+        "see that sampler and trainer agree (rollout/logprob_diff_mean, update/behaviour_kl, model.dtype)"
+    )
 
 
 def _zero_rewards(numbers: Mapping[str, float]) -> list[str]:

@@ -23,7 +23,7 @@ from quatrain.data.columns import ENVIRONMENTS
 from quatrain.reward.forms import TRAINER_STATE
 from quatrain.reward.functions import RewardFunction
 from quatrain.reward.values import Log, plain_rewards
-from quatrain.types.batches import FAULTS, PromptText, RolloutBatch
+from quatrain.types.batches import DATA_SOURCE, FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
 from quatrain.workers.process import pickled
 from quatrain.workers.worker import failure
@@ -34,8 +34,6 @@ ERROR_REWARD = -1.0
 """Raw reward of a sample for which a reward function fails."""
 TIMEOUTS_PER_WORKER = 3
 """Calls in a row that may take too long, for each worker, before a function is given up for a batch."""
-DATA_SOURCE = "data_source"
-"""Column with the name of the data set that a row comes from, as in verl."""
 SEARCH_S = 0.3
 """Time limit of the further calls on a batch of which calls took too long."""
 _KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}

@@ -22,7 +22,6 @@ from quatrain.config.sections.reward import RewardConfig
 from quatrain.data.columns import ENVIRONMENTS
 from quatrain.data.reasoning_gym import check_installed
 from quatrain.reward.calls import (
-    DATA_SOURCE,
     ERROR_REWARD,
     TIMEOUTS_PER_WORKER,
     Function,
@@ -52,6 +51,7 @@ from quatrain.reward.functions import (
 from quatrain.reward.functions import format as format_reward
 from quatrain.reward.values import Scores
 from quatrain.types.batches import (
+    DATA_SOURCE,
     ENVIRONMENT,
     EPISODE_COLUMNS,
     FAULTS,
@@ -120,7 +120,7 @@ class RewardScorer:
     ):
         self._decide, self._per_call, self._episodes = decide, config.per_call, episodes
         self._has_rewards = False
-        self._fault_reward = np.nan if faults_abstain else ERROR_REWARD
+        self._fault_reward = np.nan if faults_abstain or not config.functions else ERROR_REWARD
         self._logged: dict[str, None] = {}  # names of the columns that functions logged
         self._told: set[str] = set()
         self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
@@ -409,6 +409,7 @@ class RewardScorer:
             metrics,
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
+            function_weights=np.array(list(self._weights.values()), np.float32),
         )
 
     def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.rollout.worker import WorkerLost, WorkerRefused
 from quatrain.types.rollouts import Sampling
 
-TOKEN = "QUATRAIN_SERVE_TOKEN"
-"""The environment variable with the token that servers are sent, and that `quatrain serve` asks for."""
+TOKEN = SERVE_TOKEN
 UNAUTHORIZED = (401, 403)
 """Statuses with which a server refuses a token."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"

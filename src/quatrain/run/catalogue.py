@@ -58,8 +58,30 @@ update/corrected_fraction | fraction | mean |
 update/behaviour_kl | nats | mean |
     KL of the sampler's distribution to the policy at the start of the training step (k3), mean over tokens;
     logged with `update.correction`.
+update/behaviour_weight_max | 1 | max |
+    Largest of these weights; logged with `update.correction_level: sequence` or `update.reject`.
+update/effective_sample_fraction | fraction | mean |
+    Effective sample size of these weights, (Σ w)² / Σ w², as a fraction of the tokens; logged with the same.
+update/rejected_fraction/<rule> | fraction | mean |
+    Fraction of tokens in sequences that this rule of `update.reject` gives the weight 0.
+update/dropped_fraction | fraction | mean |
+    Fraction of tokens that `update.reject` leaves out (`update.rejected: drop`).
 update/masked_groups | groups | sum |
     Groups in which every advantage is 0, left out of the loss (`update.mask_zero_signal`).
+distill/kl | nats | mean |
+    Sampler's log-probability of a token minus the teacher's, mean over the tokens that have a teacher: an
+    estimate of KL(policy || teacher).
+distill/kl/<source> | nats | mean |
+    The same over the rows with this value of the column `data_source`, where a batch has 2 to 16 of them.
+distill/teacher_logprob | nats | mean | The teacher's log-probability of a token, mean over the same tokens.
+distill/clipped_fraction | fraction | mean |
+    Fraction of tokens whose difference of log-probabilities was bounded by `distill.clip`.
+distill/loss | nats | mean |
+    Divergence of the policy from the teacher over the vocabulary (`distill.loss`), mean over tokens, 0 where
+    there is no teacher.
+distill/no_teacher | sequences | sum |
+    Sequences without a teacher's log-probabilities, because they are longer than its positions or
+    `distill.max_tokens_per_device`.
 update/compilations | programs | sum |
     Programs compiled or read from the compilation cache in the update; 0 once all shapes occurred. With
     `rollout.max_staleness` above 0, those of the rollout's thread count too.
@@ -268,6 +290,7 @@ time/reward_models_s | s | sum | Seconds of the reward stage spent computing the
 time/token_scores_s | s | sum |
     Seconds spent on what advantages need of the models: values of the critic, and log-probabilities for KL in
     the reward.
+time/teacher_s | s | sum | Seconds of the teacher's passes over the batch (`distill.teacher`).
 time/advantage_s | s | sum | Seconds of the advantage stage.
 time/critic_s | s | sum | Seconds of the update stage spent on the critic's optimizer steps.
 time/shard_s | s | sum | Seconds of the update stage spent splitting mini-batches and moving them to devices.
@@ -330,8 +353,8 @@ def _entries() -> Iterator[tuple[str, MetricDoc]]:
 
 
 CATALOGUE = dict(_entries())
-"""Name -> meaning. `<name>`, `<environment>` and `<stage>` stand for any reward function, environment and
-timed stage."""
+"""Name -> meaning. `<name>`, `<environment>`, `<source>`, `<rule>` and `<stage>` stand for any reward
+function, environment, data source, rule and timed stage."""
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:

@@ -69,11 +69,11 @@ def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> No
                 f"{redact(str(value), os.environ)}; set {key} back, or start another run"
             )
     if config.copies_reference and not Checkpointer(folder.reference).steps():
-        key = "update.kl_coef" if config.update.kl_coef else "reward.kl_coef"
+        keys = ("update.kl_coef", "reward.kl_coef", "distill.teacher")
+        key = next(key for key in keys if value_at(config, key))
         raise ValueError(
-            f"a run can be resumed with {key} above 0 only if it was started so: the reference policy is "
-            f"saved at the start; {run} has none, got {key} {value_at(config, key)}; set {key} back to 0, or "
-            "start another run"
+            f"a run can be resumed with {key} {value_at(config, key)} only if it was started with a "
+            f"reference, which is saved at the start; {run} has none; set {key} back, or start another run"
         )
 
 

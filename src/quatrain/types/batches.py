@@ -33,6 +33,8 @@ policy (its place among the messages, its number in the episode, whether this ro
 row continues no earlier answer, or None}."""
 AGENT_ROLE = "agent_role"
 """The column with the role that an agent's episode played: "", or a name of `client.role`."""
+DATA_SOURCE = "data_source"
+"""Column with the name of the data set that a row comes from, as in verl."""
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments of reward functions other than columns; a data column must not have one of these names."""
 Message = Mapping[str, str]
@@ -259,13 +261,14 @@ class RewardedBatch:
     """A rollout batch with its rewards: the output of the reward stage.
 
     `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
-    `rewards_per_function` has the raw values, NaN if a function abstained (returned None). `token_rewards`
-    are rewards of single tokens, beside the reward of the sequence; None if there are none. `values` are a
-    critic's estimates of the return at each completion token; None without a critic. `token_logprobs` are the
-    log-probabilities that the token rewards were computed from, `old_logprobs` and `ref_logprobs`, which the
-    update uses again; empty if there are none. `baseline_rewards` are the rewards of the greedy completion of
-    each sequence's prompt, NaN where all functions abstained; None if none were drawn. `environment_weight`
-    is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
+    `rewards_per_function` has the raw values, NaN if a function abstained (returned None), and
+    `function_weights` the weights of the sum; None: not known. `token_rewards` are rewards of single tokens,
+    beside the reward of the sequence; None if there are none. `values` are a critic's estimates of the return
+    at each completion token; None without a critic. `token_logprobs` are the log-probabilities that the token
+    rewards were computed from, `old_logprobs` and `ref_logprobs`, which the update uses again, and those of a
+    teacher, `teacher_logprobs`; empty if there are none. `baseline_rewards` are the rewards of the greedy
+    completion of each sequence's prompt, NaN where all functions abstained; None if none were drawn.
+    `environment_weight` is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
 
     The rows of an episode have its rewards. Raises ValueError for arrays of the wrong shape or dtype,
     infinite rewards, if `rewards` is NaN for other sequences than those on which all functions abstained, or
@@ -283,6 +286,7 @@ class RewardedBatch:
     token_logprobs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B, T] float32 each
     baseline_rewards: np.ndarray | None = None  # [B] float32
     environment_weight: float = 0.0
+    function_weights: np.ndarray | None = None  # [F] float32
 
     __repr__ = brief
 
@@ -292,6 +296,8 @@ class RewardedBatch:
         check.array("rewards", self.rewards, (rows,), np.float32, allow_nan=True)
         shape = (len(self.function_names), rows)
         check.array("rewards_per_function", self.rewards_per_function, shape, np.float32, allow_nan=True)
+        if self.function_weights is not None:
+            check.array("function_weights", self.function_weights, shape[:1], np.float32)
         abstained = np.isnan(self.rewards_per_function).all(axis=0)
         check.rule(
             bool((np.isnan(self.rewards) == abstained).all()),

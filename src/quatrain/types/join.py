@@ -45,6 +45,7 @@ def join_groups(batches: Sequence[RewardedBatch], groups: Sequence[int]) -> Rewa
         combine(*(batch.metrics for batch in batches)),
         baseline_rewards=np.concatenate(greedy)[rows] if greedy else None,
         environment_weight=batches[0].environment_weight,
+        function_weights=batches[0].function_weights,
     )
 
 

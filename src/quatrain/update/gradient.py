@@ -44,8 +44,11 @@ def weighted_loss(
     """The loss of scored tokens [R, K], and what is reported of them: sums and greatest values."""
     columns, mask = dict(batch.columns), batch.mask
     weights = columns.pop("weights")
-    token = objective(model.tokens(*predictions, mask, batch.sequence_ids, columns))
+    named = dict(zip(model.tokens.predictions, predictions, strict=True))
+    token = objective(model.tokens(**named, mask=mask, sequence_ids=batch.sequence_ids, columns=columns))
     loss = jnp.sum(jnp.where(mask, weights * token.loss, 0.0))
+    if token.weighted is not None:
+        loss += jnp.sum(jnp.where(mask, token.weighted, 0.0))
     sums = {name: jnp.sum(jnp.where(mask, values, 0.0)) for name, values in token.means.items()}
     return loss, {
         "sum": {"loss": loss, "tokens": jnp.sum(mask, dtype=jnp.float32), **sums},

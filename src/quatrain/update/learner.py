@@ -26,7 +26,9 @@ from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.types.batches import AdvantagedBatch, PromptPosition, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
-from quatrain.update.objective import PolicyObjective
+from quatrain.update.distillation import Distillation
+from quatrain.update.objective import SQUARES, PolicyObjective
+from quatrain.update.teacher import WordTeacher
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -88,7 +90,9 @@ class Learner:
     `update.kl_coef` is not 0 or with `kl_reward`; those of a policy with adapters may have none. They are
     used on the devices that they lie on, and may be kept in host memory. The policy's parameters are kept in
     `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
-    `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show.
+    `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show. With
+    `distillation`, batches have a teacher's log-probabilities (`Teacher.score`), or the update computes the
+    divergence from a `teacher` over the vocabulary.
     """
 
     def __init__(
@@ -104,6 +108,8 @@ class Learner:
         reference: Any = None,
         critic: Critic | None = None,
         kl_reward: KLReward | None = None,
+        distillation: Distillation | None = None,
+        teacher: WordTeacher | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
@@ -111,7 +117,7 @@ class Learner:
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
-        self.objective = PolicyObjective.of(update, on_policy=True)
+        self.objective = PolicyObjective.of(update, on_policy=True, distillation=distillation)
         ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in self.objective.check()
         self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
@@ -124,6 +130,7 @@ class Learner:
             total_steps=total_steps,
             seed=seed,
             optimizer_memory=optimizer_memory,
+            teacher=teacher,
         )
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
@@ -159,7 +166,7 @@ class Learner:
         rollouts = rewarded.rollouts
         if self.critic is not None:
             assert state.critic is not None
-            rewarded = replace(rewarded, values=self.critic.values(state.critic, _table(rollouts)))
+            rewarded = replace(rewarded, values=self.critic.values(state.critic, TokenTable.of(rollouts)))
         logprobs = dict(rewarded.token_logprobs)
         if self.logs_logprobs:
             logprobs["trainer_logprobs"] = self._logprobs(state.params, rollouts)
@@ -248,18 +255,21 @@ class Learner:
             resting_steps=self.critic.warmup_steps if self.critic else 0,
         )
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
-        table = self._without_zero_signal(self._policy_table(state.params, batch, on_policy), totals)
+        table = self._without_zero_signal(self._policy_table(state, batch, on_policy), totals)
+        table = self._without_rejected(table, totals)
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
         for place, rows in mini_batches:
             mini = table.take(rows)
-            advantages = mini.columns["advantages"][mini.completion_mask]
-            signal = advantages.any() or self.config.kl_coef or self.config.entropy_coef
+            signal = self._signal(mini)[mini.completion_mask].any()
+            signal = signal or self.config.kl_coef or self.config.entropy_coef
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
             mini = self._with_mini_batch_columns(state, mini, totals, fresh=fresh)
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
+            if self.objective.distillation is not None:
+                mini = self.objective.distillation.weighted(mini, self.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
                 break
@@ -267,6 +277,10 @@ class Learner:
         trained = to_memory(self.policy_memory, self.policy.trained(state.params))
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
+        if squares := totals.metrics.pop(f"update/{SQUARES}", None):
+            mean = totals.metrics["update/behaviour_weight_mean"].result()
+            effective = mean**2 / squares.result() if squares.result() else 0.0
+            totals.combine({"update/effective_sample_fraction": Metric(effective)})
         return state, totals.metrics | {
             "update/learning_rate": Metric(float(self.trainer.learning_rate(place))),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
@@ -293,7 +307,8 @@ class Learner:
         if old is None or (fresh and not totals.applied):
             old = current  # what the two differ by is rounding
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
-        inputs = current, mini.columns["advantages"], mini.completion_mask, rng
+        advantages = self.objective.advantages_on_host(mini, old)
+        inputs = current, advantages, mini.completion_mask, rng
         return mini.with_columns(**columns_of(*inputs, old_logprobs=old))
 
     def _critic_step(
@@ -327,32 +342,50 @@ class Learner:
             horizon=self.kl_reward.horizon,
         )
 
-    def _policy_table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
+    def _policy_table(self, state: TrainState, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
         """The table with the columns that the objective reads; what was computed before is used again."""
-        rollouts, known = batch.rollouts, batch.rewarded.token_logprobs
+        params, rollouts, known = state.params, batch.rollouts, batch.rewarded.token_logprobs
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         if not on_policy:
             columns["old_logprobs"] = self._old_logprobs(params, rollouts, known)
         if self.config.kl_coef:
             ref = known.get("ref_logprobs")
             columns["ref_logprobs"] = self._reference_logprobs(params, rollouts) if ref is None else ref
+        if self.objective.distillation is not None:
+            mask = rollouts.completion_mask
+            teacher = self.trainer.teacher
+            readable = rollouts.lengths <= (teacher.longest if teacher else 0)
+            columns |= self.objective.distillation.columns(known, mask, state.train_step, readable)
         return self._without_truncated(rollouts).with_columns(**columns)
 
     def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:
         """The sequences of `rollouts`, with the tokens that are trained on as the completion mask."""
-        table = _table(rollouts)
+        table = TokenTable.of(rollouts)
         trained = (rollouts.finish_reason != "length") | (not self.config.mask_truncated)
         return replace(table, completion_mask=table.completion_mask & trained[:, None])
 
+    def _signal(self, table: TokenTable) -> np.ndarray:
+        """[B, T] bool: the tokens with an advantage other than 0, or with a teacher."""
+        signal = table.columns["advantages"] != 0
+        return signal | (table.columns["teacher_weights"] > 0) if self.objective.distillation else signal
+
     def _without_zero_signal(self, table: TokenTable, totals: StepTotals) -> TokenTable:
-        """`table` without the completion tokens of groups in which every advantage is 0, if configured."""
+        """`table` without the completion tokens of groups without a signal, if configured."""
         if not self.config.mask_zero_signal:
             return table
         assert table.group_ids is not None
         _, groups = np.unique(table.group_ids, return_inverse=True)
-        signal = np.bincount(groups, table.columns["advantages"].any(axis=1)) > 0
+        signal = np.bincount(groups, self._signal(table).any(axis=1)) > 0
         totals.combine({"update/masked_groups": Metric(int((~signal).sum()), reduction="sum")})
         return replace(table, completion_mask=table.completion_mask & signal[groups][:, None])
+
+    def _without_rejected(self, table: TokenTable, totals: StepTotals) -> TokenTable:
+        """`table` without the completion tokens that a rule of `update.reject` drops."""
+        if not self.objective.rejections or self.config.rejected == "keep":
+            return table
+        rejected, tokens = self.objective.rejected_on_host(table), table.completion_mask.sum()
+        totals.combine({"update/dropped_fraction": Metric(float(rejected.sum()), float(max(tokens, 1)))})
+        return replace(table, completion_mask=table.completion_mask & ~rejected)
 
     def _old_logprobs(
         self, params: Any, rollouts: RolloutBatch, known: Mapping[str, np.ndarray]
@@ -365,35 +398,45 @@ class Learner:
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)
-        return predict_tokens(params, _table(rollouts), model=self.policy, planner=self.logprob_planner)
+        return predict_tokens(
+            params, TokenTable.of(rollouts), model=self.policy, planner=self.logprob_planner
+        )
 
     def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
         """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
         own = self._logprobs(state.params, rollouts)
         return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
 
+    def own_logprobs(
+        self, state: TrainState, teacher: str, table: TokenTable, temperature: float
+    ) -> np.ndarray:
+        """[B, T] log-probabilities of the scored tokens of `table`, by weights of the run.
+
+        Those of `state` for the `teacher` `policy`, those of the reference for `initial`.
+        """
+        policy = replace(self.policy, temperature=temperature)
+        if teacher == "policy":
+            params = to_memory("device", state.params)
+            return predict_tokens(params, table, model=policy, planner=self.logprob_planner)
+        return self._by_reference(state.params, table, policy)
+
     def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
+        return self._by_reference(params, TokenTable.of(rollouts), self.policy)
+
+    def _by_reference(self, params: Any, table: TokenTable, policy: PolicySpec) -> np.ndarray:
         """Log-probabilities of the reference. With adapters, its base is that of the policy `params`."""
         assert self.reference is not None, "KL to the reference needs the reference parameters"
-        reference = self.reference
+        reference, arch = self.reference, policy.arch
         check_held(reference, "the parameters of the reference", "give build_stages a copy of them")
         mesh = jax.tree.leaves(reference)[0].sharding.mesh
-        lora = self.policy.arch.lora if has_adapters(reference) else None
-        if self.policy.arch.lora:
+        lora = arch.lora if has_adapters(reference) else None
+        if arch.lora:
             own = adapters_of(reference)
-            reference = with_trained(params, own, self.policy.arch) if lora else without_adapters(params)
-        policy = replace(self.policy, mesh=mesh, arch=replace(self.policy.arch, lora=lora))
+            reference = with_trained(params, own, arch) if lora else without_adapters(params)
+        policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)
         params = to_memory("device", reference)
-        return predict_tokens(params, _table(rollouts), model=policy, planner=planner)
-
-
-def _table(rollouts: RolloutBatch) -> TokenTable:
-    """The sequences of `rollouts`, without columns."""
-    ids, episode_ids = rollouts.input_ids, rollouts.episode_ids
-    return TokenTable(
-        ids, rollouts.attention_mask, rollouts.completion_mask, {}, rollouts.group_ids, episode_ids
-    )
+        return predict_tokens(params, table, model=policy, planner=planner)
 
 
 def _check_held(state: TrainState) -> None:

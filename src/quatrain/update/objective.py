@@ -16,11 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.sections.update import SHARED_LOSS_ARGUMENTS, UpdateConfig
-from quatrain.ops.corrections import Correction, behaviour_weights
+from quatrain.forward.table import TokenTable
+from quatrain.ops.corrections import Correction, Rejections, behaviour_weights, rejected_tokens
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES
-from quatrain.ops.tokens import MiniBatchColumns, ScoredTokens, TokenLoss
+from quatrain.ops.tokens import DistilledTokens, MiniBatchColumns, ScoredTokens, TokenLoss
+from quatrain.update.distillation import Distillation
 from quatrain.workers.user_code import find_function, own_arguments, tokens_parameter
+
+SQUARES = "behaviour_weight_squares"
+"""Mean of the squared weights, of which the learner makes the effective sample size."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,15 @@ class PolicyObjective:
     correction: Correction | None = None
     correction_cap: float = 2.0
     correction_floor: float | None = None
+    correction_level: str = "token"
+    rejections: Rejections = ()
+    rejected: str = "keep"
+    distillation: Distillation | None = None
 
     @classmethod
-    def of(cls, config: UpdateConfig, *, on_policy: bool) -> PolicyObjective:
+    def of(
+        cls, config: UpdateConfig, *, on_policy: bool, distillation: Distillation | None = None
+    ) -> PolicyObjective:
         """The objective of `config`.
 
         Raises ValueError for a loss that cannot be imported, and for arguments that it does not take.
@@ -68,6 +79,10 @@ class PolicyObjective:
             None if config.correction is None or config.correction == "none" else config.correction,
             config.correction_cap,
             config.correction_floor,
+            config.correction_level,
+            _rejections(config),
+            config.rejected,
+            distillation,
         )
 
     @property
@@ -97,21 +112,45 @@ class PolicyObjective:
         if self.on_policy:
             old = jax.lax.stop_gradient(logprobs)
             tokens = replace(tokens, columns={**tokens.columns, "old_logprobs": old})
+        teacher: dict[str, jax.Array] = {}
+        weighted = None
+        if self.distillation is not None:
+            advantages, clipped = self.distillation.advantages(tokens)
+            tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
+            if self.distillation.over_words:
+                weighted, teacher["distill/loss"] = self.distillation.term(tokens)
+            else:
+                teacher["distill/clipped_fraction"] = clipped
         policy = self._policy_loss(tokens)
-        if self.correction is not None:
-            policy = self._corrected(policy, tokens, self.correction)
+        if self.correction is not None or self.rejections:
+            policy = self._corrected(policy, tokens)
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
         means = {"policy_loss": policy.loss, "entropy": entropy, "ratio_mean": ratio}
         means = {f"update/{name}": values for name, values in {**means, **policy.means}.items()}
         peaks = {f"update/{name}": values for name, values in {"ratio_max": ratio, **policy.peaks}.items()}
+        means |= teacher
         means["rollout/logprob_diff_mean"] = peaks["rollout/logprob_diff_max"] = gap
         if self.kl_coef:
             kl = KL_ESTIMATORS[self.kl_estimator](logprobs, tokens.ref_logprobs)
             loss = loss + self.kl_coef * kl
             means["update/kl"] = kl
-        return TokenLoss(loss, means, peaks)
+        return TokenLoss(loss, means, peaks, weighted)
+
+    def advantages_on_host(self, table: TokenTable, old_logprobs: np.ndarray) -> np.ndarray:
+        """[B, T] float32: the advantages of a table's tokens, with the teacher's part of them."""
+        if self.distillation is None:
+            return table.columns["advantages"]
+        return np.asarray(self.distillation.advantages(_whole(table, old_logprobs))[0])
+
+    def rejected_on_host(self, table: TokenTable) -> np.ndarray:
+        """[B, T] bool: the tokens of a table with old log-probabilities that a rule rejects."""
+        tokens = _whole(table, table.columns["old_logprobs"])
+        advantages = jnp.asarray(self.advantages_on_host(table, table.columns["old_logprobs"]))
+        tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
+        masks = [np.asarray(mask) for mask in rejected_tokens(tokens, self.rejections).values()]
+        return np.logical_or.reduce(masks) & table.completion_mask
 
     def _policy_loss(self, tokens: ScoredTokens) -> TokenLoss:
         result = self.loss(tokens, **dict(self.arguments))
@@ -128,17 +167,30 @@ class PolicyObjective:
                 )
         return result
 
-    def _corrected(self, policy: TokenLoss, tokens: ScoredTokens, correction: Correction) -> TokenLoss:
+    def _corrected(self, policy: TokenLoss, tokens: ScoredTokens) -> TokenLoss:
         """`policy` with each token's loss weighted for the difference between policy and sampler."""
         old, behaviour = tokens.old_logprobs, tokens.rollout_logprobs
-        cap, floor = self.correction_cap, self.correction_floor
-        weights, changed = behaviour_weights(old, behaviour, correction=correction, cap=cap, floor=floor)
-        means = {
-            "behaviour_weight_mean": weights,
-            "corrected_fraction": changed,
-            "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
-        }
-        return replace(policy, loss=weights * policy.loss, means={**policy.means, **means})
+        means, peaks, weights = dict(policy.means), dict(policy.peaks), jnp.ones(tokens.mask.shape)
+        if self.correction is not None:
+            cap, floor = self.correction_cap, self.correction_floor
+            by_sequence = self.correction_level == "sequence"
+            gaps = tokens.sequence_sum(old - behaviour) if by_sequence else old - behaviour
+            weights, changed = behaviour_weights(gaps, correction=self.correction, cap=cap, floor=floor)
+            means |= {
+                "behaviour_weight_mean": weights,
+                "corrected_fraction": changed,
+                "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
+            }
+        masks = rejected_tokens(tokens, self.rejections)
+        if self.rejected == "keep":
+            for name, mask in masks.items():
+                means[f"rejected_fraction/{name}"] = mask.astype(jnp.float32)
+                weights = jnp.where(mask, 0.0, weights)
+        if masks or self.correction_level == "sequence":
+            peaks["behaviour_weight_max"] = weights
+            means[SQUARES] = jnp.square(weights)
+            means["behaviour_weight_mean"] = weights
+        return replace(policy, loss=weights * policy.loss, means=means, peaks=peaks)
 
     def check(self) -> frozenset[str]:
         """Trace the objective on abstract tokens, as a run would; returns the columns that the loss reads.
@@ -155,14 +207,19 @@ class PolicyObjective:
 
         floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
         names = ("advantages", "rollout_logprobs", *(() if self.on_policy else ("old_logprobs",)))
-        columns = dict.fromkeys((*names, "ref_logprobs") if self.kl_coef else names, floats)
+        names += ("ref_logprobs",) if self.kl_coef else ()
+        names += self.distillation.names if self.distillation else ()
+        columns = dict.fromkeys(names, floats)
         mask: Any = jax.ShapeDtypeStruct((2, 8), jnp.bool_)
         ids: Any = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         try:
             columns |= dict.fromkeys(self._own_columns(), floats)
             if self.on_policy:  # as `__call__` adds them
                 columns["old_logprobs"] = floats
-            jax.eval_shape(traced, ScoredTokens(floats, floats, mask, ids, columns))
+            tokens = ScoredTokens(floats, floats, mask, ids, columns)
+            if self.distillation is not None and self.distillation.over_words:
+                tokens = DistilledTokens(floats, floats, mask, ids, columns, floats)
+            jax.eval_shape(traced, tokens)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error
         except (Exception, SystemExit) as error:
@@ -183,6 +240,21 @@ class PolicyObjective:
                     f"{np.asarray(values).dtype} of shape {np.shape(values)}"
                 )
         return columns
+
+
+def _rejections(config: UpdateConfig) -> Rejections:
+    """The rules of `update.reject`, each with a tuple of bounds."""
+    rules = sorted(config.reject.items())
+    return tuple((name, tuple(b) if isinstance(b, list | tuple) else (b,)) for name, b in rules)
+
+
+def _whole(table: TokenTable, old_logprobs: np.ndarray) -> ScoredTokens:
+    """The completion tokens of a table, of which each row is a sequence; without the policy's predictions."""
+    shape = table.completion_mask.shape
+    columns = {name: jnp.asarray(values) for name, values in table.columns.items()}
+    columns["old_logprobs"] = jnp.asarray(old_logprobs)
+    mask, ids = jnp.asarray(table.completion_mask), jnp.zeros(shape, jnp.int32)
+    return ScoredTokens(jnp.zeros(shape), jnp.zeros(shape), mask, ids, columns)
 
 
 class _Recorded(dict[str, jax.Array]):

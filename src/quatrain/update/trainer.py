@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig
-from quatrain.forward.micro_batch import fill
+from quatrain.forward.micro_batch import MicroBatch, fill
 from quatrain.forward.planner import MicroBatchPlanner, describe_plans
 from quatrain.forward.specs import ModelSpec
 from quatrain.forward.table import TokenTable
@@ -23,6 +24,7 @@ from quatrain.types.metrics import Metric, combine
 from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
 from quatrain.update.optimizer import build_optimizer, learning_rate
 from quatrain.update.residuals import residual_memory
+from quatrain.update.teacher import WordTeacher
 
 logger = logging.getLogger(__name__)
 POLICY_STREAM, CRITIC_STREAM, WARM_START_STREAM = range(3)
@@ -73,7 +75,8 @@ class Trainer:
 
     Parameters lie on the mesh of `model`, over whose data shards every micro-batch is spread. `total_steps`
     is the length of the learning-rate schedule in optimizer steps. The optimizer's state is kept in
-    `optimizer_memory` between its steps. Stochastic rounding draws from `stream` of the run's `seed`.
+    `optimizer_memory` between its steps. With a `teacher` the objective's tokens have the divergence from it.
+    Stochastic rounding draws from `stream` of the run's `seed`.
     """
 
     def __init__(
@@ -86,8 +89,9 @@ class Trainer:
         seed: int,
         stream: int = POLICY_STREAM,
         optimizer_memory: Literal["device", "host"] = "device",
+        teacher: WordTeacher | None = None,
     ):
-        self.model, self.planner = model, planner
+        self.model, self.planner, self.teacher = model, planner, teacher
         self.optimizer = build_optimizer(optimizer, total_steps)
         self.learning_rate = learning_rate(optimizer, total_steps)
         self.optimizer_memory = optimizer_memory
@@ -109,20 +113,27 @@ class Trainer:
         """
         began = time.perf_counter()
         cuts = self.planner.plans(mini)
-        batches = [fill(cut, mini, self.model.mesh, unpack_above=self.model.unpacks_above) for cut in cuts]
+        model, params = self.model, state.params
+        readers = (model, self.teacher) if self.teacher is not None else (model,)
+        unpack = min((x.unpacks_above for x in readers if x.unpacks_above is not None), default=None)
+        batches: Iterable[MicroBatch] = [fill(cut, mini, model.mesh, unpack_above=unpack) for cut in cuts]
         totals.combine(describe_plans(mini, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
+        if self.teacher is not None:
+            model, params, batches = self.teacher.joined(model, params, batches)
         params, opt_state, applied, metrics = optimizer_step(
-            state.params,
+            params,
             state.opt_state,
             batches,
-            model=self.model,
+            model=model,
             objective=objective,
             optimizer=self.optimizer,
             residuals=self.residuals,
             draw=None if self._draws is None else np.array([*self._draws, state.step], np.uint32),
             schedule_step=schedule_step,
         )
+        if self.teacher is not None:
+            params = params["policy"]
         totals.add(metrics, applied)
         bad = 0 if applied else state.bad_steps + 1
         if bad:

@@ -21,3 +21,5 @@ class OffloadConfig(Section):
     between its optimizer steps."""
     reward_models: bool = False
     """Offload the reward models while no scores are computed."""
+    teacher: bool = False
+    """Offload the teacher while no log-probabilities of it are computed."""

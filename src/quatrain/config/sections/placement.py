@@ -6,7 +6,7 @@ from quatrain.config.fields import Devices, Section
 
 
 class PlacementConfig(Section):
-    """Which devices training, rollout, reference policy, critic and reward models use.
+    """Which devices training, rollout, reference policy, critic, reward models and teacher use.
 
     Devices are given by their numbers within a process, the same in every process. Two of these roles must
     have either the same devices or none in common.
@@ -22,3 +22,5 @@ class PlacementConfig(Section):
     """Devices of the critic; null: the training devices."""
     reward: Devices | None = None
     """Devices of the reward models; null: the training devices."""
+    teacher: Devices | None = None
+    """Devices of the teacher; null: the training devices."""

@@ -71,14 +71,15 @@ Functions = Annotated[
 class RewardConfig(Section):
     """Stage 2 of a training step: scoring completions."""
 
-    functions: Functions = Field({"correct": 1.0, "format": 0.5, "tag_count": 0.5}, min_length=1)
+    functions: Functions = Field({"correct": 1.0, "format": 0.5, "tag_count": 0.5})
     """Mapping from reward functions to their weights. A function is a built-in name,
     `package.module:function`, `path/file.py:function`, or `model:PATH`, the reward model in a local Hugging
     Face folder or on the Hub. Instead of a weight, a mapping gives `weight` (default 1.0), `args` (arguments
     by name) and `data_source` (the values of this column whose rows are scored):
     [reward.md](reward.md#arguments-and-data-sources). A configuration layer that sets the mapping replaces
-    the whole mapping. If no layer does, it is `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym,
-    else `{environment: 1.0}` with `rollout.agent`."""
+    the whole mapping; with a teacher (`distill.teacher`) it may be empty. If no layer sets it, it is
+    `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym, else `{environment: 1.0}` with
+    `rollout.agent`."""
     overlong_limit: Count | None = None
     """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
     `overlong`: `rollout.max_new_tokens`."""

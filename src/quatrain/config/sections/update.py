@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from quatrain.config.algorithms import LOSSES
 from quatrain.config.fields import (
@@ -16,10 +16,23 @@ from quatrain.config.fields import (
     Text,
     function_choice,
     function_name,
+    must,
 )
 
 SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
 """Keys of `update` that are passed to a policy loss if it has a parameter of that name without a default."""
+REJECTIONS = {"geometric": 2, "product": 2, "k3": 1, "negative_kl": 1}
+"""Rules of `update.reject`, with the number of their bounds."""
+
+
+def _is_bounds(name: str, bounds: Any) -> bool:
+    """Whether the rule `name` may have `bounds`: a number above 0, or two, the first of which is smaller."""
+    wanted = REJECTIONS.get(name)
+    numbers = [bounds] if wanted == 1 else list(bounds) if isinstance(bounds, list | tuple) else []
+    ordered = len(numbers) == wanted and sorted(set(numbers)) == numbers
+    return ordered and all(type(number) in (int, float) and number > 0 for number in numbers)
+
+
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -84,9 +97,27 @@ class UpdateConfig(Section):
     with a sampling filter; else `none`."""
     correction_cap: float = Field(2.0, ge=1)
     """Upper bound of the ratio of probabilities in `update.correction`."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether the ratio in `update.correction` is that of the token, or of its whole sequence, the product
+    over its tokens, which all of them then have."""
     correction_floor: Fraction | None = None
     """Lower bound of the ratio in `update.correction: mask`; derived for `mask`: 1 / `update.correction_cap`.
     0: none."""
+    reject: Annotated[
+        dict[Text, Annotated[Any, WithJsonSchema({"const": "number above 0, or [low, high]"})]],
+        must(
+            "be a mapping of rules to bounds above 0: [low, high] for geometric and product, one for k3 "
+            "and negative_kl",
+            lambda rules: all(_is_bounds(name, bounds) for name, bounds in rules.items()),
+        ),
+    ] = Field({})
+    """Rules that reject whole sequences by how far the policy at the start of the training step is from what
+    sampled them, as {geometric: [0.99, 1.01], k3: 0.01, product: [0.5, 2.0], negative_kl: 0.5}; formulas:
+    [algorithms.md](algorithms.md#rejected-sequences). Several may stand together."""
+    rejected: Literal["keep", "drop"] = "keep"
+    """What becomes of a rejected sequence: `keep`: its policy loss has weight 0 and it counts in the
+    denominators of the aggregation; `drop`: it is left out as if it had not been sampled, KL and entropy
+    terms included, which needs `update.old_logprobs: recompute`."""
     mask_truncated: bool = False
     """Leave completions that were cut at `rollout.max_new_tokens` out of the loss, numerator and denominator;
     `update/masked_sequences` counts them. The critic's loss leaves them out too."""

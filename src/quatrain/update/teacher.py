@@ -1,0 +1,310 @@
+"""The teacher of on-policy distillation: a frozen model that scores what the policy sampled.
+
+Between lines 2 and 3 of a training step: `RewardedBatch` -> `Teacher.score` -> the same with the teacher's
+log-probability of each completion token, which `distillation.py` makes a part of the advantages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from jax.sharding import Mesh
+
+from quatrain.backend import this_backend
+from quatrain.config.errors import listed
+from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
+from quatrain.config.sections.distill import DEFAULT, OWN
+from quatrain.data.tokenizer import load_tokenizer
+from quatrain.data.vocabulary import check_same_tokens
+from quatrain.forward.micro_batch import MicroBatch
+from quatrain.forward.predict import predict_tokens, scored_hidden_program
+from quatrain.forward.specs import DistilledSpec, ModelSpec, PolicySpec
+from quatrain.forward.table import TokenTable
+from quatrain.models.attention.probe import trusted_attention
+from quatrain.models.params import output_head_name
+from quatrain.ops.divergences import Divergence
+from quatrain.parallel.axes import TP
+from quatrain.parallel.host_memory import trim_after_compiling
+from quatrain.parallel.mesh import to_memory
+from quatrain.types.batches import DATA_SOURCE, RewardedBatch, RolloutBatch
+from quatrain.types.metrics import Metric
+from quatrain.update.distillation import TEACHER_LOGPROBS
+from quatrain.update.server_teacher import ServerTeacher
+from quatrain.update.teacher_prompts import TeacherPrompts
+from quatrain.weights.load import BUILTIN, load_model
+
+logger = logging.getLogger(__name__)
+MOST_SOURCES = 16
+"""Values of the column `data_source` in a batch up to which each has a metric of its own."""
+
+
+OwnLogprobs = Callable[[str, TokenTable, float], np.ndarray]
+"""(`policy` or `initial`, table, temperature) -> log-probabilities of its scored tokens [B, T]."""
+
+
+class Source(Protocol):
+    """What computes log-probabilities for a teacher."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it can read."""
+
+    def logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
+        """[B, T] float32 log-probabilities of the scored tokens of `table`, 0 elsewhere."""
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """A `Source` with weights of the run: the policy's at the start of the step, or the reference's."""
+
+    name: str
+    temperature: float
+    longest: int
+
+    def logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
+        """As `Source.logprobs`; raises ValueError without `own`."""
+        if own is None:
+            raise ValueError(
+                f"the teacher {self.name} has weights of the run; give teacher.score what computes with "
+                "them, functools.partial(update.own_logprobs, state)"
+            )
+        return own(self.name, table, self.temperature)
+
+
+class FrozenModel:
+    """A `Source` that is a loaded model, whose parameters wait in `memory` between its passes."""
+
+    def __init__(
+        self,
+        params: Any,
+        spec: PolicySpec,
+        *,
+        max_tokens: int,
+        share_prompts: bool = True,
+        memory: Literal["device", "host"] = "device",
+    ):
+        self.spec = spec
+        sizes = LogprobConfig(max_tokens_per_device=max_tokens)
+        self._planner = spec.planner(sizes, share_prompts=share_prompts)
+        assert self._planner.max_tokens is not None
+        self.longest = min(self._planner.max_tokens, spec.arch.longest)
+        """Tokens of the longest sequence that the model can read."""
+        self._params = to_memory(memory, params)
+
+    def logprobs(self, table: TokenTable, own: OwnLogprobs | None = None) -> np.ndarray:
+        """As `Source.logprobs`."""
+        return predict_tokens(self.on_device(), table, model=self.spec, planner=self._planner)
+
+    def on_device(self) -> Any:
+        """The parameters on the devices."""
+        return to_memory("device", self._params)
+
+
+class WordTeacher:
+    """A teacher of losses over the vocabulary: its hidden states join micro-batches, its head the parameters.
+
+    It lies on the devices and the mesh of training.
+    """
+
+    def __init__(self, model: FrozenModel, *, kind: Divergence, beta: float):
+        self._model, self._kind, self._beta = model, kind, beta
+        self.longest, self.unpacks_above = model.longest, model.spec.unpacks_above
+
+    def joined(
+        self, policy: ModelSpec, params: Any, batches: Iterable[MicroBatch]
+    ) -> tuple[DistilledSpec, Any, Iterator[MicroBatch]]:
+        """The policy with its divergence, parameters and micro-batches for it.
+
+        The hidden states of a micro-batch are computed when it is asked for, just before its own pass. Raises
+        ValueError for vocabularies of different sizes that are sharded over `tp`.
+        """
+        teacher, values = self._model.spec, {f.name: getattr(policy, f.name) for f in fields(policy)}
+        sizes = policy.arch.vocab_size, teacher.arch.vocab_size
+        if policy.mesh_shape.tp > 1 and sizes[0] != sizes[1]:
+            raise ValueError(
+                f"with {TP} above 1 the teacher's vocabulary must have as many rows as the policy's for "
+                f"distill.loss {self._kind}; they have {sizes[1]} and {sizes[0]}; set {TP} of mesh to 1, or "
+                "distill.loss to sampled"
+            )
+        weights = self._model.on_device()
+        name = output_head_name(teacher.arch)
+        spec = DistilledSpec(**values, teacher=teacher, kind=self._kind, beta=self._beta)
+        program = scored_hidden_program(teacher.backend)
+
+        def with_states() -> Iterator[MicroBatch]:
+            for batch in batches:
+                with trim_after_compiling():
+                    yield replace(batch, teacher_hidden=program(weights, batch, model=teacher))
+
+        return spec, {"policy": params, "teacher": {name: weights[name]}}, with_states()
+
+
+class Teacher:
+    """What scores the policy's tokens: a source for each data source, with prompts of its own or not.
+
+    `sources` has what scores the rows of each value of the column `data_source`, None for nothing, and under
+    `default` what scores all others.
+    """
+
+    def __init__(self, sources: Mapping[str, Source | None], prompts: TeacherPrompts | None = None):
+        self._sources, self._prompts = sources, prompts
+
+    def check_sources(self, sources: Iterable[object]) -> None:
+        """Raises ValueError unless `sources`, those of the data, are those with a teacher."""
+        known = list(dict.fromkeys(map(str, sources)))
+        named = [name for name in self._sources if name != DEFAULT]
+        for name in named:
+            if name not in known:
+                raise ValueError(
+                    f"distill.teacher must name values of the column {DATA_SOURCE}, which are "
+                    f"{listed(known)}; got {name}; correct the name"
+                )
+        for name in known if DEFAULT not in self._sources else ():
+            if name not in named:
+                raise ValueError(
+                    f"distill.teacher must name a teacher for each data source; {name} has none; name one, "
+                    f"or a {DEFAULT}, which may be null"
+                )
+
+    def score(self, rewarded: RewardedBatch, own: OwnLogprobs | None = None) -> RewardedBatch:
+        """`rewarded` with `teacher_logprobs` [B, T] in nats, 0 outside the completion mask.
+
+        They are NaN on the tokens of a sequence that has no teacher: by its data source, or because it is
+        longer than its teacher can read (counted in `distill/no_teacher`). `own` computes those of weights of
+        the run (`Learner.own_logprobs`). All processes of the mesh must call this together, with the same
+        batch.
+        """
+        rollouts, prompts = rewarded.rollouts, self._prompts
+        table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts)
+        found = np.where(table.completion_mask, np.float32(np.nan), np.float32(0))
+        of_row = self._of_rows(rollouts)
+        for source in {id(each): each for each in of_row if each is not None}.values():
+            held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
+            if held.size:
+                found[held] = source.logprobs(table.take(held), own)
+        logprobs = found if prompts is None else prompts.back(found, table, rollouts)
+        return replace(
+            rewarded,
+            token_logprobs={**rewarded.token_logprobs, TEACHER_LOGPROBS: logprobs},
+            metrics={**rewarded.metrics, **_metrics(rollouts, logprobs)},
+        )
+
+    def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
+        """What scores each row."""
+        names = rollouts.columns.get(DATA_SOURCE, (DEFAULT,) * len(rollouts))
+        return [self._sources.get(name, self._sources.get(DEFAULT)) for name in names]
+
+
+def _metrics(rollouts: RolloutBatch, logprobs: np.ndarray) -> dict[str, Metric]:
+    """Metrics of the teacher's `logprobs` [B, T] of what was sampled."""
+    missing = np.isnan(logprobs)
+    scored = rollouts.completion_mask & ~missing
+    gaps = np.where(scored, rollouts.rollout_logprobs - np.nan_to_num(logprobs), 0).astype(np.float64)
+
+    def kl(rows: np.ndarray) -> Metric:
+        return Metric(float(gaps[rows].sum()), float(scored[rows].sum()))
+
+    metrics = {"distill/no_teacher": Metric(int(missing.any(axis=1).sum()), reduction="sum")}
+    if not scored.any():
+        return metrics
+    metrics["distill/kl"] = kl(scored.any(axis=1))
+    metrics["distill/teacher_logprob"] = Metric(float(logprobs[scored].sum()), float(scored.sum()))
+    of_row = np.array(rollouts.columns.get(DATA_SOURCE, ()), str)
+    sources = np.unique(of_row)
+    for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
+        if scored[of_row == source].any():
+            metrics[f"distill/kl/{source}"] = kl(of_row == source)
+    return metrics
+
+
+@dataclass(frozen=True)
+class TeacherLoader:
+    """How the teachers of `config` are loaded: on `mesh`, kept in `memory`, with prompts shared or not.
+
+    Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. `longest`: tokens of the
+    longest sequence that a run can produce; `longest_own`: that weights of the run can read. `seed` is that
+    of a built-in teacher.
+    """
+
+    config: DistillConfig
+    model: ModelConfig
+    tokenizer: Any
+    mesh: Mesh
+    memory: Literal["device", "host"] = "device"
+    share_prompts: bool = True
+    longest: int = 0
+    longest_own: int = 0
+    seed: int = 0
+    timeout_s: float = 600.0
+    """Seconds for which a teacher behind a server may not answer."""
+
+    def load(
+        self, prompts: TeacherPrompts | None = None, *, weights: bool = True
+    ) -> Teacher | WordTeacher | None:
+        """The teacher, with `prompts` of its own or None.
+
+        None if the configuration names none, and without `weights`, after the checks. A warning is logged for
+        a model that cannot read sequences of `longest` tokens. Raises ValueError for a model that is missing,
+        damaged, of an unsupported family, that `mesh` cannot shard, or whose tokens are not those of the
+        policy's `tokenizer`.
+        """
+        config = self.config
+        loaded: dict[str | None, Source | None] = {path: self._model(path, weights) for path in config.models}
+        if not config.teachers or not weights:
+            return None
+        if config.loss != "sampled":
+            (model,) = loaded.values()
+            assert isinstance(model, FrozenModel), "a rule of the configuration"
+            return WordTeacher(model, kind=config.loss, beta=config.beta)
+        assert config.temperature is not None, "the temperature is derived before it comes here"
+        own = {name: OwnWeights(name, config.temperature, self.longest_own) for name in OWN}
+        for address in config.servers:
+            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s)
+        sources = {name: (own | loaded).get(path) for name, path in config.teachers.items()}
+        return Teacher(sources, prompts)
+
+    def _model(self, path: str, weights: bool) -> FrozenModel | None:
+        config, model, size = self.config, self.model, len(self.tokenizer)
+        try:
+            if not path.startswith(BUILTIN):
+                check_same_tokens(load_tokenizer(path), self.tokenizer)
+            given: dict[str, Any] = {"seed": self.seed, "vocab_size": size, "mesh": self.mesh}
+            loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
+            if size > loaded.arch.vocab_size:
+                raise ValueError(
+                    "a teacher must have an embedding for each token of the policy's tokenizer: it has "
+                    f"{loaded.arch.vocab_size}, the tokenizer {size} tokens; choose another teacher"
+                )
+            kind = this_backend().kind
+            attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
+        except ValueError as error:
+            raise ValueError(f"distill.teacher {path} cannot be used: {error}") from error
+        if not weights:
+            return None
+        assert config.temperature is not None, "the temperature is derived before it comes here"
+        assert config.max_tokens_per_device is not None, "batch sizes are derived before they come here"
+        spec = PolicySpec(
+            loaded.arch.for_length(self.longest),
+            model.dtype,
+            attention=attention,
+            mesh=self.mesh,
+            temperature=config.temperature,
+        )
+        frozen = FrozenModel(
+            loaded.params,
+            spec,
+            max_tokens=config.max_tokens_per_device,
+            share_prompts=self.share_prompts,
+            memory=self.memory,
+        )
+        if frozen.longest < self.longest:
+            logger.warning(
+                "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; "
+                "sequences that are too long have no teacher (counted in distill/no_teacher)",
+                *(path, frozen.longest, self.longest),
+            )
+        return frozen

@@ -1,0 +1,90 @@
+"""Prompts of the teacher's own: how they are written, that ids are aligned, and what does not go together."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from quatrain.data.tokenizer import render
+from quatrain.update.teacher_prompts import TeacherPrompts
+
+QUESTION = ({"role": "user", "content": "Tom has 2 coins and finds 3 more. How many now?"},)
+WITH_SYSTEM = ({"role": "system", "content": "Be brief."}, *QUESTION)
+HINT = "The answer is {answer}."
+SOURCE = """
+def shown(row):
+    *before, last = row["prompt"]
+    return [*before, {"role": "user", "content": f"{last['content']} ({row['answer']})"}]
+
+def answered(row):
+    return [*row["prompt"], {"role": "assistant", "content": "5"}]
+"""
+
+
+def test_a_text_is_a_system_message_or_the_end_of_one(tokenizer):
+    prompts = TeacherPrompts(HINT, tokenizer)
+    assert prompts.columns == ("answer",)
+    said = {"role": "system", "content": "The answer is 5."}
+    assert prompts.text(QUESTION, {"answer": 5}) == (said, *QUESTION)
+    both = {"role": "system", "content": "Be brief.\n\nThe answer is 5."}
+    assert prompts.text(WITH_SYSTEM, {"answer": "5"}) == (both, *QUESTION)
+    assert prompts.text("2 + 3 =", {"answer": "5"}) == "The answer is 5.\n2 + 3 ="
+    with pytest.raises(ValueError, match=r"names the column 'answer'; the data has other"):
+        prompts.text(QUESTION, {"other": 1})
+
+
+def test_a_function_of_the_row(tokenizer, tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    prompts = TeacherPrompts(f"{tmp_path}/mine.py:shown", tokenizer)
+    assert prompts.columns == ()
+    own = np.array(render(tokenizer, QUESTION))
+    ids = prompts.ids(QUESTION, {"answer": 5}, own)
+    assert "How many now? (5)" in tokenizer.decode(ids)
+    wrong = TeacherPrompts(f"{tmp_path}/mine.py:answered", tokenizer)
+    with pytest.raises(ValueError, match=r"must end as the policy's.*it ends with .*the policy's with"):
+        wrong.ids(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM))[:-1])
+    with pytest.raises(ValueError, match="has no attribute 'missing'"):
+        TeacherPrompts(f"{tmp_path}/mine.py:missing", tokenizer)
+
+
+def _with_prompts(batch, tokenizer):
+    """`batch` with real prompts before its completions, and answers as a column."""
+    r, rows = batch.rewarded.rollouts, len(batch.rewarded.rollouts)
+    starts = r.completion_mask.argmax(axis=1)
+    texts = tuple((QUESTION, WITH_SYSTEM)[int(group) % 2] for group in r.group_ids)
+    fronts = [np.array(render(tokenizer, text), np.int32) for text in texts]
+    pieces = [
+        (front, r.input_ids[row, starts[row] : r.lengths[row]], row) for row, front in enumerate(fronts)
+    ]
+    width = max(len(front) + len(rest) for front, rest, _ in pieces)
+    names = ("input_ids", "attention_mask", "completion_mask", "rollout_logprobs")
+    made = {name: np.zeros((rows, width), getattr(r, name).dtype) for name in names}
+    made["policy_version"] = np.full((rows, width), -1, np.int32)
+    for front, rest, row in pieces:
+        first, end = len(front), len(front) + len(rest)
+        made["input_ids"][row, :end] = np.concatenate([front, rest])
+        made["attention_mask"][row, :end] = True
+        for name in ("completion_mask", "rollout_logprobs", "policy_version"):
+            made[name][row, first:end] = getattr(r, name)[row, starts[row] : r.lengths[row]]
+    columns = {"answer": tuple(str(group % 7) for group in r.group_ids)}
+    return dataclasses.replace(r, **made, prompts=texts, columns=columns)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_token_comes_back_to_its_place(tokenizer, make_batch, seed):
+    """Given tokens between sampled ones are read and not scored; the tokens are the policy's, id by id."""
+    rollouts = _with_prompts(make_batch(seed, holes=True), tokenizer)
+    prompts = TeacherPrompts(HINT, tokenizer)
+    table = prompts.table(rollouts)
+    scored = rollouts.completion_mask.any(axis=1)
+    assert (table.lengths[scored] > rollouts.lengths[scored]).all()
+    for row in np.flatnonzero(scored):
+        start = rollouts.completion_mask[row].argmax()
+        rest = rollouts.input_ids[row, start : rollouts.lengths[row]]
+        ids = table.input_ids[row, : table.lengths[row]]
+        np.testing.assert_array_equal(ids[-len(rest) :], rest)
+        before = tokenizer.decode(ids[: -len(rest)])
+        assert f"The answer is {rollouts.columns['answer'][row]}." in before
+    values = np.where(table.completion_mask, table.input_ids, 0).astype(np.float32)
+    expected = np.where(rollouts.completion_mask, rollouts.input_ids, 0)
+    np.testing.assert_array_equal(prompts.back(values, table, rollouts), expected)
