@@ -111,7 +111,7 @@ class Programs:
             (self._array(self.dtype, slots, heads, *shape),) * layers
             for shape in ((size, positions), (positions, size))
         )
-        return CachePart(keys, values)
+        return CachePart(tuple(zip(keys, values, strict=True)))
 
     def _sampler(self) -> Any:
         from quatrain.engine.decode import Program
@@ -220,7 +220,7 @@ class Programs:
         sizes = LogprobConfig(max_tokens_per_device=UPDATE_TOKENS)
         cut = model.planner(sizes, share_prompts=True).plans(table)[0]
         whole = replace(cut, width=UPDATE_TOKENS // len(cut.buffers))
-        return fill(whole, table, one_device(), unpack=model.unpacks)
+        return fill(whole, table, one_device(), **model.forms)
 
     def head(self) -> Any:
         """Log-probabilities and entropies of scored tokens, and their gradients by head and hidden states."""

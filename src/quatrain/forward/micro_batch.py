@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 from quatrain.forward.planner import MicroBatchPlan, MicroBatchPlanner, Segment
 from quatrain.forward.table import TokenTable
 from quatrain.models.attention.unpacking import Unpacking, unpacking
+from quatrain.models.delta_rule import Chunks
 from quatrain.models.layers import BRANCHES_PER_GROUP
+from quatrain.models.prefix_tree import chunk_layout
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
 
 INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
@@ -55,16 +57,19 @@ class MicroBatch:
     sequence_ids: jax.Array  # [R, K] int32
     columns: dict[str, jax.Array]  # [R, K] float32 each
     layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
+    chunks: Chunks | None = None  # [R, N] each, of each buffer, for DeltaNet layers
     packed: bool = field(default=False, metadata={"static": True})
     """Buffers may hold several segments."""
     shared: bool = field(default=False, metadata={"static": True})
     """Segments may have branches."""
 
 
-def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> MicroBatch:
+def fill(
+    cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack: bool = False, chunked: bool = False
+) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
 
-    `unpack`: packed buffers come with their `layout`.
+    `unpack`: packed buffers come with their `layout`, and `chunked`: with their `chunks`.
     """
     parts = mesh_shape(mesh).cp  # of equal width, one for each device
     shape = len(cut.buffers), -(-cut.width // parts) * parts
@@ -76,10 +81,12 @@ def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack: bool = F
             {name: array[buffer] for name, array in named.items()} for named in (arrays, columns)
         )
         _fill_buffer(of_buffer, columns_of_buffer, segments, cut.num_common, table)
-    layout = None
-    if unpack and cut.packed:
-        layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])
-    on_host = MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
+    ids = arrays["segment_ids"], arrays["branch_ids"]
+    layout = unpacking(*ids) if unpack and cut.packed else None
+    chunks = chunk_layout(*ids) if chunked and cut.packed else None
+    on_host = MicroBatch(
+        **arrays, columns=columns, layout=layout, chunks=chunks, packed=cut.packed, shared=cut.shared
+    )
     sharding = data_sharding(mesh)
     return jax.tree.map(lambda x: device_put(x, sharding), on_host)
 
@@ -131,8 +138,13 @@ def _fill_buffer(
 
 
 def micro_batches(
-    table: TokenTable, planner: MicroBatchPlanner, mesh: Mesh, *, unpack: bool = False
+    table: TokenTable,
+    planner: MicroBatchPlanner,
+    mesh: Mesh,
+    *,
+    unpack: bool = False,
+    chunked: bool = False,
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in planner.plans(table):
-        yield cut.sequences, fill(cut, table, mesh, unpack=unpack)
+        yield cut.sequences, fill(cut, table, mesh, unpack=unpack, chunked=chunked)

@@ -81,9 +81,9 @@ class ModelSpec(ABC):
         return choose_attention(self.attention, self.arch, platform=self.backend.kind, dtype=self.dtype)
 
     @property
-    def unpacks(self) -> bool:
-        """Whether packed micro-batches need their `layout`."""
-        return unpacks(self.kernel)
+    def forms(self) -> dict[str, bool]:
+        """Which further arrays packed micro-batches need, as arguments of `micro_batch.fill`."""
+        return {"unpack": unpacks(self.kernel), "chunked": bool(self.arch.deltas)}
 
     def planner(
         self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
@@ -103,6 +103,7 @@ class ModelSpec(ABC):
 
     def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
         """Hidden states [R, T / cp, D] after the final norm; in a function mapped over the mesh."""
+        assert not (self.arch.deltas and batch.packed and batch.chunks is None), "packed rows need chunks"
         return forward(
             params,
             self.arch,
@@ -115,6 +116,7 @@ class ModelSpec(ABC):
             attention=self.kernel,
             packed=batch.packed,
             layout=batch.layout,
+            chunks=batch.chunks,
             backend=self.backend,
         )
 

@@ -151,8 +151,8 @@ def _prepared(
 def _chunk(
     x_BLKC: jax.Array, ba_BLKG: jax.Array, weights: DeltaWeights, begin: DeltaState, counts: jax.Array
 ) -> tuple[jax.Array, DeltaState]:
-    """([B, L, K, G F] float32, the state at the end) of chunks of which the first `counts` tokens are real."""
-    (_, L, K, _), (E, GF), W = x_BLKC.shape, begin.memory.shape[2:], weights.conv.shape[2]
+    """([B, L, K, G F] float32, the state at the end) of chunks whose first `counts` tokens are real."""
+    L, (E, GF), W = x_BLKC.shape[1], begin.memory.shape[2:], weights.conv.shape[2]
     recent = jnp.concatenate([begin.conv.swapaxes(1, 2), x_BLKC.astype(jnp.float32)], axis=1)
     kernel = weights.conv.astype(jnp.float32)
     mixed = jax.nn.silu(sum(recent[:, w : w + L] * kernel[:, :, w] for w in range(W)))
@@ -237,16 +237,16 @@ def _begin(source: jax.Array, before: DeltaState, saved: DeltaState) -> DeltaSta
     """The states with which chunks of these sources begin."""
 
     def one(before: jax.Array, saved: jax.Array) -> jax.Array:
-        begin = _where(source == FROM_CHUNK_BEFORE, before, jnp.zeros_like(before))
+        begin = where_rows(source == FROM_CHUNK_BEFORE, before, jnp.zeros_like(before))
         if not len(saved):
             return begin
         taken = saved[jnp.maximum(source - FROM_SAVED, 0), jnp.arange(len(source))]
-        return _where(source >= FROM_SAVED, taken, begin)
+        return where_rows(source >= FROM_SAVED, taken, begin)
 
     return jax.tree.map(one, before, saved)
 
 
-def _where(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+def where_rows(rows: jax.Array, x: jax.Array, y: jax.Array | int) -> jax.Array:
     """`x` in these rows, else `y`."""
     return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
@@ -293,7 +293,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None, DeltaWeights]:
     """The gradient of a saved state is the sum of those of the chunks that began with it."""
     x, ba, chunks, weights, begins = residuals
-    (B, T, _, X), C, rows = x.shape, weights.conv.shape[1], jnp.arange(x.shape[0])
+    (_, T, _, X), C, rows = x.shape, weights.conv.shape[1], jnp.arange(x.shape[0])
     x_padded, ba_padded, dy = (_padded(each, T + CHUNK - 1) for each in (x[..., :C], ba, dy))
     used = _num_used(chunks)
 
@@ -311,7 +311,7 @@ def _backward(
         )
         dsaved = jax.tree.map(lambda all_: all_.at[save, rows].set(0, mode="drop"), dsaved)
         of_x, of_ba, of_weights, dbegin = pullback((above, dend))
-        dstate = jax.tree.map(partial(_where, source == FROM_CHUNK_BEFORE), dbegin, nothing)
+        dstate = jax.tree.map(partial(where_rows, source == FROM_CHUNK_BEFORE), dbegin, nothing)
         to = jnp.where(source >= FROM_SAVED, source - FROM_SAVED, NOWHERE)
         dsaved = jax.tree.map(lambda all_, one: all_.at[to, rows].add(one, mode="drop"), dsaved, dbegin)
         dx, dba = _with_rows(dx, of_x, start, count), _with_rows(dba, of_ba, start, count)

@@ -168,7 +168,7 @@ class _Plan:
         waits, phases = OFFLOADED * bool(phases), phases or PHASES
         adapters = self._weights(self.mesh, dtype, trained=True) if lora else 0
         why = f"model.param_dtype {dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
-        rope = self.arch.layers[0].mixer.rope
+        rope = self.arch.attentions[0].rope
         if rope and rope.kind == "longrope":
             tokens, factors = longest_of_run(self.config), "long" if rope.long else "short"
             why += f"; rotary embeddings with longrope's {factors} factors, for {tokens} tokens"

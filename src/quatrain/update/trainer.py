@@ -109,7 +109,7 @@ class Trainer:
         """
         began = time.perf_counter()
         cuts = self.planner.plans(mini)
-        batches = [fill(cut, mini, self.model.mesh, unpack=self.model.unpacks) for cut in cuts]
+        batches = [fill(cut, mini, self.model.mesh, **self.model.forms) for cut in cuts]
         totals.combine(describe_plans(mini, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
         params, opt_state, applied, metrics = optimizer_step(

@@ -189,7 +189,7 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
     rows, numbers = name.rows(parameter)
     gguf = family_of(arch).gguf
     if gguf and gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
-        half = arch.layers[0].mixer.head_dim // 2
+        half = arch.attentions[0].head_dim // 2
         numbers = numbers.reshape(-1, 2, half).swapaxes(1, 2).reshape(-1)
     offset = arch.norm.offset if tensor.name.endswith("norm.weight") else 0.0
     for start, values in _blocks(tensor):

@@ -98,6 +98,13 @@ class LayerRun:
 
         return (jax.checkpoint(gathering) if self.by_parts else gathering)(inputs, self.layer)
 
-    def linear(self, x: jax.Array, layer: Layer, name: str, sum_axis: str | None = None) -> jax.Array:
+    def linear(
+        self,
+        x: jax.Array,
+        layer: Layer,
+        name: str,
+        sum_axis: str | None = None,
+        stacked: tuple[int, ...] = (),
+    ) -> jax.Array:
         """`layers.linear` with the settings of this run."""
-        return linear(x, layer, name, sum_axis, self.few_rows, self.lora_scale)
+        return linear(x, layer, name, sum_axis, self.few_rows, self.lora_scale, stacked)
