@@ -445,7 +445,7 @@ def test_builtin_architecture():
     ("model_type", "message"),
     [
         ("mixtral", "it is nearest to mistral, but has experts"),
-        ("qwen3_next", "it is nearest to qwen3, but has gated DeltaNet layers and experts"),
+        ("qwen3_5_moe", "it is nearest to qwen3_5_text, but has experts"),
         ("olmo", "it is nearest to olmo2, but has layer norms without weights"),
         ("lama", r"did you mean llama\?"),
         ("gemma3n_text", "did you mean gemma3_text"),

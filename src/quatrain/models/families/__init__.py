@@ -31,8 +31,8 @@ from quatrain.models.hf_config import HFConfig
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, QWEN3_NEXT, QWEN3_5, GEMMA2, GEMMA3, GEMMA4),
-        *(MISTRAL, MINISTRAL3, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM, GLM4),
+        *(LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4),
+        *(MISTRAL, MINISTRAL3, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM, GLM4, QWEN3_NEXT, QWEN3_5),
     )
 }
 """The supported families, keyed by the `model_type` of config.json."""
