@@ -79,9 +79,13 @@ LONGROPE = {
 }
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "final_logit_softcapping": 3.0}
 DELTA: dict[str, Any] = {
-    **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 6},
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
 }
 GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "vocab_size_per_layer_input": 72}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -185,8 +189,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **DELTA,
             "tie_word_embeddings": True,
             "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-                **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
             },
         },
     ),
@@ -194,8 +201,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_text",
         {
             **DELTA,
-            **{"attention_bias": True, "num_key_value_heads": 1, "linear_num_key_heads": 4},
-            **{"linear_conv_kernel_dim": 3, "partial_rotary_factor": 1.0},
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "partial_rotary_factor": 1.0,
         },
     ),
     "glm": ("glm", {**IDS, "head_dim": 16}),

@@ -467,10 +467,9 @@ class Picked(NamedTuple):
     """The slots that these become, out of range for padding; None: all, in order."""
     positions: np.ndarray
 
-    def all_slots(self, size: int) -> bool:
-        """Whether these are all slots of a ring of `size`, in order."""
-        slots = self.slots
-        return slots is None or np.array_equal(slots, np.arange(len(slots)) % size)
+    def is_whole(self, slots: int, replicas: int) -> bool:
+        """Whether these are all `slots` of a ring on all replicas, in order."""
+        return self.slots is None or np.array_equal(self.slots, np.arange(slots) % (slots // replicas))
 
     @classmethod
     def moved(cls, pairs: list[list[tuple[int, int]]], size: int, positions: np.ndarray) -> Picked:
@@ -493,7 +492,7 @@ def rearrange_rings(
     among the new ones.
     """
     layers: list[list[LayerCache]] = [[] for _ in sources]
-    sizes = [part.num_slots // mesh_shape(mesh).num_data_shards for part in old]
+    replicas = mesh_shape(mesh).num_data_shards
     for layer, form in enumerate(old[0].layers):
         fresh = {ring: empty[ring](layer) for ring, (own, _) in enumerate(sources) if own is None}
         pairs: list[dict[int, jax.Array]] = [{}, {}]
@@ -503,7 +502,7 @@ def rearrange_rings(
                 own, more = sources[ring]
                 if own is None:
                     new = fresh[ring][kind]
-                elif own.slots is None or (axis is None and own.all_slots(sizes[ring])):
+                elif own.slots is None or (axis is None and own.is_whole(len(before[ring]), replicas)):
                     new = before[ring]
                 else:
                     new = _pick(before[ring], own.slots, own.positions, axis, mesh)

@@ -48,11 +48,6 @@ class CachePart:
         """The number of positions S: tokens that a slot can hold."""
         return next(layer[1].shape[2] for layer in self.layers if not isinstance(layer, DeltaState))
 
-    @property
-    def num_slots(self) -> int:
-        """The number of slots B, of all replicas outside of compiled programs."""
-        return len(self.layers[0][0])
-
 
 def position_axes(layer: LayerCache) -> tuple[int | None, int | None]:
     """The axis of the positions in each of a layer's arrays."""
