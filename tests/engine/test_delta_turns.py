@@ -41,7 +41,7 @@ def make_session(model, tokenizer):
     return make
 
 
-@pytest.mark.parametrize("most", [None, 4])
+@pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(make_session, model, most):
     """With slots refilled, and turns kept in prefix slots."""
     session = make_session(most=most, temperature=0.0)
@@ -58,7 +58,12 @@ def _same(one: list[Completion], other: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequences", "rings", "chance"), [(99, (), 0.2), (1.1, (), 0), (3, (), 0), (3, (32,), 0)]
+    ("sequences", "rings", "chance"),
+    [
+        (99, (), 0.2),
+        (3, (32,), 0),
+        *(pytest.param(n, (), 0, marks=pytest.mark.slow) for n in (1.1, 3)),
+    ],
 )
 def test_text_depends_neither_on_memory_nor_on_preemption(make_session, model, sequences, rings, chance):
     usual = Episodes(make_session(temperature=0.0)).run(model[1])

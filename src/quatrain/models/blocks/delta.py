@@ -169,8 +169,10 @@ class GatedDeltaNet:
             outputs={"qkv": inputs, "ba": ba, "o": d},
             kept=inputs + ba + V * F,
             normed=V * F,
-            working=2 * inputs + 2 * V * F,
-            statistics=K * (E * self._group * F + (self.conv_width - 1) * self.channels) // CHUNK,
+            working=4 * inputs + 2 * V * F,
+            statistics=0,
+            states=K * (E * self._group * F + (self.conv_width - 1) * self.channels) // CHUNK,
+            chunk=V * (8 * CHUNK**2 + 6 * E * F) + 6 * K * CHUNK * self.channels,
         )
 
 

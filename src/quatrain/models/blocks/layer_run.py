@@ -39,6 +39,10 @@ class Costs(NamedTuple):
     """Columns of temporary arrays in the backward pass, the results of norms left out."""
     statistics: int
     """Further float32 numbers that are kept."""
+    states: int = 0
+    """Float32 numbers of the states at the beginnings of chunks, kept if a layer is not recomputed whole."""
+    chunk: int = 0
+    """Float32 numbers of temporary arrays of one chunk of tokens, whatever the tokens of the micro-batch."""
 
 
 def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
