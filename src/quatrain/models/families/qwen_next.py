@@ -9,6 +9,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
+from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import FULL, read_rope, write_rope
 from quatrain.models.hf_config import HFConfig
 from quatrain.models.layers import Norm
@@ -74,6 +75,17 @@ def _write(arch: Architecture) -> Json:
     return written
 
 
+def _of_gguf(keys: GGUFKeys) -> Json:
+    return {
+        "full_attention_interval": keys.full_attention_interval,
+        "linear_conv_kernel_dim": keys.conv_width,
+        "linear_key_head_dim": keys.delta_key_size,
+        "linear_value_head_dim": keys.delta_values // max(keys.delta_heads, 1),
+        "linear_num_key_heads": keys.delta_key_heads,
+        "linear_num_value_heads": keys.delta_heads,
+    }
+
+
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
@@ -90,5 +102,15 @@ QWEN3_5 = Family(
     {**_DEFAULTS, "num_key_value_heads": 4},
     partial(_read, family="qwen3_5_text", grouped=False),
     _write,
-    None,
+    GGUF(
+        "qwen35",
+        keys={
+            "full_attention_interval": 4,
+            **{f"ssm.{key}": 0 for key in ("conv_kernel", "state_size", "group_count")},
+            **{f"ssm.{key}": 0 for key in ("time_step_rank", "inner_size")},
+            "rope.dimension_sections": [],
+        },
+        config=_of_gguf,
+        names={"mlp_norm": "post_attention_norm"},
+    ),
 )
