@@ -50,7 +50,9 @@ class GGUFKeys(Description):
     delta_key_heads: Annotated[int, Field(alias="ssm.group_count", ge=0, le=2**12)] = 0
     delta_heads: Annotated[int, Field(alias="ssm.time_step_rank", ge=0, le=2**12)] = 0
     delta_values: Annotated[int, Field(alias="ssm.inner_size", ge=0, le=2**24)] = 0
-    image_sections: Annotated[list[int], Field(alias="rope.dimension_sections", max_length=8)] = []
+    image_sections: Annotated[
+        list[int], Field(alias="rope.dimension_sections", max_length=8, default_factory=list)
+    ]
     """Of the positions of images; they change nothing in texts."""
 
     @property
