@@ -98,7 +98,7 @@ QWEN3_NEXT = Family(
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    "Qwen3_5ForSequenceClassification",
+    "Qwen3_5TextForSequenceClassification",
     {**_DEFAULTS, "num_key_value_heads": 4},
     partial(_read, family="qwen3_5_text", grouped=False),
     _write,
