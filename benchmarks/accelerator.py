@@ -218,7 +218,7 @@ class Bench:
         for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
             figures[name] = filled[f"batch/{name}"].result()
         seconds, figures["grad_norm"] = self._optimizer_steps(
-            policy, [fill(cut, table, policy.mesh, unpack=policy.unpacks) for cut in cuts]
+            policy, [fill(cut, table, policy.mesh, policy.forms) for cut in cuts]
         )
         step_s = statistics.median(seconds[1:])
         rate = flops / step_s / 1e12

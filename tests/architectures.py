@@ -9,6 +9,7 @@ from goldens import CASES, read_golden
 
 from quatrain.config.schema import LoraConfig
 from quatrain.models.architecture import Architecture, LayerKind
+from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.rope import Rope
 
@@ -51,7 +52,8 @@ def changed(
         return replace(of, **{name: values[name] for name in names} | more)
 
     def layer(kind: LayerKind, window: int | None) -> LayerKind:
-        mixer = picked(kind.mixer, window=window)
+        has_window = isinstance(kind.mixer, Attention)
+        mixer = picked(kind.mixer, window=window) if has_window else picked(kind.mixer)
         mixer = replace(mixer, rope=sliding_rope) if window and sliding_rope else mixer
         return picked(kind, mixer=mixer, mlp=picked(kind.mlp))
 

@@ -103,7 +103,7 @@ def _scores(params, arch, ids, real):
     return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)))
 
 
-def _check_against_the_forward_pass(arch, params, completions, n, width=256):
+def check_against_the_forward_pass(arch, params, completions, n, width=256, tolerance=1e-5):
     rows = [[*PROMPTS[i // n], *completion.tokens] for i, completion in enumerate(completions)]
     ids, real = np.zeros((2, len(rows), width), np.int32)
     for i, row in enumerate(rows):
@@ -117,7 +117,7 @@ def _check_against_the_forward_pass(arch, params, completions, n, width=256):
             if version >= 0:
                 scores = logprobs[i, before + t - 1]
                 assert token == scores.argmax()
-                assert logprob == pytest.approx(scores[token], abs=1e-5)
+                assert logprob == pytest.approx(scores[token], abs=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(
     params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
     session = make_session(arch=small_arch, most=most, temperature=0.0, max_new_tokens=longest)
     completions = Episodes(session).run(params)
-    _check_against_the_forward_pass(small_arch, params, completions, 3)
+    check_against_the_forward_pass(small_arch, params, completions, 3)
     assert max(len(completion.turns) for completion in completions) == TURNS
 
 

@@ -1,24 +1,31 @@
 """Samples of engines with little memory, on meshes of 4 simulated devices; writes them to the file argv[1].
 
 The other arguments are MESH/POSITIONS/RINGS/CHANCE: the positions of a replica's cache, those of its rings
-before the last, and how often a sample is preempted in a round.
+before the last, and how often a sample is preempted in a round. The model is that of the golden FAMILY in the
+environment, if it is given; greedy, because its log-probabilities have more rounding.
 """
 
+import os
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 from tiny_qwen2 import tiny_qwen2
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from architectures import of_golden
+
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.models.kv_cache import bytes_per_position
+from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh
 from quatrain.types.batches import Prompt
 
-ARCH = tiny_qwen2(num_layers=1)
+FAMILY = os.environ.get("FAMILY")
+ARCH = of_golden(FAMILY, vocab_size=64, max_position=4096) if FAMILY else tiny_qwen2(num_layers=1)
 LENGTHS = (3, 1, 9, 2100, *range(1, 9))
 
 
@@ -31,8 +38,9 @@ def sampled(case: str) -> dict[str, np.ndarray]:
     sizes, positions, rings, chance = case.split("/")
     shape, draw = MeshShape(*map(int, sizes.split(","))), np.random.default_rng(0)
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
-    config = RolloutConfig(n=3, max_new_tokens=100, temperature=0.9)
+    config = RolloutConfig(n=3, max_new_tokens=100, temperature=0.0 if FAMILY else 0.9)
     memory = int(positions) * bytes_per_position(ARCH, "float32", shape.tp)
+    memory += 20 * bytes_per_state(ARCH, "float32", shape.tp)
     settings = {"stop_ids": tuple(range(0, 64, 25)), "seed": 11, "mesh": mesh, "cache_bytes": memory}
     engine = RolloutEngine(ARCH, config, _WithoutText(), **settings)
     engine.sync_weights(init_params(ARCH, jax.random.key(0), mesh=mesh), 1)

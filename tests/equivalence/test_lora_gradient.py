@@ -60,8 +60,9 @@ def _model(arch, remat="layer"):
 
 
 def _gradient(arch, params, table, planner, remat="layer"):
-    batches = (batch for _, batch in micro_batches(table, planner, one_device()))
-    return sum_gradients(params, batches, model=_model(arch, remat), objective=OBJECTIVE)
+    model = _model(arch, remat)
+    batches = (batch for _, batch in micro_batches(table, planner, one_device(), model.forms))
+    return sum_gradients(params, batches, model=model, objective=OBJECTIVE)
 
 
 def _of_merged(arch, params, table):
@@ -72,11 +73,11 @@ def _of_merged(arch, params, table):
     def loss(adapters):
         base = without_adapters(params)
         layers = []
-        for layer, own in zip(base["layers"], adapters["layers"], strict=True):
-            change = {
-                name: changed(layer[name], own[name + LORA_A], own[name + LORA_B], arch.lora.scale)
-                for name in arch.lora.targets
-            }
+        for kind, layer, own in zip(arch.layers, base["layers"], adapters["layers"], strict=True):
+            change = {}
+            for name in arch.lora.targets:
+                both = own[name + LORA_A], own[name + LORA_B]
+                change[name] = changed(layer[name], *both, arch.lora.scale, kind.stacked(name))
             layers.append({**layer, **change})
         predictions = plain.predict({**base, "layers": layers}, batch)
         return weighted_loss(predictions, batch, plain, OBJECTIVE)[0]
@@ -98,6 +99,8 @@ PADDED, PACKED = MicroBatchPlanner(rows=5), MicroBatchPlanner(max_tokens=32, num
     ("case", "cuttings"),
     [
         ("qwen2", (PACKED,)),
+        ("qwen3_5_text", (PACKED,)),
+        pytest.param("qwen3_next", (PADDED, PACKED), marks=pytest.mark.slow),
         *(pytest.param(case, (PADDED, PACKED), marks=pytest.mark.slow) for case in SCORE_CASES),
     ],
 )

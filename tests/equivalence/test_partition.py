@@ -78,7 +78,7 @@ def _policy(arch) -> PolicySpec:
 
 def _gradient(arch, params, table, planner, objective, **settings):
     policy = replace(_policy(arch), **settings)
-    batches = (b for _, b in micro_batches(table, planner, one_device(), unpack_above=policy.unpacks_above))
+    batches = (b for _, b in micro_batches(table, planner, one_device(), policy.forms))
     grads, stats = sum_gradients(params, batches, model=policy, objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 

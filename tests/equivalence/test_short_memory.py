@@ -12,6 +12,10 @@ WORKER = Path(__file__).parent / "short_memory_worker.py"
 ENOUGH = "1,1,1/1000000//0"
 
 
+def test_states_of_delta_layers_go_with_samples_on_a_mesh(tmp_path):
+    _assert_as_with_enough(tmp_path, ["2,1,2/3300/32,64/0.1"], FAMILY="qwen3_5_text")
+
+
 @pytest.mark.parametrize(
     "cases",
     [
@@ -20,8 +24,12 @@ ENOUGH = "1,1,1/1000000//0"
     ],
 )
 def test_with_little_memory_tokens_are_those_of_one_device_with_enough(tmp_path, cases):
+    _assert_as_with_enough(tmp_path, cases)
+
+
+def _assert_as_with_enough(tmp_path, cases, **environment):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | environment
     target = tmp_path / "results.npz"
     subprocess.run([sys.executable, WORKER, target, ENOUGH, *cases], env=environment, check=True)
     with np.load(target) as results:

@@ -58,7 +58,7 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     params = init_params(ARCH, jax.random.key(0), mesh=mesh)
     model = PolicySpec(ARCH, attention=name, mesh=mesh, backend=replace(backend_of("cpu"), kind="gpu"))
     planner = MicroBatchPlanner(max_tokens=150, num_shards=shape.num_data_shards, share_prompts=True)
-    batches = [batch for _, batch in micro_batches(table(), planner, mesh, unpack_above=model.unpacks_above)]
+    batches = [batch for _, batch in micro_batches(table(), planner, mesh, model.forms)]
     assert all((batch.layout is not None) == (name == "cudnn") for batch in batches)
     grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
     engine = RolloutEngine(

@@ -1,9 +1,12 @@
 import numpy as np
 import pytest
+from architectures import of_golden
 
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner, common_prefix_tokens, describe_plans
+from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
+from quatrain.models.delta_rule import FROM_SAVED, FROM_ZERO, NOWHERE
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
@@ -89,6 +92,25 @@ def test_a_group_has_its_prompt_once():
     assert batch.targets[0, :4].tolist() == [10, 11, 12, 20]
     # Both samples begin after the prompt's last token.
     assert batch.predictors[0, :4].tolist() == [2, 3, 2, 7]
+
+
+def test_buffers_have_chunks_for_a_model_with_delta_layers_alone():
+    planner = MicroBatchPlanner(max_tokens=9, share_prompts=True)
+    ((_, without),) = micro_batches(_group(), planner, one_device())
+    ((_, batch),) = micro_batches(_group(), planner, one_device(), chunked=True)
+    assert without.chunks is None
+    assert batch.chunks is not None
+    saved, nowhere = FROM_SAVED, NOWHERE
+    assert list(zip(*(each[0, :5].tolist() for each in batch.chunks), strict=True)) == [
+        (0, 3, FROM_ZERO, 0),  # the prompt, after which each of two samples begins
+        (3, 2, saved, nowhere),
+        (5, 1, saved, nowhere),
+        (6, 2, FROM_ZERO, 0),
+        (8, 1, saved, nowhere),
+    ]
+    assert not batch.chunks.counts[0, 5:].any()
+    forms = [PolicySpec(of_golden(case)).forms["chunked"] for case in ("qwen3", "qwen3_next")]
+    assert forms == [False, True]
 
 
 def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():

@@ -24,9 +24,7 @@ SHARED = MicroBatchPlanner(max_tokens=800, share_prompts=True)
 def _gradient(arch, params, table, planner, attention, dtype="float32"):
     policy = PolicySpec(arch, temperature=0.9, dtype=dtype, attention=attention)
     objective = PolicyObjective.of(UpdateConfig(entropy_coef=0.1), on_policy=True)
-    batches = [
-        batch for _, batch in micro_batches(table, planner, policy.mesh, unpack_above=policy.unpacks_above)
-    ]
+    batches = [batch for _, batch in micro_batches(table, planner, policy.mesh, policy.forms)]
     assert len(batches) > 1
     with jax.default_matmul_precision("highest"):
         grads, stats = sum_gradients(params, batches, model=policy, objective=objective)

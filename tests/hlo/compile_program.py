@@ -111,7 +111,7 @@ class Programs:
             (self._array(self.dtype, slots, heads, *shape),) * layers
             for shape in ((size, positions), (positions, size))
         )
-        return CachePart(keys, values)
+        return CachePart(tuple(zip(keys, values, strict=True)))
 
     def _sampler(self) -> Any:
         from quatrain.engine.decode import Program
@@ -151,6 +151,7 @@ class Programs:
         from quatrain.engine.decode import prefill_program
         from quatrain.engine.groups import Admitted, Group, pack_prompts
         from quatrain.models.attention import unpacks_above
+        from quatrain.models.prefix_tree import RowForms
         from quatrain.types.batches import Prompt
 
         ids = np.arange(8 * PROMPT, dtype=np.int32).reshape(8, PROMPT)
@@ -159,7 +160,7 @@ class Programs:
         ]
         prefix_slots = SLOTS // GROUP
         packed = self._like(
-            pack_prompts([pack], GROUP, prefix_slots, unpack_above=unpacks_above(self.attention))
+            pack_prompts([pack], GROUP, prefix_slots, RowForms(unpacks_above(self.attention)))
         )
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed))
         return prefill_program(self.backend).lower(
@@ -222,7 +223,7 @@ class Programs:
         sizes = LogprobConfig(max_tokens_per_device=UPDATE_TOKENS)
         cut = model.planner(sizes, share_prompts=True).plans(table)[0]
         whole = replace(cut, width=UPDATE_TOKENS // len(cut.buffers))
-        return fill(whole, table, one_device(), unpack_above=model.unpacks_above)
+        return fill(whole, table, one_device(), model.forms)
 
     def head(self) -> Any:
         """Log-probabilities and entropies of scored tokens, and their gradients by head and hidden states."""

@@ -6,6 +6,7 @@ import pytest
 from goldens import CASES, SCORE_CASES, read_golden, read_score_golden
 
 from quatrain.models.architecture import BOTH
+from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.families import (
     FAMILIES,
     architecture_from_hf,
@@ -445,7 +446,7 @@ def test_builtin_architecture():
     ("model_type", "message"),
     [
         ("mixtral", "it is nearest to mistral, but has experts"),
-        ("qwen3_next", "it is nearest to qwen3, but has gated DeltaNet layers and experts"),
+        ("qwen3_5_moe", "it is nearest to qwen3_5_text, but has experts"),
         ("olmo", "it is nearest to olmo2, but has layer norms without weights"),
         ("lama", r"did you mean llama\?"),
         ("gemma3n_text", "did you mean gemma3_text"),
@@ -527,3 +528,43 @@ def test_what_is_wrong_in_a_phi_config(changes, message):
 def test_what_is_wrong_in_a_gemma_4_config(changes, message):
     with pytest.raises(ValueError, match=message):
         architecture_from_hf({**read_golden("gemma4_text").config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_sparse"),
+    [
+        ({"num_experts": 512}, 8),
+        ({}, 8),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, 4),
+        ({"num_experts": 4, "mlp_only_layers": [*range(7)]}, 1),
+        ({"num_experts": 4, "mlp_only_layers": [*range(8)]}, 0),
+        ({"num_experts": 0}, 0),
+    ],
+)
+def test_layers_with_experts_are_refused(fields, num_sparse):
+    config = {**read_golden("qwen3_next").config, "num_hidden_layers": 8, "layer_types": None}
+    config = {key: value for key, value in config.items() if key != "num_experts"} | fields
+    if num_sparse:
+        with pytest.raises(ValueError, match=f"{num_sparse} of 8 layers have experts .*use a dense model"):
+            architecture_from_hf(config)
+    else:
+        kinds = [isinstance(kind.mixer, GatedDeltaNet) for kind in architecture_from_hf(config).layers]
+        assert kinds == [True, True, True, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 3}, "of at least one layer of full attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "3 entries out of full_attention, linear_attention"),
+        (
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads must be a multiple of linear_num_key_heads = 2",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be 2 or more"),
+    ],
+)
+def test_delta_layers_that_the_decoder_lacks_are_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        architecture_from_hf({**read_golden("qwen3_5_text").config, **fields})

@@ -6,7 +6,7 @@ from quatrain.models.kv_cache import CachePart, bytes_per_position, write
 
 
 def test_columns_are_the_tokens_a_part_has_room_for():
-    part = CachePart((jnp.zeros((3, 2, 32, 5)),), (jnp.zeros((3, 2, 5, 32)),))
+    part = CachePart(((jnp.zeros((3, 2, 32, 5)), jnp.zeros((3, 2, 5, 32))),))
     assert part.positions == 5
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architectures import changed
+from architectures import changed, of_golden
 from jax.sharding import PartitionSpec
 
 from quatrain.config.mesh import MeshShape
@@ -69,3 +69,18 @@ def test_sequence_parallelism_divides_the_heads_of_a_device(small_arch, tp, cp, 
         return
     with pytest.raises(ValueError, match=rf"cp must be a number .*got cp {cp}; choose one of {valid}$"):
         partition(small_arch, MeshShape(1, 1, tp, cp))
+
+
+def test_meshes_divide_the_key_heads_of_delta_layers():
+    """4 key heads, and 4 query heads with one key/value head."""
+    arch = of_golden("qwen3_5_text_biases")
+    for name, axes in (("qkv", ("tp", None, None)), ("a_log", ("tp",)), ("o", (None, "tp"))):
+        assert partition(arch, MeshShape(1, 1, 4))["layers"][0][name] == PartitionSpec(*axes)
+    with pytest.raises(
+        ValueError, match=r"divides the 4 key heads of DeltaNet layers.*got tp 3; choose one of 1, 2, 4$"
+    ):
+        partition(arch, MeshShape(1, 1, 3))
+    with pytest.raises(
+        ValueError, match=r"key heads of a device in DeltaNet layers \(2\); got cp 4; choose one of 1, 2$"
+    ):
+        partition(arch, MeshShape(1, 1, 2, 4))

@@ -78,6 +78,15 @@ LONGROPE = {
     },
 }
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "final_logit_softcapping": 3.0}
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "vocab_size_per_layer_input": 72}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-5}),
@@ -173,6 +182,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {**IDS, "sliding_window": 9}),
     "phi3_longrope": ("phi3", {**LONGROPE, "original_max_position_embeddings": 64}),
     "phi3_longrope_long": ("phi3", {**LONGROPE, "original_max_position_embeddings": 16}),
+    "qwen3_next": ("qwen3_next", {**DELTA, "num_experts": 0, "linear_num_value_heads": 2}),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        {
+            **DELTA,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
+    "qwen3_5_text_biases": (
+        "qwen3_5_text",
+        {
+            **DELTA,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
     "glm": ("glm", {**IDS, "head_dim": 16}),
     "glm4": ("glm4", {**IDS, "head_dim": 8, "num_key_value_heads": 1, "attention_bias": True}),
 }
@@ -226,11 +261,13 @@ def check_multimodal() -> None:
     }
     inputs = make_inputs("multimodal")
     text_parts = (("gemma3", "gemma3_text"), ("gemma4", "gemma4_text"), ("mistral3", "ministral3"))
-    for outer, case in (*text_parts, ("mistral3", "mistral")):
+    for outer, case in (*text_parts, ("mistral3", "mistral"), ("qwen3_5", "qwen3_5_text")):
         text_type, fields = CONFIGS[case]
         text = {**SMALL, **IDS, **fields, "model_type": text_type}
         own = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8} if outer == "gemma4" else {}
         parts = {"audio_config": None} if own else {}
+        if outer == "qwen3_5":
+            own = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
         config = AutoConfig.for_model(outer, text_config=text, vision_config=vision | own, **parts)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
         with tempfile.TemporaryDirectory() as folder:
@@ -293,6 +330,8 @@ def check_export(
         assert loaded.dtype == torch.float32
         before, after = model.config.to_dict(), loaded.config.to_dict()
         after["rope_parameters"].pop("type", None)  # the older name of rope_type
+        for of_images in ("mrope_section", "mrope_interleaved"):
+            before["rope_parameters"].pop(of_images, None)
         differ = {k: (before.get(k), after.get(k)) for k in before | after if before.get(k) != after.get(k)}
         unread = {"max_window_layers", "_name_or_path", "partial_rotary_factor"}
         assert not set(differ) - unread, f"the exported config differs: {differ}"

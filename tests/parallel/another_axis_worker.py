@@ -65,7 +65,7 @@ mesh = role_mesh(role)
 model = PolicySpec(ARCH, mesh=mesh)
 params = init_params(ARCH, jax.random.key(0), mesh=mesh)
 planner = MicroBatchPlanner(max_tokens=40, num_shards=role.mesh.num_data_shards, share_prompts=False)
-parts = [part for _, part in micro_batches(table(), planner, mesh, unpack_above=model.unpacks_above)]
+parts = [part for _, part in micro_batches(table(), planner, mesh, model.forms)]
 objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
 optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-2), 1)
 new, _, applied, metrics = optimizer_step(

@@ -18,7 +18,7 @@ from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.specs import PolicySpec
 from quatrain.models.architecture import BOTH
 from quatrain.models.families import architecture_from_hf
-from quatrain.models.kv_cache import empty_cache
+from quatrain.models.kv_cache import bytes_per_state, empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
 from quatrain.parallel.mesh import one_device
 from quatrain.plan.activations import activations, elements_on_device
@@ -166,6 +166,20 @@ def test_cache_is_that_of_the_session(final):
     assert parts(final(SMALL, *longer, "data.train=own.jsonl"))["kv_cache"] == parts(config)["kv_cache"]
     halves = parts(final(SMALL, *sizes, "mesh=1,2,2", "model.dtype=bfloat16"), devices=4)
     assert halves["kv_cache"] == (16 * own * 6 / 4 + 4 * prompt) * 2 * 2 * 1 * 16 * 2
+
+
+def test_the_cache_has_a_state_of_each_slot_in_delta_layers(final):
+    sizes = ("data.batch_size=6", "rollout.n=5", "data.max_prompt_length=40", "rollout.max_new_tokens=50")
+    heads = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    shape = {**SMALL, **heads, "model_type": "qwen3_5_text", "num_hidden_layers": 4}
+    config, arch = final(shape, *sizes, "model.dtype=bfloat16"), architecture_from_hf(shape)
+    cache = [empty_cache(arch, *size, jnp.bfloat16, one_device()) for size in ((32, 56), (8, 48))]
+    largest = sum(x.nbytes for x in cache[0].layers[3])  # of attention, which grows
+    assert parts(config)["kv_cache"] == sum(x.nbytes for x in jax.tree.leaves(cache)) + largest
+    states = [x for part in cache for layer in part.layers[:3] for x in layer]
+    assert sum(x.nbytes for x in states) == (32 + 8) * bytes_per_state(arch, jnp.bfloat16)
+    halves = parts(final(shape, *sizes, "mesh=1,2,2", "model.dtype=bfloat16"), devices=4)["kv_cache"]
+    assert halves == pytest.approx(parts(config)["kv_cache"] / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ class Admission:
         least = self.room.fitting(context + longest)
         while least and not fits(least, least, longest):
             least -= 1
-        slots = round_down(self.room.num_positions // ring)
+        slots = round_down(self.room.slots(ring))
         while slots > least:
             groups = slots if self.turns else power_of_two(-(-slots // self.group_size))
             if fits(slots, min(groups, slots), ring):
@@ -283,9 +283,7 @@ class Admission:
         ):
             shape = kept
         if not self.room.fits(shape):  # the memory is full: fewer prompts wait in it for a slot
-            generated = shape._replace(prefix_slots=0).num_positions
-            left = (self.room.num_positions - generated) // shape.prompt_positions
-            shape = shape._replace(prefix_slots=max(left, least))
+            shape = shape._replace(prefix_slots=max(self.room.prefix_slots(shape), least))
         assert self.room.fits(shape), (shape, self.room)
         return shape
 

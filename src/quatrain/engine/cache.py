@@ -16,7 +16,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.engine.decode import Picked, Turns, keep_turns, rearrange, rearrange_rings
+from quatrain.engine.decode import (
+    Filled,
+    Picked,
+    Turns,
+    copy_states,
+    keep_turns,
+    rearrange,
+    rearrange_rings,
+)
 from quatrain.engine.groups import FEWEST_POSITIONS, prompt_positions
 from quatrain.models.architecture import Architecture
 from quatrain.models.kv_cache import CachePart, LayerCache, empty_cache, empty_layer
@@ -66,6 +74,8 @@ class Room:
     fewest_positions: int
     more_context: int = 0
     more_turn: int = 0
+    state_bytes: int = 0
+    """Of a slot or a prefix slot, whatever its positions."""
 
     def positions(self, prompt: int, new: int) -> int:
         """Positions of a sequence with a prompt of up to `prompt` tokens and a completion of up to `new`."""
@@ -98,22 +108,33 @@ class Room:
             positions *= 2
         return min(positions, round_up(most + self.more_turn))
 
-    @property
-    def num_positions(self) -> int:
-        """Positions that there is memory for."""
-        return self.num_bytes // self.position_bytes
+    def slots(self, positions: int) -> int:
+        """How many slots of so many positions there is memory for, without prefix slots."""
+        return self.num_bytes // (positions * self.position_bytes + self.state_bytes)
+
+    def prefix_slots(self, shape: CacheShape) -> int:
+        """How many prefix slots there is memory for beside the slots of `shape`."""
+        left = self.num_bytes - self._bytes(shape._replace(prefix_slots=0))
+        return left // (shape.prompt_positions * self.position_bytes + self.state_bytes)
 
     def fits(self, shape: CacheShape) -> bool:
         """Whether there is memory for a cache of this shape."""
-        return shape.num_positions <= self.num_positions
+        return self._bytes(shape) <= self.num_bytes
+
+    def _bytes(self, shape: CacheShape) -> int:
+        states = shape.slots + shape.prefix_slots
+        return shape.num_positions * self.position_bytes + states * self.state_bytes
 
     def fitting(self, positions: int) -> int:
         """How many sequences of so many positions there is room for."""
-        return self.num_bytes // (positions * self.position_bytes)
+        return self.num_bytes // self._of_sequence(positions)
+
+    def _of_sequence(self, positions: int) -> int:
+        return positions * self.position_bytes + 2 * self.state_bytes
 
     def share(self, positions: int) -> str:
-        """The memory that so many positions take, and how much there is, for an error."""
-        return f"{positions * self.position_bytes / 2**20:.1f} MiB of {self.num_bytes / 2**20:.1f} MiB"
+        """The memory that a sequence of so many positions takes, and how much there is, for an error."""
+        return f"{self._of_sequence(positions) / 2**20:.1f} MiB of {self.num_bytes / 2**20:.1f} MiB"
 
 
 class Move(NamedTuple):
@@ -228,6 +249,20 @@ class Cache:
         picked = np.array([each.get(to, 0) for each in whole for to in range(size)])
         return position, Picked(picked, None, columns(ring)), more
 
+    def begun(self, filled: Sequence[tuple[int, int, int, int]]) -> Cache:
+        """The cache with the states of prefix slots in slots: (replica, ring, slot of it, prefix slot)."""
+        cache = self
+        for ring, (slots, _) in enumerate(self.shape.rings):
+            given: list[list[tuple[int, int]]] = [[] for _ in range(self.num_replicas)]
+            for replica, of, slot, prefix_slot in filled:
+                if of == ring:
+                    given[replica].append((slot, prefix_slot))
+            if any(given):
+                table = _padded(given, (slots, 0))
+                generated = copy_states(cache.generated[ring], self.prompts, Filled(*table), self.mesh)
+                cache = cache.with_ring(ring, generated)
+        return cache
+
     def resized(self, prompt_positions: int) -> Cache:
         """The cache with another number of positions of the prompts."""
         shape = self.shape._replace(prompt_positions=prompt_positions)
@@ -246,13 +281,18 @@ class Cache:
                     own = (slot, position, tokens, source % prefix_slots, before, to % prefix_slots)
                     given[replica].append(own)
             if any(given):
-                size = power_of_four(max(map(len, given)))
-                padding = (0, 0, 0, 0, 0, prefix_slots)
-                table = np.array([own + [padding] * (size - len(own)) for own in given], np.int32)
-                turns = Turns(*table.reshape(-1, len(padding)).T.copy())
+                turns = Turns(*_padded(given, (0, 0, 0, 0, 0, prefix_slots)))
                 prompts = keep_turns(prompts, self.generated[ring], turns, self.mesh)
         return replace(self, prompts=prompts)
 
     def _all(self, size: int) -> list[int]:
         """Every prefix slot, by its index on its replica."""
         return [*range(size)] * self.num_replicas
+
+
+def _padded(given: Sequence[Sequence[tuple[int, ...]]], padding: tuple[int, ...]) -> np.ndarray:
+    """[fields, replicas x N] int32 of N entries of each replica, a power of four so that few programs are
+    compiled."""
+    size = power_of_four(max(map(len, given)))
+    table = np.array([[*own, *[padding] * (size - len(own))] for own in given], np.int32)
+    return table.reshape(-1, len(padding)).T.copy()

@@ -27,11 +27,14 @@ from jax.sharding import Mesh, PartitionSpec
 from quatrain.backend import Backend, this_backend
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
+from quatrain.models.attention import unpacks_above
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decode_step import Continued, Restored, Sharing
 from quatrain.models.decoder import logits
-from quatrain.models.kv_cache import CACHE_SPEC, CachePart, LayerCache
+from quatrain.models.delta_rule import Chunks, DeltaState
+from quatrain.models.kv_cache import CACHE_SPEC, CachePart, LayerCache, position_axes
 from quatrain.models.params import partition
+from quatrain.models.prefix_tree import RowForms
 from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
 from quatrain.ops.shape_buckets import power_of_four
 from quatrain.parallel.axes import DATA_AXES, TP
@@ -64,6 +67,7 @@ class Packed(NamedTuple):
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
     layout: Unpacking | None = None  # of [1, T] tokens
+    chunks: Chunks | None = None  # of [1, T] tokens, with the ends of prompts; for DeltaNet layers
     sampling: EachSampling | None = None  # [N], if each prompt has its own
 
 
@@ -84,12 +88,18 @@ class Program:
     backend: Backend = field(default_factory=this_backend)
 
     @property
+    def forms(self) -> RowForms:
+        """Which further arrays rows of prompts need."""
+        return RowForms(unpacks_above(self.attention), bool(self.arch.deltas))
+
+    @property
     def params(self) -> Any:
         """The partition specs of the parameters."""
         return partition(self.arch, mesh_shape(self.mesh))
 
-    def hidden(self, params: dict, packed: Any) -> tuple[jax.Array, CachePart]:
-        """Hidden states [T, D] of tokens packed as in `Packed`, and their keys and values; of one replica."""
+    def hidden(self, params: dict, packed: Any, num_prompts: int = 0) -> tuple[jax.Array, CachePart]:
+        """Hidden states [T, D] of tokens packed as in `Packed`, and what `prefill` has of them for the cache;
+        of one replica."""
         return decode_step.prefill(
             params,
             self.arch,
@@ -100,6 +110,8 @@ class Program:
             dtype=self.dtype,
             attention=self.attention,
             layout=packed.layout,
+            chunks=packed.chunks,
+            num_prompts=num_prompts,
             backend=self.backend,
         )
 
@@ -173,7 +185,7 @@ def _prefill(
 
     Each prompt is computed once; the first tokens of its n samples are drawn from its last logits.
     """
-    hidden_TD, new = program.hidden(params, packed)
+    hidden_TD, new = program.hidden(params, packed, len(packed.starts))
     prompt_positions_S, after_N = jnp.arange(prompts.positions), packed.starts - packed.num_common
     from_NS = jnp.where(
         prompt_positions_S < packed.num_common, prompt_positions_S, after_N[:, None] + prompt_positions_S
@@ -183,10 +195,18 @@ def _prefill(
         new_NSKH = jnp.take(new_TKH, from_NS, axis=0, mode="clip")
         return buffer.at[packed.prefix_slots].set(new_NSKH.transpose(order).astype(buffer.dtype), mode="drop")
 
-    prompts = CachePart(
-        jax.tree.map(partial(insert, order=(0, 2, 3, 1)), prompts.keys, new.keys),
-        jax.tree.map(partial(insert, order=(0, 2, 1, 3)), prompts.values, new.values),
-    )
+    def inserted(layer: LayerCache, new: LayerCache) -> LayerCache:
+        if isinstance(layer, DeltaState):
+            return DeltaState(
+                *(
+                    old.at[packed.prefix_slots].set(ends[1:].astype(old.dtype), mode="drop")
+                    for old, ends in zip(layer, new, strict=True)
+                )
+            )
+        (keys, values), (new_keys, new_values) = layer, new
+        return insert(keys, new_keys, (0, 2, 3, 1)), insert(values, new_values, (0, 2, 1, 3))
+
+    prompts = CachePart(tuple(map(inserted, prompts.layers, new.layers)))
     return prompts, *_draw_samples(params, hidden_TD[after_N + packed.lengths - 1], packed, seed, program)
 
 
@@ -243,6 +263,34 @@ def _restore(
 
 
 restore_program = sharded_program(_restore, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC, donated=(1,))
+
+
+class Filled(NamedTuple):
+    """Slots that begin after prefix slots; [N] int32 each."""
+
+    slots: np.ndarray  # out of range for padding
+    prefix_slots: np.ndarray
+
+
+def copy_states(generated: CachePart, prompts: CachePart, filled: Filled, mesh: Mesh) -> CachePart:
+    """`generated` with the states of prefix slots in the slots that begin after them."""
+    pairs = zip(generated.layers, prompts.layers, strict=True)
+    layers = [
+        DeltaState(*(_copied(to, by, filled, mesh) for to, by in zip(own, before, strict=True)))
+        if isinstance(own, DeltaState)
+        else own
+        for own, before in pairs
+    ]
+    return CachePart(tuple(layers))
+
+
+@partial(jax.jit, static_argnames=("mesh",), donate_argnames=("x",))
+def _copied(x: jax.Array, source: jax.Array, filled: Filled, mesh: Mesh) -> jax.Array:
+    def on_shard(x: jax.Array, source: jax.Array, filled: Filled) -> jax.Array:
+        return x.at[filled.slots].set(source[filled.prefix_slots], mode="drop")
+
+    specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA
+    return shard_mapped(on_shard, mesh, specs, CACHE_SPEC)(x, source, filled)
 
 
 class Slots(NamedTuple):
@@ -310,6 +358,7 @@ def _decode(
             lengths,
             (ring_position + now) % generated.positions,
             sharing,
+            live,
             dtype=program.dtype,
             backend=program.backend,
         )
@@ -377,14 +426,15 @@ def keep_turns(prompts: CachePart, generated: CachePart, turns: Turns, mesh: Mes
 
     Indices count from 0 on each replica; one small program serves all arrays.
     """
-    keys, values = (
-        tuple(_keep(to, by, turns, axis, mesh) for to, by in zip(prefixes, slots, strict=True))
-        for prefixes, slots, axis in (
-            (prompts.keys, generated.keys, 3),
-            (prompts.values, generated.values, 2),
-        )
-    )
-    return CachePart(keys, values)
+    filled = Filled(turns.prefix_slots, turns.slots)
+
+    def kept(to: LayerCache, by: LayerCache) -> LayerCache:
+        if isinstance(to, DeltaState):
+            return DeltaState(*(_copied(x, source, filled, mesh) for x, source in zip(to, by, strict=True)))
+        (keys, values), (new_keys, new_values) = to, by
+        return _keep(keys, new_keys, turns, 3, mesh), _keep(values, new_values, turns, 2, mesh)
+
+    return CachePart(tuple(map(kept, prompts.layers, generated.layers)))
 
 
 @partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("prompts",))
@@ -424,6 +474,10 @@ class Picked(NamedTuple):
     """The slots that these become, out of range for padding; None: all, in order."""
     positions: np.ndarray
 
+    def is_whole(self, slots: int, replicas: int) -> bool:
+        """Whether these are all `slots` of a ring on all replicas, in order."""
+        return self.slots is None or np.array_equal(self.slots, np.arange(slots) % (slots // replicas))
+
     @classmethod
     def moved(cls, pairs: list[list[tuple[int, int]]], size: int, positions: np.ndarray) -> Picked:
         """The (to, from) slots of each replica, into a ring of `size` slots."""
@@ -444,17 +498,18 @@ def rearrange_rings(
     Arrays of `old` are freed layer by layer. Slots may come from rings before, and from rings that are not
     among the new ones.
     """
-    layers: list[list[tuple[jax.Array, ...]]] = [[] for _ in sources]
-    for layer in range(len(old[0].keys)):
+    layers: list[list[LayerCache]] = [[] for _ in sources]
+    replicas = mesh_shape(mesh).num_data_shards
+    for layer, form in enumerate(old[0].layers):
         fresh = {ring: empty[ring](layer) for ring, (own, _) in enumerate(sources) if own is None}
         pairs: list[dict[int, jax.Array]] = [{}, {}]
-        for kind, axis in enumerate((3, 2)):
-            before = [(part.keys, part.values)[kind][layer] for part in old]
+        for kind, axis in enumerate(position_axes(form)):
+            before = [part.layers[layer][kind] for part in old]
             for ring in reversed(range(len(sources))):  # before what it takes of shorter rings is freed
                 own, more = sources[ring]
                 if own is None:
                     new = fresh[ring][kind]
-                elif own.slots is None:
+                elif own.slots is None or (axis is None and own.is_whole(len(before[ring]), replicas)):
                     new = before[ring]
                 else:
                     new = _pick(before[ring], own.slots, own.positions, axis, mesh)
@@ -465,14 +520,21 @@ def rearrange_rings(
                 if all(x is not new for new in pairs[kind].values()) and not x.is_deleted():
                     x.delete()
         for ring, new_layers in enumerate(layers):
-            new_layers.append((pairs[0][ring], pairs[1][ring]))
-    return tuple(map(CachePart.of_layers, layers))
+            both = pairs[0][ring], pairs[1][ring]
+            new_layers.append(DeltaState(*both) if isinstance(form, DeltaState) else both)
+    return tuple(CachePart(tuple(each)) for each in layers)
+
+
+def _taken(x: jax.Array, slots: jax.Array, positions: jax.Array, axis: int | None) -> jax.Array:
+    """These slots of `x`, and of them these positions, if it has positions."""
+    rows = jnp.take(x, slots, axis=0, mode="clip")
+    return rows if axis is None else jnp.take(rows, positions, axis=axis, mode="clip")
 
 
 @partial(jax.jit, static_argnames=("axis", "mesh"))
-def _pick(x: jax.Array, slots: np.ndarray, positions: np.ndarray, axis: int, mesh: Mesh) -> jax.Array:
+def _pick(x: jax.Array, slots: np.ndarray, positions: np.ndarray, axis: int | None, mesh: Mesh) -> jax.Array:
     def pick_shard(x: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
-        return jnp.take(jnp.take(x, slots, axis=0, mode="clip"), positions, axis=axis, mode="clip")
+        return _taken(x, slots, positions, axis)
 
     return shard_mapped(pick_shard, mesh, (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), CACHE_SPEC)(
         x, slots, positions
@@ -486,14 +548,13 @@ def _put(
     slots: np.ndarray,
     to: np.ndarray,
     positions: np.ndarray,
-    axis: int,
+    axis: int | None,
     mesh: Mesh,
 ) -> jax.Array:
     def put_shard(
         x: jax.Array, source: jax.Array, slots: jax.Array, to: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        new = jnp.take(jnp.take(source, slots, axis=0, mode="clip"), positions, axis=axis, mode="clip")
-        return x.at[to].set(new, mode="drop")
+        return x.at[to].set(_taken(source, slots, positions, axis), mode="drop")
 
     specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE
     return shard_mapped(put_shard, mesh, specs, CACHE_SPEC)(x, source, slots, to, positions)

@@ -18,6 +18,7 @@ import numpy as np
 from quatrain.engine.decode import Extended, Packed
 from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued, Restored
+from quatrain.models.prefix_tree import RowForms, chunk_layout
 from quatrain.ops.packing import useful_common_prefix
 from quatrain.ops.sampling import EachSampling
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
@@ -145,12 +146,11 @@ def split_into_packs(admitted: list[Admitted]) -> list[Pack]:
     return packs
 
 
-def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, *, unpack_above: int | None) -> Packed:
+def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, forms: RowForms) -> Packed:
     """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
 
     The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
-    programs are compiled. A common prefix of all prompts of a pack is stored once. `unpack_above`:
-    rows of more tokens come with the layout that puts each prompt in a row of its own.
+    programs are compiled. A common prefix of all prompts of a pack is stored once. The rows come in `forms`.
     """
     count = power_of_two(max(map(len, packs)))
     num_common = [_common_prefix(pack) for pack in packs]
@@ -161,13 +161,12 @@ def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, *, unpack_abo
         for pack, common in zip(packs, num_common, strict=True)
     ]
     arrays = list(map(np.concatenate, zip(*each, strict=True)))
-    layout = None
-    if unpack_above is not None and tokens > unpack_above:
-        _, _, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
-        layout = unpacking(segment_ids, branch_ids)
+    _, _, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
+    layout = unpacking(segment_ids, branch_ids) if forms.unpacks(tokens) else None
+    chunks = chunk_layout(segment_ids, branch_ids, ends=True) if forms.chunked else None
     owners = [[item.group.own for item in pack] + [None] * (count - len(pack)) for pack in packs]
     sampling = each_sampling([own for row in owners for own in row])
-    return Packed._make([*as_jit_arguments(*arrays), layout, sampling])
+    return Packed._make([*as_jit_arguments(*arrays), layout, chunks, sampling])
 
 
 def _common_prefix(pack: Pack) -> int:

@@ -15,9 +15,9 @@ from jax import lax
 
 from quatrain.engine.decode import EACH_REPLICA, EVERYWHERE, Program, sharded_program
 from quatrain.engine.groups import Admitted, Group, Pack, as_jit_arguments, pack_prompts, split_into_packs
-from quatrain.models.attention import unpacks_above
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decoder import logits
+from quatrain.models.delta_rule import Chunks
 from quatrain.ops.logprobs import even_parts
 from quatrain.parallel.collectives import all_gather_shards
 from quatrain.types.batches import Prompt
@@ -56,6 +56,7 @@ class PackedRow(NamedTuple):
     branch_ids: jax.Array  # [T] int32
     predictors: jax.Array  # [T] int32, the place of the token before each; arbitrary for the first ones
     layout: Unpacking | None  # of [1, T] tokens
+    chunks: Chunks | None  # of [1, T] tokens
 
 
 def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Iterator[list[Pack]]:
@@ -73,7 +74,7 @@ def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Ite
 
 def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest: int) -> list[Scores]:
     """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token."""
-    packed = pack_prompts(packs, 1, 1, unpack_above=unpacks_above(program.attention))
+    packed = pack_prompts(packs, 1, 1, program.forms)
     num_tokens, most = (len(array) // len(packs) for array in (packed.input_ids, packed.starts))
     starts, lengths, common = map(np.asarray, (packed.starts, packed.lengths, packed.num_common))
     before = np.maximum(np.tile(np.arange(num_tokens, dtype=np.int32) - 1, (len(packs), 1)), 0)
@@ -88,7 +89,7 @@ def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest:
     [predictors] = as_jit_arguments(before.reshape(-1))
     found = score_program(program.backend)(
         params,
-        PackedRow(*packed[:4], predictors, packed.layout),
+        PackedRow(*packed[:4], predictors, packed.layout, packed.chunks),
         program=program,
         num_likeliest=MOST_LIKELIEST if num_likeliest else 0,
     )

@@ -55,9 +55,8 @@ from quatrain.engine.groups import (
 from quatrain.engine.scheduler import Occupant, Scheduler
 from quatrain.engine.stop_strings import cut_at_stop_strings
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention import unpacks_above
 from quatrain.models.decode_step import Sharing
-from quatrain.models.kv_cache import bytes_per_position
+from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
@@ -165,7 +164,6 @@ class Session:
         self._resumed: list[int] = []
         self._sampler = sampler
         self._program = sampler.program(None if per_request_sampling else sampling)
-        self._unpack_above = unpacks_above(sampler.attention)
         replicas = sampler.num_replicas
         self._scheduler = Scheduler(1, replicas, varying=per_request_sampling)
         self._groups: dict[int, Group] = {}
@@ -177,6 +175,7 @@ class Session:
             prompt_positions(sampler.usual_prompt),
             sampler.more_context,
             0 if goes_on is None else TOKENS_PER_CALL - 1,
+            bytes_per_state(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
         )
         limits = [] if max_concurrency is None else [max_concurrency // replicas]
         limits += [] if at_once is None else [-(-at_once // replicas)]
@@ -353,9 +352,7 @@ class Session:
         self._extend(long, self.sampling.n, params, version)
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
-        packed = pack_prompts(
-            packs, self.sampling.n, self._scheduler.num_prefix_slots, unpack_above=self._unpack_above
-        )
+        packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_prefix_slots, self._program.forms)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
@@ -409,9 +406,16 @@ class Session:
                         self._begin(item.group, item.ticket, tokens[i], logprobs[i], version)
 
     def _restore(self, filled: Sequence[tuple[int, Occupant]], params: Any) -> None:
-        """Computes the tokens again that samples have whose slot is another one now."""
+        """Computes the tokens again that samples have whose slot is another one now.
+
+        Slots of all samples begin with the states of their prefix slots."""
         scheduler, replicas = self._scheduler, self._sampler.num_replicas
         assert self._cache is not None
+        if self._sampler.arch.deltas:
+            begun = [(slot, who.prefix_slot % scheduler.num_prefix_slots) for slot, who in filled]
+            self._cache = self._cache.begun(
+                [(slot // scheduler.num_slots, *scheduler.place(slot), prefix) for slot, prefix in begun]
+            )
         for ring, (num_slots, _) in enumerate(self._cache.shape.rings):
             left: list[list[Restoration]] = [[] for _ in range(replicas)]
             position = self._cache.ring_positions[ring]
@@ -465,6 +469,7 @@ class Session:
         results = jax.device_get(results)
         before = sum(group.turn_length(index) for _, group, index in live.values())
         begins, slot_steps, most_steps = {}, 0, 0
+        written = dict[int, int]()
         for ring, decoded in zip(running, results, strict=True):
             steps = int(decoded.num_steps)
             self._cache = self._cache.with_ring(ring, self._cache.generated[ring], steps)
@@ -476,10 +481,11 @@ class Session:
                     count = decoded.counts[i]
                     tokens, logprobs = decoded.tokens[i, :count], decoded.logprobs[i, :count]
                     group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
+                    written[slot] = group.turn_length(index)
         samples = list(live.values())
         ended = [samples[i] for i in self._ended([(group, index) for _, group, index in samples])]
         useful = sum(group.turn_length(index) for _, group, index in samples) - before
-        self._free_slots(ended, begins)
+        self._free_slots(ended, begins, written)
         self.stats = self.stats.plus(
             decoded_tokens=useful,
             slot_steps=slot_steps,
@@ -487,11 +493,12 @@ class Session:
             widest_slot_steps=most_steps * self._most_slots * replicas,
         )
 
-    def _free_slots(self, ended: list[_Live], begins: Mapping[int, int]) -> None:
+    def _free_slots(self, ended: list[_Live], begins: Mapping[int, int], written: Mapping[int, int]) -> None:
         """Frees the slots of samples whose turn has ended; suspended ones keep keys and values in a prefix
         slot.
 
-        `begins` has the position of the turn's first token for each slot.
+        `begins` has the position of the turn's first token for each slot, `written` its tokens before it was
+        cut at a stop string. The state of a DeltaNet layer cannot go back to before the cut: it is given up.
         """
         suspended = []
         for slot, group, index in ended:
@@ -505,7 +512,8 @@ class Session:
         for slot, group, index in suspended:
             before = self._occupant(slot)
             kept = len(group.context) + group.turn_length(index) - 1
-            fits = self._admission.may_widen(self._room.context(kept))
+            cut = bool(self._sampler.arch.deltas) and group.turn_length(index) < written[slot]
+            fits = not cut and self._admission.may_widen(self._room.context(kept))
             ticket, prefix_slot = self._scheduler.suspend(slot, keep=fits)
             own = self._groups[ticket] = group.suspended(index)
             if prefix_slot is not None:

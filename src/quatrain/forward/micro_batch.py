@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 from quatrain.forward.planner import MicroBatchPlan, MicroBatchPlanner, Segment
 from quatrain.forward.table import TokenTable
 from quatrain.models.attention.unpacking import Unpacking, unpacking
+from quatrain.models.delta_rule import Chunks
 from quatrain.models.layers import BRANCHES_PER_GROUP
+from quatrain.models.prefix_tree import NO_FORMS, RowForms, chunk_layout
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
 
 INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
@@ -56,6 +58,7 @@ class MicroBatch:
     columns: dict[str, jax.Array]  # [R, K] float32 each
     layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
     teacher_hidden: jax.Array | None = None  # [R, K, D_t], a teacher's states before the scored tokens
+    chunks: Chunks | None = None  # [R, N] each, of each buffer, for DeltaNet layers
     packed: bool = field(default=False, metadata={"static": True})
     """Buffers may hold several segments."""
     shared: bool = field(default=False, metadata={"static": True})
@@ -63,11 +66,14 @@ class MicroBatch:
 
 
 def fill(
-    cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack_above: int | None = None
+    cut: MicroBatchPlan,
+    table: TokenTable,
+    mesh: Mesh,
+    forms: RowForms = NO_FORMS,
 ) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
 
-    `unpack_above`: packed buffers of more tokens come with their `layout`.
+    Packed buffers come in `forms`, with their `layout` and `chunks`.
     """
     parts = mesh_shape(mesh).cp  # of equal width, one for each device
     shape = len(cut.buffers), -(-cut.width // parts) * parts
@@ -79,10 +85,12 @@ def fill(
             {name: array[buffer] for name, array in named.items()} for named in (arrays, columns)
         )
         _fill_buffer(of_buffer, columns_of_buffer, segments, cut.num_common, table)
-    layout = None
-    if unpack_above is not None and cut.packed and arrays["segment_ids"].shape[1] > unpack_above:
-        layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])
-    on_host = MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
+    ids = arrays["segment_ids"], arrays["branch_ids"]
+    layout = unpacking(*ids) if cut.packed and forms.unpacks(shape[1]) else None
+    chunks = chunk_layout(*ids) if cut.packed and forms.chunked else None
+    on_host = MicroBatch(
+        **arrays, columns=columns, layout=layout, chunks=chunks, packed=cut.packed, shared=cut.shared
+    )
     sharding = data_sharding(mesh)
     return jax.tree.map(lambda x: device_put(x, sharding), on_host)
 
@@ -134,8 +142,11 @@ def _fill_buffer(
 
 
 def micro_batches(
-    table: TokenTable, planner: MicroBatchPlanner, mesh: Mesh, *, unpack_above: int | None = None
+    table: TokenTable,
+    planner: MicroBatchPlanner,
+    mesh: Mesh,
+    forms: RowForms = NO_FORMS,
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in planner.plans(table):
-        yield cut.sequences, fill(cut, table, mesh, unpack_above=unpack_above)
+        yield cut.sequences, fill(cut, table, mesh, forms)

@@ -68,7 +68,7 @@ def predict_tokens(
     """
     result = np.zeros(table.completion_mask.shape, np.float32)
     table = replace(table, columns={})  # so that one program predicts for tables of any columns
-    for sequences, batch in micro_batches(table, planner, model.mesh, unpack_above=model.unpacks_above):
+    for sequences, batch in micro_batches(table, planner, model.mesh, model.forms):
         with trim_after_compiling():
             outputs = _predict_program(model.backend)(params, batch, model=model)
             predicted, mask = (np.asarray(x) for x in outputs)

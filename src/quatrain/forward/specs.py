@@ -26,6 +26,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import output_head_name, partition
+from quatrain.models.prefix_tree import RowForms
 from quatrain.ops.divergences import Divergence, Head, token_divergences
 from quatrain.ops.logprobs import Project, token_logprobs
 from quatrain.ops.tokens import DistilledTokens, ScoredTokens, ValuedTokens
@@ -82,9 +83,9 @@ class ModelSpec(ABC):
         return choose_attention(self.attention, self.arch, platform=self.backend.kind, dtype=self.dtype)
 
     @property
-    def unpacks_above(self) -> int | None:
-        """Packed micro-batches whose rows have more tokens need their `layout`; None: none do."""
-        return unpacks_above(self.kernel)
+    def forms(self) -> RowForms:
+        """Which further arrays packed micro-batches need."""
+        return RowForms(unpacks_above(self.kernel), bool(self.arch.deltas))
 
     def planner(
         self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
@@ -104,6 +105,7 @@ class ModelSpec(ABC):
 
     def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
         """Hidden states [R, T / cp, D] after the final norm; in a function mapped over the mesh."""
+        assert not (self.arch.deltas and batch.packed and batch.chunks is None), "packed rows need chunks"
         return forward(
             params,
             self.arch,
@@ -115,7 +117,8 @@ class ModelSpec(ABC):
             remat=self.remat,
             attention=self.kernel,
             packed=batch.packed,
-            layout=None if self.unpacks_above is None else batch.layout,
+            layout=None if self.forms.unpack_above is None else batch.layout,
+            chunks=batch.chunks if self.arch.deltas else None,
             backend=self.backend,
         )
 

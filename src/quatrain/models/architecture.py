@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quatrain.models.blocks.attention import Attention
+from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.blocks.layer_input import LayerInput
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
@@ -16,6 +17,8 @@ from quatrain.models.spec import ParamSpec, TensorName, require
 
 Head = Literal["lm_head", "value_head"]
 
+Mixer = Attention | GatedDeltaNet
+"""A block that mixes the tokens of a sequence."""
 Norms = tuple[tuple[str, str], ...]
 """The norms of a layer, each with its name in a checkpoint. `attention_norm` and `mlp_norm` are of the inputs
 of the blocks, `post_attention_norm` and `post_mlp_norm` of their outputs, before the residual sum."""
@@ -54,7 +57,7 @@ class LoRA:
 class LayerKind:
     """x + mixer(norm(x)), then x + mlp(norm(x)); layers of the same kind are compiled once."""
 
-    mixer: Attention
+    mixer: Mixer
     mlp: Dense
     norms: Norms = PRE
     residual_scale: float = 1.0
@@ -65,7 +68,13 @@ class LayerKind:
     """Whether hidden states are at last multiplied by a number of the layer's, which is not trained."""
 
     @property
-    def blocks(self) -> tuple[Attention | Dense | LayerInput, ...]:
+    def attention(self) -> Attention:
+        """The mixer, in a family that has no other than attention."""
+        assert isinstance(self.mixer, Attention), self.mixer
+        return self.mixer
+
+    @property
+    def blocks(self) -> tuple[Mixer | Dense | LayerInput, ...]:
         """The blocks of a layer."""
         return (self.mixer, self.mlp, *([self.layer_input] if self.layer_input else []))
 
@@ -95,9 +104,13 @@ class LayerKind:
         """The matrices, which may have adapters, each with the tensors that are stored as one."""
         weights: dict[str, list[TensorName]] = {}
         for tensor in [*self.mixer.tensors(), *self.mlp.tensors()]:
-            if not tensor.vector:
+            if not (tensor.vector or tensor.kernel):
                 weights.setdefault(str(tensor.path[0]), []).append(tensor)
         return weights
+
+    def stacked(self, name: str) -> tuple[int, ...]:
+        """`GatedDeltaNet.stacked` of a matrix, if it is one of such a block."""
+        return self.mixer.stacked(name) if isinstance(self.mixer, GatedDeltaNet) else ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,7 @@ class Architecture:
     """Adapters, which alone are trained; None: the model has none, and all its parameters are trained."""
 
     def __post_init__(self) -> None:
+        require(len(self.attentions) > 0, "layer_types", "of at least one layer of full attention", "none")
         plain = self.logits_scale == 1.0 or self.norm.offset == 0.0
         require(plain, "logits_scale", "1 in a model whose norms have an offset", self.logits_scale)
 
@@ -136,16 +150,20 @@ class Architecture:
 
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
-        ropes = {mixer: mixer.rope and mixer.rope.for_length(tokens) for mixer in self.mixers}
+        ropes = {mixer: mixer.rope and mixer.rope.for_length(tokens) for mixer in self.attentions}
         if all(mixer.rope == rope for mixer, rope in ropes.items()):
             return self
-        layers = (replace(kind, mixer=replace(kind.mixer, rope=ropes[kind.mixer])) for kind in self.layers)
-        return replace(self, layers=tuple(layers))
+        new = {mixer: replace(mixer, rope=rope) for mixer, rope in ropes.items()}
+
+        def layer(kind: LayerKind) -> LayerKind:
+            return replace(kind, mixer=new[kind.mixer]) if isinstance(kind.mixer, Attention) else kind
+
+        return replace(self, layers=tuple(map(layer, self.layers)))
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence; with longrope's short factors, those of their training."""
-        ropes = (mixer.rope for mixer in self.mixers if mixer.rope)
+        ropes = (mixer.rope for mixer in self.attentions if mixer.rope)
         short = [rope.original_max_position for rope in ropes if rope.kind == "longrope" and not rope.long]
         return min([self.max_position, *short])
 
@@ -183,6 +201,16 @@ class Architecture:
         return tuple(dict.fromkeys(self.layers))
 
     @property
-    def mixers(self) -> tuple[Attention, ...]:
+    def mixers(self) -> tuple[Mixer, ...]:
         """The different mixers, in the order of their first layers."""
         return tuple(dict.fromkeys(kind.mixer for kind in self.layers))
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those of them that are attention; at least one."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
+
+    @property
+    def deltas(self) -> tuple[GatedDeltaNet, ...]:
+        """Those that are Gated DeltaNets, in whose layers a sequence has a state."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, GatedDeltaNet))

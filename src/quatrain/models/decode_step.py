@@ -12,6 +12,7 @@ B sequences, C positions in `generated`, D hidden, N query heads, K key/value he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
+from quatrain.models import delta_rule
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.blocks.attention import Attend, Attention
 from quatrain.models.decoder import run_layers
+from quatrain.models.delta_rule import Chunks, DeltaState, DeltaWeights, states_at_ends, where_rows
 from quatrain.models.kv_cache import CachePart, LayerCache, write
 from quatrain.models.layers import MASKED, softcap
 from quatrain.models.params import Params
@@ -81,11 +84,14 @@ def prefill(
     dtype: DTypeLike,
     attention: str,
     layout: Unpacking | None = None,
+    chunks: Chunks | None = None,
+    num_prompts: int = 0,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
     """Hidden states [T, D] of prompts packed into a row of T tokens, and per layer keys and values [T, K, H].
 
-    `layout` has the prompts in rows of their own, where the implementation needs it.
+    `layout` has the prompts in rows of their own, where attention needs it, and `chunks` those of
+    DeltaNet layers, of which the result has the states at the end of a common prefix and of `num_prompts`.
     """
 
     def attend_of(mixer: Attention) -> Attend:
@@ -102,9 +108,16 @@ def prefill(
 
         return attend
 
+    def recur(
+        x: jax.Array, ba: jax.Array, weights: DeltaWeights, key_size: int, cache: Any
+    ) -> tuple[jax.Array, DeltaState]:
+        assert chunks is not None, "DeltaNet layers need the chunks of packed rows"
+        y, states = states_at_ends(x, ba, chunks, weights, key_size, 1 + num_prompts)
+        return y, jax.tree.map(lambda each: each[:, 0], states)
+
     inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_caches
-    hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
-    return hidden[0], CachePart.of_layers(new)
+    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    return hidden[0], CachePart(new)
 
 
 def extend(
@@ -136,10 +149,19 @@ def extend(
 
         return attend
 
-    inputs = continued.input_ids, positions_NT
-    hidden, new = run_layers(params, arch, *inputs, attend_of, prompts.layers, dtype=dtype, backend=backend)
+    def recur(
+        x: jax.Array, ba: jax.Array, weights: DeltaWeights, key_size: int, cache: DeltaState
+    ) -> tuple[jax.Array, DeltaState]:
+        begin = jax.tree.map(
+            lambda rows: where_rows(continued.starts > 0, rows, 0), _rows(cache, continued.prefix_slots)
+        )
+        y, end = delta_rule.continued(x, ba, continued.counts, weights, begin)
+        return y, _with_rows(cache, continued.prefix_slots, end)
+
+    inputs, caches = (continued.input_ids, positions_NT), prompts.layers
+    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
     last_N = jnp.maximum(continued.counts - 1, 0)
-    return hidden[jnp.arange(N), last_N], CachePart.of_layers(new)
+    return hidden[jnp.arange(N), last_N], CachePart(new)
 
 
 def restore(
@@ -153,7 +175,7 @@ def restore(
     backend: Backend = ACCELERATOR,
 ) -> CachePart:
     """`generated` with the keys and values of tokens that were sampled before, as `decode` has written
-    them."""
+    them. Slots have their states (`with_states`) before it."""
     S, C, continued = prompts.positions, generated.positions, restored.continued
     ahead_T = jnp.arange(continued.input_ids.shape[1])
     lengths_N1, begins_N1 = restored.prompt_lengths[:, None], restored.begins[:, None]
@@ -179,10 +201,38 @@ def restore(
 
         return attend
 
+    def recur(
+        x: jax.Array, ba: jax.Array, weights: DeltaWeights, key_size: int, cache: Any
+    ) -> tuple[jax.Array, DeltaState]:
+        _, own = cache
+        y, end = delta_rule.continued(x, ba, continued.counts, weights, _rows(own, restored.slots))
+        return y, _with_rows(own, restored.slots, end)
+
     inputs = continued.input_ids, positions_NT
     caches = list(zip(prompts.layers, generated.layers, strict=True))
-    _, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
-    return CachePart.of_layers(new)
+    _, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    return CachePart(new)
+
+
+def with_states(
+    generated: CachePart, prompts: CachePart, slots: jax.Array, prefix_slots: jax.Array
+) -> CachePart:
+    """`generated` with the states of `prefix_slots` [N] in `slots` [N]; those out of range are padding."""
+    layers = [
+        _with_rows(own, slots, _rows(before, prefix_slots)) if isinstance(own, DeltaState) else own
+        for own, before in zip(generated.layers, prompts.layers, strict=True)
+    ]
+    return CachePart(tuple(layers))
+
+
+def _rows(state: Any, rows_N: jax.Array) -> DeltaState:
+    """The states of these rows; any row where it is out of range."""
+    return DeltaState(*(jnp.take(each, rows_N, axis=0, mode="clip") for each in state))
+
+
+def _with_rows(state: DeltaState, rows_N: jax.Array, new: DeltaState) -> DeltaState:
+    """`state` with the `new` ones in these rows; those out of range are dropped."""
+    return jax.tree.map(lambda x, y: x.at[rows_N].set(y.astype(x.dtype), mode="drop"), state, new)
 
 
 def _written(
@@ -214,6 +264,7 @@ def decode(
     generated_lengths: jax.Array,
     ring_position: jax.Array,
     sharing: Sharing,
+    live: jax.Array,
     *,
     dtype: DTypeLike,
     backend: Backend = ACCELERATOR,
@@ -223,7 +274,8 @@ def decode(
 
     `positions` [B] are the positions of the tokens in their sequences. `generated_lengths` [B] counts the
     positions of `generated` that hold tokens of the sequence, including this token. These positions end at
-    `ring_position`; the ring wraps around, so that position C - 1 is before position 0.
+    `ring_position`; the ring wraps around, so that position C - 1 is before position 0. The states of slots
+    that are not `live` [B] stay as they are: what other slots write at their positions is not read.
     """
     S, C = prompts.positions, generated.positions
     back_C = (ring_position - jnp.arange(C, dtype=jnp.int32)) % C
@@ -257,9 +309,16 @@ def decode(
 
         return attend
 
+    def recur(
+        x: jax.Array, ba: jax.Array, weights: DeltaWeights, key_size: int, cache: Any
+    ) -> tuple[jax.Array, DeltaState]:
+        _, own = cache
+        y, new = delta_rule.step(x[0], ba[0], weights, own)
+        return y[None], jax.tree.map(partial(where_rows, live), new, own)
+
     inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
-    hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
-    return hidden[0], CachePart.of_layers(new)
+    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    return hidden[0], CachePart(new)
 
 
 class _Attended(NamedTuple):

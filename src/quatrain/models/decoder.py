@@ -21,11 +21,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
-from quatrain.models.architecture import Architecture, LayerKind
+from quatrain.models.architecture import Architecture, LayerKind, Mixer
 from quatrain.models.attention import attention_pattern, self_attention
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.blocks.attention import Attend, Attention
+from quatrain.models.blocks.delta import Recur
 from quatrain.models.blocks.layer_run import Enter, LayerRun, gather_params
+from quatrain.models.delta_rule import Chunks, DeltaWeights, delta_rule, one_sequence
 from quatrain.models.layers import Layer, matmul_transposed, product_in, softcap
 from quatrain.models.params import Params, output_head_name, partition
 from quatrain.models.rope import Angles, rope_angles
@@ -58,6 +60,7 @@ def forward(
     attention: str = "xla",
     packed: bool = True,
     layout: Unpacking | None = None,
+    chunks: Chunks | None = None,
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm; on a mesh with `cp`, [B, T / cp, D].
@@ -75,7 +78,8 @@ def forward(
     of `REMAT`, `attention` is the name of an implementation (`kernels.choose_attention`), and `backend` holds
     the block sizes of attention and the order of factors in matrix products. Rows that are not `packed` are
     one sequence each, with padding behind it; packed rows may need their `layout`
-    (`attention.unpacks_above`).
+    (`attention.unpacks_above`). In DeltaNet layers rows are one sequence each, with padding at their ends,
+    unless their `chunks` are given.
     """
 
     def attend_of(mixer: Attention) -> Attend:
@@ -95,9 +99,38 @@ def forward(
         # backward pass; with it, only queries, keys and values are kept.
         return jax.checkpoint(attend) if remat == "dots" and attention != "xla" else attend
 
+    if arch.deltas and chunks is None:
+        chunks = one_sequence(segment_ids)
+
+    def recur(
+        x: jax.Array, ba: jax.Array, weights: DeltaWeights, key_size: int, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        assert chunks is not None
+        if axis_size(CP) > 1:
+            x, ba = (columns_to_heads(each, CP) for each in (x[..., : weights.conv.shape[1]], ba))
+            weights = jax.tree.map(_heads_of_cp_device, weights)
+        y = delta_rule(x, ba, chunks, weights, key_size)
+        return heads_to_columns(y, CP), None
+
     tokens = local_columns(input_ids, CP), local_columns(positions, CP)
-    caches = [None] * arch.num_caches
-    return run_layers(params, arch, *tokens, attend_of, caches, dtype=dtype, remat=remat, backend=backend)[0]
+    hidden, _ = run_layers(
+        params,
+        arch,
+        *tokens,
+        attend_of,
+        recur,
+        [None] * arch.num_caches,
+        dtype=dtype,
+        remat=remat,
+        backend=backend,
+    )
+    return hidden
+
+
+def _heads_of_cp_device(weight: jax.Array) -> jax.Array:
+    """The part of a weight by heads that is of the heads that this `cp` device exchanges tokens for."""
+    size = len(weight) // axis_size(CP)
+    return lax.dynamic_slice_in_dim(weight, axis_index(CP) * size, size)
 
 
 def _all_tokens(x_BTKH: jax.Array) -> jax.Array:
@@ -115,6 +148,7 @@ def run_layers(
     input_ids: jax.Array,
     positions: jax.Array,
     attend_of: Callable[[Attention], Attend],
+    recur: Recur,
     caches: Sequence[Any],
     *,
     dtype: DTypeLike = jnp.float32,
@@ -124,16 +158,18 @@ def run_layers(
     """Hidden states [B, T, D] of tokens at `positions` [B, T], and the new cache of each layer that has one.
 
     `attend_of(mixer)` is the attention of the layers with this mixer, which takes and returns the cache of
-    each; `caches` are those of `Architecture.cached`. It must be a pure function: layers of one kind are
-    traced and lowered once. For the other arguments see `forward`.
+    each, and `recur` the same of DeltaNet layers; `caches` are those of `Architecture.cached`. They must be
+    pure functions: layers of one kind are traced and lowered once. For the other arguments see `forward`.
     """
     specs = partition(arch, current_mesh())
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
     if arch.embedding_scale != 1.0:
         x_BTD = x_BTD * jnp.asarray(arch.embedding_scale, dtype)
-    ropes = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in arch.mixers)
-    angles = {(rope, size): rope and rope_angles(positions, rope, size) for rope, size in ropes}
-    attends = {mixer: attend_of(mixer) for mixer in arch.mixers}
+    ropes = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in arch.attentions)
+    turns = {(rope, size): rope and rope_angles(positions, rope, size) for rope, size in ropes}
+    angles = {mixer: turns[mixer.rope, mixer.head_dim] for mixer in arch.attentions}
+    attends: dict[Mixer, Any] = dict.fromkeys(arch.deltas, recur)
+    attends |= {mixer: attend_of(mixer) for mixer in arch.attentions}
 
     @cached
     def compiled(kind: LayerKind, layer_specs: tuple[tuple[str, PartitionSpec], ...]) -> Callable[..., Any]:
@@ -145,12 +181,13 @@ def run_layers(
     inputs = _layer_inputs(params, specs, arch, input_ids, x_BTD)
     layers = zip(arch.layers, params["layers"], specs["layers"], inputs, arch.cached, strict=True)
     for kind, layer, layer_specs, input_BTP, number in layers:
-        run, rope = compiled(kind, tuple(sorted(layer_specs.items()))), (kind.mixer.rope, kind.mixer.head_dim)
+        run = compiled(kind, tuple(sorted(layer_specs.items())))
+        turned = angles.get(kind.mixer) if isinstance(kind.mixer, Attention) else None
         if kind.mixer.sharing == "reuses":
             lent = caches[number], new_caches[number]
-            x_BTD, _ = run(x_BTD, layer, angles[rope], lent, input_BTP)
+            x_BTD, _ = run(x_BTD, layer, turned, lent, input_BTP)
         else:
-            x_BTD, new_caches[number] = run(x_BTD, layer, angles[rope], caches[number], input_BTP)
+            x_BTD, new_caches[number] = run(x_BTD, layer, turned, caches[number], input_BTP)
     final_norm = gather_params(params["final_norm"], specs["final_norm"])
     if arch.head == "lm_head" and arch.logits_scale != 1.0:
         final_norm = arch.logits_scale * final_norm  # in float32: the logits of every caller are scaled alike
@@ -235,7 +272,7 @@ def vocabulary_axis(arch: Architecture) -> str | None:
 def _layer(
     kind: LayerKind,
     arch: Architecture,
-    attend: Attend,
+    attend: Any,
     specs: Mapping[str, PartitionSpec],
     by_parts: bool,
     few_rows: int,

@@ -136,6 +136,15 @@ class HFConfig(GenerationConfig):
     sliding_window: Window | None = None
     sliding_window_pattern: Period | None = None
     max_window_layers: Window = 28
+    full_attention_interval: Period | None = None
+    linear_conv_kernel_dim: Annotated[int, Field(ge=1, le=64)] = 4
+    linear_key_head_dim: Annotated[int, Field(ge=1, le=2**12)] = 128
+    linear_value_head_dim: Annotated[int, Field(ge=1, le=2**12)] = 128
+    linear_num_key_heads: Heads = 16
+    linear_num_value_heads: Heads = 32
+    num_experts: Annotated[int, Field(ge=0, le=2**16)] | None = None
+    decoder_sparse_step: Annotated[int, Field(ge=0, le=MAX_LAYERS)] | None = None
+    mlp_only_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
     use_bidirectional_attention: bool | str | None = None
     global_head_dim: Annotated[int, Field(ge=1, le=2**12)] | None = None

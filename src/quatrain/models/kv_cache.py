@@ -1,12 +1,13 @@
 """The KV cache: keys and values of earlier tokens, so that a decode step computes one token per sequence.
 
+A DeltaNet layer has a state of each sequence in their place, whose size does not grow with its tokens.
+
 Data flow: the rollout allocates the cache; `decode_step.py` writes and reads it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,44 +17,41 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.architecture import Architecture
+from quatrain.models.blocks.attention import Attention
+from quatrain.models.blocks.delta import GatedDeltaNet
+from quatrain.models.delta_rule import DeltaState
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.mesh import mesh_shape
 
 CACHE_SPEC = PartitionSpec(DATA_AXES, TP)
 """The sharding of a cache: slots over the replicas of the sampler, heads over a replica's `tp` devices."""
 
-LayerCache = tuple[jax.Array, jax.Array]
-"""Keys and values of one layer."""
+LayerCache = tuple[jax.Array, jax.Array] | DeltaState
+"""Keys and values of one layer, or states."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CachePart:
-    """Keys and values of every layer that has its own. Which token of a sequence a position holds is not
-    stored, the reader derives it.
+    """The cache of every layer that has its own. Which token of a sequence a position holds is not stored,
+    the reader derives it.
 
-    For each layer, keys are [B, KV, H, S] and values [B, KV, S, H] (B slots, KV key/value heads, H head size,
+    Of attention, keys are [B, KV, H, S] and values [B, KV, S, H] (B slots, KV key/value heads, H head size,
     S positions): on a CPU the matrix products of a decode step take half as long as with keys [B, KV, S, H].
+    A `DeltaState` has a row for each slot, and no positions.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-
-    @classmethod
-    def of_layers(cls, layers: Iterable[Sequence[jax.Array]]) -> CachePart:
-        """The cache with these keys and values, layer after layer."""
-        keys, values = zip(*layers, strict=True)
-        return cls(keys, values)
-
-    @property
-    def layers(self) -> tuple[LayerCache, ...]:
-        """Keys and values of each layer."""
-        return tuple(zip(self.keys, self.values, strict=True))
+    layers: tuple[LayerCache, ...]
 
     @property
     def positions(self) -> int:
         """The number of positions S: tokens that a slot can hold."""
-        return self.values[0].shape[2]
+        return next(layer[1].shape[2] for layer in self.layers if not isinstance(layer, DeltaState))
+
+
+def position_axes(layer: LayerCache) -> tuple[int | None, int | None]:
+    """The axis of the positions in each of a layer's arrays."""
+    return (None, None) if isinstance(layer, DeltaState) else (3, 2)
 
 
 def empty_layer(
@@ -64,26 +62,38 @@ def empty_layer(
     place = NamedSharding(mesh, CACHE_SPEC)
     slots *= mesh_shape(mesh).num_data_shards
     mixer = arch.layers[arch.cached.index(layer)].mixer
-    state = mixer.state(slots, positions, mesh.shape[TP])
-    keys, values = (jnp.zeros(shape, dtype, device=place) for shape in state)
+    shapes = mixer.state(slots, positions, mesh.shape[TP])
+    if isinstance(mixer, GatedDeltaNet):
+        dtypes = dtype, jnp.float32
+        conv, memory = (jnp.zeros(*each, device=place) for each in zip(shapes, dtypes, strict=True))
+        return DeltaState(conv, memory)
+    keys, values = (jnp.zeros(shape, dtype, device=place) for shape in shapes)
     return keys, values
 
 
 def empty_cache(arch: Architecture, slots: int, positions: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
     """A cache of zeros with `slots` slots on each replica (data shard) of `mesh`."""
     layers = range(arch.num_caches)
-    return CachePart.of_layers(empty_layer(arch, i, slots, positions, dtype, mesh) for i in layers)
+    return CachePart(tuple(empty_layer(arch, i, slots, positions, dtype, mesh) for i in layers))
 
 
 def bytes_per_position(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
     """Bytes of one position (the keys and values of one token in all layers) on each of `tp` devices."""
-    shapes = (shape for kind in arch.layers for shape in kind.mixer.state(1, 1, tp))
+    mixers = (kind.mixer for kind in arch.layers if isinstance(kind.mixer, Attention))
+    shapes = (shape for mixer in mixers for shape in mixer.state(1, 1, tp))
     return sum(map(math.prod, shapes)) // tp * jnp.dtype(dtype).itemsize
+
+
+def bytes_per_state(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
+    """Bytes of the state of one sequence in all DeltaNet layers, on each of `tp` devices."""
+    states = (kind.mixer.state(1, 1, tp) for kind in arch.layers if isinstance(kind.mixer, GatedDeltaNet))
+    sizes = jnp.dtype(dtype).itemsize, jnp.dtype(jnp.float32).itemsize
+    return sum(math.prod(shape) // tp * size for state in states for shape, size in zip(state, sizes))
 
 
 def bytes_of_largest(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
     """Bytes of one position in the layer with the most of them, on each of `tp` devices."""
-    layers = (sum(map(math.prod, kind.mixer.state(1, 1, tp))) for kind in arch.layers)
+    layers = (sum(map(math.prod, mixer.state(1, 1, tp))) for mixer in arch.attentions)
     return max(layers) // tp * jnp.dtype(dtype).itemsize
 
 

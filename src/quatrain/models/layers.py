@@ -137,20 +137,24 @@ def linear(
     sum_axis: str | None = None,
     few_rows: int = 0,
     lora_scale: float = 1.0,
+    stacked: tuple[int, ...] = (),
 ) -> jax.Array:
     """x [..., in] times the transpose of matrix `name` [*out, in], plus its bias if any: [..., *out].
 
     With `sum_axis`, each device along this mesh axis holds a part of the inputs; the results are summed over
-    the axis (psum) before the bias is added. Adapters of the matrix, if any, add `lora_scale` · B (A x).
+    the axis (psum) before the bias is added. Adapters of the matrix, if any, add `lora_scale` · B (A x);
+    `stacked` has the rows of the last of `out` that each block of A is of, where shapes do not say it.
     """
     y = matmul_transposed(x, layer[name], few_rows=few_rows)
     if name + LORA_A in layer:
-        y = y + lora_scale * _adapted(x, layer, name, sum_axis, few_rows)
+        y = y + lora_scale * _adapted(x, layer, name, sum_axis, few_rows, stacked)
     y = y if sum_axis is None else psum_forward(y, sum_axis)
     return y + layer[f"{name}_bias"].astype(x.dtype) if f"{name}_bias" in layer else y
 
 
-def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_rows: int) -> jax.Array:
+def _adapted(
+    x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_rows: int, stacked: tuple[int, ...]
+) -> jax.Array:
     """B (A x) of the adapters of matrix `name`: [..., *out]; with `sum_axis`, this device's part of the sum.
 
     Over `tp`, the factor that is not sharded is on every device, each of which uses it for its part of the
@@ -160,17 +164,20 @@ def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_ro
     a, b = (psum_backward(a, TP), b) if sum_axis is None else (a, psum_backward(b, sum_axis))
     low = matmul_transposed(x, a, few_rows=few_rows)
     if a.ndim > 2:
-        b = _one_factor(b, len(a))
+        b = _one_factor(b, len(a), stacked)
     return matmul_transposed(low.reshape(*x.shape[:-1], -1), b, few_rows=few_rows)
 
 
-def _one_factor(b: jax.Array, blocks: int) -> jax.Array:
+def _one_factor(b: jax.Array, blocks: int, stacked: tuple[int, ...]) -> jax.Array:
     """B of matrices that are stored as one, as one factor of their A x in a row: [*out, blocks * r].
 
     An output has the r columns of its own block and zeros in the others: one product in place of one for each
     block, which are small.
     """
     # qkv [K, G + 2, H, r] has G query heads, a key head and a value head; gate_up is [2, F, r].
+    if stacked:
+        own = jnp.asarray(np.repeat(np.eye(blocks, dtype=np.float32), stacked, axis=0)[:, :, None], b.dtype)
+        return (b[..., None, :] * own).reshape(*b.shape[:-1], -1)
     groups = b.shape[-3]
     block_of = jnp.asarray(np.maximum(np.arange(groups) - (groups - blocks), 0))
     same = (block_of[:, None, None, None] == jnp.arange(blocks)[:, None]).astype(b.dtype)

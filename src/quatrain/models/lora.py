@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
@@ -146,13 +147,14 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
         for place, name in enumerate(arch.lora.targets, start=number * len(arch.lora.targets)):
             matrix, a, b = to_memory("device", [whole[name + end] for end in ("", LORA_A, LORA_B)])
             how = {"dtype": jnp.dtype(dtype or matrix.dtype), "sharding": matrix.sharding}
+            how["stacked"] = arch.layers[number].stacked(name)
             layer[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
             if matrix is not whole[name]:
                 jax.block_until_ready(layer[name])  # the device has room for one such copy at a time
     return {**base, "layers": layers}
 
 
-@partial(jax.jit, static_argnames=("scale", "dtype", "sharding"))
+@partial(jax.jit, static_argnames=("scale", "dtype", "sharding", "stacked"))
 def _merged(
     matrix: jax.Array,
     a: jax.Array,
@@ -161,19 +163,28 @@ def _merged(
     scale: float,
     dtype: jnp.dtype,
     sharding: NamedSharding,
+    stacked: tuple[int, ...],
 ) -> jax.Array:
     """One matrix [*out, in], of one array at a time: it needs memory for this one in float32."""
-    exact = changed(matrix.astype(dtype), a, b, scale)
+    exact = changed(matrix.astype(dtype), a, b, scale, stacked)
     stochastic = dtype == jnp.bfloat16
     rounded = stochastic_bfloat16(exact, random_bits(key, exact.shape)) if stochastic else exact.astype(dtype)
     return jax.lax.with_sharding_constraint(rounded, sharding)
 
 
-def changed(matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """W + scale B A in float32, for W [*out, in] as it is stored, with a block of A for each of its parts."""
+def changed(
+    matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float, stacked: tuple[int, ...] = ()
+) -> jax.Array:
+    """W + scale B A in float32, for W [*out, in] as it is stored, with a block of A for each of its parts.
+
+    `stacked`: how many rows each part has, if they stand one after another in the last of `out`.
+    """
     product = partial(jnp.einsum, precision="highest")
     if a.ndim == 2:  # one A, of a matrix that a checkpoint has as one
         change = product("...r,ri->...i", b, a)
+    elif stacked:
+        parts = zip(jnp.split(b, np.cumsum(stacked)[:-1], axis=-2), a, strict=True)
+        change = jnp.concatenate([product("...r,ri->...i", *part) for part in parts], axis=-2)
     elif matrix.ndim == 4:  # qkv [K, G + 2, H, D], or G + 1 if values are keys
         queries = product("kghr,rd->kghd", b[:, : 1 - len(a)], a[0])
         others = product("kphr,prd->kphd", b[:, 1 - len(a) :], a[1:])

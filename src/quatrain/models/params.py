@@ -100,11 +100,16 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
         valid = [
             str(cp) for cp in range(1, most + 1) if all(mixer.exchanges(mesh.tp, cp) for mixer in arch.mixers)
         ]
-        heads = [mixer.heads_of_device(mesh.tp) for mixer in arch.mixers]
+        heads = [mixer.heads_of_device(mesh.tp) for mixer in arch.attentions]
         queries, keys = (listed(map(str, numbers)) for numbers in zip(*heads, strict=True))
+        also = [
+            f", and divides the key heads of a device in DeltaNet layers ({mixer.num_key_heads // mesh.tp})"
+            for mixer in arch.deltas
+        ]
         raise ValueError(
             f"cp must be a number that divides the query heads of a device ({queries}), and divides or is a "
-            f"multiple of its key/value heads ({keys}); got cp {mesh.cp}; choose one of {', '.join(valid)}"
+            f"multiple of its key/value heads ({keys}){''.join(also)}; got cp {mesh.cp}; choose one of "
+            f"{', '.join(valid)}"
         )
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
 

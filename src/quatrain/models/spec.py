@@ -70,12 +70,14 @@ class TensorName(NamedTuple):
     path: tuple[str | int, ...]
     part: Any = ...
     vector: bool = True
+    kernel: bool = False
+    """Whether it is that of a convolution of each channel by itself, [channels, 1, width] in a checkpoint."""
 
     def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this tensor, given the shape of its parameter."""
         rows = np.empty((), bool)
         rows = np.broadcast_to(rows, parameter if self.vector else parameter[:-1])[self.part]
-        return (rows.size,) if self.vector else (rows.size, parameter[-1])
+        return (rows.size,) if self.vector else (rows.size, *(1,) * self.kernel, parameter[-1])
 
     def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).
@@ -88,8 +90,7 @@ class TensorName(NamedTuple):
 
     def of(self, parameter: np.ndarray) -> np.ndarray:
         """This tensor's slice of `parameter`: [out, in], or [out] for a vector."""
-        part = parameter[self.part]
-        return np.ascontiguousarray(part.reshape(-1) if self.vector else part.reshape(-1, part.shape[-1]))
+        return np.ascontiguousarray(parameter[self.part].reshape(self.shape_in(parameter.shape)))
 
 
 def linear_tensors(module: str, param: str, part: Any = ..., *, bias: bool) -> list[TensorName]:

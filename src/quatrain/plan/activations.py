@@ -79,6 +79,9 @@ def activations(
     `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
     or `cp`, or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
 
+    The states at the beginnings of the chunks of DeltaNet layers add 4 bytes for each of their numbers: to
+    `kept` of `dots` and `none`, to `layer` of remat `layer`.
+
     Keys and values that layers lend are added to `layer` twice, the inputs of all layers three times.
 
     With adapters of rank r, their gradients are the only ones. The r columns of A x of each adapted matrix
@@ -91,6 +94,7 @@ def activations(
     every = products + 4 * n.hidden + n.normed
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.statistics, "none": n.statistics + 2}[remat]
+    statistics += FLOAT32 * n.states * (remat != "layer")
     works = 6 * n.hidden + n.working + n.normed + 2 * n.low + n.added
     works -= 0 if remat == "layer" else products
     works += n.between
@@ -119,7 +123,10 @@ def activations(
     return Activations(
         num_layers=arch.num_layers,
         kept=tokens * (columns * b + statistics) + in_dtype * (remat == "none"),
-        layer=tokens * works * b + in_dtype + (layer_gradient * sharded + trained_table) * FLOAT32,
+        layer=tokens * (works * b + FLOAT32 * n.most_states * (remat == "layer"))
+        + FLOAT32 * n.chunk
+        + in_dtype
+        + (layer_gradient * sharded + trained_table) * FLOAT32,
         head=head,
         gradients=gradients * (FLOAT32 if arch.lora else own_b),
     )
@@ -137,6 +144,11 @@ class _Widths(NamedTuple):
     normed: int
     working: int
     statistics: int
+    states: int
+    most_states: int
+    """Of the layer that has the most of them."""
+    chunk: int
+    """Float32 numbers of temporary arrays that do not grow with the tokens."""
     low: int
     """Columns of A x of all adapted matrices of a layer."""
     added: int
@@ -169,6 +181,9 @@ class _Widths(NamedTuple):
             normed=mean(lambda kind: sum(cost.normed for cost in costs[kind]) + d * (len(kind.norms) - 2)),
             working=max(sum(cost.working for cost in each) for each in costs.values()),
             statistics=mean(lambda kind: sum(cost.statistics for cost in costs[kind])),
+            states=mean(lambda kind: sum(cost.states for cost in costs[kind])),
+            most_states=max(sum(cost.states for cost in each) for each in costs.values()),
+            chunk=max(cost.chunk for each in costs.values() for cost in each),
             low=mean(adapted),
             between=2 * sum(map(math.prod, lent)) // mesh.tp + 3 * arch.num_layers * inputs,
             added=max((each[name] for each in outputs for name in targets if name in each), default=0),

@@ -28,7 +28,7 @@ from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
 from quatrain.models.families import Architecture
-from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position
+from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes_per_state
 from quatrain.models.lora import trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
@@ -169,7 +169,7 @@ class _Plan:
         waits, phases = OFFLOADED * bool(phases), phases or PHASES
         adapters = self._weights(self.mesh, dtype, trained=True) if lora else 0
         why = f"model.param_dtype {dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
-        rope = self.arch.layers[0].mixer.rope
+        rope = self.arch.attentions[0].rope
         if rope and rope.kind == "longrope":
             tokens, factors = longest_of_run(self.config), "long" if rope.long else "short"
             why += f"; rotary embeddings with longrope's {factors} factors, for {tokens} tokens"
@@ -260,6 +260,9 @@ class _Plan:
             f"{in_units(self._position_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
         size, one = (n * self._position_bytes() for n in (slots * own + prefix_slots * prompt, own + prompt))
+        if state := self._state_bytes():
+            size, one = size + (slots + prefix_slots) * state, one + 2 * state
+            why += f"; {slots + prefix_slots} states of DeltaNet layers x {in_units(state)}"
         if room is not None and size > room:
             size = max(room, one)
             why += (
@@ -285,6 +288,10 @@ class _Plan:
             before += environment_tokens(self.config) + longest
             longest += TOKENS_PER_CALL - 1
         return prompt_positions(before), round_up(longest)
+
+    def _state_bytes(self) -> int:
+        """Bytes of a sequence, whatever its tokens, in DeltaNet layers."""
+        return bytes_per_state(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
 
     def _position_bytes(self) -> int:
         return bytes_per_position(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
@@ -424,6 +431,7 @@ class _Plan:
     def cache_warnings(self, result: Placement, room: int | None) -> Iterator[str]:
         """A warning about a KV cache that is too small for one sequence, where everything together fits."""
         totals, one = result.totals().values(), sum(self._cache_positions()) * self._position_bytes()
+        one += 2 * self._state_bytes()
         sampling = max(size for phase, roles, size in totals if phase == "rollout" and "rollout" in roles)
         if room is None or one <= room or sampling > (result.device_memory or 0):
             return

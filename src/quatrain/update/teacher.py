@@ -112,7 +112,7 @@ class WordTeacher:
 
     def __init__(self, model: FrozenModel, *, kind: Divergence, beta: float):
         self._model, self._kind, self._beta = model, kind, beta
-        self.longest, self.unpacks_above = model.longest, model.spec.unpacks_above
+        self.longest, self.forms = model.longest, model.spec.forms
 
     def joined(
         self, policy: ModelSpec, params: Any, batches: Iterable[MicroBatch]

@@ -114,9 +114,8 @@ class Trainer:
         began = time.perf_counter()
         cuts = self.planner.plans(mini)
         model, params = self.model, state.params
-        readers = (model, self.teacher) if self.teacher is not None else (model,)
-        unpack = min((x.unpacks_above for x in readers if x.unpacks_above is not None), default=None)
-        batches: Iterable[MicroBatch] = [fill(cut, mini, model.mesh, unpack_above=unpack) for cut in cuts]
+        forms = model.forms if self.teacher is None else model.forms.joined(self.teacher.forms)
+        batches: Iterable[MicroBatch] = [fill(cut, mini, model.mesh, forms) for cut in cuts]
         totals.combine(describe_plans(mini, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
         if self.teacher is not None:

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from quatrain.config.errors import shown
 from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture, Head
+from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
 from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import write_rope
@@ -54,8 +55,21 @@ _NAMES = {
     "qkv_proj": "attn_qkv",
     "gate_up_proj": "ffn_up",
     "down_proj": "ffn_down",
+    "in_proj_qkv": "attn_qkv",
+    "in_proj_z": "attn_gate",
+    "in_proj_b": "ssm_beta",
+    "in_proj_a": "ssm_alpha",
+    "out_proj": "ssm_out",
+    "conv1d": "ssm_conv1d",
+    "delta_norm": "ssm_norm",
 }
 """The GGUF names of parameters and, where several tensors are stored as one, of their modules."""
+
+
+_OF_DELTA = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+"""The GGUF names of vectors of a DeltaNet layer that have no module."""
+_BY_VALUE_HEAD = ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
+"""Tensors of a DeltaNet layer whose last rows are of value heads."""
 
 
 def load_gguf(
@@ -78,7 +92,7 @@ def load_gguf(
         if name.path == ("score",):
             parameter[...] = 0.0
         else:
-            _read_into(parameter, name, tensors[_gguf_name(name)], arch)
+            _read_into(parameter, name, tensors[_gguf_name(name, arch)], arch)
 
     return arch, assemble(arch, dtype, read, mesh)
 
@@ -101,10 +115,13 @@ def _gguf() -> Any:
         ) from error
 
 
-def _gguf_name(name: TensorName) -> str:
+def _gguf_name(name: TensorName, arch: Architecture) -> str:
     """The GGUF name of a tensor."""
     module, kind = name.name.split(".")[-2:]
-    stored = _NAMES.get(module) or _NAMES[str(name.path[-1])]
+    if kind in _OF_DELTA:
+        return f"blk.{name.path[1]}.{_OF_DELTA[kind]}"
+    gguf, parameter = family_of(arch).gguf, str(name.path[-1])
+    stored = (gguf and gguf.names.get(parameter)) or _NAMES.get(module) or _NAMES[parameter]
     return f"blk.{name.path[1]}.{stored}.{kind}" if name.path[0] == "layers" else f"{stored}.{kind}"
 
 
@@ -133,9 +150,12 @@ def _check_types(header: GGUFHeader) -> None:
 def _check_tensors(path: Path, tensors: Mapping[str, TensorInfo], arch: Architecture) -> None:
     """Raises ValueError for missing, unexpected and misshapen tensors, before any parameter has memory."""
     shapes = tensor_shapes(arch)
-    expected = {_gguf_name(name): shapes[name.name] for name in tensor_names(arch)}
-    names = tensors.keys() - _ROPE_TENSORS
-    for wrong, problem in ((expected.keys() - names, "lacks"), (names - expected.keys(), "has unexpected")):
+    names = tensor_names(arch)
+    expected = {_gguf_name(name, arch): shapes[name.name] for name in names}
+    kernels = {_gguf_name(name, arch) for name in names if name.kernel}
+    expected |= {name: (expected[name][0], expected[name][2]) for name in kernels}
+    given = tensors.keys() - _ROPE_TENSORS
+    for wrong, problem in ((expected.keys() - given, "lacks"), (given - expected.keys(), "has unexpected")):
         if wrong:
             first = ", ".join(sorted(name[:80] for name in wrong)[:5])
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -184,19 +204,42 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
     """Reads the tensor into `parameter`.
 
     Query and key rows are reordered from llama.cpp's rotary layout; what it adds to the weights of norms
-    (Gemma) is taken off again.
+    (Gemma, Qwen3.5) is taken off again. In DeltaNet layers value heads are in another order, and the decay is
+    -exp(A_log).
     """
     rows, numbers = name.rows(parameter)
     gguf = family_of(arch).gguf
     if gguf and gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
-        half = arch.layers[0].mixer.head_dim // 2
+        half = arch.attentions[0].head_dim // 2
         numbers = numbers.reshape(-1, 2, half).swapaxes(1, 2).reshape(-1)
-    offset = arch.norm.offset if tensor.name.endswith("norm.weight") else 0.0
+    module = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+    columns = None
+    if name.path[-1] in ("qkv", "ba", "conv", "a_log", "dt_bias", "o") and "linear_attn" in name.name:
+        delta = arch.deltas[0]
+        size = 1 if name.path[-1] in ("ba", "a_log", "dt_bias") else delta.value_size
+        if module in _BY_VALUE_HEAD:
+            numbers = numbers[_order_of_value_heads(delta, len(numbers), size)]
+        else:
+            columns = np.argsort(_order_of_value_heads(delta, parameter.shape[-1], size))
+    plain = module == "ssm_norm" or not tensor.name.endswith("norm.weight")
+    offset = 0.0 if plain else arch.norm.offset
     for start, values in _blocks(tensor):
+        if columns is not None:
+            values = values[:, columns]
+        if module == "ssm_a":
+            values = np.log(-values)
         if name.vector:
             rows[numbers] = values[0] - np.float32(offset)
         else:
             rows[numbers[start : start + len(values)]] = values
+
+
+def _order_of_value_heads(delta: GatedDeltaNet, rows: int, size: int) -> np.ndarray:
+    """The rows of a Hugging Face tensor in the order of a file, of which the last have `size` a value head.
+
+    A file has the first value head of each key head, then the second of each, and so on."""
+    heads = np.arange(rows)[rows - delta.num_heads * size :].reshape(delta.num_key_heads, -1, size)
+    return np.concatenate([np.arange(rows - heads.size), heads.swapaxes(0, 1).reshape(-1)])
 
 
 _WITHOUT_EFFECT = {
@@ -248,7 +291,7 @@ def _architecture(header: GGUFHeader) -> Architecture:
         **write_rope(rope),
         "partial_rotary_factor": rope.partial,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "eos_token_id": sorted(i for i in {special.eos, special.eot, special.eom} if i is not None),
         "bos_token_id": special.bos,

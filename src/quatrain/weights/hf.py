@@ -386,7 +386,7 @@ def _blocks(tensor: _Stored) -> Iterator[tuple[int, np.ndarray]]:
 def _read_tensor(tensor: _Stored, name: TensorName, parameter: np.ndarray) -> None:
     rows, numbers = name.rows(parameter)
     for start, block in _blocks(tensor):
-        rows[numbers[start : start + len(block)]] = block
+        rows[numbers[start : start + len(block)]] = block.reshape(len(block), *rows.shape[1:])
 
 
 def _write_tensors(

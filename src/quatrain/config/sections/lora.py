@@ -56,5 +56,6 @@ class LoraConfig(Section):
         MustAgreeOnResume(where="lora.rank"),
     ] = Field(("qkv", "o", "gate_up", "down"), strict=False)
     """Matrices of each layer that have adapters: `qkv` (queries, keys and values, each with adapters of its
-    own), `o` (the output of attention), `gate_up` and `down` (the MLP). peft's words
-    are taken too: `all-linear`, or names of modules such as `o_proj`, those of one matrix together."""
+    own; in DeltaNet layers all its inputs), `o` (the output of attention), `gate_up` and `down` (the MLP).
+    peft's words are taken too: `all-linear`, or names of modules such as `o_proj`, those of one matrix
+    together."""

@@ -71,7 +71,7 @@ def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
         return "be imported: it needs the extra quatrain[gpu], Python 3.12 or later and JAX 0.11.1 or later"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
-    for mixer in arch.mixers:
+    for mixer in arch.attentions:
         size, cap = f"({arch.family}, head_dim {mixer.head_dim})", mixer.softcap
         if mixer.head_dim % 8:
             return f"take heads that are no multiple of 8 elements {size}"

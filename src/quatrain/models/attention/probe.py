@@ -64,7 +64,7 @@ def probe(name: str, arch: Architecture, dtype: DTypeLike) -> str | None:
     Returns why it cannot be used: its error, or how far its results are from those of `xla`; None if it can.
     """
     # What unpacks all rows computes packed rows as rows of one sequence; the others have two ways.
-    for mixer, packed in product(arch.mixers, (True,) if unpacks_above(name) == 0 else (True, False)):
+    for mixer, packed in product(arch.attentions, (True,) if unpacks_above(name) == 0 else (True, False)):
         window = WINDOW if mixer.window else None
         sizes = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         case = _Case(*sizes, window, packed, mixer.softcap, str(jnp.dtype(dtype)))

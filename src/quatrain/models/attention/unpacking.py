@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.models.layers import BRANCHES_PER_GROUP
+from quatrain.models.prefix_tree import prefixes_of, spans_of_nodes
 from quatrain.ops.shape_buckets import round_up_coarsely
 
 FEWEST_COLUMNS = 128
@@ -90,25 +90,14 @@ def _columns(lengths: list[list[int]]) -> list[int]:
 
 def _sequences(segments: np.ndarray, branches: np.ndarray) -> list[np.ndarray]:
     """The indices of the tokens of each sequence of a buffer [T]."""
-    starts = np.flatnonzero(np.diff(segments, prepend=0) | np.diff(branches, prepend=0))
-    spans = {
-        (int(segments[span[0]]), int(branches[span[0]])): span
-        for span in np.split(np.arange(len(segments)), starts)
-        if len(span) and segments[span[0]]
-    }
-    prefixes = {branch: _prefixes(*branch) & spans.keys() for branch in spans}
+    spans = spans_of_nodes(segments, branches)
+    prefixes = {branch: prefixes_of(*branch) & spans.keys() for branch in spans}
     continued = set().union(*prefixes.values())
     return [
         np.concatenate([spans[each] for each in (*sorted(prefixes[branch]), branch)])
         for branch in spans
         if branch not in continued
     ]
-
-
-def _prefixes(segment: int, branch: int) -> set[tuple[int, int]]:
-    """The branches of a segment that `branch` continues: the common prefix and that of its group."""
-    group = branch - branch % BRANCHES_PER_GROUP
-    return {(segment, 0), (segment, group)} - {(segment, branch)}
 
 
 def unpacked_attention(

@@ -55,6 +55,8 @@ class Attention:
     """Whether values are the keys before their norm (Gemma 4)."""
     value_norm: bool = False
     """Whether values are normalised, without weights."""
+    gate: bool = False
+    """Whether what a head adds is multiplied by the sigmoid of a gate (Qwen3-Next)."""
     sharing: Literal["lends", "reuses"] | None = None
     """Whether a layer reuses keys and values of an earlier one, the last that lends with the same window."""
 
@@ -74,9 +76,10 @@ class Attention:
         """`qkv` [K, G + 2, H, D], `o` [D, N H], whose standard deviation is scaled by `residual`, and others.
 
         `qkv` holds for each key/value head its G query heads, its key head and its value head. Values that
-        are keys have no head of their own there, and reused keys and values none at all.
+        are keys have no head of their own there, and reused keys and values none at all. Gates stand after
+        the query heads that they belong to.
         """
-        shape = (self.num_kv_heads, self.num_heads // self.num_kv_heads + self._others, self.head_dim, d)
+        shape = (self.num_kv_heads, self._queries + self._others, self.head_dim, d)
         specs = {
             "qkv": ParamSpec.matrix(shape, ("kv_heads", "group", "head", "embed")),
             "o": ParamSpec.matrix((d, self.num_heads * self.head_dim), ("embed", "heads"), residual),
@@ -101,9 +104,14 @@ class Attention:
         """Heads beside the queries of each key/value head: a key and a value, a key alone, or none."""
         return 0 if self.sharing == "reuses" else 2 - self.keys_are_values
 
+    @property
+    def _queries(self) -> int:
+        """Query heads of each key/value head, and their gates."""
+        return self.num_heads // self.num_kv_heads * (1 + self.gate)
+
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
-        elements, queries = self._elements, self.num_heads // self.num_kv_heads
+        elements, queries = self._elements, self._queries
         apart = {
             "q_proj": np.s_[:, :queries, *elements],
             "k_proj": np.s_[:, queries, *elements],
@@ -154,7 +162,8 @@ class Attention:
         def queries_keys_values(heads_BTKXH: jax.Array, layer: Layer) -> tuple[Any, ...]:
             """(queries, rotated and scaled for the dot product; keys, rotated; values)."""
             B, T, queries = *heads_BTKXH.shape[:2], heads_BTKXH.shape[3] - self._others
-            q_BTNH = turned(heads_BTKXH[:, :, :, :queries].reshape(B, T, -1, self.head_dim), layer, "q_norm")
+            q_BTKGH = heads_BTKXH[:, :, :, : queries : 1 + self.gate]
+            q_BTNH = turned(q_BTKGH.reshape(B, T, -1, self.head_dim), layer, "q_norm")
             if angles is not None and angles.query_scale is not None:
                 q_BTNH = q_BTNH * angles.query_scale.astype(q_BTNH.dtype)
             q_BTNH = q_BTNH * self.query_scale
@@ -168,8 +177,16 @@ class Attention:
         def output(y_BTNH: jax.Array, layer: Layer) -> jax.Array:
             return run.linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis=TP)
 
-        q_BTNH, k_BTKH, v_BTKH = run.part(queries_keys_values, run.part(heads, x_BTD))
+        def gated(y_and_heads: tuple[jax.Array, jax.Array], layer: Layer) -> jax.Array:
+            y_BTNH, heads_BTKXH = y_and_heads
+            gates = heads_BTKXH[:, :, :, 1 : heads_BTKXH.shape[3] - self._others : 2]
+            return output(y_BTNH * jax.nn.sigmoid(gates).reshape(y_BTNH.shape), layer)
+
+        heads_BTKXH = run.part(heads, x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = run.part(queries_keys_values, heads_BTKXH)
         y_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache)
+        if self.gate:
+            return run.part(gated, (y_BTNH, heads_BTKXH)), cache
         return run.part(output, y_BTNH), cache
 
     def _rows_of_device(self, layer: Layer) -> Layer:
@@ -245,13 +262,13 @@ class Attention:
         """Of a block for hidden states of `d` elements."""
         queries = self.num_heads * self.head_dim // tp
         heads, keys = self.heads_of_device(tp)
-        keys_values = self._others * keys * self.head_dim
+        keys_values, gates = self._others * keys * self.head_dim, queries * self.gate
         return Costs(
-            weights=d * (2 * queries + keys_values),
+            weights=d * (2 * queries + gates + keys_values),
             per_key=queries,
-            outputs={"qkv": queries + keys_values, "o": d},
-            kept=2 * queries + keys_values,
+            outputs={"qkv": queries + gates + keys_values, "o": d},
+            kept=2 * queries + gates + keys_values,
             normed=self.qk_norm * (queries + keys_values),
-            working=3 * queries + keys_values,
+            working=3 * queries + 2 * gates + keys_values,
             statistics=heads,
         )

@@ -39,6 +39,10 @@ class Costs(NamedTuple):
     """Columns of temporary arrays in the backward pass, the results of norms left out."""
     statistics: int
     """Further float32 numbers that are kept."""
+    states: int = 0
+    """Float32 numbers of the states at the beginnings of chunks, kept if a layer is not recomputed whole."""
+    chunk: int = 0
+    """Float32 numbers of temporary arrays of one chunk of tokens, whatever the tokens of the micro-batch."""
 
 
 def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
@@ -96,6 +100,13 @@ class LayerRun:
 
         return (jax.checkpoint(gathering) if self.by_parts else gathering)(inputs, self.layer)
 
-    def linear(self, x: jax.Array, layer: Layer, name: str, sum_axis: str | None = None) -> jax.Array:
+    def linear(
+        self,
+        x: jax.Array,
+        layer: Layer,
+        name: str,
+        sum_axis: str | None = None,
+        stacked: tuple[int, ...] = (),
+    ) -> jax.Array:
         """`layers.linear` with the settings of this run."""
-        return linear(x, layer, name, sum_axis, self.few_rows, self.lora_scale)
+        return linear(x, layer, name, sum_axis, self.few_rows, self.lora_scale, stacked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from quatrain.models.architecture import PRE, Architecture, LayerKind, Norms
+from quatrain.models.architecture import PRE, Architecture, LayerKind, Mixer, Norms
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.families.gguf import GGUF
@@ -43,7 +43,7 @@ class Family(NamedTuple):
 def architecture(
     family: str,
     c: HFConfig,
-    mixers: Sequence[Attention],
+    mixers: Sequence[Mixer],
     *,
     bias: bool = False,
     fused: bool = False,
@@ -87,14 +87,14 @@ def by_layer_type(
 
 def write_common(arch: Architecture) -> Json:
     """The keys of config.json that all families have, with the rotary embeddings of the first layer."""
-    layer, eos = arch.layers[0], list(arch.eos_token_ids)
+    layer, mixer, eos = arch.layers[0], arch.attentions[0], list(arch.eos_token_ids)
     return {
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.hidden_size,
         "intermediate_size": layer.mlp.width,
         "num_hidden_layers": arch.num_layers,
-        "num_attention_heads": layer.mixer.num_heads,
-        "num_key_value_heads": layer.mixer.num_kv_heads,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
         "max_position_embeddings": arch.max_position,
         "rms_norm_eps": arch.norm.eps,
         "tie_word_embeddings": arch.tie_embeddings,
@@ -108,13 +108,13 @@ def write_common(arch: Architecture) -> Json:
 def write_attention(arch: Architecture, *, always: bool = True) -> Json:
     """`attention_bias` and the size of a head; unless `always`, only where this is not hidden size /
     heads."""
-    mixer = arch.layers[0].mixer
+    mixer = arch.attentions[0]
     return {**write_head_dim(arch, always=always), "attention_bias": mixer.qkv_bias}
 
 
 def write_head_dim(arch: Architecture, *, always: bool = False) -> Json:
     """The size of a head, which the configurations of some families have only if it is unusual."""
-    mixer = arch.layers[0].mixer
+    mixer = arch.attentions[0]
     usual = mixer.head_dim * mixer.num_heads == arch.hidden_size
     return {} if usual and not always else {"head_dim": mixer.head_dim}
 

@@ -28,9 +28,9 @@ _COUSINS = {
     "qwen2_5_vl": ("qwen2", "rotary embeddings of image positions"),
     "qwen2_moe": ("qwen2", "experts"),
     "qwen2_vl": ("qwen2", "rotary embeddings of image positions"),
-    "qwen3_5": ("qwen3", "gated DeltaNet layers"),
+    "qwen3_5_moe": ("qwen3_5_text", "experts"),
+    "qwen3_5_moe_text": ("qwen3_5_text", "experts"),
     "qwen3_moe": ("qwen3", "experts"),
-    "qwen3_next": ("qwen3", "gated DeltaNet layers and experts"),
     "qwen3_vl": ("qwen3", "rotary embeddings of image positions"),
     "starcoder2": ("llama", "layer norms and no gate in its MLP"),
 }

@@ -61,13 +61,13 @@ def _read_3(c: HFConfig) -> Architecture:
 
 def _write(arch: Architecture) -> Json:
     layer = arch.layers[0]
-    scalar = round(layer.mixer.query_scale**-2, 9)
+    scalar = round(layer.attention.query_scale**-2, 9)
     return {
         **common.write_attention(arch),
         **common.write_windows(arch, always=True),
         "hidden_activation": layer.mlp.activation,
         "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
-        "attn_logit_softcapping": layer.mixer.softcap,
+        "attn_logit_softcapping": layer.attention.softcap,
         "final_logit_softcapping": arch.final_softcap,
     }
 

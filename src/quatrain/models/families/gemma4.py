@@ -68,16 +68,16 @@ def _sharing(layers: list[LayerKind], reusing: int, wide: bool) -> list[LayerKin
         kind = layers[i]
         require(kind.mixer.window in windows, "layer_types", "a type of layer that has keys and values", FULL)
         lender = first - 1 - windows[::-1].index(kind.mixer.window)
-        lending = replace(layers[lender].mixer, sharing="lends")
+        lending = replace(layers[lender].attention, sharing="lends")
         layers[lender] = replace(layers[lender], mixer=lending)
         mlp = replace(kind.mlp, width=2 * kind.mlp.width) if wide else kind.mlp
-        layers[i] = replace(kind, mixer=replace(kind.mixer, sharing="reuses"), mlp=mlp)
+        layers[i] = replace(kind, mixer=replace(kind.attention, sharing="reuses"), mlp=mlp)
     return layers
 
 
 def _write(arch: Architecture) -> Json:
     by_type = {kind.mixer.window is None: kind for kind in reversed(arch.layers)}
-    full, sliding = by_type[True].mixer, by_type.get(False, by_type[True]).mixer
+    full, sliding = by_type[True].attention, by_type.get(False, by_type[True]).attention
     reusing = sum(kind.mixer.sharing == "reuses" for kind in arch.layers)
     block, first, last = arch.layers[0].layer_input, arch.layers[0].mlp, arch.layers[-1].mlp
     return {

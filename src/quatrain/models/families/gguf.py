@@ -44,6 +44,16 @@ class GGUFKeys(Description):
     residual_scale: Factor = 0.0
     logit_scale: Factor = 0.0
     attn_factor: Annotated[Factor, Field(alias="rope.scaling.attn_factor")] = 0.0
+    full_attention_interval: Period = 0
+    conv_width: Annotated[int, Field(alias="ssm.conv_kernel", ge=0, le=64)] = 0
+    delta_key_size: Annotated[int, Field(alias="ssm.state_size", ge=0, le=2**12)] = 0
+    delta_key_heads: Annotated[int, Field(alias="ssm.group_count", ge=0, le=2**12)] = 0
+    delta_heads: Annotated[int, Field(alias="ssm.time_step_rank", ge=0, le=2**12)] = 0
+    delta_values: Annotated[int, Field(alias="ssm.inner_size", ge=0, le=2**24)] = 0
+    image_sections: Annotated[
+        list[int], Field(alias="rope.dimension_sections", max_length=8, default_factory=list)
+    ]
+    """Of the positions of images; they change nothing in texts."""
 
     @property
     def head_dim(self) -> int:
@@ -62,3 +72,5 @@ class GGUF(NamedTuple):
     """The metadata that only some families have, and what llama.cpp takes for a missing value."""
     config: Callable[[GGUFKeys], dict[str, Any]] = lambda keys: {}
     """The keys of config.json that these become."""
+    names: Mapping[str, str] = {}
+    """Names of parameters that differ from those of other families."""

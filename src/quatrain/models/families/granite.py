@@ -30,7 +30,7 @@ def _write(arch: Architecture) -> Json:
         **common.write_attention(arch, always=False),
         "hidden_act": layer.mlp.activation,
         "mlp_bias": layer.mlp.bias,
-        "attention_multiplier": layer.mixer.query_scale,
+        "attention_multiplier": layer.attention.query_scale,
         "residual_multiplier": layer.residual_scale,
         "embedding_multiplier": arch.embedding_scale,
         "logits_scaling": float(f"{1 / arch.logits_scale:.12g}"),

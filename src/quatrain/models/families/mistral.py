@@ -20,7 +20,7 @@ def _read(c: HFConfig, *, family: str) -> Architecture:
 def _write(arch: Architecture) -> Json:
     layer = arch.layers[0]
     act = {"hidden_act": layer.mlp.activation, "sliding_window": layer.mixer.window}
-    return {"head_dim": layer.mixer.head_dim, **act}
+    return {"head_dim": layer.attention.head_dim, **act}
 
 
 _DEFAULTS: Json = {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8}

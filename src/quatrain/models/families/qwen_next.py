@@ -1,0 +1,116 @@
+"""Qwen3-Next and the text models of Qwen3.5: Gated DeltaNet in three of four layers, gated attention with
+rotary embeddings of a part of each head in the others. Their variants with experts are not supported."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.blocks.delta import GatedDeltaNet
+from quatrain.models.families import common
+from quatrain.models.families.common import Family, Json
+from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.ropes import FULL, read_rope, write_rope
+from quatrain.models.hf_config import HFConfig
+from quatrain.models.layers import Norm
+from quatrain.models.rope import Rope
+from quatrain.models.spec import require
+
+LINEAR = "linear_attention"
+_DEFAULTS: Json = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32768,
+}
+
+
+def _read(c: HFConfig, *, family: str, grouped: bool) -> Architecture:
+    sparse = [i for i in range(c.num_hidden_layers) if _has_experts(c, i)]
+    if sparse:
+        raise ValueError(
+            f"{len(sparse)} of {c.num_hidden_layers} layers have experts (num_experts = {c.num_experts}),"
+            " which are not supported: use a dense model of the family"
+        )
+    require(c.hidden_act in (None, "silu"), "hidden_act", "silu", c.hidden_act)
+    interval = c.full_attention_interval or 4
+    types = c.layer_types or [LINEAR if (i + 1) % interval else FULL for i in range(c.num_hidden_layers)]
+    typed = len(types) == c.num_hidden_layers and set(types) <= {FULL, LINEAR}
+    require(typed, "layer_types", f"{c.num_hidden_layers} entries out of {FULL}, {LINEAR}", tuple(types))
+    heads = c.linear_num_key_heads, c.linear_num_value_heads
+    sizes = c.linear_key_head_dim, c.linear_value_head_dim
+    delta = GatedDeltaNet(*heads, *sizes, c.linear_conv_kernel_dim, grouped)
+    full = common.read_attention(c, read_rope(c, partial=True), qk_norm=True, gate=True)
+    mixers = [delta if kind == LINEAR else full for kind in types]
+    return common.architecture(family, c, mixers, norm=Norm(c.rms_norm_eps, 1.0))
+
+
+def _has_experts(c: HFConfig, layer: int) -> bool:
+    step = c.decoder_sparse_step or 1
+    return bool(c.num_experts) and layer not in (c.mlp_only_layers or ()) and (layer + 1) % step == 0
+
+
+def _write(arch: Architecture) -> Json:
+    rope = arch.attentions[0].rope or Rope()
+    share: Json = {"partial_rotary_factor": rope.partial}  # also where it is 1: a quarter is without it
+    written = {
+        **common.write_attention(arch),
+        **share,
+        "rope_parameters": write_rope(rope)["rope_parameters"] | share,
+        "hidden_act": "silu",
+        "layer_types": [LINEAR if isinstance(kind.mixer, GatedDeltaNet) else FULL for kind in arch.layers],
+    }
+    for delta in arch.deltas[:1]:
+        written |= {
+            "linear_conv_kernel_dim": delta.conv_width,
+            "linear_key_head_dim": delta.key_size,
+            "linear_value_head_dim": delta.value_size,
+            "linear_num_key_heads": delta.num_key_heads,
+            "linear_num_value_heads": delta.num_heads,
+        }
+    return written
+
+
+def _of_gguf(keys: GGUFKeys) -> Json:
+    return {
+        "full_attention_interval": keys.full_attention_interval,
+        "linear_conv_kernel_dim": keys.conv_width,
+        "linear_key_head_dim": keys.delta_key_size,
+        "linear_value_head_dim": keys.delta_values // max(keys.delta_heads, 1),
+        "linear_num_key_heads": keys.delta_key_heads,
+        "linear_num_value_heads": keys.delta_heads,
+    }
+
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    "Qwen3NextForSequenceClassification",
+    {**_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512},
+    partial(_read, family="qwen3_next", grouped=True),
+    lambda arch: {**_write(arch), "num_experts": 0},
+    None,
+)
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5TextForSequenceClassification",
+    {**_DEFAULTS, "num_key_value_heads": 4},
+    partial(_read, family="qwen3_5_text", grouped=False),
+    _write,
+    GGUF(
+        "qwen35",
+        keys={
+            "full_attention_interval": 4,
+            **{f"ssm.{key}": 0 for key in ("conv_kernel", "state_size", "group_count")},
+            **{f"ssm.{key}": 0 for key in ("time_step_rank", "inner_size")},
+            "rope.dimension_sections": [],
+        },
+        config=_of_gguf,
+        names={"mlp_norm": "post_attention_norm"},
+    ),
+)
