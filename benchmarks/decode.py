@@ -55,6 +55,7 @@ from quatrain.models.families import Architecture, builtin_architecture
 from quatrain.models.kv_cache import empty_cache
 from quatrain.models.layers import linear
 from quatrain.models.params import abstract_params
+from quatrain.models.prefix_tree import NO_FORMS
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -284,7 +285,7 @@ def prefill_memory(arch: Architecture, long: int, *, dtype: str = "float32") -> 
     def group(tokens: int) -> Group:
         return Group.of(Prompt(0, np.ones(tokens, np.int32), ""), 0, (0,), 1)
 
-    row = pack_prompts([[Admitted(group(PREFILL_TOKENS), 0, 0)]], 1, 1, unpack=False)
+    row = pack_prompts([[Admitted(group(PREFILL_TOKENS), 0, 0)]], 1, 1, NO_FORMS)
     usual, _ = temporary(prefill_program, row, PREFILL_TOKENS)
     left = [[Continuation(group(long), 0, 0, 0)]]
     batch, width, most = next(calls(left))

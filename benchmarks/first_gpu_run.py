@@ -64,13 +64,14 @@ from quatrain.backend import this_backend
 from quatrain.forward.micro_batch import fill
 from quatrain.forward.specs import head_logprobs
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention import attention_pattern, self_attention, unpacks
+from quatrain.models.attention import attention_pattern, self_attention, unpacks_above
 from quatrain.models.attention.kernels import PLATFORMS, obstacle
 from quatrain.models.attention.probe import probe
 from quatrain.models.decoder import REMAT
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.models.params import num_params
+from quatrain.models.prefix_tree import RowForms
 from quatrain.ops.logprobs import Tile
 from quatrain.ops.sampling import sample
 from quatrain.run.metrics import read_metrics
@@ -164,7 +165,7 @@ def _attention_ms(scale: Scale, arch: Architecture, kernel: str, name: str) -> F
     table = accelerator.random_table(arch, scale)
     sizes = accelerator.LogprobConfig(max_tokens_per_device=scale.max_tokens)
     cut = spec.planner(sizes, share_prompts=True).plans(table)[0]
-    batch = fill(cut, table, spec.mesh, unpack=unpacks(kernel))
+    batch = fill(cut, table, spec.mesh, RowForms(unpacks_above(kernel)))
     line = batch.input_ids.shape
     mixer = arch.layers[0].mixer
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads, mixer.num_heads)

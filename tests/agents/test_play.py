@@ -124,12 +124,12 @@ def test_log_probabilities_are_those_of_the_model(playing, tokenizer, small_arch
     from quatrain.forward.planner import MicroBatchPlanner
     from quatrain.forward.predict import predict_tokens
     from quatrain.forward.specs import PolicySpec
-    from quatrain.update.learner import _table
+    from quatrain.forward.table import TokenTable
 
     with playing("branches", args={"log": str(tmp_path / "log")}) as rollouts:
         batch = rollouts.generate(prompts(tokenizer))
     spec, planner = PolicySpec(small_arch, temperature=0.9, remat="none"), MicroBatchPlanner(rows=4)
-    expected = predict_tokens(small_params, _table(batch), model=spec, planner=planner)
+    expected = predict_tokens(small_params, TokenTable.of(batch), model=spec, planner=planner)
     np.testing.assert_allclose(batch.rollout_logprobs, expected, rtol=0, atol=1e-4)
     # Three answers after the first; the first is trained in one of the three rows.
     assert np.bincount(batch.episodes.of_row).tolist() == [3] * 8

@@ -680,7 +680,7 @@ def test_bad_input_leaves_the_name_free(tmp_path):
 def test_kl_cannot_begin_on_resume(finished, tmp_path):
     shutil.copytree(finished[0].run, tmp_path / "whole", ignore=shutil.ignore_patterns("reference"))
     with pytest.raises(
-        ValueError, match=r"resumed with update\.kl_coef above 0 only .*set update\.kl_coef back to 0"
+        ValueError, match=r"resumed with update\.kl_coef 0\.1 only .*set update\.kl_coef back"
     ):
         train(small_run(tmp_path, "x", *finished[1]), resume="whole")
 

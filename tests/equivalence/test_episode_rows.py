@@ -11,9 +11,9 @@ from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.schema import AdvantageConfig, LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.ops.losses import LOSS_AGGREGATIONS
 from quatrain.update.learner import Learner
-from quatrain.update.learner import _table as table_of
 
 CUTS = {
     "fixed": {"micro_batch_size": 3},
@@ -144,7 +144,7 @@ def advantage_of_row(batch, row) -> float:
 
 def test_shared_prompts_are_found_where_rows_begin_anew():
     """Rows of a group that do not begin with its prompt do not keep the others from sharing it."""
-    table = table_of(leaf_rows(draw_episodes(3)).rollouts)
+    table = TokenTable.of(leaf_rows(draw_episodes(3)).rollouts)
     (plan,) = MicroBatchPlanner(max_tokens=4096, share_prompts=True).plans(table)
     shared = [s for buffer in plan.buffers for s in buffer if len(s.rows) > 1]
     assert len({int(table.group_ids[s.rows[0]]) for s in shared}) == 3

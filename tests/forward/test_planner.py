@@ -8,6 +8,7 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.delta_rule import FROM_SAVED, FROM_ZERO, NOWHERE
 from quatrain.models.layers import BRANCHES_PER_GROUP
+from quatrain.models.prefix_tree import RowForms
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
@@ -97,7 +98,7 @@ def test_a_group_has_its_prompt_once():
 def test_buffers_have_chunks_for_a_model_with_delta_layers_alone():
     planner = MicroBatchPlanner(max_tokens=9, share_prompts=True)
     ((_, without),) = micro_batches(_group(), planner, one_device())
-    ((_, batch),) = micro_batches(_group(), planner, one_device(), chunked=True)
+    ((_, batch),) = micro_batches(_group(), planner, one_device(), RowForms(chunked=True))
     assert without.chunks is None
     assert batch.chunks is not None
     saved, nowhere = FROM_SAVED, NOWHERE
@@ -109,7 +110,7 @@ def test_buffers_have_chunks_for_a_model_with_delta_layers_alone():
         (8, 1, saved, nowhere),
     ]
     assert not batch.chunks.counts[0, 5:].any()
-    forms = [PolicySpec(of_golden(case)).forms["chunked"] for case in ("qwen3", "qwen3_next")]
+    forms = [PolicySpec(of_golden(case)).forms.chunked for case in ("qwen3", "qwen3_next")]
     assert forms == [False, True]
 
 
