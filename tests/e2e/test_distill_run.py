@@ -33,12 +33,7 @@ def test_a_run_learns_from_whole_distributions_and_goes_on_to_the_bit(teacher, t
     losses = [row["distill/loss"] for row in rows if "distill/loss" in row]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    with pytest.raises(KeyboardInterrupt), interrupted_after(3):
-        train(small_run(tmp_path, "stopped", *options))
-    again = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
-    assert steady_metrics(again) == steady_metrics(whole)
-    for a, b in zip(*(_arrays(run) for run in (again, whole)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    _assert_goes_on_to_the_bit(whole, tmp_path, options)
 
 
 def _options(teacher, *more):
@@ -60,6 +55,11 @@ def test_a_run_learns_from_its_teacher_without_rewards_and_goes_on_to_the_bit(te
     assert [row["update/optimizer_steps"] for row in steps] == [1] * 6
     assert {"distill/teacher_logprob", "distill/clipped_fraction", "time/teacher_s"} <= names
     assert not any(name.startswith("reward/") for name in names)
+    _assert_goes_on_to_the_bit(whole, tmp_path, options)
+
+
+def _assert_goes_on_to_the_bit(whole, tmp_path, options):
+    """A run that is stopped after three steps and resumed has the metrics and the weights of `whole`."""
     with pytest.raises(KeyboardInterrupt), interrupted_after(3):
         train(small_run(tmp_path, "stopped", *options))
     again = train(small_run(tmp_path, "stopped", *options), resume="stopped").run

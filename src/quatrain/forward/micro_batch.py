@@ -65,12 +65,7 @@ class MicroBatch:
     """Segments may have branches."""
 
 
-def fill(
-    cut: MicroBatchPlan,
-    table: TokenTable,
-    mesh: Mesh,
-    forms: RowForms = NO_FORMS,
-) -> MicroBatch:
+def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, forms: RowForms = NO_FORMS) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
 
     Packed buffers come in `forms`, with their `layout` and `chunks`.
@@ -142,10 +137,7 @@ def _fill_buffer(
 
 
 def micro_batches(
-    table: TokenTable,
-    planner: MicroBatchPlanner,
-    mesh: Mesh,
-    forms: RowForms = NO_FORMS,
+    table: TokenTable, planner: MicroBatchPlanner, mesh: Mesh, forms: RowForms = NO_FORMS
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in planner.plans(table):

@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from quatrain.ops.logprobs import LOWEST, Arrays, Project, Tile, Words, even_parts, narrowed
+from quatrain.ops.logprobs import (
+    LOWEST,
+    Arrays,
+    Project,
+    Tile,
+    ToLogits,
+    Words,
+    even_parts,
+    gradients_by_tiles,
+    narrowed,
+)
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
@@ -203,42 +213,24 @@ def _log_mixture(beta: float, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
     head, hidden, teacher_head, teacher_hidden, live, log_total_p, log_total_t, to_mean = residuals
-    narrow, narrow_t = narrowed(head, hidden.dtype), narrowed(teacher_head, teacher_hidden.dtype)
+    narrow = narrowed(teacher_head, teacher_hidden.dtype)
     words = Words.of(len(head), how.tile)
 
-    def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
-        to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
-        first = words.first(j)
-        rows, rows_t = (lax.dynamic_slice_in_dim(x, first, words.size) for x in (narrow, narrow_t))
+    def of_tile(j: jax.Array) -> ToLogits:
+        rows = lax.dynamic_slice_in_dim(narrow, words.first(j), words.size)
 
-        def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
-            to_rows, to_hidden = grads
-            states = hidden[i].astype(jnp.float32)
-            of_policy = partial(how.logits, how.policy)
-            if how.head_gradient:
-                logits, pull = jax.vjp(of_policy, rows.astype(jnp.float32), states)
-            else:
-                logits, pull = jax.vjp(partial(of_policy, rows), states)
-            teacher = how.logits(how.teacher, rows_t, teacher_hidden[i])
+        def to_logits(i: jax.Array, logits: jax.Array) -> jax.Array:
+            teacher = how.logits(how.teacher, rows, teacher_hidden[i])
             log_p = words.without_earlier(logits, j) - log_total_p[i][:, None]
             log_q = words.without_earlier(teacher, j) - log_total_t[i][:, None]
-            to_logits = _to_logits(how, log_p, log_q, to_mean[i][:, None]) * cotangent[i][:, None]
-            *by_rows, by_chunk = pull(to_logits)
-            to_hidden = to_hidden.at[i].add(by_chunk.astype(to_hidden.dtype))
-            added = zip(to_rows, by_rows, strict=True)
-            return tuple(old + new.astype(jnp.float32) for old, new in added), to_hidden
+            return _to_logits(how, log_p, log_q, to_mean[i][:, None]) * cotangent[i][:, None]
 
-        to_rows = tuple(lax.dynamic_slice_in_dim(x, first, words.size) for x in to_head)
-        to_rows, to_hidden = lax.fori_loop(0, live, one_chunk, (to_rows, to_hidden))
-        updated = zip(to_head, to_rows, strict=True)
-        return tuple(lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in updated), to_hidden
+        return to_logits
 
-    summed = jnp.float32 if words.num_tiles > 1 else hidden.dtype
-    nothing = (jnp.zeros(head.shape, jnp.float32),) if how.head_gradient else ()
-    zeros = nothing, jnp.zeros(hidden.shape, summed)
-    to_head, to_hidden = lax.fori_loop(0, words.num_tiles, one_tile, zeros)
-    by_head = to_head[0].astype(head.dtype) if how.head_gradient else None
-    return by_head, to_hidden.astype(hidden.dtype), None, None, None
+    gradients = gradients_by_tiles(
+        partial(how.logits, how.policy), head, hidden, words, live, of_tile, head_gradient=how.head_gradient
+    )
+    return *gradients, None, None, None
 
 
 def _to_logits(how: _How, log_p: jax.Array, log_q: jax.Array, to_mean: jax.Array) -> jax.Array:

@@ -242,23 +242,12 @@ def _below(difference: jax.Array, total: jax.Array, weighted: jax.Array) -> tupl
 
 
 def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
-    project, head_gradient = how.project, how.head_gradient
     head, hidden, own_targets, live, entropy, log_total, kept = residuals
     by_logprob, by_entropy = cotangents
-    narrow = narrowed(head, hidden.dtype)
     words = Words.of(len(head), how.tile)
 
-    def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
-        to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
-        first = words.first(j)
-        rows = lax.dynamic_slice_in_dim(narrow, first, words.size)
-
-        def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
-            to_rows, to_hidden = grads
-            if head_gradient:
-                logits, pull = jax.vjp(project, _float32(rows), _float32(hidden[i]))
-            else:
-                logits, pull = jax.vjp(partial(project, rows), _float32(hidden[i]))
+    def of_tile(j: jax.Array) -> ToLogits:
+        def to_logits(i: jax.Array, logits: jax.Array) -> jax.Array:
             if how.keep:
                 logits = kept[0][j, i]
             logprobs = words.without_earlier(logits, j) - log_total[i][:, None]
@@ -266,10 +255,50 @@ def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]
             surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy[i][:, None]
             weight = by_logprob[i][:, None]
             is_target = _is_target(logits, words.places(own_targets[i], j))
-            to_logits = jnp.where(is_target, weight, 0.0) - probs * (
-                weight + by_entropy[i][:, None] * surprise
-            )
-            *by_rows, by_chunk = pull(to_logits)
+            return jnp.where(is_target, weight, 0.0) - probs * (weight + by_entropy[i][:, None] * surprise)
+
+        return to_logits
+
+    gradients = gradients_by_tiles(
+        how.project, head, hidden, words, live, of_tile, head_gradient=how.head_gradient
+    )
+    return *gradients, None, None
+
+
+ToLogits = Callable[[jax.Array, jax.Array], jax.Array]
+"""(number of a chunk, its logits in one tile of words) -> the gradient of these logits."""
+
+
+def gradients_by_tiles(
+    project: Project,
+    head: jax.Array,
+    hidden: jax.Array,
+    words: Words,
+    live: jax.Array,
+    of_tile: Callable[[jax.Array], ToLogits],
+    *,
+    head_gradient: bool,
+) -> tuple[jax.Array | None, jax.Array]:
+    """The gradients of `head` [V, ...] (None without `head_gradient`) and `hidden` [chunks, n, D].
+
+    The logits of a tile of words and a chunk are made again, and `of_tile(j)` gives the gradients of those of
+    tile j. Chunks from `live` on have none.
+    """
+    narrow = narrowed(head, hidden.dtype)
+
+    def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
+        to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
+        first = words.first(j)
+        rows = lax.dynamic_slice_in_dim(narrow, first, words.size)
+        to_logits = of_tile(j)
+
+        def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
+            to_rows, to_hidden = grads
+            if head_gradient:
+                logits, pull = jax.vjp(project, _float32(rows), _float32(hidden[i]))
+            else:
+                logits, pull = jax.vjp(partial(project, rows), _float32(hidden[i]))
+            *by_rows, by_chunk = pull(to_logits(i, logits))
             to_hidden = to_hidden.at[i].add(by_chunk.astype(to_hidden.dtype))
             added = zip(to_rows, by_rows, strict=True)
             return tuple(old + new.astype(jnp.float32) for old, new in added), to_hidden
@@ -285,7 +314,7 @@ def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]
     zeros = nothing, jnp.zeros(hidden.shape, summed)
     to_head, to_hidden = lax.fori_loop(0, words.num_tiles, one_tile, zeros)
     by_head = to_head[0].astype(head.dtype) if head_gradient else None
-    return by_head, to_hidden.astype(hidden.dtype), None, None
+    return by_head, to_hidden.astype(hidden.dtype)
 
 
 def narrowed(head: jax.Array, dtype: DTypeLike) -> jax.Array:
