@@ -167,3 +167,19 @@ def test_heads_and_columns_are_exchanged_as_the_formula_says(scaling, monkeypatc
     assert scaling.sent_by_kind(report, "gradient")[name] == pytest.approx(
         report["expected"]["gradient"][name], rel=0.01
     )
+
+
+@pytest.mark.slow
+def test_devices_that_share_tokens_share_the_temporary_memory(scaling):
+    """Beside a tile of logits; the vocabulary is too large for all logits to be kept."""
+    model = (
+        scaling.QWEN2_5_7B | TINY | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192}
+    )
+
+    def temporary(cp: int) -> int:
+        shape = MeshShape(1, 1, 1, cp)
+        case = scaling.Case(shape, shape, layers=8, model=model, tokens=16384, parts=("gradient",))
+        return int(scaling.in_child(case, 300)["gradient"]["temp_bytes"])
+
+    one = temporary(1)
+    assert {cp: temporary(cp) <= 1.15 * one / cp for cp in (2, 4)} == {2: True, 4: True}

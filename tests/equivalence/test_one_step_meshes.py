@@ -16,7 +16,7 @@ ROUNDED = f"{ONE}~rounded"
 
 
 def _assert_as_on_one_device(folder, *meshes, **environment):
-    """To 1e-5, or to 4 times what rounding the weights changes: gradients of DeltaNet layers by up to 8e-5."""
+    """To 1e-5, or to 4 times what rounding the weights changes: up to 8e-5 in DeltaNet layers."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | environment
     subprocess.run(
