@@ -17,6 +17,7 @@ from quatrain.config.schema import UpdateConfig
 from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.specs import PolicySpec
 from quatrain.models.architecture import BOTH
+from quatrain.models.delta_rule import CHUNK, Chunks
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.kv_cache import bytes_per_state, empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
@@ -210,7 +211,9 @@ def compiled_bytes(arch, tokens, remat):
         jax.ShapeDtypeStruct((1, tokens), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)
     )
     columns = dict.fromkeys(("weights", "advantages", "rollout_logprobs"), floats)
-    batch = MicroBatch(*(integers,) * 6, bools, integers, columns, packed=True, shared=True)
+    chunks = Chunks(*[jax.ShapeDtypeStruct((1, tokens // CHUNK), jnp.int32)] * 4) if arch.deltas else None
+    listed = (*(integers,) * 6, bools, integers, columns)
+    batch = MicroBatch(*listed, chunks=chunks, packed=True, shared=True)
     params = abstract_params(arch)
     total = jax.eval_shape(partial(_zero_total, model=policy, objective=objective), params, batch)
     program = gradient_program(policy.backend).lower(params, total, batch, model=policy, objective=objective)
@@ -223,7 +226,7 @@ def on_a_cpu(estimate, arch, tokens, remat):
     Gradients are added to their sums where they arise, but that of an untied head waits; and what `none`
     keeps of a layer is 3 F - D columns more, and the result of each norm once instead of twice.
     """
-    kind, mixer = arch.layers[0], arch.layers[0].mixer
+    kind, mixer = arch.layers[0], arch.attentions[0]
     norms = mixer.qk_norm * (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
     norms += (len(kind.norms) - 2) * arch.hidden_size
     more = 3 * kind.mlp.width - arch.hidden_size - norms if remat == "none" else 0
@@ -269,8 +272,20 @@ SHAPES = {
         512,
     ),
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+    "num_experts": 0,
+}
+SHAPES |= {
+    case: (SMALL | DELTA | {"model_type": case}, False, 1024) for case in ("qwen3_5_text", "qwen3_next")
+}
 QUICK = {("small with norms", "layer"), ("small with norms", "dots"), ("small", "none"), ("middle", "dots")}
-QUICK |= {("gemma2", "layer"), ("olmo3", "dots"), ("gemma4", "dots")}
+QUICK |= {("gemma2", "layer"), ("olmo3", "dots"), ("gemma4", "dots"), ("qwen3_5_text", "dots")}
 
 
 @pytest.mark.parametrize(

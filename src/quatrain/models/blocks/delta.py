@@ -163,13 +163,14 @@ class GatedDeltaNet:
         K, V, E, F = self.num_key_heads // tp, self.num_heads // tp, self.key_size, self.value_size
         rule = V * (3 * E * F + CHUNK * F * 3 // 2) + K * 2 * CHUNK * E
         inputs, ba = K * self._inputs, 2 * V
+        padded = K * self.channels  # the inputs of the convolution, of which the compiler keeps a padded copy
         return Costs(
             weights=d * (inputs + ba + V * F) + rule,
             per_key=0,
             outputs={"qkv": inputs, "ba": ba, "o": d},
-            kept=inputs + ba + V * F,
-            normed=V * F,
-            working=4 * inputs + 2 * V * F,
+            kept=inputs + padded + ba + V * F,
+            normed=2 * V * F,  # and its product with the gate
+            working=4 * inputs + padded + 2 * V * F,
             statistics=0,
             states=K * (E * self._group * F + (self.conv_width - 1) * self.channels) // CHUNK,
             chunk=V * (8 * CHUNK**2 + 6 * E * F) + 6 * K * CHUNK * self.channels,
