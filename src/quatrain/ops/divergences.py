@@ -200,14 +200,15 @@ def _with_jsd(
 ) -> Arrays:
     """The Jensen-Shannon divergence and KL(p || m) of each row, with those of one more tile of words."""
     log_p, log_q = policy - log_totals[0][chunk][:, None], teacher - log_totals[1][chunk][:, None]
-    log_m = _log_mixture(how.beta, log_p, log_q)
+    log_m = log_mixture(how.beta, log_p, log_q)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     to_mean = jnp.where(p > 0, p * (log_p - log_m), 0.0).sum(axis=-1)
     from_teacher = jnp.where(q > 0, q * (log_q - log_m), 0.0).sum(axis=-1)
     return seen[0] + how.beta * from_teacher + (1 - how.beta) * to_mean, seen[1] + to_mean
 
 
-def _log_mixture(beta: float, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+def log_mixture(beta: float, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """log((1 - beta) p + beta q)."""
     return jnp.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
 
 
@@ -240,7 +241,7 @@ def _to_logits(how: _How, log_p: jax.Array, log_q: jax.Array, to_mean: jax.Array
         return p - jnp.exp(log_q)
     if how.kind == "reverse_kl":
         return p * jnp.where(p > 0, log_p - log_q - to_mean, 0.0)
-    log_m = _log_mixture(how.beta, log_p, log_q)
+    log_m = log_mixture(how.beta, log_p, log_q)
     return (1 - how.beta) * p * jnp.where(p > 0, log_p - log_m - to_mean, 0.0)
 
 
