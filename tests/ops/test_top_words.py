@@ -35,7 +35,8 @@ def naive_outcomes(policy, teacher, words, kind, beta=0.5):
 def found_of(policy, teacher, k, kind, beta=0.5, tile=TILES[1]):
     """By the two ops, of logits that are given: the head is the numbers of the words."""
     head, words = Head(pick, 1.0), jnp.arange(policy.shape[-1], dtype=jnp.float32)
-    chosen, log_q = top_words(head, words, teacher, k, tile=tile)
+    chosen, of_teacher, _ = top_words(head, words, teacher, k, tile=tile)
+    log_q = jax.nn.log_softmax(of_teacher)
     logits = outcome_logits(head, words, policy, chosen, tile=tile)
     return outcome_divergence(kind, logits, log_q, beta=beta)
 
@@ -61,7 +62,10 @@ def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
     value, by_logits = naive_outcomes(policy, teacher, top, kind, 0.3)
     by_logits = weights[:, None] * by_logits / 0.7
     how = Head(dot, 0.7)
-    words, log_q = top_words(how, jnp.float32(teacher_head), jnp.float32(teacher_hidden), 4, tile=tile)
+    given_to = how, jnp.float32(teacher_head), jnp.float32(teacher_hidden), 4
+    words, of_teacher, outside = top_words(*given_to, tile=tile)
+    log_q = jax.nn.log_softmax(of_teacher)
+    assert not outside.any()
     np.testing.assert_array_equal(words, top)
 
     def total(head, hidden):
@@ -110,6 +114,30 @@ def test_a_real_vocabulary(kind):
     )(jnp.float32(policy))
     np.testing.assert_allclose(found, value.sum(), rtol=1e-5)
     np.testing.assert_allclose(gradient, by_logits, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_words_that_do_not_count(tile):
+    """Of eleven words the first eight, as if the head had no others; the others' mass is told."""
+    rng = np.random.default_rng(4)
+    logits = jnp.float32(rng.normal(0, 2, (5, 11)))
+    words, head = jnp.arange(11, dtype=jnp.float32), Head(pick, 1.0)
+    chosen, found, outside = top_words(head, words, logits, 3, tile=tile, num_words=8)
+    expected = top_words(head, words[:8], logits[:, :8], 3, tile=Tile(64, 64))
+    np.testing.assert_array_equal(chosen, expected[0])
+    np.testing.assert_allclose(found, expected[1], rtol=1e-5)
+    np.testing.assert_allclose(outside, jax.nn.softmax(logits)[:, 8:].sum(axis=1), rtol=1e-5)
+
+    def total(logits, num_words):
+        of_words = words[: logits.shape[1]]
+        found = outcome_logits(head, of_words, logits, chosen, tile=tile, num_words=num_words)
+        return (jnp.float32([[1, 2, 3, 4]]) * jax.nn.log_softmax(found)).sum()
+
+    value, gradient = jax.value_and_grad(total)(logits, 8)
+    short, of_short = jax.value_and_grad(total)(logits[:, :8], None)
+    np.testing.assert_allclose(value, short, rtol=1e-5)
+    np.testing.assert_allclose(gradient[:, :8], of_short, rtol=1e-5, atol=1e-6)
+    assert not gradient[:, 8:].any()
 
 
 def test_a_rest_that_the_policy_has_left_has_a_finite_gradient():
@@ -175,7 +203,8 @@ def test_memory_is_that_of_the_tiles():
     how = Head(dot, 1.0)
 
     def loss(hidden, teacher_hidden, head, teacher_head):
-        words, log_q = top_words(how, teacher_head, teacher_hidden, k, tile=tile)
+        words, of_teacher, _ = top_words(how, teacher_head, teacher_hidden, k, tile=tile)
+        log_q = jax.nn.log_softmax(of_teacher)
         return outcome_divergence(
             "reverse_kl", outcome_logits(how, head, hidden, words, tile=tile), log_q
         ).sum()

@@ -32,9 +32,25 @@ class _How(NamedTuple):
     tile: Tile
     axis: str | None
     head_gradient: bool
+    num_words: int | None
 
     def logits(self, rows: jax.Array, chunk: jax.Array) -> jax.Array:
         return self.head.project(rows, chunk).astype(jnp.float32) / jnp.float32(self.head.temperature)
+
+    def first_word(self, rows: jax.Array) -> jax.Array | int:
+        """The number of the first of this device's `rows` of the vocabulary."""
+        return 0 if self.axis is None else lax.axis_index(self.axis) * len(rows)
+
+    def divided(self, rows: jax.Array, logits: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`logits` of the rows from `first` on: those of the words that count, and those of the others.
+
+        Each has -inf in place of the other.
+        """
+        if self.num_words is None:
+            return logits, jnp.full((len(logits), 1), -jnp.inf)
+        numbers = self.first_word(rows) + first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        counts = numbers < self.num_words
+        return jnp.where(counts, logits, -jnp.inf), jnp.where(counts, -jnp.inf, logits)
 
 
 def outcome_divergence(
@@ -66,6 +82,7 @@ def outcome_logits(
     words: jax.Array,
     *,
     tile: Tile,
+    num_words: int | None = None,
     num_live: jax.Array | int | None = None,
     vocabulary_axis: str | None = None,
     head_gradient: bool = True,
@@ -78,14 +95,15 @@ def outcome_logits(
     Args:
         rows: [V, ...], what logits are made of, word by word.
         hidden: [N, D] states of the position before each token.
+        num_words: the first so many words count, by default all V.
         tile, num_live, vocabulary_axis, head_gradient: as for `token_logprobs`.
     """
-    num_tokens, num_words = words.shape
+    num_tokens, num_outcomes = len(words), words.shape[1] + 1
     if not num_tokens:
-        return jnp.zeros((0, num_words + 1), jnp.float32)
+        return jnp.zeros((0, num_outcomes), jnp.float32)
     states, chosen, live = _chunks(tile, num_live, hidden, words)
-    how = _How(head, tile, vocabulary_axis, head_gradient)
-    return _outcomes(how, rows, states, chosen, live).reshape(-1, num_words + 1)[:num_tokens]
+    how = _How(head, tile, vocabulary_axis, head_gradient, num_words)
+    return _outcomes(how, rows, states, chosen, live).reshape(-1, num_outcomes)[:num_tokens]
 
 
 def top_words(
@@ -95,18 +113,22 @@ def top_words(
     count: int,
     *,
     tile: Tile,
+    num_words: int | None = None,
     num_live: jax.Array | int | None = None,
     vocabulary_axis: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """(words [N, count] int32, log-probabilities [N, count + 1] float32): the likeliest, and the rest.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(words [N, count] int32, the logits of these outcomes [N, count + 1], mass [N]), both float32.
 
-    The arguments are those of `outcome_logits`; `count` is at most the number of words.
+    The likeliest words, their logits and that of the rest as `outcome_logits` has them, and the probability
+    of the words that do not count. The arguments are those of `outcome_logits`; `count` is at most the number
+    of words that count. There is no gradient.
     """
-    states, live = _chunks(tile, num_live, hidden)[::2]
-    how = _How(head, tile, vocabulary_axis, False)
-    words, logits = _likeliest(how, rows, states, live, count)
-    words, logits = (x.reshape(-1, x.shape[-1])[: len(hidden)] for x in (words, logits))
-    return words, jnp.maximum(jax.nn.log_softmax(logits), LOWEST)
+    states, _, live = _chunks(tile, num_live, hidden)
+    how = _How(head, tile, vocabulary_axis, False, num_words)
+    words, logits, outside = _likeliest(how, rows, states, live, count)
+    mass = jnp.exp(outside - jnp.logaddexp(outside, jax.nn.logsumexp(logits, axis=-1)))
+    words, logits, mass = (x.reshape(-1, *x.shape[2:])[: len(hidden)] for x in (words, logits, mass))
+    return words, logits, mass
 
 
 def _chunks(
@@ -160,11 +182,12 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     tiles = Words.of(len(rows), how.tile)
     # Of this device's part of the vocabulary, words count from its first.
-    own_words = words - (0 if how.axis is None else lax.axis_index(how.axis) * len(rows))
+    own_words = words - how.first_word(rows)
 
     def one(j: jax.Array, i: jax.Array, logits: jax.Array, seen: Arrays) -> Arrays:
         found, *rest = seen
         places = _inside(tiles, own_words[i], j)
+        logits, _ = how.divided(rows, logits, tiles.first(j))
         here = jnp.take_along_axis(logits, jnp.minimum(places, tiles.size - 1), axis=1)
         found = jnp.where(places < tiles.size, here, found)
         return found, *_with_rest((rest[0], rest[1]), _with(logits, places, -jnp.inf))
@@ -186,7 +209,8 @@ def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
     def of_tile(j: jax.Array) -> ToLogits:
         def to_logits(i: jax.Array, logits: jax.Array) -> jax.Array:
             places = _inside(tiles, own_words[i], j)
-            others = _with(tiles.without_earlier(logits, j), places, -jnp.inf)
+            logits, _ = how.divided(rows, tiles.without_earlier(logits, j), tiles.first(j))
+            others = _with(logits, places, -jnp.inf)
             of_others = jnp.exp(others - rest[i][:, None]) * cotangent[i][:, -1:]
             return of_others.at[_lines(places), places].add(cotangent[i][:, :-1], mode="drop")
 
@@ -203,30 +227,32 @@ _outcomes.defvjp(_forward, _backward)
 
 def _likeliest(
     how: _How, rows: jax.Array, hidden: jax.Array, live: jax.Array, count: int
-) -> tuple[jax.Array, jax.Array]:
-    """([chunks, n, count] words, [chunks, n, count + 1] their logits and logsumexp of the others)."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """([chunks, n, count] words, [chunks, n, count + 1] their logits and logsumexp of the others, [chunks, n]
+    logsumexp of those that do not count)."""
     tiles, shape = Words.of(len(rows), how.tile), hidden.shape[:2]
     kept = min(count, len(rows))
 
     def one(j: jax.Array, i: jax.Array, logits: jax.Array, seen: Arrays) -> Arrays:
-        words, best, *rest = seen
+        words, best, *sums = seen
+        logits, outside = how.divided(rows, logits, tiles.first(j))
         new = jnp.broadcast_to(tiles.first(j) + jnp.arange(tiles.size, dtype=jnp.int32), logits.shape)
         both = jnp.concatenate([words, new], axis=1), jnp.concatenate([best, logits], axis=1)
         words, best, others = _split(*both, kept)
-        return words, best, *_with_rest((rest[0], rest[1]), others)
+        return words, best, *_with_rest((sums[0], sums[1]), others), *_with_rest((sums[2], sums[3]), outside)
 
     lowest = jnp.full(shape, LOWEST, jnp.float32)
     none = jnp.full((*shape, kept), NO_WORD, jnp.int32), jnp.full((*shape, kept), -jnp.inf, jnp.float32)
-    begin = *none, lowest, jnp.zeros_like(lowest)
-    words, best, peak, total = _over_tiles(how, rows, hidden, live, one, begin)
-    rest = _logsumexp(peak, total, how.axis)
+    begin = *none, *(lowest, jnp.zeros_like(lowest)) * 2
+    words, best, *sums = _over_tiles(how, rows, hidden, live, one, begin)
+    rest, outside = (_logsumexp(peak, total, how.axis) for peak, total in (sums[:2], sums[2:]))
     if how.axis is not None:
-        words = words + lax.axis_index(how.axis) * len(rows)
+        words = words + how.first_word(rows)
         words, best = (lax.all_gather(x, how.axis, axis=2, tiled=True) for x in (words, best))
         flat = (x.reshape(-1, x.shape[-1]) for x in (words, best))
         words, best, others = (x.reshape(*shape, -1) for x in _split(*flat, count))
         rest = jnp.logaddexp(rest, jnp.maximum(jax.nn.logsumexp(others, axis=-1), LOWEST))
-    return words, jnp.concatenate([jnp.maximum(best, LOWEST), rest[..., None]], axis=-1)
+    return words, jnp.concatenate([jnp.maximum(best, LOWEST), rest[..., None]], axis=-1), outside
 
 
 def _split(words: jax.Array, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
