@@ -1,4 +1,4 @@
-"""The top k words and the rest: literal values, gradients in float64, any tiles, and what equals all words."""
+"""The top k words and the rest: literals, gradients in float64, any tiles, and what equals all words."""
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +69,7 @@ def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
     np.testing.assert_array_equal(words, top)
 
     def total(head, hidden):
-        found = outcome_divergence(
-            kind, outcome_logits(how, head, hidden, words, tile=tile), log_q, beta=0.3
-        )
+        found = outcome_divergence(kind, outcome_logits(how, head, hidden, words, tile=tile), log_q, beta=0.3)
         return (jnp.float32(weights) * found).sum(), found
 
     (by_head, by_hidden), found = jax.grad(total, argnums=(0, 1), has_aux=True)(

@@ -30,7 +30,7 @@ def test_its_scores_are_those_of_the_model_in_this_process(
 ):
     table = TokenTable.of(make_batch(0, groups=6, holes=True).rollouts)
     own = predict_tokens(small_params, table, model=PolicySpec(small_arch), planner=MicroBatchPlanner(rows=4))
-    found = ServerTeacher(address, tokenizer, timeout_s=60).logprobs(table)
+    found = ServerTeacher(address, tokenizer, timeout_s=60).scores(table).logprobs
     assert np.abs(own).max() > 1
     np.testing.assert_allclose(found, own, atol=1e-4)
     assert not found[~table.completion_mask].any()

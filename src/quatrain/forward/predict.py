@@ -25,7 +25,6 @@ from quatrain.parallel.collectives import all_gather_shards, from_first_device, 
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 
-
 Predicted = tuple[tuple[jax.Array, ...], jax.Array]
 
 

@@ -232,7 +232,7 @@ class DistilledSpec(PolicySpec):
             head_gradient=self.arch.lora is None,
         )
         mass = jnp.zeros_like(divergence)
-        if others := len(heads[1]) - words:
+        if len(heads[1]) > words:
             nothing = jnp.zeros((len(states), 0), jnp.int32)
             given = _head(teacher), heads[1][words:], states, nothing
             outside = outcome_logits(*given, tile=tile, num_live=live)[:, 0]

@@ -430,7 +430,7 @@ def build_run(
     teacher, of_words = build_teachers(config, loaded, weights=weights)
     if teacher is not None and isinstance(config.distill.teacher, dict):
         teacher.check_sources(prompts.values_of(DATA_SOURCE))
-    learner = build_learner(config, loaded, steps=steps, teacher=of_words)
+    learner = build_learner(config, loaded, steps=steps, teacher=of_words or teacher)
     best = best_of(config, folder, evaluator)
     stop_when = StopWhen(config, evaluator, scorer.function_names)
     _check_profile_steps(config, steps)

@@ -104,7 +104,7 @@ def _by_tiles(
     teacher_hidden: jax.Array,
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """[chunks, n] divergences of hidden [chunks, n, D], zeros from chunk `live` on; the teacher's logsumexp."""
+    """[chunks, n] divergences of hidden [chunks, n, D], and the teacher's logsumexp; 0 after chunk `live`."""
     return _forward(how, head, hidden, teacher_head, teacher_hidden, live)[0]
 
 

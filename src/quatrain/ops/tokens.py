@@ -23,8 +23,8 @@ BROUGHT_BY = {
 }
 """What brings each column that not every objective has."""
 TEACHER_WORDS, TEACHER_WORD_LOGPROBS = "teacher_words", "teacher_word_logprobs"
-"""Columns [R, K, k] int32 and [R, K, k + 1] float32: the teacher's likeliest words, and their log-probabilities
-and that of the rest (`top_words.py`). A model reads them."""
+"""Columns [R, K, k] int32 and [R, K, k + 1] float32: the teacher's likeliest words, and the log-probabilities
+of them and of all others together (`top_words.py`). The model reads them."""
 
 
 class Tokens:

@@ -1,8 +1,8 @@
 """The likeliest words of a teacher and all others as one: divergences of k + 1 outcomes, in tiles of logits.
 
-Data flow: hidden states of the teacher -> `top_words`, its k likeliest words before each scored token and the
-logarithms of their probabilities and of the rest -> `outcome_logits`, the policy's logits of the same outcomes
--> `outcome_divergence` -> the distillation loss. The logits of one tile exist at a time (`logprobs.py`).
+Data flow: hidden states of the teacher -> `top_words`, its k likeliest words in the place of each scored
+token, with the logits of them and the rest -> `outcome_logits`, the policy's of the same outcomes ->
+`outcome_divergence` -> the distillation loss. The logits of one tile exist at a time (`logprobs.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from quatrain.ops.divergences import Divergence, Head, log_mixture
-from quatrain.ops.logprobs import LOWEST, Arrays, Tile, ToLogits, Words, even_parts, gradients_by_tiles, narrowed
+from quatrain.ops.logprobs import (
+    LOWEST,
+    Arrays,
+    Tile,
+    ToLogits,
+    Words,
+    even_parts,
+    gradients_by_tiles,
+    narrowed,
+)
 
 NO_WORD = -1
 """Stands where a token has fewer words than others."""
@@ -60,8 +69,8 @@ def outcome_divergence(
 
     The formulas are those of `token_divergences`, over the k words and the rest, which is the last outcome.
     It is at least 0, at most the divergence over all words, and equal to it where the words are all there
-    are. The teacher's rest has a probability of at least LEAST_REST. Outcomes that do not exist have logits of
-    `LOWEST` and add nothing. Gradients flow to `logits`.
+    are. The teacher's rest has a probability of at least LEAST_REST. Outcomes that do not exist have logits
+    of `LOWEST` and add nothing. Gradients flow to `logits`.
     """
     log_p = jax.nn.log_softmax(logits)
     log_q = teacher_logprobs.at[..., -1].max(math.log(LEAST_REST))
@@ -170,9 +179,7 @@ def _over_tiles(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _outcomes(
-    how: _How, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array
-) -> jax.Array:
+def _outcomes(how: _How, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array) -> jax.Array:
     """[chunks, n, k + 1] logits of `words` [chunks, n, k] and the rest; LOWEST from chunk `live` on."""
     return _forward(how, rows, hidden, words, live)[0]
 
@@ -249,8 +256,9 @@ def _likeliest(
     if how.axis is not None:
         words = words + how.first_word(rows)
         words, best = (lax.all_gather(x, how.axis, axis=2, tiled=True) for x in (words, best))
-        flat = (x.reshape(-1, x.shape[-1]) for x in (words, best))
-        words, best, others = (x.reshape(*shape, -1) for x in _split(*flat, count))
+        flat_words, flat_best = (x.reshape(-1, x.shape[-1]) for x in (words, best))
+        split = _split(flat_words, flat_best, count)
+        words, best, others = (x.reshape(*shape, x.shape[-1]) for x in split)
         rest = jnp.logaddexp(rest, jnp.maximum(jax.nn.logsumexp(others, axis=-1), LOWEST))
     return words, jnp.concatenate([jnp.maximum(best, LOWEST), rest[..., None]], axis=-1), outside
 
@@ -262,7 +270,7 @@ def _split(words: jax.Array, logits: jax.Array, count: int) -> tuple[jax.Array, 
 
 
 def _inside(tiles: Words, words: jax.Array, j: jax.Array) -> jax.Array:
-    """[n, k]: the place in tile `j` of each of `words`; `tiles.size`, which is none, where it is not in it."""
+    """[n, k]: the place in tile `j` of each of `words`; `tiles.size`, no place, where it is not in it."""
     places = tiles.places(words, j)
     return jnp.where((places >= 0) & (places < tiles.size), places, tiles.size)
 
