@@ -94,7 +94,7 @@ class Distillation:
                 "teacher.score before the advantages are estimated, as quatrain.learn does"
             )
         weights = np.where(mask & ~np.isnan(teacher), weight, np.float32(0))
-        if top is not None:
+        if self.over_words and top is not None:
             words = {TEACHER_WORDS: top.words, TEACHER_WORD_LOGPROBS: top.logprobs}
             return {"teacher_weights": weights, **words}
         return dict(zip(COLUMNS, (np.nan_to_num(teacher), weights), strict=True))
