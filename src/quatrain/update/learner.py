@@ -28,7 +28,7 @@ from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation
 from quatrain.update.objective import SQUARES, PolicyObjective
-from quatrain.update.teacher import WordTeacher
+from quatrain.update.teacher import Teacher, WordTeacher
 from quatrain.update.teacher_scores import Scores, TopWords, model_scores
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
@@ -396,6 +396,19 @@ class Learner:
         computed = known.get("old_logprobs", known.get("trainer_logprobs"))
         return self._logprobs(params, rollouts) if computed is None else computed
 
+    def teacher_kl(self, teacher: Teacher, params: Any, rollouts: RolloutBatch) -> Metric | None:
+        """Mean over the completion tokens of the log-probability by `params` minus the teacher's, in nats.
+
+        None if no sequence has a teacher. All processes of the mesh must call this together.
+        """
+
+        def own(name: str, table: TokenTable, temperature: float, top: TopWords | None) -> Scores:
+            return self._own_scores(params, name, table, temperature, top)
+
+        gap = self._logprobs(params, rollouts) - teacher.logprobs(rollouts, own)
+        known = rollouts.completion_mask & ~np.isnan(gap)
+        return Metric(float(gap[known].sum(dtype=np.float64)), float(known.sum())) if known.any() else None
+
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)
         return predict_tokens(
@@ -414,11 +427,16 @@ class Learner:
 
         Those of `state` for the `teacher` `policy`, those of the reference for `initial`.
         """
+        return self._own_scores(state.params, teacher, table, temperature, top)
+
+    def _own_scores(
+        self, params: Any, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
+    ) -> Scores:
         policy = replace(self.policy, temperature=temperature)
-        if teacher == "policy":
-            params = to_memory("device", state.params)
-            return model_scores(params, table, model=policy, planner=self.logprob_planner, top=top)
-        return self._by_reference(state.params, table, policy, top)
+        if teacher != "policy":
+            return self._by_reference(params, table, policy, top)
+        params = to_memory("device", params)
+        return model_scores(params, table, model=policy, planner=self.logprob_planner, top=top)
 
     def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         return self._by_reference(params, TokenTable.of(rollouts), self.policy).logprobs

@@ -114,6 +114,8 @@ class WordTeacher:
     def __init__(self, model: FrozenModel, *, kind: Divergence, beta: float):
         self._model, self._kind, self._beta = model, kind, beta
         self.longest, self.forms = model.longest, model.spec.forms
+        self.scorer = Teacher({DEFAULT: model})
+        """What scores tokens outside of the update."""
 
     def joined(
         self, policy: ModelSpec, params: Any, batches: Iterable[MicroBatch]
@@ -188,25 +190,30 @@ class Teacher:
         there too. `own` computes the scores of weights of the run (`Learner.own_scores`). All processes of
         the mesh must call this together, with the same batch.
         """
-        rollouts, prompts = rewarded.rollouts, self._prompts
-        table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts)
-        gathered = Gathered(table, self._width)
-        of_row = self._of_rows(rollouts)
-        for source in {id(each): each for each in of_row if each is not None}.values():
-            held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
-            if held.size:
-                gathered.add(held, source.scores(table.take(held), own, self.top))
-        scores = gathered.scores
-        if prompts is not None:
-            placed = {
-                n: prompts.back(x, table, rollouts) for n, x in scores._asdict().items() if x is not None
-            }
-            scores = Scores(**placed)
+        rollouts, scores = rewarded.rollouts, self._scores(rewarded.rollouts, own, self.top)
         logprobs, words = {**rewarded.token_logprobs, TEACHER_LOGPROBS: scores.logprobs}, None
         if scores.words is not None and scores.word_logprobs is not None:
             words = TeacherWords(scores.words, scores.word_logprobs)
         metrics = {**rewarded.metrics, **_metrics(rollouts, scores)}
         return replace(rewarded, token_logprobs=logprobs, teacher_words=words, metrics=metrics)
+
+    def logprobs(self, rollouts: RolloutBatch, own: OwnScores | None = None) -> np.ndarray:
+        """[B, T]: the `teacher_logprobs` of `score`, of any completions."""
+        return self._scores(rollouts, own, None).logprobs
+
+    def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> Scores:
+        prompts = self._prompts
+        table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts)
+        gathered = Gathered(table, None if top is None else self._width)
+        of_row = self._of_rows(rollouts)
+        for source in {id(each): each for each in of_row if each is not None}.values():
+            held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
+            if held.size:
+                gathered.add(held, source.scores(table.take(held), own, top))
+        if prompts is None:
+            return gathered.scores
+        found = {name: x for name, x in gathered.scores._asdict().items() if x is not None}
+        return Scores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
 
     def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
         """What scores each row."""
