@@ -266,8 +266,11 @@ def table(kind: str, title: str, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(kinds: Sequence[str], rows: Sequence[Row], path: Path) -> None:
-    """A panel for each variant with the held-out accuracy of every seed over the steps, kind after kind."""
+def draw(kinds: Sequence[str], rows: Sequence[Row], path: Path, *, target: float = TARGET) -> None:
+    """A panel for each variant with the held-out accuracy of every seed over the steps, kind after kind.
+
+    A dotted line is at `target`.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -275,7 +278,7 @@ def draw(kinds: Sequence[str], rows: Sequence[Row], path: Path) -> None:
     columns = 5
     panels: list[tuple[str, list[Row]] | None] = []
     for kind in kinds:
-        prefix = "" if kind == "estimator" else f"{kind} "
+        prefix = "" if kind == "estimator" or len(kinds) == 1 else f"{kind} "
         groups = [(f"{prefix}{name}", group) for name, group in _by_variant(rows, kind).items()]
         panels += [*groups, *[None] * (-len(groups) % columns)]
     height = len(panels) // columns
@@ -293,7 +296,7 @@ def draw(kinds: Sequence[str], rows: Sequence[Row], path: Path) -> None:
             title, mine = panel
             style_axes(axes, title)
             axes.label_outer()
-            axes.axhline(TARGET, color="#bbbbbb", linewidth=0.8, linestyle=":")
+            axes.axhline(target, color="#bbbbbb", linewidth=0.8, linestyle=":")
             for row in mine:
                 if "error" not in row:
                     axes.plot(*zip(*row["accuracy"]), color="#2667b5", linewidth=1.2, alpha=0.75)

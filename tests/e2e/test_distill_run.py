@@ -1,5 +1,7 @@
 """Whole runs with a teacher: what they log, what they need no rewards for, and that they go on to the bit."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from architectures import changed
 from runs import interrupted_after, small_run, steady_metrics
 from teachers import save_policy
 
-from quatrain.loop.train import dry_run, train
+from quatrain.loop.train import dry_run, train, train_sft
 from quatrain.models.families import builtin_architecture
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
@@ -24,15 +26,27 @@ def teacher(tmp_path_factory, tokenizer, narrow_model):
     )
 
 
-@pytest.mark.parametrize("loss", ["reverse_kl", pytest.param("jsd", marks=pytest.mark.slow)])
-def test_a_run_learns_from_whole_distributions_and_goes_on_to_the_bit(teacher, tmp_path, loss):
-    options = _options(teacher, f"distill.loss={loss}", "run.steps=6", "sft.steps=0", "eval.every_steps=0")
+@pytest.mark.parametrize(
+    ("loss", "top_k"),
+    [
+        ("reverse_kl", 0),
+        ("forward_kl", 12),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("jsd", 0),)),
+    ],
+)
+def test_a_run_learns_from_whole_distributions_and_goes_on_to_the_bit(teacher, tmp_path, loss, top_k):
+    options = _options(teacher, f"distill.loss={loss}", "run.steps=6", "sft.steps=0", "eval.every_steps=3")
+    options += (f"distill.top_k={top_k}",) if top_k else ()
     whole = train(small_run(tmp_path, "whole", *options)).run
     rows = read_metrics(whole / "metrics.jsonl")
     assert not unknown_metrics({name for row in rows for name in row} - {"step", "non_finite"})
     losses = [row["distill/loss"] for row in rows if "distill/loss" in row]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
+    of_evaluations = [row["eval/teacher_kl"] for row in rows if "eval/teacher_kl" in row]
+    assert len(of_evaluations) == 3
+    assert np.isfinite(of_evaluations).all()
+    assert ("distill/topk_mass" in rows[-1]) == ("distill/topk_mass_policy" in rows[-1]) == bool(top_k)
     _assert_goes_on_to_the_bit(whole, tmp_path, options)
 
 
@@ -78,10 +92,13 @@ def test_the_plan_and_the_dry_run_know_the_teacher(teacher, tmp_path):
     assert "distill_forward_passes" in text
 
 
-@pytest.mark.parametrize("which", ["policy", "initial"])
-def test_the_run_teaches_itself_with_a_prompt_that_knows_the_answer(which, tmp_path):
+@pytest.mark.parametrize(
+    ("which", "loss"), [("policy", "sampled"), ("initial", "sampled"), ("policy", "jsd")]
+)
+def test_the_run_teaches_itself_with_a_prompt_that_knows_the_answer(which, loss, tmp_path):
     hint = 'distill.prompt="The answer is {answer}."'
     options = (f"distill.teacher={which}", hint, "update.kl_coef=0", "run.steps=2", "eval.every_steps=0")
+    options += () if loss == "sampled" else (f"distill.loss={loss}", "distill.top_k=16")
     run = train(small_run(tmp_path, which, *options)).run
     steps = [row for row in read_metrics(run / "metrics.jsonl") if "distill/kl" in row]
     assert len(steps) == 2
@@ -97,3 +114,47 @@ def test_a_prompt_that_names_no_column_is_refused_before_the_run(tmp_path):
         train(small_run(tmp_path, "bad", *options))
     with pytest.raises(ValueError, match=r"distill\.prompt must be set for distill\.teacher policy"):
         small_run(tmp_path, "bad", "distill.teacher=policy")
+
+
+def test_a_critic_and_a_divergence_from_a_teacher(teacher, tmp_path):
+    options = (f"distill.teacher={teacher}", "distill.loss=forward_kl", "advantage.estimator=gae")
+    run = train(small_run(tmp_path, "gae", *options, "run.steps=2", "eval.every_steps=0")).run
+    steps = [row for row in read_metrics(run / "metrics.jsonl") if "distill/loss" in row]
+    assert [row["update/optimizer_steps"] for row in steps] == [1, 1]
+    assert all(np.isfinite([row["distill/loss"], row["critic/loss"]]).all() for row in steps)
+
+
+def test_supervised_training_loads_no_teacher(teacher, tmp_path, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a teacher is loaded")
+
+    monkeypatch.setattr("quatrain.loop.run.build_teachers", never)
+    run = train_sft(small_run(tmp_path, "sft", f"distill.teacher={teacher}", "sft.steps=1")).run
+    rows = read_metrics(run / "metrics.jsonl")
+    assert not any(name.startswith(("distill/", "eval/teacher_kl")) for row in rows for name in row)
+
+
+def test_samples_have_the_teachers_log_probabilities_of_their_tokens(teacher, tmp_path):
+    options = _options(teacher, "run.steps=1", "eval.every_steps=0", "logging.sample_tokens=true")
+    run = train(small_run(tmp_path, "tokens", *options)).run
+    rows = [json.loads(line) for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    [step] = [row for row in read_metrics(run / "metrics.jsonl") if "distill/teacher_logprob" in row]
+    for row in rows:
+        tokens = row["tokens"]
+        assert len(tokens["teacher_logprobs"]) == len(tokens["ids"]) == len(tokens["sampler_logprobs"])
+    assert len(rows) == 16
+    every = [x for row in rows for x in row["tokens"]["teacher_logprobs"]]
+    assert np.mean(every) == pytest.approx(step["distill/teacher_logprob"], rel=1e-4)
+
+
+def test_an_evaluation_of_rows_that_the_teacher_cannot_read_has_no_kl(tmp_path):
+    rows = [{"prompt": "2 + 3 =", "answer": "5", "hint": "five"}] * 8
+    for name, keys in (("train", ("prompt", "answer", "hint")), ("eval", ("prompt", "answer"))):
+        text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    options = [f"data.{name}={tmp_path / name}.jsonl" for name in ("train", "eval")]
+    options += ["distill.teacher=policy", 'distill.prompt="It is {hint}."', "update.kl_coef=0", "sft.steps=0"]
+    run = train(small_run(tmp_path, "unread", *options, "run.steps=1", "eval.every_steps=0")).run
+    said = (run / "run.log").read_text()
+    assert "there is no eval/teacher_kl without the column hint of distill.prompt" in said
+    assert not any("eval/teacher_kl" in row for row in read_metrics(run / "metrics.jsonl"))

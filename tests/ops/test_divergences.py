@@ -26,9 +26,11 @@ def given(policy, teacher, kind, beta=0.5, temperature=1.0, tile=None):
     """Of logits that are given: the head is the numbers of the words."""
     words = jnp.arange(policy.shape[-1], dtype=jnp.float32)
     head = Head(pick, temperature)
-    return token_divergences(
+    divergence, log_total = token_divergences(
         head, words, policy, head, words, teacher, kind=kind, beta=beta, tile=tile or Tile(8, 2)
     )
+    np.testing.assert_allclose(log_total, jax.nn.logsumexp(teacher / temperature, axis=-1), rtol=1e-5)
+    return divergence
 
 
 def naive(policy, teacher, kind, beta=0.5):
@@ -79,7 +81,7 @@ def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
 
     def total(head, hidden):
         how = Head(dot, 0.7)
-        found = token_divergences(
+        found, _ = token_divergences(
             *(how, head, hidden, how, jnp.float32(teacher_head), jnp.float32(teacher_hidden)),
             kind=kind,
             beta=0.3,
@@ -111,7 +113,7 @@ def test_tokens_past_the_live_ones_are_zero_and_have_no_gradient(kind):
     words, head = jnp.arange(5, dtype=jnp.float32), Head(pick, 1.0)
 
     def total(policy):
-        found = token_divergences(
+        found, _ = token_divergences(
             head, words, policy, head, words, teacher, kind=kind, tile=Tile(2, 2), num_live=3
         )
         return found.sum(), found
@@ -129,9 +131,10 @@ def test_memory_is_that_of_the_tiles(kind):
     how = Head(dot, 1.0)
 
     def loss(hidden, teacher_hidden, head, teacher_head):
-        return token_divergences(
+        divergence, _ = token_divergences(
             how, head, hidden, how, teacher_head, teacher_hidden, kind=kind, tile=tile
-        ).sum()
+        )
+        return divergence.sum()
 
     states, heads = jnp.ones((tokens, size)), jnp.ones((words, size))
     lowered = jax.jit(jax.grad(loss, (0, 2))).lower(states, states, heads, heads)

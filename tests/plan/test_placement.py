@@ -625,6 +625,9 @@ def test_a_teacher_beside_training_and_on_devices_of_its_own(final, tmp_path):
     words = placement(final(SMALL, teacher, "distill.loss=jsd", "update.max_tokens_per_device=2048"))
     states = next(part for part in words.parts if part.key == "teacher_states")
     assert (states.num_bytes, states.phases) == (2048 * 128 * 4, ("gradient",))
+    top = final(SMALL, teacher, "distill.loss=jsd", "distill.top_k=8", "update.max_tokens_per_device=2048")
+    [array] = [part for part in placement(top).parts if part.key == "teacher_words"]
+    assert array.num_bytes == 4 * 2048 * (8 + 9)
     missing = final(SMALL, f"distill.teacher={tmp_path / 'nothing'}")
     with pytest.raises(ValueError, match="nothing"):
         placement(missing)

@@ -216,6 +216,37 @@ def test_alternatives_are_those_of_the_models_own_distribution(http, small_arch,
         np.testing.assert_allclose(list(top.values())[:5], -np.sort(-row)[:5], atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [0, 3, 64])
+def test_prompt_log_probabilities_are_in_the_form_of_vllm(http, small_arch, small_params, tokenizer, count):
+    body = {"model": MODEL, "prompt": [PROMPT, PROMPT[:1]], "max_tokens": 1, "prompt_logprobs": count}
+    answer = http.post("/v1/completions", json={**body, "logprobs": 1}).json()
+    first, single = (choice["prompt_logprobs"] for choice in answer["choices"])
+    assert single == [None]
+    assert first[0] is None
+    assert len(first) == len(PROMPT)
+    assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) <= 2
+    wanted = own_logprobs(small_arch, small_params, PROMPT)
+    for token, place, row in zip(PROMPT[1:], first[1:], wanted, strict=True):
+        best = np.argsort(-row)[:count]
+        assert set(place) == {str(token), *map(str, best)}
+        for word, found in place.items():
+            assert found["logprob"] == pytest.approx(row[int(word)], abs=1e-5)
+            assert found["decoded_token"] == tokenizer.decode([int(word)], skip_special_tokens=True)
+            if found["rank"] is not None:
+                assert row[best[found["rank"] - 1]] == pytest.approx(row[int(word)], abs=1e-5)
+
+
+def test_prompt_log_probabilities_that_are_refused(http):
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+    for given, said in (
+        ({"prompt_logprobs": 65}, "64"),
+        ({"prompt_logprobs": 1, "stream": True}, "streamed"),
+    ):
+        answer = http.post("/v1/completions", json={**body, **given})
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]["message"]
+
+
 def test_prompts_are_scored_between_rounds_and_not_while_paused(small_arch, small_params, tokenizer):
     service = service_of(small_arch, small_params, tokenizer)
     service.pause()

@@ -3,7 +3,7 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python distill_mesh_worker.py RESULT.npz "mesh=2,2,2"
 
 A layout is what the configuration has of it. Writes the policy's gradient-descent steps of each layout for
-sampled tokens and for the reverse KL over the vocabulary, and the teacher's log-probabilities.
+sampled tokens and for divergences over the vocabulary and over its top words, and the teacher's scores.
 """
 
 import sys
@@ -22,8 +22,11 @@ from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 from quatrain.update.distillation import Distillation
 from quatrain.update.learner import Learner
 from quatrain.update.teacher import FrozenModel, Teacher, WordTeacher
+from quatrain.update.teacher_scores import TopWords
 
 WORDS, LONGEST, TEMPERATURE = 64, 9, 0.8
+TOP, COMMON = 5, 59
+"""Words that losses tell apart, and words that count: a part of the last shard's do not."""
 
 
 def architecture(width: int):
@@ -69,11 +72,16 @@ def steps(layout: str) -> dict[str, np.ndarray]:
     params = init_params(teacher_arch, jax.random.key(3), mesh=meshes.teacher)
     memory = "host" if config.offload.teacher else "device"
     model = FrozenModel(params, spec, max_tokens=40, memory=memory)
-    scored = Teacher({"default": model}).score(batch().rewarded)
+    scored = Teacher({"default": model}, top=TopWords(TOP, COMMON)).score(batch().rewarded)
+    assert scored.teacher_words is not None
+    of_tokens = batch().rollouts.completion_mask
     found = {"logprobs": scored.token_logprobs["teacher_logprobs"]}
-    kinds = ("sampled",) if config.placement.teacher is not None else ("sampled", "reverse_kl", "jsd")
-    for kind in kinds:
-        distill = Distillation.of(DistillConfig(teacher="x", loss=kind, rl_weight=0.5), 10)
+    found["words"] = scored.teacher_words.logprobs[of_tokens]
+    losses = [("sampled", 0), ("reverse_kl", TOP), ("forward_kl", TOP)]
+    losses += [("reverse_kl", 0), ("jsd", 0)] if config.placement.teacher is None else []
+    for kind, top_k in losses:
+        distill = Distillation.of(DistillConfig(teacher="x", loss=kind, rl_weight=0.5, top_k=top_k), 10)
+        over_all = kind != "sampled" and not top_k
         learner = Learner(
             PolicySpec(arch, temperature=TEMPERATURE, mesh=meshes.train),
             UpdateConfig(mini_batch_size=5, max_tokens_per_device=20, loss_aggregation="token_mean"),
@@ -83,12 +91,13 @@ def steps(layout: str) -> dict[str, np.ndarray]:
             total_steps=1,
             seed=0,
             distillation=distill,
-            teacher=None if kind == "sampled" else WordTeacher(model, kind=kind, beta=0.5),
+            teacher=WordTeacher(model, kind=kind, beta=0.5) if over_all else None,
+            num_words=COMMON if top_k else None,
         )
         state = learner.init(init_params(arch, jax.random.key(7), mesh=meshes.train))
         state = learner.step(state, replace(batch(), rewarded=scored))
         for number, leaf in enumerate(jax.tree.leaves(state.params)):
-            found[f"{kind}/{number}"] = np.asarray(leaf)
+            found[f"{kind}/{top_k}/{number}"] = np.asarray(leaf)
     return found
 
 

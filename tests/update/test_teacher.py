@@ -17,6 +17,7 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import one_device
 from quatrain.update.teacher import OwnWeights, Teacher, TeacherLoader
+from quatrain.update.teacher_scores import Scores
 from quatrain.weights.load import load_model
 
 
@@ -99,12 +100,12 @@ def test_weights_of_the_run_are_asked_for(make_batch):
     rewarded = make_batch(4).rewarded
     asked = []
 
-    def own(teacher, table, temperature):
-        asked.append((teacher, len(table), temperature))
-        return np.where(table.completion_mask, np.float32(-1), np.float32(0))
+    def own(teacher, table, temperature, top):
+        asked.append((teacher, len(table), temperature, top))
+        return Scores(np.where(table.completion_mask, np.float32(-1), np.float32(0)))
 
     found = Teacher({"default": OwnWeights("initial", 0.8, 15)}).score(rewarded, own)
-    assert asked == [("initial", len(rewarded.rollouts), 0.8)]
+    assert asked == [("initial", len(rewarded.rollouts), 0.8, None)]
     mask = rewarded.rollouts.completion_mask
     np.testing.assert_array_equal(found.token_logprobs["teacher_logprobs"], np.where(mask, -1, 0))
     with pytest.raises(ValueError, match=r"give teacher\.score what computes with them"):
@@ -119,8 +120,8 @@ class Constant:
     def __init__(self, value):
         self.value = value
 
-    def logprobs(self, table, own):
-        return np.where(table.completion_mask, np.float32(self.value), np.float32(0))
+    def scores(self, table, own, top):
+        return Scores(np.where(table.completion_mask, np.float32(self.value), np.float32(0)))
 
 
 def _with_sources(rewarded, names):

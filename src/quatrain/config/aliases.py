@@ -95,6 +95,7 @@ _NAMES = {
     "distill.weight": ("distillation_loss_coef",),
     "distill.rl_weight": ("task_loss_coef", "use_task_rewards"),
     "distill.clip": ("loss_max_clamp",),
+    "distill.top_k": ("distillation_loss.topk",),
     "logprob.micro_batch_size": ("log_prob_micro_batch_size_per_gpu", "compute_logps_micro_batch_size"),
     "logprob.max_tokens_per_device": ("log_prob_max_token_len_per_gpu",),
     "critic.path": ("critic.model.path",),

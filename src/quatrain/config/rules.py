@@ -81,12 +81,17 @@ def _of_micro_batches(section: str) -> Rule:
     )
 
 
-def _of_sampled_tokens(key: str) -> Rule:
+def _over_all_words(c: Any) -> bool:
+    return c.distill.loss != "sampled" and not c.distill.top_k
+
+
+def _of_single_scores(key: str) -> Rule:
     sentence = (
-        "must be null for distill.loss {c.distill.loss}, which reads the teacher's distributions in the "
-        "micro-batches of the update; set null, or distill.loss to sampled"
+        "must be null for distill.loss {c.distill.loss} over all words, which reads the teacher's "
+        "distributions in the micro-batches of the update; set null, distill.top_k to 64, or distill.loss to "
+        "sampled"
     )
-    return Rule(key, lambda c: c.distill.loss != "sampled" and value_at(c, key) is not None, sentence)
+    return Rule(key, lambda c: _over_all_words(c) and value_at(c, key) is not None, sentence)
 
 
 def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
@@ -187,11 +192,12 @@ RULES: tuple[Rule, ...] = (
         "must be set for distill.teacher policy: with the policy's own prompt the two are the same; set it, "
         "or take another teacher",
     ),
-    *map(_of_sampled_tokens, ("distill.prompt", "distill.mesh", "placement.teacher")),
+    *map(_of_single_scores, ("distill.prompt", "distill.mesh", "placement.teacher")),
     Rule(
         "distill.loss",
-        lambda c: c.distill.loss != "sampled" and c.distill.teacher not in c.distill.models,
-        "must be sampled for distill.teacher {c.distill.teacher}; set that, or take one model as the teacher",
+        lambda c: _over_all_words(c) and c.distill.teacher not in c.distill.models,
+        "over all words needs one model as the teacher, and distill.teacher is {c.distill.teacher}; set "
+        "distill.top_k to 64, or distill.loss to sampled",
     ),
     Rule(
         "distill.weight",
@@ -210,6 +216,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.distill.loss == "sampled",
         "for distill.loss {c.distill.loss}, which is exact and a loss of its own",
     ),
+    *no_effect(["distill.top_k"], lambda c: c.distill.loss != "sampled", "for distill.loss sampled"),
     *no_effect(["distill.beta"], lambda c: c.distill.loss == "jsd", "for distill.loss {c.distill.loss}"),
     Rule(
         "distill.prompt",

@@ -24,6 +24,8 @@ from quatrain.types.batches import Prompt
 
 MOST_LIKELIEST = 5
 """Most alternatives to a token, as in OpenAI's completions."""
+MOST_OF_PROMPT = 64
+"""Most alternatives to a token of a prompt in `prompt_logprobs`."""
 LOGITS_AT_ONCE = 2**24
 """Logits that exist at one time, 64 MiB: those of a few tokens with all words of the vocabulary."""
 
@@ -91,11 +93,16 @@ def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest:
         params,
         PackedRow(*packed[:4], predictors, packed.layout, packed.chunks),
         program=program,
-        num_likeliest=MOST_LIKELIEST if num_likeliest else 0,
+        num_likeliest=_compiled(num_likeliest, program.arch.vocab_size),
     )
     logprobs, *likeliest = map(np.asarray, jax.device_get(found))
     of_token = Scores(logprobs, *(array[:, :num_likeliest] for array in likeliest))
     return [Scores(*(array[places] for array in of_token)) for places in where]
+
+
+def _compiled(num_likeliest: int, num_words: int) -> int:
+    """The number of alternatives of the program that gives `num_likeliest`: one of three."""
+    return min(next(most for most in (0, MOST_LIKELIEST, MOST_OF_PROMPT) if most >= num_likeliest), num_words)
 
 
 def _score(

@@ -55,7 +55,7 @@ class MicroBatch:
     targets: jax.Array  # [R, K] int32
     mask: jax.Array  # [R, K] bool
     sequence_ids: jax.Array  # [R, K] int32
-    columns: dict[str, jax.Array]  # [R, K] float32 each
+    columns: dict[str, jax.Array]  # [R, K] float32 each, and a teacher's words
     layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
     teacher_hidden: jax.Array | None = None  # [R, K, D_t], a teacher's states before the scored tokens
     chunks: Chunks | None = None  # [R, N] each, of each buffer, for DeltaNet layers
@@ -74,7 +74,9 @@ def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, forms: RowForms = N
     shape = len(cut.buffers), -(-cut.width // parts) * parts
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INTEGERS}
     arrays["mask"] = np.zeros(shape, bool)
-    columns: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in table.columns}
+    columns: dict[str, Any] = {
+        name: np.zeros((*shape, *values.shape[2:]), values.dtype) for name, values in table.columns.items()
+    }
     for buffer, segments in enumerate(cut.buffers):
         of_buffer, columns_of_buffer = (
             {name: array[buffer] for name, array in named.items()} for named in (arrays, columns)

@@ -18,29 +18,31 @@ from jax.sharding import PartitionSpec
 
 from quatrain.forward.micro_batch import MicroBatch, micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
-from quatrain.forward.specs import CriticSpec, ModelSpec, of_all_columns, predicted_here
+from quatrain.forward.specs import CriticSpec, ModelSpec, of_all_columns, of_all_tokens, predicted_here
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 
+Predicted = tuple[tuple[jax.Array, ...], jax.Array]
 
-def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec) -> tuple[jax.Array, jax.Array]:
-    """[R, K] float32: the first prediction of `model` for each scored token, and the mask.
 
-    Both are on every device, the same bits.
+def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec, count: int = 1) -> Predicted:
+    """[R, K, ...]: the first `count` predictions of `model` for each scored token, and the mask.
+
+    All are on every device, the same bits.
     """
 
-    def on_shard(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
-        predicted = jnp.where(batch.mask, model.predict(params, batch)[0], 0.0)
-        return all_gather_shards((from_first_device(predicted, TP), batch.mask))
+    def on_shard(params: Any, batch: MicroBatch) -> Predicted:
+        found = (of_all_tokens(x, batch.mask) for x in model.predict(params, batch)[:count])
+        return all_gather_shards((tuple(from_first_device(x, TP) for x in found), batch.mask))
 
     in_specs = (model.partition, PartitionSpec(DATA_AXES))
     return shard_mapped(on_shard, model.mesh, in_specs, PartitionSpec())(params, batch)
 
 
-_predict_program = jit_for_backend(_predict, static_argnames=("model",))
+_predict_program = jit_for_backend(_predict, static_argnames=("model", "count"))
 
 
 def _scored_hidden(params: Any, batch: MicroBatch, *, model: ModelSpec) -> jax.Array:
@@ -49,7 +51,7 @@ def _scored_hidden(params: Any, batch: MicroBatch, *, model: ModelSpec) -> jax.A
     def on_shard(params: Any, batch: MicroBatch) -> jax.Array:
         hidden = model.hidden(params, batch)
         places, here = predicted_here(batch, hidden)
-        return of_all_columns(jnp.take_along_axis(hidden, places[..., None], axis=1), here[..., None])
+        return of_all_columns(jnp.take_along_axis(hidden, places[..., None], axis=1), here)
 
     shards = PartitionSpec(DATA_AXES)
     return shard_mapped(on_shard, model.mesh, (model.partition, shards), shards)(params, batch)
@@ -66,16 +68,28 @@ def predict_tokens(
 
     0 outside the completion mask. All processes of the mesh must call this together, and get the same bits.
     """
-    result = np.zeros(table.completion_mask.shape, np.float32)
+    [result] = predict_columns(params, table, model=model, planner=planner)
+    return result
+
+
+def predict_columns(
+    params: Any, table: TokenTable, *, model: ModelSpec, planner: MicroBatchPlanner, count: int = 1
+) -> list[np.ndarray]:
+    """[B, T, ...] each: the first `count` predictions of `model`, as `predict_tokens`."""
+    results: list[np.ndarray] = []
     table = replace(table, columns={})  # so that one program predicts for tables of any columns
     for sequences, batch in micro_batches(table, planner, model.mesh, model.forms):
         with trim_after_compiling():
-            outputs = _predict_program(model.backend)(params, batch, model=model)
-            predicted, mask = (np.asarray(x) for x in outputs)
-        part = np.zeros((len(sequences), table.input_ids.shape[1]), np.float32)
-        part[table.completion_mask[sequences]] = predicted[mask]
-        result[sequences] = part
-    return result
+            predicted, mask = jax.device_get(
+                _predict_program(model.backend)(params, batch, model=model, count=count)
+            )
+        shape, scored = table.completion_mask.shape, table.completion_mask[sequences]
+        results = results or [np.zeros((*shape, *x.shape[2:]), x.dtype) for x in predicted]
+        for result, values in zip(results, predicted, strict=True):
+            part = np.zeros((len(sequences), *result.shape[1:]), result.dtype)
+            part[scored] = values[mask]
+            result[sequences] = part
+    return results
 
 
 def sequence_scores(

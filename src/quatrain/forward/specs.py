@@ -29,7 +29,14 @@ from quatrain.models.params import output_head_name, partition
 from quatrain.models.prefix_tree import RowForms
 from quatrain.ops.divergences import Divergence, Head, token_divergences
 from quatrain.ops.logprobs import Project, token_logprobs
-from quatrain.ops.tokens import DistilledTokens, ScoredTokens, ValuedTokens
+from quatrain.ops.tokens import (
+    TEACHER_WORD_LOGPROBS,
+    TEACHER_WORDS,
+    DistilledTokens,
+    ScoredTokens,
+    ValuedTokens,
+)
+from quatrain.ops.top_words import outcome_divergence, outcome_logits, top_words
 from quatrain.parallel.axes import CP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 from quatrain.parallel.mesh import mesh_shape, one_device
@@ -164,8 +171,10 @@ class ScoredStates(NamedTuple):
     """[R, K]: whether the token is scored, by this `cp` device."""
 
     def in_place(self, result: jax.Array) -> jax.Array:
-        """[R, K] on every device of `cp`: the results [N] of the states, each at the place of its token."""
-        return of_all_columns(result[jnp.argsort(self.order)].reshape(self.here.shape), self.here)
+        """[R, K, ...] on every device of `cp`: the results [N, ...] of the states, at the places of their
+        tokens."""
+        placed = result[jnp.argsort(self.order)].reshape(*self.here.shape, *result.shape[1:])
+        return of_all_columns(placed, self.here)
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ class DistilledSpec(PolicySpec):
         return {"policy": super().partition, "teacher": head}
 
     def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
-        """Log-probability, entropy and divergence [R, K], in nats."""
+        """Log-probability, entropy and divergence in nats, and mass of the other words [R, K]."""
         policy, teacher = params["policy"], self.teacher
         scored = self.scored_states(policy, batch)
         live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
@@ -210,17 +219,98 @@ class DistilledSpec(PolicySpec):
             output_head(params["teacher"], teacher.arch, states.dtype),
         )
         words = min(map(len, heads))
-        divergence = token_divergences(
+        states = states.reshape(-1, states.shape[-1])[scored.order]
+        tile = self.backend.tile(self.arch.vocab_size)
+        divergence, log_total = token_divergences(
             *(_head(self), heads[0][:words], scored.hidden),
-            *(_head(teacher), heads[1][:words], states.reshape(-1, states.shape[-1])[scored.order]),
+            *(_head(teacher), heads[1][:words], states),
             kind=self.kind,
             beta=self.beta,
-            tile=self.backend.tile(self.arch.vocab_size),
+            tile=tile,
             num_live=live,
             vocabulary_axis=vocabulary_axis(self.arch),
             head_gradient=self.arch.lora is None,
         )
-        return tuple(map(scored.in_place, (*results, divergence)))
+        mass = jnp.zeros_like(divergence)
+        if len(heads[1]) > words:
+            nothing = jnp.zeros((len(states), 0), jnp.int32)
+            given = _head(teacher), heads[1][words:], states, nothing
+            outside = outcome_logits(*given, tile=tile, num_live=live)[:, 0]
+            mass = jax.lax.stop_gradient(jnp.exp(outside - jnp.logaddexp(outside, log_total)))
+        return tuple(map(scored.in_place, (*results, divergence, mass)))
+
+
+@dataclass(frozen=True)
+class TopWordsSpec(PolicySpec):
+    """A teacher: the sampled tokens' log-probabilities, and its `count` likeliest of `num_words` words."""
+
+    count: int = field(kw_only=True)
+    num_words: int = field(kw_only=True)
+
+    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+        """Log-probability [R, K], words [R, K, k], log-probabilities of them and the rest [R, K, k + 1], and
+        mass of the words that do not count [R, K]."""
+        scored = self.scored_states(params, batch)
+        live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
+        logprobs, _ = head_logprobs(params, self, scored.hidden, targets, live)
+        words, logits, mass = top_words(
+            _head(self),
+            output_head(params, self.arch, scored.hidden.dtype),
+            scored.hidden,
+            self.count,
+            tile=self.backend.tile(self.arch.vocab_size),
+            num_words=_counted(self),
+            num_live=live,
+            vocabulary_axis=vocabulary_axis(self.arch),
+        )
+        return tuple(map(scored.in_place, (logprobs, words, jax.nn.log_softmax(logits), mass)))
+
+
+@dataclass(frozen=True)
+class OutcomesSpec(PolicySpec):
+    """A policy with its divergence from a teacher's top k words and the rest, for each scored token.
+
+    Micro-batches have the columns `teacher_words` and `teacher_word_logprobs`. The words are the first
+    `num_words`.
+    """
+
+    kind: Divergence = field(kw_only=True)
+    num_words: int = field(kw_only=True)
+    beta: float = field(default=0.5, kw_only=True)
+
+    tokens = DistilledTokens
+
+    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+        """Log-probability, entropy and divergence in nats, and mass of the teacher's words [R, K]."""
+        scored = self.scored_states(params, batch)
+        live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
+        results = head_logprobs(params, self, scored.hidden, targets, live)
+        words, log_q = (
+            values.reshape(-1, values.shape[-1])[scored.order]
+            for values in map(batch.columns.__getitem__, (TEACHER_WORDS, TEACHER_WORD_LOGPROBS))
+        )
+        logits = outcome_logits(
+            _head(self),
+            output_head(params, self.arch, scored.hidden.dtype),
+            scored.hidden,
+            words,
+            tile=self.backend.tile(self.arch.vocab_size),
+            num_words=_counted(self),
+            num_live=live,
+            vocabulary_axis=vocabulary_axis(self.arch),
+            head_gradient=self.arch.lora is None,
+        )
+        # Past the live tokens there are no outcomes, and nothing may come of them but zeros.
+        alive = jnp.arange(len(logits)) < live
+        logits = jnp.where(alive[:, None], logits, 0.0)
+        divergence = outcome_divergence(self.kind, logits, log_q, beta=self.beta)
+        mass = jax.lax.stop_gradient(jax.nn.softmax(logits)[:, :-1].sum(axis=-1))
+        return tuple(map(scored.in_place, (*results, jnp.where(alive, divergence, 0.0), mass)))
+
+
+def _counted(spec: TopWordsSpec | OutcomesSpec) -> int | None:
+    """The number of words that count, if they are not all."""
+    return spec.num_words if spec.num_words < spec.arch.vocab_size else None
 
 
 def predicted_here(batch: MicroBatch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -231,8 +321,13 @@ def predicted_here(batch: MicroBatch, hidden: jax.Array) -> tuple[jax.Array, jax
 
 
 def of_all_columns(values: jax.Array, here: jax.Array) -> jax.Array:
-    """[R, K] on every device of `cp`: the `values` of the one whose columns predict, `here`."""
-    return values if axis_size(CP) == 1 else psum_forward(jnp.where(here, values, 0.0), CP)
+    """[R, K, ...] on every device of `cp`: the `values` of the one whose columns predict, `here` [R, K]."""
+    return values if axis_size(CP) == 1 else psum_forward(of_all_tokens(values, here), CP)
+
+
+def of_all_tokens(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """`values` [R, K, ...], 0 outside `mask` [R, K]."""
+    return jnp.where(mask.reshape(*mask.shape, *(1,) * (values.ndim - 2)), values, 0)
 
 
 def _project(policy: PolicySpec) -> Project:

@@ -19,6 +19,8 @@ from quatrain.types.batches import RolloutBatch
 class TokenTable:
     """B sequences with the per-token columns [B, T] that an objective reads; absent columns are zeros.
 
+    Columns are float32; those of a teacher's words have a further dimension, of the words.
+
     Sequences with one of `group_ids` [B] in common may share what they begin with; None: nothing is shared.
     Those with one of `episode_ids` [B] in common weigh as one; None: each is an episode.
     """

@@ -548,7 +548,7 @@ def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | No
 def build_teachers(
     config: Config, loaded: LoadedPolicy, *, weights: bool = True
 ) -> tuple[Teacher | None, WordTeacher | None]:
-    """(the teacher of sampled tokens, a stage; that of whole distributions, a part of the update).
+    """(the teacher that is a stage; that of losses over all words, a part of the update).
 
     At most one of them is not None: both are without `distill.teacher`, and without `weights`, after the
     checks.
@@ -565,6 +565,7 @@ def build_teachers(
         longest=longest_sequence(config),
         longest_own=min(loaded.arch.longest, config.logprob.max_tokens_per_device or loaded.arch.longest),
         seed=config.seed,
+        vocab_size=loaded.arch.vocab_size,
         timeout_s=config.rollout.timeout_s,
     )
     teacher = loader.load(teacher_prompts(config, loaded), weights=weights)

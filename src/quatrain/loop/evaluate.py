@@ -16,12 +16,13 @@ import numpy as np
 
 from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows
-from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
+from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy, teacher_prompts
 from quatrain.loop.stages import keeping_environments
 from quatrain.report.progress import Progress, waiting
 from quatrain.reward.calls import ERROR_REWARD
@@ -69,6 +70,10 @@ class EvaluationSet:
         }
 
 
+TeacherKL = Callable[[RolloutBatch], Metric | None]
+"""The KL of the policy to its teacher, on greedy completions; None where it cannot be said."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Metrics, named without the prefix of their set, and a record of each completion for `samples/`."""
@@ -110,6 +115,10 @@ class Evaluator:
                 accuracy_beside=scorer,
             )
         self._accuracy = short_names(rewards)[spec]
+        self._teaches = config.distill.teacher is not None
+        reads = teacher_prompts(config, loaded)
+        self._unread = frozenset(() if reads is None else reads.columns)
+        """Columns that the teacher's prompts need."""
         try:
             self.sets = self._load_sets(config, loaded, rows)
             self.warnings = list(self._checked(config.data.eval_sets))
@@ -143,6 +152,9 @@ class Evaluator:
         """Warnings about the prompts; raises ValueError if no answer of a set can be judged."""
         for each in self.sets:
             name = shown_data_sets(specs[each.name])
+            if self._teaches and not self._taught(each):
+                missing = listed(self._unread.difference(each.prompts(1)[0].columns))
+                yield f"{name}: there is no eval/teacher_kl without the column {missing} of distill.prompt"
             yield from (f"{name}: {warning}" for warning in each.source.warnings)
             yield from self._scorer.check_answers(name, each.source)
             if self._own is None:
@@ -153,6 +165,10 @@ class Evaluator:
                 if self._config.accuracy is not None:
                     raise
                 yield f"there is no accuracy, because eval.accuracy is null and {error}"
+
+    def _taught(self, each: EvaluationSet) -> bool:
+        """Whether a teacher can read the prompts of a set."""
+        return self._teaches and not self._unread.difference(each.prompts(1)[0].columns)
 
     def close(self) -> None:
         """Ends the worker processes of the function that decides accuracy."""
@@ -177,6 +193,8 @@ class Evaluator:
                 of_set |= _sampled_metrics(nothing, right).keys()
             if right is not None:
                 of_set.add("accuracy_errors")
+            if self._taught(each):
+                of_set.add("teacher_kl")
             names += sorted([*(each.prefix + name for name in of_set), *each.skipped_metrics()])
         return names
 
@@ -192,13 +210,15 @@ class Evaluator:
         first: int | None = None,
         count: int | None = None,
         on_progress: Callable[[int], None] = lambda done: None,
+        teacher_kl: TeacherKL | None = None,
     ) -> Evaluation:
         """The evaluation of the weights of `engine` on the first `count` prompts of each set (None: all).
 
         Metrics of greedy completions: `accuracy_lenient` (right by the function that decides accuracy, whose
         values are bounded to 0 and 1) and, if a reward function asks for the `<think>/<answer>` format,
         `accuracy_strict` (right and in that format); `reward`, `reward/<name>` of each function, its counts
-        of errors and abstentions, `completion_length`, `truncated_fraction`, `num_prompts`. If `eval.n` > 0,
+        of errors and abstentions, `completion_length`, `truncated_fraction`, `num_prompts`, and `teacher_kl`
+        by the function of this name. If `eval.n` > 0,
         also of completions sampled at `eval.temperature` and `eval.top_p`: `mean_at_n` (fraction of right
         completions) and `pass_at_n` (share of prompts with at least one), both without regard to format.
 
@@ -214,7 +234,7 @@ class Evaluator:
             usual = len(prompts[:first])
             whole = Evaluation()
             for infix, part in (("", prompts[:usual]), ("final/", prompts[usual:])):
-                for judged, size in self._judged(engine, part):
+                for judged, size in self._judged(engine, part, teacher_kl if self._taught(each) else None):
                     whole, done = whole.and_(judged), done + size
                     on_progress(done)
                 if part:
@@ -231,7 +251,9 @@ class Evaluator:
         sampled = replace(greedy, n=config.n or 1, temperature=config.temperature, top_p=config.top_p)
         return [greedy, sampled] if config.n else [greedy]
 
-    def _judged(self, engine: Rollouts, prompts: Sequence[Prompt]) -> Iterator[tuple[Evaluation, int]]:
+    def _judged(
+        self, engine: Rollouts, prompts: Sequence[Prompt], teacher_kl: TeacherKL | None
+    ) -> Iterator[tuple[Evaluation, int]]:
         """The evaluation of each `eval.batch_size` completions, and their number."""
         for sampling in self._samplings(engine):
             stride = max(1, self._config.batch_size // sampling.n)
@@ -240,7 +262,11 @@ class Evaluator:
             for rollouts in engine.generate_each(parts, sampling=sampling, at_once=at_once):
                 rewarded = self._scorer.score(rollouts)
                 done = len(rollouts.episodes.first_rows)
-                yield self._judge(rewarded, greedy=sampling.temperature == 0), done
+                greedy = sampling.temperature == 0
+                judged = self._judge(rewarded, greedy=greedy)
+                if greedy and teacher_kl is not None and (kl := teacher_kl(rollouts)) is not None:
+                    judged = replace(judged, metrics={**judged.metrics, "teacher_kl": kl})
+                yield judged, done
 
     def _judge(self, rewarded: RewardedBatch, *, greedy: bool) -> Evaluation:
         right, errors = self._right(rewarded)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from quatrain.cluster.stop import Stop
@@ -22,6 +23,8 @@ from quatrain.loop.recorder import Recorder
 from quatrain.run.best import Best
 from quatrain.run.resume import differing
 from quatrain.run.run_dir import RunDir
+from quatrain.types.batches import RolloutBatch
+from quatrain.types.metrics import Metric
 from quatrain.types.rollouts import Rollouts
 from quatrain.update.learner import TrainState
 
@@ -48,7 +51,10 @@ def best_of(config: Config, folder: RunDir, evaluator: Evaluator) -> Best | None
 
 
 class Evaluations:
-    """Evaluates a run of `steps` training steps with the engine of its rollout, in turn with `batches`."""
+    """Evaluates a run of `steps` training steps with the engine of its rollout, in turn with `batches`.
+
+    `teacher_kl(parameters, completions)` is the KL to the teacher; None without one.
+    """
 
     def __init__(
         self,
@@ -61,7 +67,9 @@ class Evaluations:
         stop: Stop,
         *,
         steps: int,
+        teacher_kl: Callable[[Any, RolloutBatch], Metric | None] | None = None,
     ):
+        self._teacher_kl = teacher_kl
         self._config, self._evaluator, self._engine = config, evaluator, engine
         self._batches, self._recorder, self._stop, self._steps = batches, recorder, stop, steps
         self._done_as = self._what_decides()
@@ -109,6 +117,7 @@ class Evaluations:
                 self._engine,
                 first=first,
                 count=count,
+                teacher_kl=None if self._teacher_kl is None else partial(self._teacher_kl, params),
                 on_progress=lambda done: recorder.progress.stage(f"{name} {done}/{total}"),
             )
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -103,6 +104,8 @@ def open_run(
     resume: str | None,
     reward_functions: RewardFunctions = NO_FUNCTIONS,
     rows: GivenRows = NO_ROWS,
+    *,
+    teaches: bool = True,
 ) -> Iterator[Run]:
     """Creates the run's folder, the `Run` and its report; closes them at the end.
 
@@ -123,7 +126,7 @@ def open_run(
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
             with stop.interruptible(), waiting("loading model and data"), _loading:
-                run = build_run(resolved, folder, stop, parts, reward_functions, rows)
+                run = build_run(resolved, folder, stop, parts, reward_functions, rows, teaches=teaches)
         except BaseException as error:
             if isinstance(error, Stopped):
                 error.advice = "the run had not begun; give the same command again"
@@ -384,11 +387,13 @@ def build_run(
     rows: GivenRows = NO_ROWS,
     *,
     weights: bool = True,
+    teaches: bool = True,
 ) -> Run:
     """The parts of a run in `folder`, each checked when it is made; raises ValueError for invalid input.
 
     `parts` ends what was made, in reverse order, also after an error here. Without `weights` the run is
-    checked and cannot begin: no weights are read, nor reward models.
+    checked and cannot begin: no weights are read, nor reward models. Without `teaches` it has no training
+    steps, and no teacher is made.
     """
     config = resolved.config
     _check_given(config, rows)
@@ -427,10 +432,10 @@ def build_run(
     steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
     if saved is not None:
         resume.check_steps(steps, saved["train_step"], folder.path)
-    teacher, of_words = build_teachers(config, loaded, weights=weights)
+    teacher, of_words = build_teachers(config, loaded, weights=weights) if teaches else (None, None)
     if teacher is not None and isinstance(config.distill.teacher, dict):
         teacher.check_sources(prompts.values_of(DATA_SOURCE))
-    learner = build_learner(config, loaded, steps=steps, teacher=of_words)
+    learner = build_learner(config, loaded, steps=steps, teacher=of_words or teacher)
     best = best_of(config, folder, evaluator)
     stop_when = StopWhen(config, evaluator, scorer.function_names)
     _check_profile_steps(config, steps)
@@ -447,7 +452,12 @@ def build_run(
     parts.callback(scorer.close)  # before the batches, whose thread may wait for a reward function
     parts.callback(evaluator.close)
     reference = Reference(config, loaded, learner, folder.reference)
-    evaluations = Evaluations(config, evaluator, best, engine, batches, recorder, stop, steps=steps)
+    scorer_of_tokens = of_words.scorer if of_words else teacher
+    evaluations = Evaluations(
+        *(config, evaluator, best, engine, batches, recorder, stop),
+        steps=steps,
+        teacher_kl=partial(learner.teacher_kl, scorer_of_tokens) if scorer_of_tokens else None,
+    )
     state = (loaded.arch, reference, evaluations)
     checkpoints = Checkpoints(config, folder, store, *state, recorder, steps=steps, identity=identity)
     if weights and (repository := config.hub.push):  # last, so that invalid input leaves no repository

@@ -64,7 +64,7 @@ def build_stages(
         build_engine(config, keeping_environments(config, loaded, scorer), on_progress=on_progress),
         scorer,
         build_advantage(config),
-        build_learner(config, loaded, steps=steps, reference=reference, teacher=of_words),
+        build_learner(config, loaded, steps=steps, reference=reference, teacher=of_words or of_tokens),
         of_tokens,
     )
 
@@ -113,7 +113,7 @@ def build_learner(
     *,
     steps: int,
     reference: Any = None,
-    teacher: WordTeacher | None = None,
+    teacher: Teacher | WordTeacher | None = None,
 ) -> Learner:
     """The update stage of a run of `steps` training steps; for `reference` see `build_stages`."""
     critic = build_critic(config, loaded, steps=steps) if config.critic.enabled else None
@@ -132,7 +132,8 @@ def build_learner(
         critic=critic,
         kl_reward=kl_reward,
         distillation=Distillation.of(config.distill, steps),
-        teacher=teacher,
+        teacher=teacher if isinstance(teacher, WordTeacher) else None,
+        num_words=teacher.top.num_words if isinstance(teacher, Teacher) and teacher.top else None,
         optimizer_memory="host" if config.offload.optimizer else "device",
         policy_memory="host" if config.offload.policy else "device",
         logs_logprobs=config.logging.sample_tokens,

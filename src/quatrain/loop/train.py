@@ -190,7 +190,7 @@ def train_sft(resolved: Resolved) -> Summary:
     if not steps:
         raise ValueError("supervised training needs a number of steps: sft.steps is 0; set it to 1 or more")
     _refuse_keys_of_training(resolved.config)
-    with open_run(resolved, None) as run:
+    with open_run(resolved, None, teaches=False) as run:
         run.resumable = False
         supervised = f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations"
         run.announce(supervised, samples=False)

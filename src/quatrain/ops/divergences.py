@@ -65,8 +65,10 @@ def token_divergences(
     num_live: jax.Array | int | None = None,
     vocabulary_axis: str | None = None,
     head_gradient: bool = True,
-) -> jax.Array:
-    """[N] float32 divergences in nats of the policy p and the teacher q, over the V words of both heads.
+) -> tuple[jax.Array, jax.Array]:
+    """Divergences in nats of the policy p and the teacher q, over the V words of both heads, [N] float32.
+
+    Beside them [N] float32: logsumexp of the teacher's logits, without a gradient.
 
     `reverse_kl`: sum p (log p - log q); `forward_kl`: sum q (log q - log p); `jsd`, with
     m = (1 - beta) p + beta q and 0 < beta < 1: beta KL(q || m) + (1 - beta) KL(p || m), as in GKD
@@ -81,14 +83,16 @@ def token_divergences(
     assert len(head) == len(teacher_head), "both heads have the same words"
     num_tokens = len(hidden)
     if not num_tokens:
-        return jnp.zeros(0, jnp.float32)
+        return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
     num_chunks, size = even_parts(num_tokens, tile.tokens)
     padding = ((0, num_chunks * size - num_tokens), (0, 0))
     chunks = [jnp.pad(x, padding).reshape(num_chunks, size, -1) for x in (hidden, teacher_hidden)]
     live = jnp.int32(num_chunks) if num_live is None else jnp.minimum(-(-num_live // size), num_chunks)
     how = _How(policy, teacher, kind, beta, tile, vocabulary_axis, head_gradient)
     teacher_head, chunks[1] = lax.stop_gradient((teacher_head, chunks[1]))
-    return _by_tiles(how, head, chunks[0], teacher_head, chunks[1], live).reshape(-1)[:num_tokens]
+    found = _by_tiles(how, head, chunks[0], teacher_head, chunks[1], live)
+    divergence, log_total = (x.reshape(-1)[:num_tokens] for x in found)
+    return divergence, lax.stop_gradient(log_total)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,8 +103,8 @@ def _by_tiles(
     teacher_head: jax.Array,
     teacher_hidden: jax.Array,
     live: jax.Array,
-) -> jax.Array:
-    """[chunks, n] divergences of hidden [chunks, n, D]; zeros from chunk `live` on."""
+) -> tuple[jax.Array, jax.Array]:
+    """[chunks, n] divergences of hidden [chunks, n, D], and the teacher's logsumexp; 0 after chunk `live`."""
     return _forward(how, head, hidden, teacher_head, teacher_hidden, live)[0]
 
 
@@ -111,7 +115,7 @@ def _forward(
     teacher_head: jax.Array,
     teacher_hidden: jax.Array,
     live: jax.Array,
-) -> tuple[jax.Array, Any]:
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
     words = Words.of(len(head), how.tile)
     heads = narrowed(head, hidden.dtype), narrowed(teacher_head, teacher_hidden.dtype)
     shape = hidden.shape[:2]
@@ -151,7 +155,7 @@ def _forward(
         divergence = to_mean = weighted - own + other
     divergence = jnp.where(computed, divergence, 0.0)
     residuals = (head, hidden, teacher_head, teacher_hidden, live, *log_totals, to_mean)
-    return divergence, residuals
+    return (divergence, log_totals[1]), residuals
 
 
 def _with_tile(kind: Divergence, seen: Arrays, _: jax.Array, policy: jax.Array, teacher: jax.Array) -> Arrays:
@@ -200,18 +204,20 @@ def _with_jsd(
 ) -> Arrays:
     """The Jensen-Shannon divergence and KL(p || m) of each row, with those of one more tile of words."""
     log_p, log_q = policy - log_totals[0][chunk][:, None], teacher - log_totals[1][chunk][:, None]
-    log_m = _log_mixture(how.beta, log_p, log_q)
+    log_m = log_mixture(how.beta, log_p, log_q)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     to_mean = jnp.where(p > 0, p * (log_p - log_m), 0.0).sum(axis=-1)
     from_teacher = jnp.where(q > 0, q * (log_q - log_m), 0.0).sum(axis=-1)
     return seen[0] + how.beta * from_teacher + (1 - how.beta) * to_mean, seen[1] + to_mean
 
 
-def _log_mixture(beta: float, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+def log_mixture(beta: float, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """log((1 - beta) p + beta q)."""
     return jnp.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
 
 
-def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
+def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    cotangent, _ = cotangents
     head, hidden, teacher_head, teacher_hidden, live, log_total_p, log_total_t, to_mean = residuals
     narrow = narrowed(teacher_head, teacher_hidden.dtype)
     words = Words.of(len(head), how.tile)
@@ -240,7 +246,7 @@ def _to_logits(how: _How, log_p: jax.Array, log_q: jax.Array, to_mean: jax.Array
         return p - jnp.exp(log_q)
     if how.kind == "reverse_kl":
         return p * jnp.where(p > 0, log_p - log_q - to_mean, 0.0)
-    log_m = _log_mixture(how.beta, log_p, log_q)
+    log_m = log_mixture(how.beta, log_p, log_q)
     return (1 - how.beta) * p * jnp.where(p > 0, log_p - log_m - to_mean, 0.0)
 
 

@@ -22,6 +22,9 @@ BROUGHT_BY = {
     "teacher_logprobs": "a teacher (distill.teacher)",
 }
 """What brings each column that not every objective has."""
+TEACHER_WORDS, TEACHER_WORD_LOGPROBS = "teacher_words", "teacher_word_logprobs"
+"""Columns [R, K, k] int32 and [R, K, k + 1] float32: the teacher's likeliest words, and the log-probabilities
+of them and of all others together (`top_words.py`). The model reads them."""
 
 
 class Tokens:
@@ -115,10 +118,13 @@ class ScoredTokens(Tokens):
 class DistilledTokens(ScoredTokens):
     """Scored tokens with the policy's divergence from a teacher, through which the gradient flows too."""
 
-    predictions = ("logprobs", "entropy", "divergence")
+    predictions = ("logprobs", "entropy", "divergence", "mass")
 
     divergence: jax.Array | None = None
     """[R, K] float32 divergence in nats of the distributions that each token was drawn from."""
+    mass: jax.Array | None = None
+    """[R, K] float32 probability, without a gradient: with the teacher's top k words, of these under the
+    policy; else of words that only the teacher has, under the teacher."""
 
 
 @jax.tree_util.register_dataclass

@@ -7,6 +7,7 @@ completions are given as a range over all possible lengths. This module does not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -194,6 +195,25 @@ def _update_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     why = f"B: mini_batch_prompts x G = {prompts.written(f'{{}} x {config.rollout.n}')}"
     yield Row("mini_batch_sequences", sequences.value, "sequences", why)
     yield from _stage_rows(config, "update.", update, "B", sequences, mesh)
+    for name, bounds in sorted(update.reject.items()):
+        yield Row(f"reject_{name}", None, "", f"update.reject {_kept(name, bounds)}; {PRECISION}")
+
+
+PRECISION = "rollout/logprob_diff_mean, the mean of |d|, is 1e-6 in float32 and may be 0.01 in bfloat16"
+
+
+def _kept(name: str, bounds: Any) -> str:
+    """What a rule of `update.reject` keeps, in the nats that `rollout/logprob_diff_mean` is in."""
+    if name in ("geometric", "product"):
+        low, high = (f"{math.log(bound):.3g}" for bound in bounds)
+        return (
+            f"keeps sequences whose {'mean' if name == 'geometric' else 'sum'} of d is {low} to {high} nats"
+        )
+    [bound] = bounds if isinstance(bounds, list | tuple) else [bounds]
+    if name == "k3":
+        size = f"{math.sqrt(2 * bound):.2g}"
+        return f"keeps sequences whose mean of d^2 / 2 is about {bound:g} or less, as of |d| {size}"
+    return f"keeps tokens with A >= 0, and sequences whose mean of -d is {bound:g} nats or less"
 
 
 def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
@@ -238,7 +258,16 @@ def _reward_model_rows(config: Config) -> Iterator[Row]:
 
 def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """The forward passes of the teacher."""
-    yield Row("teacher_passes", 1, "sweeps", "log-probabilities of distill.teacher, of the batch, once")
+    distill, update = config.distill, config.update
+    if distill.loss != "sampled" and not distill.top_k:
+        why = (
+            f"hidden states of distill.teacher in micro-batches of the update; update.epochs {update.epochs}"
+        )
+        yield Row("teacher_passes", update.epochs, "sweeps", why)
+        return
+    words = f", with {distill.top_k} words each (distill.top_k)" if distill.loss != "sampled" else ""
+    why = f"log-probabilities of distill.teacher, of the batch, once{words}"
+    yield Row("teacher_passes", 1, "sweeps", why)
     if not config.distill.models:
         return  # in the micro-batches of log-probabilities
     sizes = LogprobConfig(max_tokens_per_device=config.distill.max_tokens_per_device)

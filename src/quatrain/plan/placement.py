@@ -226,7 +226,14 @@ class _Plan:
         """The weights of each teacher; nothing without one."""
         config, mesh = self.config, self.roles.teacher.mesh
         dtype, host = config.model.param_dtype, config.offload.teacher
-        over_words = config.distill.loss != "sampled"
+        top_k, over_words = config.distill.top_k, config.distill.loss != "sampled"
+        tokens = self._tokens_of_micro_batch(config.update)[0]
+        if over_words and top_k:
+            # Numbers of words, and log-probabilities of them and the rest; a server gives a word more.
+            width = top_k + bool(config.distill.servers)
+            why = f"{tokens} tokens x {width} words (distill.top_k) and the rest, int32 and float32"
+            yield Part("teacher_words", 4 * tokens * (2 * width + 1), why, ("gradient",))
+        over_words = over_words and not top_k
         waiting: tuple[Phase, ...] = ("gradient",) if over_words else ()
         for number, path in enumerate(config.distill.models, 1):
             arch = load_architecture(
@@ -237,7 +244,6 @@ class _Plan:
             key = "teacher" if number == 1 else f"teacher_{number}"
             yield Part(key, size, why, waiting if host else PHASES, "teacher")
             if over_words:
-                tokens = self._tokens_of_micro_batch(config.update)[0]
                 states = tokens * arch.hidden_size * jnp.dtype(config.model.dtype).itemsize
                 why = f"hidden states of {tokens} tokens x {arch.hidden_size}, {config.model.dtype}"
                 yield Part("teacher_states", states, why, ("gradient",), "teacher")

@@ -23,6 +23,8 @@ from quatrain.workers.pool import default_workers
 TRUNCATED, REWARD_SHARE, PADDING, REJECTED = 0.5, 0.3, 0.3, 0.3
 """Fractions of completions cut, of a step spent on rewards, of padding, and of tokens that `update.reject`
 rejects, above which there is a hint."""
+OUTSIDE = 1e-4
+"""Probability that a teacher gives to words that the policy does not have, above which there is a hint."""
 STEPS_IN_A_ROW, STEPS_AT_ZERO = 3, 5
 """Training steps in a row that show something before there is a hint; reward functions that return only 0."""
 _SECONDS = re.compile(r"reward/(.+)/seconds")
@@ -58,6 +60,7 @@ class Hints:
             "slow_reward": self._slow_reward(numbers) if self._has_begun else None,
             "padding": self._padding(numbers),
             "rejected": _rejected(numbers),
+            "outside_mass": _outside(numbers),
             "learning_rate": self._no_learning_rate(step, numbers),
             **{f"always_zero:{name}": self._always_zero(name) for name in _zero_rewards(numbers)},
         }
@@ -186,6 +189,17 @@ def _rejected(numbers: Mapping[str, float]) -> str | None:
     return (
         f"{rule} rejected {found[name]:.0%} of the tokens, which are not trained on: widen its bounds, or "
         "see that sampler and trainer agree (rollout/logprob_diff_mean, update/behaviour_kl, model.dtype)"
+    )
+
+
+def _outside(numbers: Mapping[str, float]) -> str | None:
+    mass = numbers.get("distill/outside_mass", 0.0)
+    if mass <= OUTSIDE:
+        return None
+    return (
+        f"the teacher gives {mass:.2g} of its probability to words that the policy does not have, which the "
+        "loss over the vocabulary leaves out: see that the two models have the same words, or take "
+        "distill.loss sampled"
     )
 
 

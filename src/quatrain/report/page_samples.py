@@ -37,7 +37,8 @@ _FLAT = 1e-9
 _JUDGES = re.compile("correct|accura", re.IGNORECASE)
 """Reward functions that decide what is right in a run without `eval.accuracy`."""
 _FILE = re.compile(r"(step|eval)_(\d{1,18})\.jsonl")
-_TOKEN_KEYS = ("texts", "ids", "sampler_logprobs", "trainer_logprobs", "advantages", "sampled")
+_LOGPROBS = ("sampler_logprobs", "trainer_logprobs", "teacher_logprobs")
+_TOKEN_KEYS = ("texts", "ids", *_LOGPROBS, "advantages", "sampled")
 _SAMPLE_KEYS = (
     *("finish_reason", "completion_tokens", "strict", "greedy", "set", "sample", "prompt_index"),
     "episode",

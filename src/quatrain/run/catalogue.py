@@ -79,6 +79,14 @@ distill/clipped_fraction | fraction | mean |
 distill/loss | nats | mean |
     Divergence of the policy from the teacher over the vocabulary (`distill.loss`), mean over tokens, 0 where
     there is no teacher.
+distill/topk_mass | fraction | mean |
+    The teacher's probability of its `distill.top_k` likeliest words (with a server, of the sampled one too),
+    mean over the tokens that have a teacher.
+distill/topk_mass_policy | fraction | mean |
+    The policy's probability of the same words, mean over tokens, 0 where there is no teacher.
+distill/outside_mass | fraction | mean |
+    The teacher's probability of words that the policy does not have, where its vocabulary is larger; losses
+    over the vocabulary are about the words that both have.
 distill/no_teacher | sequences | sum |
     Sequences without a teacher's log-probabilities, because they are longer than its positions or
     `distill.max_tokens_per_device`.
@@ -326,6 +334,9 @@ eval/reward/<name>/abstained | completions | sum | Greedy completions on which t
 eval/reward/<name>/unlogged | values | sum | Values that this reward function logs and that are nowhere.
 eval/reward/<name>/<key> | 1 | mean | What this reward function logs of greedy completions; mean over values.
 eval/reward/<name> | reward | mean | Mean unweighted value of this reward function, without abstentions.
+eval/teacher_kl | nats | mean |
+    Log-probability of a token of the greedy completions by the policy, at `rollout.temperature`, minus the
+    teacher's, mean over their tokens.
 eval/completion_length | tokens | mean | Mean length of greedy completions.
 eval/truncated_fraction | fraction | mean | Fraction of greedy completions cut at the maximum length.
 eval/mean_at_n | fraction | mean | Fraction of right answers among `eval.n` sampled completions per prompt.

@@ -29,6 +29,8 @@ from quatrain.types.batches import (
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Entry of `RewardedBatch.token_logprobs` with those of a teacher; NaN for sequences without one."""
 ASSISTANT = "assistant"
 ENDINGS = {
     "environment": "ended by the environment",
@@ -47,7 +49,8 @@ def training_sample(
     """Sequence `index` of a training step; `advantage` is the mean over its completion tokens.
 
     With `token_text`, which returns the text of a token id, the record has `tokens`: of each completion token
-    its text, id, advantage, and log-probability by the sampler and, where it was computed, by the trainer.
+    its text, id, advantage, and log-probability by the sampler and, where they were computed, by the trainer
+    and the teacher.
     Tokens that the environment or the template wrote between two turns are among them, with None for these
     numbers; `sampled` then says of each token whether the policy sampled it.
     """
@@ -69,7 +72,8 @@ def _tokens(batch: AdvantagedBatch, index: int, token_text: TokenText) -> dict[s
     span = slice(where[0], where[-1] + 1) if where.size else slice(0)
     sampled = batch.rollouts.completion_mask[index, span]
     ids = batch.rollouts.input_ids[index, span].tolist()
-    of_trainer = batch.rewarded.token_logprobs.get(TRAINER_LOGPROBS)
+    known = batch.rewarded.token_logprobs
+    others = {name: known[name] for name in (TRAINER_LOGPROBS, TEACHER_LOGPROBS) if name in known}
 
     def of_sampled(values: np.ndarray) -> list[float | None]:
         return _numbers(np.where(sampled, values[index, span], np.nan))
@@ -78,7 +82,7 @@ def _tokens(batch: AdvantagedBatch, index: int, token_text: TokenText) -> dict[s
         "texts": [token_text(token) for token in ids],
         "ids": ids,
         "sampler_logprobs": of_sampled(batch.rollouts.rollout_logprobs),
-        **({} if of_trainer is None else {TRAINER_LOGPROBS: of_sampled(of_trainer)}),
+        **{name: of_sampled(values) for name, values in others.items()},
         "advantages": of_sampled(batch.advantages),
         **({} if sampled.all() else {"sampled": sampled.tolist()}),
     }

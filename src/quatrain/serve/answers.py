@@ -186,6 +186,8 @@ class Answer:
                 }
             else:
                 facts["logprobs"] = self._named(choice, texts, values)
+        if isinstance(self._asked, CompletionRequest) and self._asked.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = self._of_prompt(choice, self._asked.prompt_logprobs)
         if self._asked.return_token_ids:
             facts["token_ids"] = tokens
             facts["weight_versions"] = [version for part in progress for version in part.versions]
@@ -213,10 +215,30 @@ class Answer:
             known = [None, *scores.logprobs[1:num_prompt].tolist(), *known]
         top = None
         if scores is not None and num_likeliest:
-            pairs = scores.pairs()[len(scores.logprobs) - len(names) :]
+            pairs = [each[:num_likeliest] for each in scores.pairs()[len(scores.logprobs) - len(names) :]]
             first = [choice.echoed is None, *[False] * len(names)]
             top = list(map(self._alternatives, names, known, pairs, first))
         return {"tokens": names, "token_logprobs": known, "top_logprobs": top, "text_offset": offsets}
+
+    def _of_prompt(self, choice: Choice, count: int) -> list[dict[str, Any] | None]:
+        """In vLLM's form: of each token of the prompt, it and the `count` likeliest in its place, by ids.
+
+        The first has nothing before it, and null; a token that is not among the likeliest has a null rank.
+        """
+        assert choice.scores is not None, "prompt_logprobs are scored"
+        if not np.isfinite(choice.scores.logprobs[1:]).all():
+            raise BadRequest("the model's logits are not finite; load other weights", status=500)
+        places: list[dict[str, Any] | None] = [None]
+        every = zip(choice.prompt_ids, choice.scores.logprobs.tolist(), choice.scores.pairs(), strict=False)
+        for token, value, pairs in list(every)[1:]:
+            place = {
+                str(word): {"logprob": logprob, "rank": rank, "decoded_token": self._vocabulary.text([word])}
+                for rank, (word, logprob) in enumerate(pairs[:count], 1)
+            }
+            own = {"logprob": value, "rank": None, "decoded_token": self._vocabulary.text([token])}
+            place.setdefault(str(token), own)
+            places.append(place)
+        return places
 
     def _alternatives(
         self, name: str, value: float | None, likeliest: list[tuple[int, float]], first: bool

@@ -391,9 +391,10 @@ class Api:
         """
         if not prompts:
             raise BadRequest("a request has at least one prompt; got an empty list", "prompt")
-        if asked.num_likeliest is not None and not self._service.can_score:
+        if asked.num_scored is not None and not self._service.can_score:
             raise BadRequest(
-                "the workers that sample here score no given tokens; leave out echo, and logprobs above 0",
+                "the workers that sample here score no given tokens; leave out echo, logprobs above 0, and "
+                "prompt_logprobs",
                 "logprobs",
             )
         if recorded is None:
@@ -429,17 +430,17 @@ class Api:
         if not owners:
             for choice in choices:
                 choice.progress.append(Progress(finish_reason="length"))
-        if asked.num_likeliest is not None:
-            await self._score(request, choices, asked.num_likeliest)
+        if asked.num_scored is not None:
+            await self._score(request, choices, asked)
         response = await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
         if recorded is not None:
             recorded.end(choices)
         return response
 
-    async def _score(self, request: Request, choices: Sequence[Choice], num_likeliest: int) -> None:
+    async def _score(self, request: Request, choices: Sequence[Choice], asked: AnyRequest) -> None:
         """Gives each choice the scores of its tokens; without alternatives, those of its prompt suffice."""
-        ids = [[*choice.prompt_ids, *(choice.tokens if num_likeliest else ())] for choice in choices]
-        scoring = asyncio.wrap_future(self._service.score(ids, num_likeliest))
+        ids = [[*choice.prompt_ids, *(choice.tokens if asked.num_likeliest else ())] for choice in choices]
+        scoring = asyncio.wrap_future(self._service.score(ids, asked.num_scored or 0))
         try:
             while not (await asyncio.wait({scoring}, timeout=LOOK_S))[0]:
                 if await request.is_disconnected():

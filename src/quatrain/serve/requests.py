@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from quatrain.config.errors import listed, shown
 from quatrain.data.messages import checked_tools
 from quatrain.engine.groups import PerRequestSampling
-from quatrain.engine.scoring import MOST_LIKELIEST
+from quatrain.engine.scoring import MOST_LIKELIEST, MOST_OF_PROMPT
 from quatrain.types.rollouts import Sampling
 
 MOST_SEQUENCES = 1024
@@ -175,6 +175,11 @@ class _Request(_Strict):
         """Alternatives to return for each token, from a pass that scores the tokens; None: no such pass."""
         return None
 
+    @property
+    def num_scored(self) -> int | None:
+        """The most alternatives that are asked for in any place; None: no token is scored."""
+        return self.num_likeliest
+
     prompt_field: ClassVar[str] = "prompt"
     """The field that has the prompt."""
 
@@ -242,6 +247,7 @@ class CompletionRequest(_Request):
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: Annotated[int, Field(ge=0)] | None = DEFAULT_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_OF_PROMPT)] | None = None
     best_of: int | None = None
     echo: Annotated[bool | None, Field(validate_default=True)] = None
     add_special_tokens: Literal[True] | None = None
@@ -249,8 +255,13 @@ class CompletionRequest(_Request):
     @field_validator("echo")
     @classmethod
     def _fits_the_other_fields(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if info.data.get("stream") and (value or info.data.get("logprobs")):
-            raise ValueError("neither echo nor logprobs above 0 can be streamed; leave out stream")
+        given = info.data
+        if given.get("stream") and (
+            value or given.get("logprobs") or given.get("prompt_logprobs") is not None
+        ):
+            raise ValueError(
+                "neither echo, nor logprobs above 0, nor prompt_logprobs can be streamed; leave out stream"
+            )
         if info.data.get("max_tokens") == 0 and not value:
             raise ValueError("max_tokens 0 returns the prompt alone, with echo; set echo to true")
         return value
@@ -285,6 +296,12 @@ class CompletionRequest(_Request):
     def num_likeliest(self) -> int | None:
         """`logprobs`, if the prompt is echoed or there are alternatives."""
         return self.logprobs if self.echo or self.logprobs else None
+
+    @property
+    def num_scored(self) -> int | None:
+        """As in every request; those of the prompt count too."""
+        asked = [count for count in (self.num_likeliest, self.prompt_logprobs) if count is not None]
+        return max(asked, default=None)
 
 
 class ChatRequest(_Request):

@@ -178,10 +178,10 @@ class Session:
             )
         if not isinstance(asked, CompletionRequest):
             return
-        if asked.echo or asked.num_likeliest or len(asked.prompts) != 1 or not asked.wanted_tokens:
+        if asked.echo or asked.num_scored is not None or len(asked.prompts) != 1 or not asked.wanted_tokens:
             raise BadRequest(
-                "in a session, a completion has one prompt, at least one token, and neither echo nor "
-                "logprobs above 0; leave them out",
+                "in a session, a completion has one prompt, at least one token, and neither echo, logprobs "
+                "above 0 nor prompt_logprobs; leave them out",
                 "prompt",
             )
 

@@ -257,6 +257,20 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True, eq=False)
+class TeacherWords:
+    """What a teacher finds likeliest in the place of each completion token: k words, and all others as one.
+
+    Fewer words have `NO_WORD` (-1) in place of others, with a log-probability of -1e30. Values outside the
+    completion mask, and of sequences without a teacher, are any. The arrays are checked by `RewardedBatch`.
+    """
+
+    words: np.ndarray  # [B, T, k] int32
+    logprobs: np.ndarray  # [B, T, k + 1] float32, the last of the other words
+
+    __repr__ = brief
+
+
+@dataclass(frozen=True, eq=False)
 class RewardedBatch:
     """A rollout batch with its rewards: the output of the reward stage.
 
@@ -266,7 +280,8 @@ class RewardedBatch:
     beside the reward of the sequence; None if there are none. `values` are a critic's estimates of the return
     at each completion token; None without a critic. `token_logprobs` are the log-probabilities that the token
     rewards were computed from, `old_logprobs` and `ref_logprobs`, which the update uses again, and those of a
-    teacher, `teacher_logprobs`; empty if there are none. `baseline_rewards` are the rewards of the greedy
+    teacher, `teacher_logprobs`; empty if there are none. `teacher_words` are its likeliest words, for losses
+    over them; None if there are none. `baseline_rewards` are the rewards of the greedy
     completion of each sequence's prompt, NaN where all functions abstained; None if none were drawn.
     `environment_weight` is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
 
@@ -287,11 +302,17 @@ class RewardedBatch:
     baseline_rewards: np.ndarray | None = None  # [B] float32
     environment_weight: float = 0.0
     function_weights: np.ndarray | None = None  # [F] float32
+    teacher_words: TeacherWords | None = None
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
         check = _Checker("reward")
+        if self.teacher_words is not None:
+            of_tokens, k = self.rollouts.input_ids.shape, self.teacher_words.words.shape[-1]
+            check.array("teacher_words.words", self.teacher_words.words, (*of_tokens, k), np.int32)
+            logprobs = self.teacher_words.logprobs
+            check.array("teacher_words.logprobs", logprobs, (*of_tokens, k + 1), np.float32)
         rows, episodes = len(self.rollouts), self.rollouts.episodes
         check.array("rewards", self.rewards, (rows,), np.float32, allow_nan=True)
         shape = (len(self.function_names), rows)

@@ -6,17 +6,19 @@ Data flow: `RewardedBatch` with the teacher's log-probabilities (`teacher.py`) -
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.sections.distill import DistillConfig
+from quatrain.forward.specs import OutcomesSpec, PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.ops.distill import sampled_advantages
-from quatrain.ops.tokens import DistilledTokens, ScoredTokens
+from quatrain.ops.divergences import Divergence
+from quatrain.ops.tokens import TEACHER_WORD_LOGPROBS, TEACHER_WORDS, DistilledTokens, ScoredTokens
+from quatrain.types.batches import RewardedBatch
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Entry of `RewardedBatch.token_logprobs`: NaN on the completion tokens of sequences without a teacher."""
@@ -33,8 +35,12 @@ class Distillation:
     discount: float
     warmdown_steps: int | None
     num_steps: int
-    over_words: bool = False
-    """Whether the term is a divergence over the vocabulary, a loss of its own, and not an advantage."""
+    kind: Divergence | None = None
+    """The divergence over the vocabulary that is the term, a loss of its own; None: an advantage of sampled
+    tokens."""
+    beta: float = 0.5
+    top_k: int = 0
+    """Words that the divergence tells apart; 0: all."""
 
     @classmethod
     def of(cls, config: DistillConfig, num_steps: int) -> Distillation | None:
@@ -42,36 +48,55 @@ class Distillation:
         if config.teacher is None:
             return None
         keys = config.weight, config.rl_weight, config.clip, config.discount, config.warmdown_steps
-        return cls(*keys, num_steps, config.loss != "sampled")
+        kind = None if config.loss == "sampled" else config.loss
+        return cls(*keys, num_steps, kind, config.beta, config.top_k)
+
+    @property
+    def over_words(self) -> bool:
+        """Whether the term is a loss of its own."""
+        return self.kind is not None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         return COLUMNS[self.over_words :]
 
+    def compared(self, policy: PolicySpec, num_words: int | None) -> PolicySpec:
+        """`policy`, which computes its divergence from the top words of the first `num_words`, if asked to.
+
+        None: of all its words.
+        """
+        if self.kind is None or not self.top_k:
+            return policy
+        values = {f.name: getattr(policy, f.name) for f in fields(policy)}
+        count = policy.arch.vocab_size if num_words is None else num_words
+        return OutcomesSpec(**values, kind=self.kind, beta=self.beta, num_words=count)
+
     def weight_at(self, train_step: int) -> float:
         """The weight in the training step after `train_step` finished ones."""
         left = max(self.num_steps - train_step, 0)
         return self.weight * (1.0 if self.warmdown_steps is None else min(left / self.warmdown_steps, 1.0))
 
-    def columns(
-        self, known: Mapping[str, np.ndarray], mask: np.ndarray, train_step: int, readable: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """The columns [B, T] of a table with the completion mask `mask`.
+    def columns(self, rewarded: RewardedBatch, train_step: int, longest: int | None) -> dict[str, np.ndarray]:
+        """The columns [B, T, ...] of a table of the rows of `rewarded`.
 
-        `readable` [B] says which sequences the teacher of a loss over the vocabulary can read. Raises
-        ValueError for a batch that no teacher of sampled tokens has scored.
+        `longest`: tokens of the longest sequence that a teacher can read which computes in the update, that
+        of a loss over all words. Raises ValueError for a batch that any other teacher has not scored.
         """
-        weight = np.float32(self.weight_at(train_step))
-        if self.over_words:
+        mask, weight = rewarded.rollouts.completion_mask, np.float32(self.weight_at(train_step))
+        if longest is not None:
+            readable = rewarded.rollouts.lengths <= longest
             return {"teacher_weights": np.where(mask & readable[:, None], weight, np.float32(0))}
-        if TEACHER_LOGPROBS not in known:
+        teacher, top = rewarded.token_logprobs.get(TEACHER_LOGPROBS), rewarded.teacher_words
+        if teacher is None or (top is None and self.over_words):
             raise ValueError(
                 "distillation needs the teacher's log-probabilities, and the batch has none; call "
                 "teacher.score before the advantages are estimated, as quatrain.learn does"
             )
-        teacher = known[TEACHER_LOGPROBS]
         weights = np.where(mask & ~np.isnan(teacher), weight, np.float32(0))
+        if self.over_words and top is not None:
+            words = {TEACHER_WORDS: top.words, TEACHER_WORD_LOGPROBS: top.logprobs}
+            return {"teacher_weights": weights, **words}
         return dict(zip(COLUMNS, (np.nan_to_num(teacher), weights), strict=True))
 
     def weighted(self, mini: TokenTable, aggregation: str, max_new_tokens: int) -> TokenTable:
@@ -92,10 +117,12 @@ class Distillation:
             return self.rl_weight * tokens.advantages, jnp.zeros(tokens.mask.shape)
         return sampled_advantages(tokens, rl_weight=self.rl_weight, clip=self.clip, discount=self.discount)
 
-    def term(self, tokens: ScoredTokens) -> tuple[jax.Array, jax.Array]:
-        """(weighted divergence, divergence) [R, K] of `tokens`, 0 where there is no teacher."""
+    def term(self, tokens: ScoredTokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(weighted divergence [R, K] of `tokens`, means to log), 0 where there is no teacher."""
         assert isinstance(tokens, DistilledTokens), "the model computes divergences"
         assert tokens.divergence is not None, "the model computes divergences"
+        assert tokens.mass is not None, "the model computes the mass"
         weights = tokens.column("teacher_weights")
-        divergence = jnp.where(weights > 0, tokens.divergence, 0.0)
-        return weights * divergence, divergence
+        divergence, mass = (jnp.where(weights > 0, x, 0.0) for x in (tokens.divergence, tokens.mass))
+        name = "distill/topk_mass_policy" if self.top_k else "distill/outside_mass"
+        return weights * divergence, {"distill/loss": divergence, name: mass}

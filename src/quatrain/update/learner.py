@@ -28,7 +28,8 @@ from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation
 from quatrain.update.objective import SQUARES, PolicyObjective
-from quatrain.update.teacher import WordTeacher
+from quatrain.update.teacher import Teacher, WordTeacher
+from quatrain.update.teacher_scores import Scores, TopWords, model_scores
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -91,8 +92,8 @@ class Learner:
     used on the devices that they lie on, and may be kept in host memory. The policy's parameters are kept in
     `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
     `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show. With
-    `distillation`, batches have a teacher's log-probabilities (`Teacher.score`), or the update computes the
-    divergence from a `teacher` over the vocabulary.
+    `distillation`, batches have a teacher's scores (`Teacher.score`), of the first `num_words` words of the
+    policy's, or the update computes the divergence from a `teacher` over all words.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Learner:
         kl_reward: KLReward | None = None,
         distillation: Distillation | None = None,
         teacher: WordTeacher | None = None,
+        num_words: int | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
@@ -124,7 +126,7 @@ class Learner:
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
         self.logprob_planner = policy.planner(logprob, share_prompts=update.shares_prompts)
         self.trainer = Trainer(
-            policy,
+            policy if distillation is None else distillation.compared(policy, num_words),
             policy.planner(update, share_prompts=update.shares_prompts),
             optimizer,
             total_steps=total_steps,
@@ -352,10 +354,8 @@ class Learner:
             ref = known.get("ref_logprobs")
             columns["ref_logprobs"] = self._reference_logprobs(params, rollouts) if ref is None else ref
         if self.objective.distillation is not None:
-            mask = rollouts.completion_mask
-            teacher = self.trainer.teacher
-            readable = rollouts.lengths <= (teacher.longest if teacher else 0)
-            columns |= self.objective.distillation.columns(known, mask, state.train_step, readable)
+            longest = self.trainer.teacher.longest if self.trainer.teacher else None
+            columns |= self.objective.distillation.columns(batch.rewarded, state.train_step, longest)
         return self._without_truncated(rollouts).with_columns(**columns)
 
     def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:
@@ -396,6 +396,19 @@ class Learner:
         computed = known.get("old_logprobs", known.get("trainer_logprobs"))
         return self._logprobs(params, rollouts) if computed is None else computed
 
+    def teacher_kl(self, teacher: Teacher, params: Any, rollouts: RolloutBatch) -> Metric | None:
+        """Mean over the completion tokens of the log-probability by `params` minus the teacher's, in nats.
+
+        None if no sequence has a teacher. All processes of the mesh must call this together.
+        """
+
+        def own(name: str, table: TokenTable, temperature: float, top: TopWords | None) -> Scores:
+            return self._own_scores(params, name, table, temperature, top)
+
+        gap = self._logprobs(params, rollouts) - teacher.logprobs(rollouts, own)
+        known = rollouts.completion_mask & ~np.isnan(gap)
+        return Metric(float(gap[known].sum(dtype=np.float64)), float(known.sum())) if known.any() else None
+
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)
         return predict_tokens(
@@ -407,24 +420,31 @@ class Learner:
         own = self._logprobs(state.params, rollouts)
         return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
 
-    def own_logprobs(
-        self, state: TrainState, teacher: str, table: TokenTable, temperature: float
-    ) -> np.ndarray:
-        """[B, T] log-probabilities of the scored tokens of `table`, by weights of the run.
+    def own_scores(
+        self, state: TrainState, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
+    ) -> Scores:
+        """What weights of the run say of the scored tokens of `table`, with the words `top` or none.
 
         Those of `state` for the `teacher` `policy`, those of the reference for `initial`.
         """
+        return self._own_scores(state.params, teacher, table, temperature, top)
+
+    def _own_scores(
+        self, params: Any, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
+    ) -> Scores:
         policy = replace(self.policy, temperature=temperature)
-        if teacher == "policy":
-            params = to_memory("device", state.params)
-            return predict_tokens(params, table, model=policy, planner=self.logprob_planner)
-        return self._by_reference(state.params, table, policy)
+        if teacher != "policy":
+            return self._by_reference(params, table, policy, top)
+        params = to_memory("device", params)
+        return model_scores(params, table, model=policy, planner=self.logprob_planner, top=top)
 
     def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
-        return self._by_reference(params, TokenTable.of(rollouts), self.policy)
+        return self._by_reference(params, TokenTable.of(rollouts), self.policy).logprobs
 
-    def _by_reference(self, params: Any, table: TokenTable, policy: PolicySpec) -> np.ndarray:
-        """Log-probabilities of the reference. With adapters, its base is that of the policy `params`."""
+    def _by_reference(
+        self, params: Any, table: TokenTable, policy: PolicySpec, top: TopWords | None = None
+    ) -> Scores:
+        """What the reference says of `table`. With adapters, its base is that of the policy `params`."""
         assert self.reference is not None, "KL to the reference needs the reference parameters"
         reference, arch = self.reference, policy.arch
         check_held(reference, "the parameters of the reference", "give build_stages a copy of them")
@@ -435,8 +455,7 @@ class Learner:
             reference = with_trained(params, own, arch) if lora else without_adapters(params)
         policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)
-        params = to_memory("device", reference)
-        return predict_tokens(params, table, model=policy, planner=planner)
+        return model_scores(to_memory("device", reference), table, model=policy, planner=planner, top=top)
 
 
 def _check_held(state: TrainState) -> None:

@@ -118,7 +118,7 @@ class PolicyObjective:
             advantages, clipped = self.distillation.advantages(tokens)
             tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
             if self.distillation.over_words:
-                weighted, teacher["distill/loss"] = self.distillation.term(tokens)
+                weighted, teacher = self.distillation.term(tokens)
             else:
                 teacher["distill/clipped_fraction"] = clipped
         policy = self._policy_loss(tokens)
@@ -218,7 +218,7 @@ class PolicyObjective:
                 columns["old_logprobs"] = floats
             tokens = ScoredTokens(floats, floats, mask, ids, columns)
             if self.distillation is not None and self.distillation.over_words:
-                tokens = DistilledTokens(floats, floats, mask, ids, columns, floats)
+                tokens = DistilledTokens(floats, floats, mask, ids, columns, floats, floats)
             jax.eval_shape(traced, tokens)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error

@@ -21,7 +21,7 @@ from quatrain.config.sections.distill import DEFAULT, OWN
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.forward.micro_batch import MicroBatch
-from quatrain.forward.predict import predict_tokens, scored_hidden_program
+from quatrain.forward.predict import scored_hidden_program
 from quatrain.forward.specs import DistilledSpec, ModelSpec, PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.attention.probe import trusted_attention
@@ -30,11 +30,12 @@ from quatrain.ops.divergences import Divergence
 from quatrain.parallel.axes import TP
 from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import to_memory
-from quatrain.types.batches import DATA_SOURCE, RewardedBatch, RolloutBatch
+from quatrain.types.batches import DATA_SOURCE, RewardedBatch, RolloutBatch, TeacherWords
 from quatrain.types.metrics import Metric
 from quatrain.update.distillation import TEACHER_LOGPROBS
 from quatrain.update.server_teacher import ServerTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
+from quatrain.update.teacher_scores import Gathered, Scores, TopWords, model_scores
 from quatrain.weights.load import BUILTIN, load_model
 
 logger = logging.getLogger(__name__)
@@ -42,19 +43,19 @@ MOST_SOURCES = 16
 """Values of the column `data_source` in a batch up to which each has a metric of its own."""
 
 
-OwnLogprobs = Callable[[str, TokenTable, float], np.ndarray]
-"""(`policy` or `initial`, table, temperature) -> log-probabilities of its scored tokens [B, T]."""
+OwnScores = Callable[[str, TokenTable, float, TopWords | None], Scores]
+"""(`policy` or `initial`, table, temperature, which words) -> what these weights say of it."""
 
 
 class Source(Protocol):
-    """What computes log-probabilities for a teacher."""
+    """What computes scores for a teacher."""
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that it can read."""
 
-    def logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
-        """[B, T] float32 log-probabilities of the scored tokens of `table`, 0 elsewhere."""
+    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None) -> Scores:
+        """The scores of the scored tokens of `table`, with the words `top` or none."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ class OwnWeights:
     temperature: float
     longest: int
 
-    def logprobs(self, table: TokenTable, own: OwnLogprobs | None) -> np.ndarray:
-        """As `Source.logprobs`; raises ValueError without `own`."""
+    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None = None) -> Scores:
+        """As `Source.scores`; raises ValueError without `own`."""
         if own is None:
             raise ValueError(
                 f"the teacher {self.name} has weights of the run; give teacher.score what computes with "
-                "them, functools.partial(update.own_logprobs, state)"
+                "them, functools.partial(update.own_scores, state)"
             )
-        return own(self.name, table, self.temperature)
+        return own(self.name, table, self.temperature, top)
 
 
 class FrozenModel:
@@ -95,9 +96,9 @@ class FrozenModel:
         """Tokens of the longest sequence that the model can read."""
         self._params = to_memory(memory, params)
 
-    def logprobs(self, table: TokenTable, own: OwnLogprobs | None = None) -> np.ndarray:
-        """As `Source.logprobs`."""
-        return predict_tokens(self.on_device(), table, model=self.spec, planner=self._planner)
+    def scores(self, table: TokenTable, own: OwnScores | None = None, top: TopWords | None = None) -> Scores:
+        """As `Source.scores`."""
+        return model_scores(self.on_device(), table, model=self.spec, planner=self._planner, top=top)
 
     def on_device(self) -> Any:
         """The parameters on the devices."""
@@ -105,7 +106,7 @@ class FrozenModel:
 
 
 class WordTeacher:
-    """A teacher of losses over the vocabulary: its hidden states join micro-batches, its head the parameters.
+    """A teacher of losses over all words: its hidden states join micro-batches, its head the parameters.
 
     It lies on the devices and the mesh of training.
     """
@@ -113,6 +114,8 @@ class WordTeacher:
     def __init__(self, model: FrozenModel, *, kind: Divergence, beta: float):
         self._model, self._kind, self._beta = model, kind, beta
         self.longest, self.forms = model.longest, model.spec.forms
+        self.scorer = Teacher({DEFAULT: model})
+        """What scores tokens outside of the update."""
 
     def joined(
         self, policy: ModelSpec, params: Any, batches: Iterable[MicroBatch]
@@ -147,11 +150,20 @@ class Teacher:
     """What scores the policy's tokens: a source for each data source, with prompts of its own or not.
 
     `sources` has what scores the rows of each value of the column `data_source`, None for nothing, and under
-    `default` what scores all others.
+    `default` what scores all others. `top` says which words losses over the top words ask for.
     """
 
-    def __init__(self, sources: Mapping[str, Source | None], prompts: TeacherPrompts | None = None):
-        self._sources, self._prompts = sources, prompts
+    def __init__(
+        self,
+        sources: Mapping[str, Source | None],
+        prompts: TeacherPrompts | None = None,
+        *,
+        top: TopWords | None = None,
+    ):
+        self._sources, self._prompts, self.top = sources, prompts, top
+        # A server also gives the sampled word, which need not be among the likeliest.
+        served = any(isinstance(source, ServerTeacher) for source in sources.values())
+        self._width = None if top is None else top.count + served
 
     def check_sources(self, sources: Iterable[object]) -> None:
         """Raises ValueError unless `sources`, those of the data, are those with a teacher."""
@@ -170,28 +182,38 @@ class Teacher:
                     f"or a {DEFAULT}, which may be null"
                 )
 
-    def score(self, rewarded: RewardedBatch, own: OwnLogprobs | None = None) -> RewardedBatch:
+    def score(self, rewarded: RewardedBatch, own: OwnScores | None = None) -> RewardedBatch:
         """`rewarded` with `teacher_logprobs` [B, T] in nats, 0 outside the completion mask.
 
         They are NaN on the tokens of a sequence that has no teacher: by its data source, or because it is
-        longer than its teacher can read (counted in `distill/no_teacher`). `own` computes those of weights of
-        the run (`Learner.own_logprobs`). All processes of the mesh must call this together, with the same
-        batch.
+        longer than its teacher can read (counted in `distill/no_teacher`). With `top`, `teacher_words` are
+        there too. `own` computes the scores of weights of the run (`Learner.own_scores`). All processes of
+        the mesh must call this together, with the same batch.
         """
-        rollouts, prompts = rewarded.rollouts, self._prompts
+        rollouts, scores = rewarded.rollouts, self._scores(rewarded.rollouts, own, self.top)
+        logprobs, words = {**rewarded.token_logprobs, TEACHER_LOGPROBS: scores.logprobs}, None
+        if scores.words is not None and scores.word_logprobs is not None:
+            words = TeacherWords(scores.words, scores.word_logprobs)
+        metrics = {**rewarded.metrics, **_metrics(rollouts, scores)}
+        return replace(rewarded, token_logprobs=logprobs, teacher_words=words, metrics=metrics)
+
+    def logprobs(self, rollouts: RolloutBatch, own: OwnScores | None = None) -> np.ndarray:
+        """[B, T]: the `teacher_logprobs` of `score`, of any completions."""
+        return self._scores(rollouts, own, None).logprobs
+
+    def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> Scores:
+        prompts = self._prompts
         table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts)
-        found = np.where(table.completion_mask, np.float32(np.nan), np.float32(0))
+        gathered = Gathered(table, None if top is None else self._width)
         of_row = self._of_rows(rollouts)
         for source in {id(each): each for each in of_row if each is not None}.values():
             held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
             if held.size:
-                found[held] = source.logprobs(table.take(held), own)
-        logprobs = found if prompts is None else prompts.back(found, table, rollouts)
-        return replace(
-            rewarded,
-            token_logprobs={**rewarded.token_logprobs, TEACHER_LOGPROBS: logprobs},
-            metrics={**rewarded.metrics, **_metrics(rollouts, logprobs)},
-        )
+                gathered.add(held, source.scores(table.take(held), own, top))
+        if prompts is None:
+            return gathered.scores
+        found = {name: x for name, x in gathered.scores._asdict().items() if x is not None}
+        return Scores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
 
     def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
         """What scores each row."""
@@ -199,8 +221,9 @@ class Teacher:
         return [self._sources.get(name, self._sources.get(DEFAULT)) for name in names]
 
 
-def _metrics(rollouts: RolloutBatch, logprobs: np.ndarray) -> dict[str, Metric]:
-    """Metrics of the teacher's `logprobs` [B, T] of what was sampled."""
+def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
+    """Metrics of the teacher's `scores` [B, T] of what was sampled."""
+    logprobs = scores.logprobs
     missing = np.isnan(logprobs)
     scored = rollouts.completion_mask & ~missing
     gaps = np.where(scored, rollouts.rollout_logprobs - np.nan_to_num(logprobs), 0).astype(np.float64)
@@ -212,7 +235,13 @@ def _metrics(rollouts: RolloutBatch, logprobs: np.ndarray) -> dict[str, Metric]:
     if not scored.any():
         return metrics
     metrics["distill/kl"] = kl(scored.any(axis=1))
-    metrics["distill/teacher_logprob"] = Metric(float(logprobs[scored].sum()), float(scored.sum()))
+    count = float(scored.sum())
+    metrics["distill/teacher_logprob"] = Metric(float(logprobs[scored].sum()), count)
+    if scores.word_logprobs is not None:
+        rest = np.exp(scores.word_logprobs[scored][:, -1].astype(np.float64))
+        metrics["distill/topk_mass"] = Metric(float((1 - rest).sum()), count)
+    if scores.outside_mass is not None and scores.outside_mass.any():
+        metrics["distill/outside_mass"] = Metric(float(scores.outside_mass[scored].sum()), count)
     of_row = np.array(rollouts.columns.get(DATA_SOURCE, ()), str)
     sources = np.unique(of_row)
     for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
@@ -239,6 +268,8 @@ class TeacherLoader:
     longest: int = 0
     longest_own: int = 0
     seed: int = 0
+    vocab_size: int | None = None
+    """Words of the policy's output head; None: no more than the teachers'."""
     timeout_s: float = 600.0
     """Seconds for which a teacher behind a server may not answer."""
 
@@ -256,16 +287,33 @@ class TeacherLoader:
         loaded: dict[str | None, Source | None] = {path: self._model(path, weights) for path in config.models}
         if not config.teachers or not weights:
             return None
-        if config.loss != "sampled":
+        if config.loss != "sampled" and not config.top_k:
             (model,) = loaded.values()
             assert isinstance(model, FrozenModel), "a rule of the configuration"
             return WordTeacher(model, kind=config.loss, beta=config.beta)
         assert config.temperature is not None, "the temperature is derived before it comes here"
         own = {name: OwnWeights(name, config.temperature, self.longest_own) for name in OWN}
         for address in config.servers:
-            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s)
+            most = config.top_k if config.loss != "sampled" else 0
+            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s, num_words=most)
         sources = {name: (own | loaded).get(path) for name, path in config.teachers.items()}
-        return Teacher(sources, prompts)
+        return Teacher(sources, prompts, top=self._top(loaded.values()))
+
+    def _top(self, sources: Iterable[Source | None]) -> TopWords | None:
+        """The words that a loss over the top words asks for: of those that the policy and all models have.
+
+        Raises ValueError if there are fewer of them.
+        """
+        if self.config.loss == "sampled":
+            return None
+        sizes = [x.spec.arch.vocab_size for x in sources if isinstance(x, FrozenModel)]
+        num_words = min([self.vocab_size or len(self.tokenizer), *sizes])
+        if self.config.top_k > num_words:
+            raise ValueError(
+                f"distill.top_k must be at most {num_words}, the number of words that the policy and its "
+                f"teachers have; got {self.config.top_k}; set a smaller number, or 0 for all words"
+            )
+        return TopWords(self.config.top_k, num_words)
 
     def _model(self, path: str, weights: bool) -> FrozenModel | None:
         config, model, size = self.config, self.model, len(self.tokenizer)

@@ -110,10 +110,10 @@ class TeacherPrompts:
 
     @staticmethod
     def back(values: np.ndarray, table: TokenTable, rollouts: RolloutBatch) -> np.ndarray:
-        """[B, T]: `values` [B, T'] of the scored tokens of `table`, at their places in `rollouts`."""
+        """[B, T, ...]: `values` [B, T', ...] of `table`'s scored tokens, at their places in `rollouts`."""
         mask = rollouts.completion_mask
         same = np.array_equal(table.input_ids[table.completion_mask], rollouts.input_ids[mask])
         assert same, "the teacher reads the tokens that the policy sampled"
-        result = np.zeros(mask.shape, np.float32)
+        result = np.zeros((*mask.shape, *values.shape[2:]), values.dtype)
         result[mask] = values[table.completion_mask]
         return result

@@ -45,6 +45,10 @@ class DistillConfig(Section):
     [distill.md](distill.md#losses-over-the-vocabulary)."""
     beta: float = Field(0.5, gt=0, lt=1)
     """Weight β of the teacher in the mixture of `distill.loss: jsd`."""
+    top_k: int = Field(0, ge=0)
+    """Words that a loss over the vocabulary tells apart, the teacher's likeliest in each place; all others
+    count as one. The teacher, of any form, is then asked once for each batch, before the update. 0: all
+    words, by a teacher that is one model on the devices and the mesh of training."""
     weight: float = Field(1.0, ge=0)
     """Weight of the teacher's term; 0: it is measured and not trained on."""
     rl_weight: float = Field(1.0, ge=0)

@@ -4,6 +4,7 @@ const COLOURS = {
   none: "no colour",
   logprob: "log-probability (sampler)",
   gap: "gap, trainer − sampler",
+  taught: "gap, teacher − sampler",
   advantage: "advantage",
 };
 
@@ -44,10 +45,11 @@ function conversation(value, query) {
 }
 
 function tokenValue(tokens, i, by) {
-  const [sampler, trainer, advantage] = [tokens.sampler_logprobs, tokens.trainer_logprobs, tokens.advantages].map((list) => list?.[i] ?? null);
+  const [sampler, trainer, teacher, advantage] = [tokens.sampler_logprobs, tokens.trainer_logprobs, tokens.teacher_logprobs, tokens.advantages].map((list) => list?.[i] ?? null);
   if (by === "logprob") return sampler;
   if (by === "advantage") return advantage;
-  return sampler === null || trainer === null ? null : trainer - sampler;
+  const other = by === "taught" ? teacher : trainer;
+  return sampler === null || other === null ? null : other - sampler;
 }
 
 // Strength from -1 to 1 of each token's colour: by the largest size in the completion; of log-probabilities 1 - p.
@@ -85,13 +87,15 @@ function tokenTip(span) {
   const { tokens } = span.sample;
   const i = Number(span.dataset.token);
   const value = (by) => tokenValue(tokens, i, by);
-  const sampler = value("logprob"), gap = value("gap"), advantage = value("advantage"), trainer = tokens.trainer_logprobs?.[i] ?? null;
+  const sampler = value("logprob"), gap = value("gap"), taught = value("taught"), advantage = value("advantage"), trainer = tokens.trainer_logprobs?.[i] ?? null, teacher = tokens.teacher_logprobs?.[i] ?? null;
   const rows = {
     token: tokens.ids ? `${i}, id ${tokens.ids[i]}` : String(i),
     "log-probability, sampler": sampler === null ? null : fixed(sampler),
     "probability, sampler": sampler === null ? null : short(Math.exp(sampler), 3),
     "log-probability, trainer": trainer === null ? null : fixed(trainer),
     "gap, trainer − sampler": gap === null ? null : signed(gap),
+    "log-probability, teacher": teacher === null ? null : fixed(teacher),
+    "gap, teacher − sampler": taught === null ? null : signed(taught),
     advantage: advantage === null ? null : signed(advantage),
   };
   const known = Object.entries(rows).filter(([, text]) => text !== null);

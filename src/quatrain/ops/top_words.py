@@ -1,0 +1,299 @@
+"""The likeliest words of a teacher and all others as one: divergences of k + 1 outcomes, in tiles of logits.
+
+Data flow: hidden states of the teacher -> `top_words`, its k likeliest words in the place of each scored
+token, with the logits of them and the rest -> `outcome_logits`, the policy's of the same outcomes ->
+`outcome_divergence` -> the distillation loss. The logits of one tile exist at a time (`logprobs.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from quatrain.ops.divergences import Divergence, Head, log_mixture
+from quatrain.ops.logprobs import (
+    LOWEST,
+    Arrays,
+    Tile,
+    ToLogits,
+    Words,
+    even_parts,
+    gradients_by_tiles,
+    narrowed,
+)
+
+NO_WORD = -1
+"""Stands where a token has fewer words than others."""
+LEAST_REST = 1e-9
+"""Least probability of a teacher's rest: servers give probabilities that are rounded."""
+
+
+class _How(NamedTuple):
+    """The static arguments of the functions below."""
+
+    head: Head
+    tile: Tile
+    axis: str | None
+    head_gradient: bool
+    num_words: int | None
+
+    def logits(self, rows: jax.Array, chunk: jax.Array) -> jax.Array:
+        return self.head.project(rows, chunk).astype(jnp.float32) / jnp.float32(self.head.temperature)
+
+    def first_word(self, rows: jax.Array) -> jax.Array | int:
+        """The number of the first of this device's `rows` of the vocabulary."""
+        return 0 if self.axis is None else lax.axis_index(self.axis) * len(rows)
+
+    def divided(self, rows: jax.Array, logits: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`logits` of the rows from `first` on: those of the words that count, and those of the others.
+
+        Each has -inf in place of the other.
+        """
+        if self.num_words is None:
+            return logits, jnp.full((len(logits), 1), -jnp.inf)
+        numbers = self.first_word(rows) + first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        counts = numbers < self.num_words
+        return jnp.where(counts, logits, -jnp.inf), jnp.where(counts, -jnp.inf, logits)
+
+
+def outcome_divergence(
+    kind: Divergence, logits: jax.Array, teacher_logprobs: jax.Array, *, beta: float = 0.5
+) -> jax.Array:
+    """[...] divergence in nats of the policy softmax(`logits`) [..., k + 1] from a teacher of k + 1 outcomes.
+
+    The formulas are those of `token_divergences`, over the k words and the rest, which is the last outcome.
+    It is at least 0, at most the divergence over all words, and equal to it where the words are all there
+    are. The teacher's rest has a probability of at least LEAST_REST. Outcomes that do not exist have logits
+    of `LOWEST` and add nothing. Gradients flow to `logits`.
+    """
+    log_p = jax.nn.log_softmax(logits)
+    log_q = teacher_logprobs.at[..., -1].max(math.log(LEAST_REST))
+    log_q = lax.stop_gradient(jnp.where(logits < LOWEST / 2, LOWEST, log_q))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    if kind == "reverse_kl":
+        return (p * (log_p - log_q)).sum(axis=-1)
+    if kind == "forward_kl":
+        return (q * (log_q - log_p)).sum(axis=-1)
+    log_m = log_mixture(beta, log_p, log_q)
+    return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(axis=-1)
+
+
+def outcome_logits(
+    head: Head,
+    rows: jax.Array,
+    hidden: jax.Array,
+    words: jax.Array,
+    *,
+    tile: Tile,
+    num_words: int | None = None,
+    num_live: jax.Array | int | None = None,
+    vocabulary_axis: str | None = None,
+    head_gradient: bool = True,
+) -> jax.Array:
+    """[N, k + 1] float32: the logits of `words` [N, k], and logsumexp of those of all other words.
+
+    Their softmax is the distribution of the k words and the rest. An outcome that does not exist, `NO_WORD`
+    or a rest of no words, has `LOWEST`. Gradients flow to `rows` and `hidden`.
+
+    Args:
+        rows: [V, ...], what logits are made of, word by word.
+        hidden: [N, D] states of the position before each token.
+        num_words: the first so many words count, by default all V.
+        tile, num_live, vocabulary_axis, head_gradient: as for `token_logprobs`.
+    """
+    num_tokens, num_outcomes = len(words), words.shape[1] + 1
+    if not num_tokens:
+        return jnp.zeros((0, num_outcomes), jnp.float32)
+    states, chosen, live = _chunks(tile, num_live, hidden, words)
+    how = _How(head, tile, vocabulary_axis, head_gradient, num_words)
+    return _outcomes(how, rows, states, chosen, live).reshape(-1, num_outcomes)[:num_tokens]
+
+
+def top_words(
+    head: Head,
+    rows: jax.Array,
+    hidden: jax.Array,
+    count: int,
+    *,
+    tile: Tile,
+    num_words: int | None = None,
+    num_live: jax.Array | int | None = None,
+    vocabulary_axis: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(words [N, count] int32, the logits of these outcomes [N, count + 1], mass [N]), both float32.
+
+    The likeliest words, their logits and that of the rest as `outcome_logits` has them, and the probability
+    of the words that do not count. The arguments are those of `outcome_logits`; `count` is at most the number
+    of words that count. There is no gradient.
+    """
+    states, _, live = _chunks(tile, num_live, hidden)
+    how = _How(head, tile, vocabulary_axis, False, num_words)
+    words, logits, outside = _likeliest(how, rows, states, live, count)
+    mass = jnp.exp(outside - jnp.logaddexp(outside, jax.nn.logsumexp(logits, axis=-1)))
+    words, logits, mass = (x.reshape(-1, *x.shape[2:])[: len(hidden)] for x in (words, logits, mass))
+    return words, logits, mass
+
+
+def _chunks(
+    tile: Tile, num_live: jax.Array | int | None, hidden: jax.Array, words: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`hidden` [chunks, n, D], `words` [chunks, n, k], and the number of chunks with live tokens."""
+    num_chunks, size = even_parts(len(hidden), tile.tokens)
+    words = jnp.zeros((len(hidden), 0), jnp.int32) if words is None else words
+    padding = ((0, num_chunks * size - len(hidden)), (0, 0))
+    states, chosen = (
+        jnp.pad(x, padding).reshape(num_chunks, size, x.shape[-1]) for x in (hidden, words.astype(jnp.int32))
+    )
+    live = jnp.int32(num_chunks) if num_live is None else jnp.minimum(-(-num_live // size), num_chunks)
+    return states, chosen, live
+
+
+def _over_tiles(
+    how: _How,
+    rows: jax.Array,
+    hidden: jax.Array,
+    live: jax.Array,
+    one: Callable[[jax.Array, jax.Array, jax.Array, Arrays], Arrays],
+    carry: Arrays,
+) -> Arrays:
+    """`one(tile, chunk, logits of both, carry of the chunk)` over all tiles and live chunks."""
+    words, narrow = Words.of(len(rows), how.tile), narrowed(rows, hidden.dtype)
+
+    def one_tile(j: jax.Array, carry: Arrays) -> Arrays:
+        own = lax.dynamic_slice_in_dim(narrow, words.first(j), words.size)
+
+        def one_chunk(i: jax.Array, carry: Arrays) -> Arrays:
+            logits = words.without_earlier(how.logits(own, hidden[i]), j)
+            new = one(j, i, logits, tuple(x[i] for x in carry))
+            return tuple(x.at[i].set(value) for x, value in zip(carry, new, strict=True))
+
+        return lax.fori_loop(0, live, one_chunk, carry)
+
+    return lax.fori_loop(0, words.num_tiles, one_tile, carry)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _outcomes(how: _How, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array) -> jax.Array:
+    """[chunks, n, k + 1] logits of `words` [chunks, n, k] and the rest; LOWEST from chunk `live` on."""
+    return _forward(how, rows, hidden, words, live)[0]
+
+
+def _forward(
+    how: _How, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array
+) -> tuple[jax.Array, Any]:
+    tiles = Words.of(len(rows), how.tile)
+    # Of this device's part of the vocabulary, words count from its first.
+    own_words = words - how.first_word(rows)
+
+    def one(j: jax.Array, i: jax.Array, logits: jax.Array, seen: Arrays) -> Arrays:
+        found, *rest = seen
+        places = _inside(tiles, own_words[i], j)
+        logits, _ = how.divided(rows, logits, tiles.first(j))
+        here = jnp.take_along_axis(logits, jnp.minimum(places, tiles.size - 1), axis=1)
+        found = jnp.where(places < tiles.size, here, found)
+        return found, *_with_rest((rest[0], rest[1]), _with(logits, places, -jnp.inf))
+
+    lowest = jnp.full(words.shape[:2], LOWEST, jnp.float32)
+    begin = jnp.full(words.shape, LOWEST, jnp.float32), lowest, jnp.zeros_like(lowest)
+    found, peak, total = _over_tiles(how, rows, hidden, live, one, begin)
+    if how.axis is not None:
+        found = lax.pmax(found, how.axis)
+    rest = _logsumexp(peak, total, how.axis)
+    outcomes = jnp.concatenate([jnp.maximum(found, LOWEST), rest[..., None]], axis=-1)
+    return outcomes, (rows, hidden, own_words, live, rest)
+
+
+def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
+    rows, hidden, own_words, live, rest = residuals
+    tiles = Words.of(len(rows), how.tile)
+
+    def of_tile(j: jax.Array) -> ToLogits:
+        def to_logits(i: jax.Array, logits: jax.Array) -> jax.Array:
+            places = _inside(tiles, own_words[i], j)
+            logits, _ = how.divided(rows, tiles.without_earlier(logits, j), tiles.first(j))
+            others = _with(logits, places, -jnp.inf)
+            of_others = jnp.exp(others - rest[i][:, None]) * cotangent[i][:, -1:]
+            return of_others.at[_lines(places), places].add(cotangent[i][:, :-1], mode="drop")
+
+        return to_logits
+
+    gradients = gradients_by_tiles(
+        how.logits, rows, hidden, tiles, live, of_tile, head_gradient=how.head_gradient
+    )
+    return *gradients, None, None
+
+
+_outcomes.defvjp(_forward, _backward)
+
+
+def _likeliest(
+    how: _How, rows: jax.Array, hidden: jax.Array, live: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """([chunks, n, count] words, [chunks, n, count + 1] their logits and logsumexp of the others, [chunks, n]
+    logsumexp of those that do not count)."""
+    tiles, shape = Words.of(len(rows), how.tile), hidden.shape[:2]
+    kept = min(count, len(rows))
+
+    def one(j: jax.Array, i: jax.Array, logits: jax.Array, seen: Arrays) -> Arrays:
+        words, best, *sums = seen
+        logits, outside = how.divided(rows, logits, tiles.first(j))
+        new = jnp.broadcast_to(tiles.first(j) + jnp.arange(tiles.size, dtype=jnp.int32), logits.shape)
+        both = jnp.concatenate([words, new], axis=1), jnp.concatenate([best, logits], axis=1)
+        words, best, others = _split(*both, kept)
+        return words, best, *_with_rest((sums[0], sums[1]), others), *_with_rest((sums[2], sums[3]), outside)
+
+    lowest = jnp.full(shape, LOWEST, jnp.float32)
+    none = jnp.full((*shape, kept), NO_WORD, jnp.int32), jnp.full((*shape, kept), -jnp.inf, jnp.float32)
+    begin = *none, *(lowest, jnp.zeros_like(lowest)) * 2
+    words, best, *sums = _over_tiles(how, rows, hidden, live, one, begin)
+    rest, outside = (_logsumexp(peak, total, how.axis) for peak, total in (sums[:2], sums[2:]))
+    if how.axis is not None:
+        words = words + how.first_word(rows)
+        words, best = (lax.all_gather(x, how.axis, axis=2, tiled=True) for x in (words, best))
+        flat_words, flat_best = (x.reshape(-1, x.shape[-1]) for x in (words, best))
+        split = _split(flat_words, flat_best, count)
+        words, best, others = (x.reshape(*shape, x.shape[-1]) for x in split)
+        rest = jnp.logaddexp(rest, jnp.maximum(jax.nn.logsumexp(others, axis=-1), LOWEST))
+    return words, jnp.concatenate([jnp.maximum(best, LOWEST), rest[..., None]], axis=-1), outside
+
+
+def _split(words: jax.Array, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The `count` likeliest of `words` [n, m], their logits, and `logits` with -inf in their places."""
+    best, places = lax.top_k(logits, count)
+    return jnp.take_along_axis(words, places, axis=1), best, _with(logits, places, -jnp.inf)
+
+
+def _inside(tiles: Words, words: jax.Array, j: jax.Array) -> jax.Array:
+    """[n, k]: the place in tile `j` of each of `words`; `tiles.size`, no place, where it is not in it."""
+    places = tiles.places(words, j)
+    return jnp.where((places >= 0) & (places < tiles.size), places, tiles.size)
+
+
+def _lines(places: jax.Array) -> jax.Array:
+    return jnp.arange(len(places))[:, None]
+
+
+def _with(logits: jax.Array, places: jax.Array, value: float) -> jax.Array:
+    """`logits` [n, v] with `value` at `places` [n, k]."""
+    return logits.at[_lines(places), places].set(value, mode="drop")
+
+
+def _with_rest(seen: tuple[jax.Array, jax.Array], logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Greatest logit and sum of exp(z - greatest) of each row, with those of one more tile."""
+    peak, total = seen
+    new_peak = jnp.maximum(peak, logits.max(axis=-1))
+    return new_peak, total * jnp.exp(peak - new_peak) + jnp.exp(logits - new_peak[:, None]).sum(axis=-1)
+
+
+def _logsumexp(peak: jax.Array, total: jax.Array, axis: str | None) -> jax.Array:
+    """The logarithm of total x exp(peak), summed over `axis`; LOWEST where nothing was summed."""
+    if axis is not None:
+        own, peak = peak, lax.pmax(peak, axis)
+        total = lax.psum(total * jnp.exp(own - peak), axis)
+    return jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1.0)) + peak, LOWEST)
