@@ -56,6 +56,7 @@ CASES = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_text_biases",
+    "qwen3_moe",
 )
 
 SCORE_CASES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")

@@ -87,6 +87,7 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "vocab_size_per_layer_input": 72}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-5}),
@@ -208,18 +209,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "partial_rotary_factor": 1.0,
         },
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    ),
     "glm": ("glm", {**IDS, "head_dim": 16}),
     "glm4": ("glm4", {**IDS, "head_dim": 8, "num_key_value_heads": 1, "attention_bias": True}),
 }
 
 
 def main() -> None:
-    """Writes every golden file, or stops at the first check that fails."""
+    """Writes the golden files of the cases in the arguments, or all; stops at the first check that fails."""
     logging.disable_progress_bar()
     assert set(CONFIGS) == set(CASES), "goldens.CASES lists the files that the tests read"
-    check_multimodal()
+    chosen = sys.argv[1:] or [*CONFIGS]
+    if chosen == [*CONFIGS]:
+        check_multimodal()
     GOLDEN.mkdir(exist_ok=True)
-    for case, (model_type, fields) in CONFIGS.items():
+    for case, (model_type, fields) in ((case, CONFIGS[case]) for case in chosen):
         config = AutoConfig.for_model(model_type, **{**SMALL, **fields})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         tensors = tensors_of(model)
@@ -246,7 +253,23 @@ def main() -> None:
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of `model` has: its parameters, and the scalars of layers, which are buffers."""
     buffers = {name: x for name, x in model.named_buffers() if name.endswith("layer_scalar")}
-    return {**dict(model.named_parameters()), **buffers}
+    return as_stored(dict(model.named_parameters())) | buffers
+
+
+def as_stored(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, views of arrays like parameters, which have all experts as one."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in parameters.items():
+        module, _, part = name.rpartition(".")
+        if not module.endswith("mlp.experts"):
+            stored[name] = tensor
+            continue
+        for e, matrix in enumerate(tensor):
+            halves = matrix.chunk(2) if part == "gate_up_proj" else (matrix,)
+            for matrix_name, half in zip(part.replace("gate_up", "gate,up").split(","), halves, strict=True):
+                end = matrix_name if matrix_name.endswith("_proj") else f"{matrix_name}_proj"
+                stored[f"{module}.{e}.{end}.weight"] = half
+    return stored
 
 
 def check_multimodal() -> None:

@@ -17,7 +17,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from episode_trees import MOST_NEW_TOKENS, draw_episodes, episode_gradients, leaf_rows
 from goldens import CASES, GOLDEN, Golden, golden_gradients, probes, read_golden
-from make_goldens import tensors_of
+from make_goldens import as_stored, tensors_of
 
 LARGEST = 1e-4
 """Of a tensor's differences, as a share of the norm of its gradient."""
@@ -72,7 +72,8 @@ def torch_gradients(golden: Golden) -> dict[str, np.ndarray]:
     real = inputs["attention_mask"][:, 1:] * inputs["attention_mask"][:, :-1] > 0
     loss = torch.nn.functional.cross_entropy(logits[real], inputs["input_ids"][:, 1:][real])
     loss.backward()
-    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    grads = as_stored({name: parameter.grad for name, parameter in model.named_parameters()})
+    return {name: grad.numpy() for name, grad in grads.items()}
 
 
 def torch_episode_gradients(aggregation: str) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ DP, FSDP, TP, CP = "dp", "fsdp", "tp", "cp"
 AXES = (
     MeshAxis(DP, splits_batch=True),
     MeshAxis(FSDP, splits_batch=True, splits_largest=True),
-    MeshAxis(TP, logical_axes=frozenset({"vocab", "heads", "kv_heads", "mlp"})),
+    MeshAxis(TP, logical_axes=frozenset({"vocab", "heads", "kv_heads", "mlp", "experts"})),
     MeshAxis(CP, splits_largest=True),
 )
 """The axes from the slowest to the fastest connection between devices. An axis that is added comes after

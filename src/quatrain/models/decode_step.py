@@ -116,7 +116,9 @@ def prefill(
         return y, jax.tree.map(lambda each: each[:, 0], states)
 
     inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_caches
-    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    hidden, new, *_ = run_layers(
+        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
+    )
     return hidden[0], CachePart(new)
 
 
@@ -159,7 +161,9 @@ def extend(
         return y, _with_rows(cache, continued.prefix_slots, end)
 
     inputs, caches = (continued.input_ids, positions_NT), prompts.layers
-    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    hidden, new, *_ = run_layers(
+        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
+    )
     last_N = jnp.maximum(continued.counts - 1, 0)
     return hidden[jnp.arange(N), last_N], CachePart(new)
 
@@ -210,8 +214,8 @@ def restore(
 
     inputs = continued.input_ids, positions_NT
     caches = list(zip(prompts.layers, generated.layers, strict=True))
-    _, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
-    return CachePart(new)
+    run = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    return CachePart(run.caches)
 
 
 def with_states(
@@ -317,7 +321,9 @@ def decode(
         return y[None], jax.tree.map(partial(where_rows, live), new, own)
 
     inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
-    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    hidden, new, *_ = run_layers(
+        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
+    )
     return hidden[0], CachePart(new)
 
 

@@ -193,7 +193,8 @@ def assemble(
     for name in tensor_names(arch):
         parts.setdefault(name.path, []).append(name)
     for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
-        parameter = _aligned(leaf_at(params, path).shape, jnp.dtype(dtype))
+        spec = leaf_at(params, path)
+        parameter = _aligned(spec.shape, jnp.dtype(spec.dtype or dtype))
         for name in parts[path]:
             read(name, parameter)
         placed = jax.block_until_ready(device_put(parameter, leaf_at(places, path)))

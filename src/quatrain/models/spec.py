@@ -24,7 +24,8 @@ class ParamSpec:
     """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
 
     Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key/value heads,
-    each with its query heads), `mlp`, and `group`, `head`, `rank` and `norm`, which are never sharded.
+    each with its query heads), `mlp`, `experts`, and `group`, `head`, `rank` and `norm`, which are never
+    sharded.
     `scale` is the standard deviation if `init` is `normal`, the largest absolute value if it is `uniform`,
     and the value of every element if it is `constant`. `dtype` is the parameter's own; None: the model's.
     """

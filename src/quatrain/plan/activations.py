@@ -168,7 +168,7 @@ class _Widths(NamedTuple):
 
         def adapted(kind: LayerKind) -> int:
             parts = kind.matrices()
-            return sum(len(parts[name]) for name in targets) * (arch.lora.rank if arch.lora else 0)
+            return sum(len(parts.get(name, ())) for name in targets) * (arch.lora.rank if arch.lora else 0)
 
         lending = (kind.mixer for kind in arch.layers if kind.mixer.sharing == "lends")
         lent = [shape for mixer in lending for shape in mixer.state(1, 1, mesh.tp)]

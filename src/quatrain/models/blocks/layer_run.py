@@ -18,8 +18,21 @@ from quatrain.models.layers import Layer, Norm, linear
 from quatrain.parallel.axes import CP, FSDP, axes_of
 from quatrain.parallel.collectives import all_gather, psum_backward
 
+ROUTER = "router"
+"""The name of the matrix of a router, which stays float32."""
+ROUTES = "routes"
+"""The name of chosen experts in a compiled program."""
+
 Enter = Callable[[jax.Array, Layer], jax.Array]
 """What a block's first part does before its product: the norm before the block."""
+
+
+def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which the backward pass computes again from its inputs; but experts are not chosen again.
+
+    Computed again, a router may choose others: its compiled form, and so its rounding, may differ.
+    """
+    return jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(ROUTES))
 
 
 class Costs(NamedTuple):
@@ -71,7 +84,8 @@ class GatheredLayer(UserDict[str, jax.Array]):
         self._specs, self._dtype = specs, dtype
 
     def __getitem__(self, name: str) -> jax.Array:
-        whole: jax.Array = gather_params(self.data[name], self._specs[name], self._dtype)
+        dtype = None if name == ROUTER else self._dtype
+        whole: jax.Array = gather_params(self.data[name], self._specs[name], dtype)
         return whole
 
 
@@ -86,6 +100,8 @@ class LayerRun:
     by_parts: bool
     few_rows: int
     lora_scale: float
+    experts: str = "blocks"
+    """How the products of experts are computed (`expert_products.PRODUCTS`)."""
 
     def part(self, run: Callable[[Any, Layer], Any], inputs: Any) -> Any:
         """`run(inputs, layer)`, which all-gathers the weights that it reads.
@@ -98,7 +114,7 @@ class LayerRun:
         def gathering(inputs: Any, layer: Layer) -> Any:
             return run(inputs, GatheredLayer(layer, self.specs, self.dtype))
 
-        return (jax.checkpoint(gathering) if self.by_parts else gathering)(inputs, self.layer)
+        return (recomputed(gathering) if self.by_parts else gathering)(inputs, self.layer)
 
     def linear(
         self,

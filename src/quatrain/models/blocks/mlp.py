@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, D hidden, F columns of the MLP on this `tp` device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,11 @@ class Dense:
     bias: bool = False
     fused: bool = False
     """Whether a checkpoint has the gate and the up projection as one tensor."""
+    module: str = "mlp"
+    """The name of the block in a checkpoint."""
+
+    frozen: ClassVar[frozenset[str]] = frozenset()
+    """Matrices that cannot have adapters."""
 
     def __post_init__(self) -> None:
         known = self.activation in ACTIVATIONS
@@ -50,8 +56,8 @@ class Dense:
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
         parts = {"gate_up_proj": ...} if self.fused else {"gate_proj": np.s_[0], "up_proj": np.s_[1]}
-        gate_up = part_tensors("mlp", "gate_up", parts, bias=self.bias)
-        return [*gate_up, *linear_tensors("mlp.down_proj", "down", bias=self.bias)]
+        gate_up = part_tensors(self.module, "gate_up", parts, bias=self.bias)
+        return [*gate_up, *linear_tensors(f"{self.module}.down_proj", "down", bias=self.bias)]
 
     def run(self, x_BTD: jax.Array, enter: Enter, run: LayerRun) -> jax.Array:
         """The MLP of `enter(x)`: [B, T, D], summed over the columns of all `tp` devices."""

@@ -24,6 +24,7 @@ from quatrain.models.families.multimodal import text_config
 from quatrain.models.families.olmo import OLMO2, OLMO3
 from quatrain.models.families.phi import PHI3
 from quatrain.models.families.qwen import QWEN2, QWEN3
+from quatrain.models.families.qwen_moe import QWEN3_MOE
 from quatrain.models.families.qwen_next import QWEN3_5, QWEN3_NEXT
 from quatrain.models.families.smollm import SMOLLM3
 from quatrain.models.hf_config import HFConfig
@@ -33,6 +34,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4),
         *(MISTRAL, MINISTRAL3, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM, GLM4, QWEN3_NEXT, QWEN3_5),
+        QWEN3_MOE,
     )
 }
 """The supported families, keyed by the `model_type` of config.json."""

@@ -30,7 +30,6 @@ _COUSINS = {
     "qwen2_vl": ("qwen2", "rotary embeddings of image positions"),
     "qwen3_5_moe": ("qwen3_5_text", "experts"),
     "qwen3_5_moe_text": ("qwen3_5_text", "experts"),
-    "qwen3_moe": ("qwen3", "experts"),
     "qwen3_vl": ("qwen3", "rotary embeddings of image positions"),
     "starcoder2": ("llama", "layer norms and no gate in its MLP"),
 }
