@@ -71,7 +71,7 @@ def test_critic_and_reward_models_have_devices_of_their_own():
         (("placement.train=0-5", "rollout.mesh=8,1,1"), "axis sizes of rollout.mesh must be the number"),
         (
             ("placement.train=0-3", "placement.rollout=4", "mesh=1,2,2"),
-            r"rollout.mesh \(null: tp is that of mesh\) must be the number of devices",
+            r"rollout.mesh \(null: tp and ep are those of mesh\) must be the number of devices",
         ),
     ],
 )

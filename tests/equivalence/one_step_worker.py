@@ -56,7 +56,8 @@ def architectures() -> dict[str, Architecture]:
     return {"whole ": arch, "adapters ": replace(arch, lora=ADAPTERS)}
 
 
-def results(shape: MeshShape, arch: Architecture) -> dict[str, np.ndarray]:
+def results(shape: MeshShape, arch: Architecture, *, rounded: bool = False) -> dict[str, np.ndarray]:
+    """With `rounded`, those of weights that are one unit in the last place larger or smaller."""
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
     params = init_params(replace(arch, lora=None), jax.random.key(0), mesh=mesh)
     if arch.lora:
@@ -67,6 +68,8 @@ def results(shape: MeshShape, arch: Architecture) -> dict[str, np.ndarray]:
         trained_part(params, arch),
     )
     params = with_trained(params, moved, arch)
+    if rounded:
+        params = jax.tree.map(lambda x: jax.device_put(_rounded(to_host(x), drawn), x.sharding), params)
     model = PolicySpec(arch, mesh=mesh)
     planner = MicroBatchPlanner(rows=4, num_shards=shape.num_data_shards)
     batches = [batch for _, batch in micro_batches(table(), planner, mesh)]
@@ -83,6 +86,10 @@ def results(shape: MeshShape, arch: Architecture) -> dict[str, np.ndarray]:
     return found | _named("params", params)
 
 
+def _rounded(x: np.ndarray, drawn: np.random.Generator) -> np.ndarray:
+    return np.nextafter(x, drawn.choice(np.float32([-np.inf, np.inf]), x.shape))
+
+
 def _named(kind: str, tree: object) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {f"{kind}{jax.tree_util.keystr(path)}": np.asarray(to_host(leaf)) for path, leaf in leaves}
@@ -91,7 +98,9 @@ def _named(kind: str, tree: object) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     every = {}
     for text in sys.argv[2:]:
-        shape = MeshShape(*map(int, text.split(",")))
+        numbers, _, rounded = text.partition("~")
+        shape = MeshShape(*map(int, numbers.split(",")))
         for kind, arch in architectures().items():
-            every |= {f"{text} {kind}{name}": value for name, value in results(shape, arch).items()}
+            found = results(shape, arch, rounded=bool(rounded))
+            every |= {f"{text} {kind}{name}": value for name, value in found.items()}
     np.savez(sys.argv[1], **every)

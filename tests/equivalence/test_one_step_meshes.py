@@ -11,13 +11,16 @@ from goldens import CASES
 
 WORKER = Path(__file__).parent / "one_step_worker.py"
 ONE = "1,1,1"
+ROUNDED = f"{ONE}~rounded"
+"""One device, and every weight one unit in the last place larger or smaller."""
 
 
-def _assert_as_on_one_device(folder, *meshes, rounding=1, **environment):
+def _assert_as_on_one_device(folder, *meshes, **environment):
+    """To 1e-5, or to 4 times what rounding the weights changes: up to 8e-5 in DeltaNet layers."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | environment
     subprocess.run(
-        [sys.executable, WORKER, folder / "results.npz", ONE, *meshes], env=environment, check=True
+        [sys.executable, WORKER, folder / "results.npz", ONE, ROUNDED, *meshes], env=environment, check=True
     )
     with np.load(folder / "results.npz") as file:
         results = dict(file)
@@ -28,7 +31,8 @@ def _assert_as_on_one_device(folder, *meshes, rounding=1, **environment):
         for name in names:
             expected, got = results[f"{ONE} {name}"], results[f"{mesh} {name}"]
             largest = np.abs(expected).max()
-            off = 1e-5 * rounding
+            change = np.abs(results[f"{ROUNDED} {name}"] - expected).max()
+            off = max(1e-5, 4 * change / largest) if largest else 1e-5
             tolerance = {"rtol": off, "atol": off * largest, "err_msg": f"{mesh} {name}"}
             np.testing.assert_allclose(got, expected, **tolerance)
 
@@ -52,5 +56,4 @@ def test_norms_of_all_heads_where_devices_share_a_key_head(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_is_trained_on_four_devices_as_on_one(case, tmp_path):
-    rounding = 5 if case == "gemma4_text" else 1  # transformers with a cache differs from itself by as much
-    _assert_as_on_one_device(tmp_path, "1,2,2", "2,2,1", "1,2,1,2", rounding=rounding, FAMILY=case)
+    _assert_as_on_one_device(tmp_path, "1,2,2", "2,2,1", "1,2,1,2", FAMILY=case)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         fsdp: int = 1
         tp: int = 1
         cp: int = 1
+        ep: int = 1
 
 else:
     _Sizes = namedtuple("_Sizes", [axis.name for axis in AXES], defaults=[1] * len(AXES))

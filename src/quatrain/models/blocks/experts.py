@@ -4,6 +4,9 @@ y = sum over the k experts of weight * down(activation(gate(x)) * up(x)), and a 
 there is one. There is no capacity and no token is dropped, so that a token's result does not depend on
 others.
 
+On a mesh with `ep`, a device has a part of the experts, and computes it for the tokens of all these devices:
+tokens are all-gathered before the experts, and their results reduce-scattered.
+
 Shapes: B rows, T tokens, N = B T, D hidden, E experts, k experts of a token, P = N k pairs of both, F columns
 of an expert.
 """
@@ -31,8 +34,19 @@ from quatrain.models.expert_products import (
 )
 from quatrain.models.layers import Layer
 from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, part_tensors, require
-from quatrain.parallel.axes import TP
-from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
+from quatrain.parallel.axes import EP, TP
+from quatrain.parallel.collectives import (
+    all_gather,
+    axis_index,
+    axis_size,
+    gather_rows,
+    psum_backward,
+    psum_forward,
+    reduce_scatter_rows,
+)
+
+OVER_EP = (((EP,), 0),)
+"""Rows of all devices of `ep`, for `all_gather`."""
 
 
 class RouterSums(NamedTuple):
@@ -122,7 +136,7 @@ class Experts:
         routes_BTk: jax.Array | None = None,
         counted_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Routed]:
-        """([B, T, D], summed over the experts of all `tp` devices; what was chosen).
+        """([B, T, D], summed over the experts of all `tp` and `ep` devices; what was chosen).
 
         `routes` are the experts to take, and -1 where the router chooses. Each token counts `counted` times
         in the sums; None: there are none.
@@ -137,8 +151,9 @@ class Experts:
             logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
             chosen_Nk = self._chosen(logits_NE, routes)
             weights_Nk = psum_backward(self._weights(logits_NE, chosen_Nk), TP)
-            groups = self._groups(chosen_Nk)
-            rows_PD = to_experts(psum_backward(x_ND, TP), groups)
+            weights_Nk, all_ND = (all_gather(each, OVER_EP) for each in (weights_Nk, psum_backward(x_ND, TP)))
+            groups = self._groups(gather_rows(chosen_Nk, EP))
+            rows_PD = to_experts(all_ND, groups)
             matrix = layer["experts_gate_up"]
             hidden_PF = expert_product(
                 rows_PD, matrix.reshape(len(matrix), -1, shape[-1]), groups, run.experts
@@ -159,7 +174,7 @@ class Experts:
         y_PD = run.part(down, (hidden_PF, groups))
         y_NkD = to_pairs(y_PD, groups).reshape(*weights_Nk.shape, -1)
         y_ND = (weights_Nk[..., None] * y_NkD.astype(jnp.float32)).sum(axis=1).astype(x_BTD.dtype)
-        y_BTD = psum_forward(y_ND, TP).reshape(shape)
+        y_BTD = psum_forward(reduce_scatter_rows(y_ND, EP), TP).reshape(shape)
         if self.shared:
             y_BTD = y_BTD + self._shared(x_BTD, enter, run)
         return y_BTD, Routed(chosen_Nk.reshape(*shape[:2], -1), sums)
@@ -190,9 +205,10 @@ class Experts:
         return jnp.exp(logits_Nk - jax.nn.logsumexp(logits_NE, axis=1, keepdims=True))
 
     def _groups(self, chosen_Nk: jax.Array) -> Groups:
-        """The pairs by expert: first those of this `tp` device's experts."""
-        own = self.num // axis_size(TP)
-        return group_pairs(chosen_Nk.reshape(-1) - axis_index(TP) * own, own)
+        """The pairs by expert: first those of this device's experts."""
+        own = self.num // (axis_size(TP) * axis_size(EP))
+        number = axis_index(TP) * axis_size(EP) + axis_index(EP)
+        return group_pairs(chosen_Nk.reshape(-1) - number * own, own)
 
     def _sums(
         self, logits_NE: jax.Array, chosen_Nk: jax.Array, routes_Nk: jax.Array | None, counted_N: jax.Array
@@ -208,6 +224,10 @@ class Experts:
         total = partial(jnp.einsum, "n,n...->...", counted_N, precision="highest")
         entropy_N = -(probabilities_NE * log_NE).sum(axis=1)
         return RouterSums(total(each_NE), total(probabilities_NE), total(entropy_N), total(changed_N))
+
+    def spreads(self, tp: int, ep: int) -> bool:
+        """Whether `tp` x `ep` devices can share its experts."""
+        return self.num % (tp * ep) == 0
 
     def splits(self, tp: int) -> bool:
         """Whether `tp` devices can share its experts."""

@@ -15,11 +15,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.layers import Layer, Norm, linear
-from quatrain.parallel.axes import CP, FSDP, axes_of
+from quatrain.parallel.axes import CP, EP, FSDP, axes_of
 from quatrain.parallel.collectives import all_gather, psum_backward
 
 ROUTER = "router"
 """The name of the matrix of a router, which stays float32."""
+OF_EXPERTS = "experts_"
+"""How the names of the experts' parameters begin, which each device of `ep` has for itself."""
 ROUTES = "routes"
 """The name of chosen experts in a compiled program."""
 
@@ -58,8 +60,10 @@ class Costs(NamedTuple):
     """Float32 numbers of temporary arrays of one chunk of tokens, whatever the tokens of the micro-batch."""
 
 
-def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
-    """`params` all-gathered over the axes `fsdp` and `cp`; for use inside `shard_map`, where they are read.
+def gather_params(
+    params: Any, specs: Any, dtype: DTypeLike | None = None, over: tuple[str, ...] = (FSDP, CP, EP)
+) -> Any:
+    """`params` all-gathered over the axes `over`; for use inside `shard_map`, where they are read.
 
     `specs` are the partition specs of `params`. Matrices are cast to `dtype` before the all-gather. The
     backward pass sums the gradients over these axes (reduce-scatter), whose devices have other tokens.
@@ -67,10 +71,10 @@ def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> An
 
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
         axes = list(map(axes_of, spec))
-        for axis in (FSDP, CP):
+        for axis in over:
             if not any(axis in names for names in axes):
                 parameter = psum_backward(parameter, axis)
-        places = [(names, dim) for dim, names in enumerate(axes) if {FSDP, CP} & set(names)]
+        places = [(names, dim) for dim, names in enumerate(axes) if set(over) & set(names)]
         return all_gather(parameter, places, dtype if parameter.ndim > 1 else None)
 
     return jax.tree.map(one, params, specs)
@@ -85,7 +89,8 @@ class GatheredLayer(UserDict[str, jax.Array]):
 
     def __getitem__(self, name: str) -> jax.Array:
         dtype = None if name == ROUTER else self._dtype
-        whole: jax.Array = gather_params(self.data[name], self._specs[name], dtype)
+        over = (FSDP, CP) if name.startswith(OF_EXPERTS) else (FSDP, CP, EP)
+        whole: jax.Array = gather_params(self.data[name], self._specs[name], dtype, over)
         return whole
 
 
