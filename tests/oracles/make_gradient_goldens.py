@@ -72,7 +72,7 @@ def torch_gradients(golden: Golden) -> dict[str, np.ndarray]:
     real = inputs["attention_mask"][:, 1:] * inputs["attention_mask"][:, :-1] > 0
     loss = torch.nn.functional.cross_entropy(logits[real], inputs["input_ids"][:, 1:][real])
     loss.backward()
-    grads = as_stored({name: parameter.grad for name, parameter in model.named_parameters()})
+    grads = as_stored(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     return {name: grad.numpy() for name, grad in grads.items()}
 
 
