@@ -139,11 +139,12 @@ def routed_forward(
             attention, positions, segment_ids, branch_ids, window, sizes, packed=packed, layout=layout
         )
 
-        def attend(q: jax.Array, k: Any, v: Any, cache: Any) -> tuple[jax.Array, Any]:
+        def attend(q: jax.Array, k: Any, v: Any, sinks: Any, cache: Any) -> tuple[jax.Array, Any]:
             q = columns_to_heads(q, CP)
             k, v = cache[1] if mixer.sharing == "reuses" else (_all_tokens(k), _all_tokens(v))
             lent = (k, v) if mixer.sharing == "lends" else None
-            y = self_attention(attention, q, k, v, pattern, window=window, cap=cap)
+            sinks = None if sinks is None else _heads_of_cp_device(sinks)
+            y = self_attention(attention, q, k, v, pattern, window=window, cap=cap, sinks=sinks)
             return heads_to_columns(y, CP), lent
 
         # Without this checkpoint, the padded or repeated heads that a kernel reads would be kept for the

@@ -151,6 +151,8 @@ class HFConfig(GenerationConfig):
     norm_topk_prob: bool | None = None
     qkv_bias: bool | None = None
     clip_qkv: Positive | None = None
+    swiglu_limit: Positive = 7.0
+    swiglu_alpha: Positive = 1.702
     decoder_sparse_step: Annotated[int, Field(ge=0, le=MAX_LAYERS)] | None = None
     mlp_only_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None

@@ -27,6 +27,7 @@ from quatrain.models.blocks.layer_run import ROUTER, ROUTES, Costs, Enter, Layer
 from quatrain.models.blocks.mlp import ACTIVATIONS, Dense, activated
 from quatrain.models.expert_products import (
     Groups,
+    add_expert_bias,
     expert_product,
     group_pairs,
     to_experts,
@@ -47,6 +48,11 @@ from quatrain.parallel.collectives import (
 
 OVER_EP = (((EP,), 0),)
 """Rows of all devices of `ep`, for `all_gather`."""
+
+APART = ("gate_proj", "up_proj", "down_proj")
+"""The names of the matrices of an expert, each a tensor."""
+STACKED = ("gate_up_proj", "down_proj")
+"""The names of tensors with a matrix of each expert."""
 
 
 class RouterSums(NamedTuple):
@@ -78,6 +84,11 @@ class Experts:
     top_k: int
     width: int
     activation: str = "silu"
+    clamp: tuple[float, float] | None = None
+    """(limit, a): the product of gate and up is g sigmoid(a g) (u + 1), with g up to the limit and u within
+    +-limit (gpt-oss); None: activation(gate) * up."""
+    bias: bool = False
+    """Whether the router and the experts have biases."""
     renormalise: bool = True
     """Whether the weights of the chosen experts sum to 1; else they are parts of a softmax over all."""
     shared: Dense | None = None
@@ -86,8 +97,11 @@ class Experts:
     """Whether its output is multiplied by the sigmoid of a gate."""
     module: str = "mlp"
     """The name of the block in a checkpoint."""
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """The names of an expert's matrices there."""
+    names: tuple[str, ...] = APART
+    """The names of an expert's matrices there; two, of which one is both gate and up, if a tensor has those
+    of all experts."""
+    transposed: bool = False
+    """Whether these tensors are [experts, in, out], with gate and up in turns, and the router is `router`."""
 
     frozen: ClassVar[frozenset[str]] = frozenset({ROUTER, "shared_gate", "experts_gate_up", "experts_down"})
     """Matrices that cannot have adapters."""
@@ -112,20 +126,42 @@ class Experts:
             specs |= self.shared.params(d, residual)
         if self.shared_gate:
             specs["shared_gate"] = ParamSpec.matrix((1, d), ("group", "embed"))
+        if self.bias:
+            specs |= {f"{name}_bias": specs[name].bias() for name in ("experts_gate_up", "experts_down")}
+            specs[f"{ROUTER}_bias"] = ParamSpec((E,), ("group",), "constant", 0.0, "float32")
         return specs
 
     def tensors(self) -> list[TensorName]:
-        """Its tensors in a layer of a checkpoint, apart for each expert."""
-        gate, up, down = self.names
-        names = linear_tensors(f"{self.module}.gate", ROUTER, bias=False)
-        for e in range(self.num):
-            module = f"{self.module}.experts.{e}"
-            names += part_tensors(module, "experts_gate_up", {gate: np.s_[e, 0], up: np.s_[e, 1]}, bias=False)
-            names += linear_tensors(f"{module}.{down}", "experts_down", np.s_[e], bias=False)
+        """Its tensors in a layer of a checkpoint."""
+        router = "router" if self.transposed else "gate"
+        names = linear_tensors(f"{self.module}.{router}", ROUTER, bias=self.bias)
+        names += self._stacked_tensors() if self.names == STACKED else self._tensors_apart()
         if self.shared:
             names += self.shared.tensors()
         if self.shared_gate:
             names += linear_tensors(f"{self.module}.shared_expert_gate", "shared_gate", bias=False)
+        return names
+
+    def _tensors_apart(self) -> list[TensorName]:
+        """A tensor for each matrix of each expert."""
+        gate, up, down = self.names
+        names: list[TensorName] = []
+        for e in range(self.num):
+            module, parts = f"{self.module}.experts.{e}", {gate: np.s_[e, 0], up: np.s_[e, 1]}
+            names += part_tensors(module, "experts_gate_up", parts, bias=False)
+            names += linear_tensors(f"{module}.{down}", "experts_down", np.s_[e], bias=False)
+        return names
+
+    def _stacked_tensors(self) -> list[TensorName]:
+        """A tensor for all experts, and one for their biases."""
+        columns = range(self.width)
+        turns = tuple(zip(*((half, column) for column in columns for half in (0, 1)), strict=True))
+        parts = {"experts_gate_up": (slice(None), *turns) if self.transposed else ..., "experts_down": ...}
+        names: list[TensorName] = []
+        for name, (param, part) in zip(self.names, parts.items(), strict=True):
+            matrix = TensorName(f"{self.module}.experts.{name}", (param,), part, vector=False, stacked=True)
+            bias = TensorName(f"{matrix.name}_bias", (f"{param}_bias",), part, stacked=True)
+            names += [matrix._replace(transposed=self.transposed), bias][: 1 + self.bias]
         return names
 
     def run(
@@ -148,7 +184,7 @@ class Experts:
         ) -> tuple[jax.Array, jax.Array, Groups, jax.Array, RouterSums | None]:
             x_ND, routes, counted = inputs
             x_ND = enter(x_ND, layer)
-            logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
+            logits_NE = self._logits(x_ND, layer)
             chosen_Nk = self._chosen(logits_NE, routes)
             weights_Nk = psum_backward(self._weights(logits_NE, chosen_Nk), TP)
             weights_Nk, all_ND = (all_gather(each, OVER_EP) for each in (weights_Nk, psum_backward(x_ND, TP)))
@@ -158,14 +194,17 @@ class Experts:
             hidden_PF = expert_product(
                 rows_PD, matrix.reshape(len(matrix), -1, shape[-1]), groups, run.experts
             )
+            if self.bias:
+                bias = layer["experts_gate_up_bias"]
+                hidden_PF = add_expert_bias(hidden_PF, bias.reshape(len(bias), -1), groups)
             sums = None if counted is None else self._sums(logits_NE, chosen_Nk, routes, counted)
             return hidden_PF, weights_Nk, groups, chosen_Nk, sums
 
         def down(inputs: tuple[jax.Array, Groups], layer: Layer) -> jax.Array:
             hidden_PF, groups = inputs
             gate, up = jnp.split(hidden_PF, 2, axis=-1)
-            product = activated(gate, self.activation) * up
-            return expert_product(product, layer["experts_down"], groups, run.experts)
+            y_PD = expert_product(self._gated(gate, up), layer["experts_down"], groups, run.experts)
+            return add_expert_bias(y_PD, layer["experts_down_bias"], groups) if self.bias else y_PD
 
         routes_Nk = None if routes_BTk is None else routes_BTk.reshape(-1, self.top_k)
         counted_N = None if counted_BT is None else counted_BT.reshape(-1)
@@ -189,6 +228,18 @@ class Experts:
             return jax.nn.sigmoid(run.linear(enter(x_BTD, layer), layer, "shared_gate")) * y_BTD
 
         return run.part(gated, (x_BTD, y_BTD)) if self.shared_gate else y_BTD
+
+    def _logits(self, x_ND: jax.Array, layer: Layer) -> jax.Array:
+        """[N, E] float32."""
+        logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
+        return logits_NE + layer[f"{ROUTER}_bias"] if self.bias else logits_NE
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.clamp is None:
+            return activated(gate, self.activation) * up
+        limit, slope = self.clamp
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(slope * gate)
 
     def _chosen(self, logits_NE: jax.Array, routes_Nk: jax.Array | None) -> jax.Array:
         """[N, k]: the experts of `routes`, or where there are none those with the greatest logits."""
