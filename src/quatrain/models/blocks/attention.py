@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.layer_run import Costs, Enter, GatheredLayer, LayerRun
 from quatrain.models.layers import Layer, Norm, rms_norm
 from quatrain.models.rope import Angles, Rope, rotate
@@ -275,10 +276,10 @@ class Attention:
             return ()
         return (slots, heads, self.head_dim, positions), (slots, heads, positions, self.head_dim)
 
-    def costs(self, d: int, tp: int) -> Costs:
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
         """Of a block for hidden states of `d` elements."""
-        queries = self.num_heads * self.head_dim // tp
-        heads, keys = self.heads_of_device(tp)
+        queries = self.num_heads * self.head_dim // mesh.tp
+        heads, keys = self.heads_of_device(mesh.tp)
         keys_values, gates = self._others * keys * self.head_dim, queries * self.gate
         return Costs(
             weights=d * (2 * queries + gates + keys_values),

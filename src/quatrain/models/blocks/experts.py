@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.layer_run import ROUTER, ROUTES, Costs, Enter, LayerRun
 from quatrain.models.blocks.mlp import ACTIVATIONS, Dense, activated
 from quatrain.models.expert_products import (
@@ -290,21 +291,21 @@ class Experts:
         shared = f", {self.shared.split_rule} of every token" if self.shared else ""
         return f"divides the {self.num} experts{shared}"
 
-    def costs(self, d: int, tp: int) -> Costs:
-        """Of a block for hidden states of `d` elements; a `tp` device has rows for all pairs."""
-        k, f = self.top_k, self.width
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
+        """Of a block for hidden states of `d` elements; a device has rows for all pairs of `ep`."""
+        k, f, rows = self.top_k, self.width, self.top_k * mesh.ep
         own = Costs(
-            weights=d * self.num + 3 * d * f * k // tp,
+            weights=d * self.num + 3 * d * f * k // mesh.tp,
             per_key=0,
             outputs={},
-            kept=k * (2 * f + d),
+            kept=rows * (2 * f + d),
             normed=0,
-            working=k * (2 * d + 6 * f),
+            working=rows * (2 * d + 6 * f),
             statistics=k,
         )
         if not self.shared:
             return own
-        shared = self.shared.costs(d, tp)
+        shared = self.shared.costs(d, mesh)
         return own._replace(
             weights=own.weights + shared.weights + d * self.shared_gate,
             outputs=shared.outputs,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.layer_run import Costs, Enter, LayerRun
 from quatrain.models.layers import Layer
 from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, part_tensors, require
@@ -81,7 +82,7 @@ class Dense:
         """What a valid `tp` does, for an error."""
         return f"divides the {self.width} columns of the MLP"
 
-    def costs(self, d: int, tp: int) -> Costs:
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
         """Of a block for hidden states of `d` elements."""
-        f = self.width // tp
+        f = self.width // mesh.tp
         return Costs(3 * d * f, 0, {"gate_up": 2 * f, "down": d}, 2 * f, 0, 6 * f, 0)
