@@ -324,7 +324,7 @@ def expected(case: Case, part: str, num_metrics: int) -> Sent:
         return {}
     rings = formulas[part](case)
     if part == "gradient":
-        rings["all-reduce", "data"] = rings.get(("all-reduce", "data"), 0.0) + 4.0 * num_metrics
+        rings["all-reduce", "data"] = 4.0 * num_metrics
     mesh = case.rollout if part == "decode" else case.mesh
     sizes = {**mesh._asdict(), "data": mesh.num_data_shards}
     total: Counter[tuple[str, str]] = Counter()
@@ -361,7 +361,10 @@ def _expected_gradient(case: Case) -> Sent:
     sent = {
         ("all-gather", split): gathered,
         ("reduce-scatter", split): 4 * (layers * (sizes.layer + sizes.router) + 2 * sizes.table),
-        ("all-reduce", split): stored * (layers * sizes.layer_copied + arch.hidden_size),
+        **{
+            ("all-reduce", axis): stored * (layers * sizes.layer_copied + arch.hidden_size)
+            for axis in ("fsdp", "ep")
+        },
         ("all-reduce", "tp"): compute * case.tokens * arch.hidden_size * (5 * layers + 2)
         + 4 * 4 * scored_places(case),
         ("all-to-all", "cp"): 3 * compute * exchanged * case.tokens // mesh.cp,
@@ -514,17 +517,16 @@ class Programs:
     def _params(self, mesh: Any, dtype: Any, *, matrices: Any = None) -> Any:
         import jax
 
-        from quatrain.models.params import abstract_params, partition
+        from quatrain.models.params import is_spec, param_specs, partition
         from quatrain.parallel.mesh import mesh_shape, shardings
 
         places = shardings(mesh, partition(self.arch, mesh_shape(mesh)))
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(
-                x.shape, matrices if matrices and x.ndim > 1 else dtype, sharding=place
-            ),
-            abstract_params(self.arch),
-            places,
-        )
+
+        def abstract(spec: Any, place: Any) -> Any:
+            of_kind = matrices if matrices and len(spec.shape) > 1 else dtype
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype or of_kind, sharding=place)
+
+        return jax.tree.map(abstract, param_specs(self.arch), places, is_leaf=is_spec)
 
     def _batch(self) -> Any:
         import jax
@@ -619,11 +621,9 @@ class Programs:
 
         def cache(slots: int, positions: int) -> CachePart:
             states = [kind.mixer.state(slots, positions, case.rollout.tp) for kind in self.arch.layers]
-            keys, values = (
-                tuple(array(CACHE_SPEC, dtype, *shape) for shape in shapes)
-                for shapes in zip(*states, strict=True)
+            return CachePart(
+                tuple((array(CACHE_SPEC, dtype, *k), array(CACHE_SPEC, dtype, *v)) for k, v in states)
             )
-            return CachePart(keys, values)
 
         each = partial(array, EACH_REPLICA)
         integers = (each(jnp.int32, case.slots),) * 4
