@@ -96,7 +96,7 @@ class Collective:
         return rounds * self.payload * (self.size - 1) / self.size
 
     def axis(self, mesh: MeshShape) -> str:
-        """The axis of `mesh` that the group is: one of its own, `data` for dp and fsdp, or `all`."""
+        """The axis of `mesh` that the group is: one of its own, `data` for dp, fsdp and ep, or `all`."""
         axes, stride = {}, 1
         for name, size in reversed(mesh._asdict().items()):
             axes[size, stride] = name  # of two axes with one device, the outer
@@ -266,10 +266,14 @@ Sent = dict[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of the parameters on a device of a `tp` axis, whole along `fsdp`."""
+    """Elements of the parameters on a device of a `tp` axis, whole along `fsdp` and `ep`."""
 
     layer: int
-    """Of a layer, what `fsdp` splits."""
+    """Of a layer, what `fsdp` and `ep` split; but of the next two."""
+    router: int
+    """Of its router, in float32."""
+    experts: int
+    """Of this device's experts of a layer, which only `fsdp` splits further."""
     layer_copied: int
     table: int
     """Of the embedding, and of the output head."""
@@ -285,22 +289,25 @@ class Sizes:
         from quatrain.parallel.axes import axes_of
 
         specs, places = param_specs(arch), partition(arch, mesh)
-        sizes = jax.tree.map(
-            lambda spec, place: (
-                math.prod(spec.shape) // (mesh.tp if "tp" in place else 1),
-                mesh.fsdp if any("fsdp" in axes_of(entry) for entry in place) else 1,
-            ),
-            specs,
-            places,
-            is_leaf=is_spec,
-        )
-        layer, everything = (
-            jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
-            for tree in (sizes["layers"][0], sizes)
-        )
+
+        def size(spec: Any, place: Any) -> tuple[int, int]:
+            split = {axis for entry in place for axis in axes_of(entry)}
+            own = {"tp", "ep"} if "experts" in spec.axes else {"tp"}
+            whole, parts = (
+                math.prod(getattr(mesh, axis) for axis in axes) for axes in (split & own, split - own)
+            )
+            return math.prod(spec.shape) // whole, parts
+
+        sizes = jax.tree.map(size, specs, places, is_leaf=is_spec)
+        everything = jax.tree.leaves(sizes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+        layer = dict(sizes["layers"][0])
+        router = layer.pop("router", (0, 1))[0]
+        experts = [layer.pop(name)[0] for name in list(layer) if name.startswith("experts_")]
         return cls(
-            sum(size for size, shards in layer if shards > 1),
-            sum(size for size, shards in layer if shards == 1),
+            sum(size for size, shards in layer.values() if shards > 1),
+            router,
+            sum(experts),
+            sum(size for size, shards in layer.values() if shards == 1),
             sizes["embed"][0],
             sum(size // shards for size, shards in everything),
         )
@@ -336,6 +343,10 @@ def _expected_gradient(case: Case) -> Sent:
     Over tp the [T, D] of a layer is added up twice forward, once when it is computed again (what ends
     the layer is not) and twice backward; so are those after the embedding and before the head.
 
+    Over ep a layer of experts gathers hidden states, routes and weights forward and once more when it is
+    computed again, and the gradient of its result; it reduce-scatters its result and the gradients of hidden
+    states and weights, these in float32. Other parameters are split over fsdp and ep together.
+
     Over cp a layer exchanges queries, keys, values and its result forward, once more when it is computed
     again, and backward; of the T tokens of a data shard a device has T / cp.
     """
@@ -345,15 +356,36 @@ def _expected_gradient(case: Case) -> Sent:
         2 * (mixer.num_heads // mesh.tp + max(mixer.num_kv_heads // mesh.tp, mesh.cp)) * mixer.head_dim
         for mixer in (layer.mixer for layer in arch.layers)
     )
+    split = "fsdp" if mesh.ep == 1 else "ep" if mesh.fsdp == 1 else "data"
+    gathered = 2 * (compute * (layers * sizes.layer + sizes.table) + 4 * layers * sizes.router)
     sent = {
-        ("all-gather", "fsdp"): 2 * compute * (layers * sizes.layer + sizes.table),
-        ("reduce-scatter", "fsdp"): 4 * (layers * sizes.layer + 2 * sizes.table),
-        ("all-reduce", "fsdp"): stored * (layers * sizes.layer_copied + arch.hidden_size),
+        ("all-gather", split): gathered,
+        ("reduce-scatter", split): 4 * (layers * (sizes.layer + sizes.router) + 2 * sizes.table),
+        **{
+            ("all-reduce", axis): stored * (layers * sizes.layer_copied + arch.hidden_size)
+            for axis in ("fsdp", "ep")
+        },
         ("all-reduce", "tp"): compute * case.tokens * arch.hidden_size * (5 * layers + 2)
         + 4 * 4 * scored_places(case),
         ("all-to-all", "cp"): 3 * compute * exchanged * case.tokens // mesh.cp,
     }
-    return {key: float(value) for key, value in sent.items()}
+    total = Counter(sent) + Counter(_exchanged_by_experts(case, sizes))
+    return {key: float(value) for key, value in total.items()}
+
+
+def _exchanged_by_experts(case: Case, sizes: Sizes) -> dict[tuple[str, str], int]:
+    """By the layers of experts, over ep; and their weights over fsdp."""
+    arch, compute, routes = case.arch, item_bytes(case.dtype), case.arch.routes
+    if routes is None:
+        return {}
+    hidden, chosen = compute * arch.hidden_size, 4 * routes.experts_per_token
+    rows = routes.layers * case.tokens * case.mesh.ep
+    return {
+        ("all-gather", "ep"): rows * (3 * hidden + 4 * chosen),
+        ("reduce-scatter", "ep"): rows * (hidden + 4 * arch.hidden_size + chosen),
+        ("all-gather", "fsdp"): 2 * compute * routes.layers * sizes.experts,
+        ("reduce-scatter", "fsdp"): 4 * routes.layers * sizes.experts,
+    }
 
 
 def _expected_apply(case: Case) -> Sent:
@@ -485,17 +517,16 @@ class Programs:
     def _params(self, mesh: Any, dtype: Any, *, matrices: Any = None) -> Any:
         import jax
 
-        from quatrain.models.params import abstract_params, partition
+        from quatrain.models.params import is_spec, param_specs, partition
         from quatrain.parallel.mesh import mesh_shape, shardings
 
         places = shardings(mesh, partition(self.arch, mesh_shape(mesh)))
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(
-                x.shape, matrices if matrices and x.ndim > 1 else dtype, sharding=place
-            ),
-            abstract_params(self.arch),
-            places,
-        )
+
+        def abstract(spec: Any, place: Any) -> Any:
+            of_kind = matrices if matrices and len(spec.shape) > 1 else dtype
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype or of_kind, sharding=place)
+
+        return jax.tree.map(abstract, param_specs(self.arch), places, is_leaf=is_spec)
 
     def _batch(self) -> Any:
         import jax
@@ -590,11 +621,9 @@ class Programs:
 
         def cache(slots: int, positions: int) -> CachePart:
             states = [kind.mixer.state(slots, positions, case.rollout.tp) for kind in self.arch.layers]
-            keys, values = (
-                tuple(array(CACHE_SPEC, dtype, *shape) for shape in shapes)
-                for shapes in zip(*states, strict=True)
+            return CachePart(
+                tuple((array(CACHE_SPEC, dtype, *k), array(CACHE_SPEC, dtype, *v)) for k, v in states)
             )
-            return CachePart(keys, values)
 
         each = partial(array, EACH_REPLICA)
         integers = (each(jnp.int32, case.slots),) * 4

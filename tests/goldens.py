@@ -56,6 +56,13 @@ CASES = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_text_biases",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "gpt_oss",
+    "qwen3_next_experts",
+    "qwen3_5_moe_text",
 )
 
 SCORE_CASES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -111,8 +118,7 @@ class Golden(GoldenModel):
         weights = self.weights()
 
         def read(name: TensorName, parameter: np.ndarray) -> None:
-            rows, numbers = name.rows(parameter)
-            rows[numbers] = weights[name.name].reshape(rows[numbers].shape)
+            name.put(parameter, weights[name.name])
 
         arch = architecture_from_hf(self.config).for_length(self.input_ids.shape[1])
         return arch, assemble(arch, np.float32, read)

@@ -55,6 +55,8 @@ class Backend:
     line_tokens: int | None = None
     """Most tokens of a buffer of packed sequences, unless one sequence has more: this bounds the memory of
     their mask. A micro-batch has as many buffers on each data shard as it needs. None: one."""
+    experts: str = "ragged"
+    """How the products of experts are computed (`models.expert_products.PRODUCTS`)."""
     vocabulary_first: bool = False
     """Whether sampling works on logits [V, B], with the vocabulary along the first dimension."""
     decode_ends_early: bool = False
@@ -99,6 +101,8 @@ CPU = Backend(
     fixed_tile=Tile(256, 2048, kept_bytes=2**28),
     # XLA rearranges the second factor of a product, which for a matrix costs as much as multiplying few rows.
     few_rows=64,
+    # XLA's ragged_dot for CPUs multiplies all rows by all matrices.
+    experts="blocks",
     decode_ends_early=True,
     # Temporaries of a program are new pages at every call, which the system maps and clears one by one.
     holds_residuals=True,

@@ -183,3 +183,19 @@ def test_devices_that_share_tokens_share_the_temporary_memory(scaling):
 
     one = temporary(1)
     assert {cp: temporary(cp) <= 1.15 * one / cp for cp in (2, 4)} == {2: True, 4: True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1, 2), (1, 1, 1, 1, 4), (1, 2, 1, 1, 2)])
+def test_experts_exchange_what_the_formula_says(scaling, monkeypatch, mesh):
+    """Hidden states, routes and weights over ep; other parameters over fsdp and ep together."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    model = TINY | experts | {"moe_intermediate_size": 32, "head_dim": 16, "tie_word_embeddings": False}
+    shape = MeshShape(*mesh)
+    case = scaling.Case(shape, shape, layers=2, model=model, tokens=256, parts=("gradient",))
+    report = scaling.in_child(case, 100)
+    wanted = report["expected"]["gradient"]
+    sent = scaling.sent_by_kind(report, "gradient")
+    assert {"all-gather ep", "reduce-scatter ep"} <= set(wanted)
+    assert {name: sent[name] for name in wanted} == pytest.approx(wanted, rel=0.01)

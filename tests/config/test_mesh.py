@@ -38,7 +38,7 @@ def test_what_a_mesh_comes_to(spec, devices, processes, shape):
         ("1,8", 'mesh must be "auto" or sizes "dp,fsdp,tp" such as "1,-1,1"; got \'1,8\''),
         ("eight", "or sizes .* got 'eight'"),
         ("", "or sizes .* got ''"),
-        ({"dp": 2, "pp": 4}, "the axes of mesh are dp, fsdp, tp, cp; got pp"),
+        ({"dp": 2, "pp": 4}, "the axes of mesh are dp, fsdp, tp, cp, ep; got pp"),
         ({"tp": 4}, "dp 1, fsdp 1, tp 4 for 8 devices; change a number or set one axis to -1, or change"),
     ],
 )

@@ -16,6 +16,7 @@ def _roles(*overrides, devices=8, processes=1):
         (("mesh=2,2,2",), (2, 2, 2), (4, 1, 2), (2, 2, 2)),
         (("mesh=1,4,2", "rollout.mesh=1,1,8"), (1, 4, 2), (1, 1, 8), (1, 4, 2)),
         (("mesh={tp: 2, cp: 4}",), (1, 1, 2, 4), (4, 1, 2), (1, 1, 2, 4)),
+        (("mesh={fsdp: 2, ep: 4}",), (1, 2, 1, 1, 4), (2, 1, 1, 1, 4), (1, 2, 1, 1, 4)),
         (("placement.train=0-3", "mesh=1,-1,1"), (1, 4, 1), (4, 1, 1), (1, 4, 1)),
         (("placement.train=0-3", "placement.rollout=4,5"), (1, 4, 1), (2, 1, 1), (1, 4, 1)),
         (
@@ -71,7 +72,7 @@ def test_critic_and_reward_models_have_devices_of_their_own():
         (("placement.train=0-5", "rollout.mesh=8,1,1"), "axis sizes of rollout.mesh must be the number"),
         (
             ("placement.train=0-3", "placement.rollout=4", "mesh=1,2,2"),
-            r"rollout.mesh \(null: tp is that of mesh\) must be the number of devices",
+            r"rollout.mesh \(null: tp and ep are those of mesh\) must be the number of devices",
         ),
     ],
 )

@@ -32,6 +32,7 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.loop.build import role_meshes
 from quatrain.models.architecture import BOTH, PRE
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.ops import packing
@@ -51,12 +52,14 @@ LONGEST = 9
 MODES = {
     "rows": ({"micro_batch_size": 2}, {"micro_batch_size": 3}),
     "tokens": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
+    "experts": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
 }
-REMAT = {"rows": "layer", "tokens": "dots"}
+REMAT = {"rows": "layer", "tokens": "dots", "experts": "dots"}
 SMALL_NUMBERS = 32
-ESTIMATORS = {"rows": "grpo", "tokens": "gae"}
+ESTIMATORS = {"rows": "grpo", "tokens": "gae", "experts": "grpo"}
 """`gae` brings a critic, and here KL in the reward, with a coefficient that adapts."""
 LOSSES = {"rows": "ppo_clip", "tokens": f"{Path(__file__).parents[1]}/sequence_loss.py:sequence_ratio"}
+LOSSES["experts"] = LOSSES["rows"]
 
 
 class Tokenizer:
@@ -75,6 +78,7 @@ def architecture(mode: str):
     kind, rows, tokens = arch.layers[0], mode == "rows", mode == "tokens"
     mixer = replace(kind.mixer, head_dim=8, qkv_bias=tokens, output_bias=tokens, qk_norm=tokens)
     mlp = replace(kind.mlp, width=48, bias=tokens)
+    mlp = Experts(num=8, top_k=2, width=24, shared=mlp, shared_gate=True) if mode == "experts" else mlp
     kind = replace(kind, mixer=mixer, mlp=mlp, norms=BOTH if rows else PRE)
     return replace(arch, hidden_size=32, layers=(kind,) * 2, tie_embeddings=rows)
 

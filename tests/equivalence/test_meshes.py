@@ -36,6 +36,18 @@ IN_TWO_PROCESSES = (
     "mesh=1,-1,2 placement.train=0,1 placement.rollout=2,3 placement.reference=2,3 placement.critic=2,3",
 )
 MODES = ("rows", "tokens")
+QUICK_EXPERTS = "mesh=1,2,1,2,2"
+EXPERTS = (
+    QUICK_EXPERTS,
+    "mesh=1,8,1",
+    "mesh=2,1,4",
+    "mesh=1,1,1,1,8",
+    "mesh=2,1,2,1,2",
+    "mesh=1,2,1,1,4 rollout.mesh=1,1,4,1,2",
+    "mesh=1,2,2,1,2 rollout.mesh=8,1,1",
+)
+EXPERTS_IN_TWO_PROCESSES = ("mesh=1,1,1,1,8", "mesh=1,2,1,1,4", "mesh=2,1,2,1,2")
+"""`ep` within and over processes."""
 
 
 def _start(target: Path, layouts: tuple[str, ...], devices: int, **environment: str) -> subprocess.Popen:
@@ -60,14 +72,23 @@ def quick(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory):
-    """All layouts of one process, and beside them those of two processes, which begin with `2 x 4`."""
-    folder = tmp_path_factory.mktemp("meshes")
-    results = _results(folder / "one.npz", _start(folder / "one.npz", (ONE, *LAYOUTS), devices=8))
+    return _all_results(tmp_path_factory, LAYOUTS, IN_TWO_PROCESSES, MODES)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return _all_results(tmp_path_factory, EXPERTS, EXPERTS_IN_TWO_PROCESSES, ("experts",))
+
+
+def _all_results(tmp_path_factory, layouts, in_two_processes, modes):
+    """Those of layouts of one process, and beside them of two processes, which begin with `2 x 4`."""
+    folder, modes = tmp_path_factory.mktemp("meshes"), {"MODES": " ".join(modes)}
+    results = _results(folder / "one.npz", _start(folder / "one.npz", (ONE, *layouts), devices=8, **modes))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = {"COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}", "NUM_PROCESSES": "2"}
+        place = {"COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}", "NUM_PROCESSES": "2", **modes}
     two = [
-        _start(folder / "two.npz", IN_TWO_PROCESSES, devices=4, PROCESS_ID=str(i), **place) for i in range(2)
+        _start(folder / "two.npz", in_two_processes, devices=4, PROCESS_ID=str(i), **place) for i in range(2)
     ]
     return results | {f"2 x 4: {name}": value for name, value in _results(folder / "two.npz", *two).items()}
 
@@ -92,6 +113,22 @@ def _assert_same(results, layout, mode):
 
 def test_eight_devices_train_as_one_does(quick):
     _assert_same(quick, QUICK, "tokens")
+
+
+def test_eight_devices_that_share_experts_train_as_one_does(tmp_path):
+    target = tmp_path / "experts.npz"
+    results = _results(target, _start(target, (ONE, QUICK_EXPERTS), devices=8, MODES="experts"))
+    _assert_same(results, QUICK_EXPERTS, "experts")
+    for name in ("gate_up", "down"):
+        path = f"['layers'][0]['experts_{name}']"
+        held = results[f"{QUICK_EXPERTS} experts held {path}"]
+        assert held * 8 == results[f"{QUICK_EXPERTS} experts weights {path}"].size, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*EXPERTS, *(f"2 x 4: {layout}" for layout in EXPERTS_IN_TWO_PROCESSES)])
+def test_every_layout_of_experts_trains_as_one_device_does(experts, layout):
+    _assert_same(experts, layout, "experts")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import BOTH
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import abstract_params, init_params, is_spec, num_params, param_specs, partition
 
@@ -84,3 +85,19 @@ def test_meshes_divide_the_key_heads_of_delta_layers():
         ValueError, match=r"key heads of a device in DeltaNet layers \(2\); got cp 4; choose one of 1, 2$"
     ):
         partition(arch, MeshShape(1, 1, 2, 4))
+
+
+@pytest.mark.parametrize(("tp", "ep", "valid"), [(1, 3, "1, 2, 4, 8"), (2, 8, "1, 2, 4")])
+def test_ep_divides_the_experts_of_a_device(small_arch, tp, ep, valid):
+    kind = replace(small_arch.layers[0], mlp=Experts(num=8, top_k=2, width=16))
+    arch = replace(small_arch, layers=(kind,))
+    assert partition(arch, MeshShape(1, 1, 1, 1, 4))["layers"][0]["experts_down"][0] == "ep"
+    with pytest.raises(ValueError, match=rf"divides the experts .*got ep {ep}; choose one of {valid}$"):
+        partition(arch, MeshShape(1, 1, tp, 1, ep))
+
+
+def test_ep_needs_experts(small_arch):
+    with pytest.raises(
+        ValueError, match=r"must be 1 in a model without experts .*give these devices to fsdp"
+    ):
+        partition(small_arch, MeshShape(1, 1, 1, 1, 2))

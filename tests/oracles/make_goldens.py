@@ -87,6 +87,9 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+STACKED = ("gpt_oss", "qwen3_5_moe_text")
+"""Families whose checkpoints have the matrices of all experts as one tensor."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "vocab_size_per_layer_input": 72}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-5}),
@@ -208,19 +211,50 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "partial_rotary_factor": 1.0,
         },
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "olmoe": ("olmoe", {**IDS, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.9}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 24, "num_hidden_layers": 3, "mlp_only_layers": [0]},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.8,
+            "sliding_window": 6,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "qwen3_next_experts": (
+        "qwen3_next",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24, "intermediate_size": None},
+    ),
     "glm": ("glm", {**IDS, "head_dim": 16}),
     "glm4": ("glm4", {**IDS, "head_dim": 8, "num_key_value_heads": 1, "attention_bias": True}),
 }
 
 
 def main() -> None:
-    """Writes every golden file, or stops at the first check that fails."""
+    """Writes the golden files of the cases in the arguments, or all; stops at the first check that fails."""
     logging.disable_progress_bar()
     assert set(CONFIGS) == set(CASES), "goldens.CASES lists the files that the tests read"
-    check_multimodal()
+    chosen = sys.argv[1:] or [*CONFIGS]
+    if chosen == [*CONFIGS]:
+        check_multimodal()
     GOLDEN.mkdir(exist_ok=True)
-    for case, (model_type, fields) in CONFIGS.items():
-        config = AutoConfig.for_model(model_type, **{**SMALL, **fields})
+    for case, (model_type, fields) in ((case, CONFIGS[case]) for case in chosen):
+        config = AutoConfig.for_model(model_type, **given({**SMALL, **fields}))
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         tensors = tensors_of(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -243,10 +277,35 @@ def main() -> None:
         print(f"{case}: logits std {logits.std():.2f}, cached {off_cached:.1e}, re-loaded export {off:.1e}")
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """What a checkpoint of `model` has: its parameters, and the scalars of layers, which are buffers."""
     buffers = {name: x for name, x in model.named_buffers() if name.endswith("layer_scalar")}
-    return {**dict(model.named_parameters()), **buffers}
+    return as_stored(model, dict(model.named_parameters())) | buffers
+
+
+def as_stored(model: Any, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint: views of arrays like the parameters, which have all experts as one."""
+    family = model.config.model_type
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in parameters.items():
+        module, _, part = name.rpartition(".")
+        if not module.endswith("mlp.experts") or family in STACKED:
+            stored[renamed(family, name)] = tensor
+            continue
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for e, matrix in enumerate(tensor):
+            for own, half in zip(names, matrix.chunk(len(names)), strict=True):
+                stored[renamed(family, f"{module}.{e}.{own}.weight")] = half
+    return stored
+
+
+def renamed(family: str, name: str) -> str:
+    """The name of a tensor in a checkpoint."""
+    if family == "mixtral":
+        for ours, theirs in {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3"}.items():
+            name = name.replace(ours, theirs)
+        name = name.replace("down_proj", "w2")
+    return name
 
 
 def check_multimodal() -> None:
@@ -282,6 +341,11 @@ def check_multimodal() -> None:
             off_exported = np.abs(run(loaded.eval(), inputs) - run(model, inputs)).max()
             assert off_exported < 1e-4, f"{outer} with {case}: the export's logits differ by {off_exported}"
         print(f"{outer} with {case}: logits differ by {off:.1e}, those of the export by {off_exported:.1e}")
+
+
+def given(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without those that are None here, which the family does not have."""
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def make_inputs(case: str) -> dict[str, np.ndarray]:

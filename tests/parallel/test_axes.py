@@ -30,6 +30,9 @@ from quatrain.parallel.axes import partition_spec
         ((48, 32), ("embed", "mlp"), (1, 2, 2, 4), P(("fsdp", "cp"), "tp")),
         ((64, 12), ("vocab", "embed"), (1, 2, 1, 4), P(("fsdp", "cp"), None)),
         ((4, 6), ("vocab", "embed"), (1, 2, 1, 4), P("cp", "fsdp")),
+        ((64, 32), ("vocab", "embed"), (1, 2, 1, 1, 4), P(None, ("fsdp", "ep"))),
+        ((8, 48, 32), ("experts", "group", "embed"), (1, 2, 1, 1, 4), P("ep", None, "fsdp")),
+        ((8, 48, 32), ("experts", "group", "embed"), (1, 1, 2, 2, 4), P(("tp", "ep"), None, "cp")),
         ((30, 9), ("vocab", "embed"), (1, 2, 1, 4), P("fsdp", None)),
     ],
     ids=str,
@@ -66,10 +69,7 @@ def test_another_axis_of_size_1_changes_nothing(results, other):
     plain, extended = results[0], results[other]
     assert plain.keys() == extended.keys()
     expected, found = (json.loads(str(one.pop("found"))) for one in ({**plain}, {**extended}))
-    if OTHER_AXES[other].get("splits_batch"):  # the formulas of data shards name it
-        expected.pop("plan's text")
-        assert "D: dp x fsdp x extra = 2 x 2 x 1" in found.pop("plan's text")
     assert found == expected
-    assert expected["mesh"][:2] == ["2,2,2", {"dp": 2, "fsdp": 2, "tp": 2, "cp": 1, "extra": 1}]
+    assert expected["mesh"][:2] == ["2,2,2", {"dp": 2, "fsdp": 2, "tp": 2, "cp": 1, "ep": 1, "extra": 1}]
     for name in plain.keys() - {"found"}:
         np.testing.assert_array_equal(extended[name], plain[name], name)

@@ -19,16 +19,17 @@ class MeshAxis:
     logical_axes: frozenset[str] = frozenset()
     """Logical axes of parameters that are sharded over it, where its size divides theirs."""
     splits_largest: bool = False
-    """Whether every parameter is sharded over it, along one dimension that its size divides: `embed`, else
-    the largest that is not sharded already."""
+    """Whether parameters not sharded over it by their logical axes are, along one dimension that its
+    size divides: `embed`, else the largest that is not sharded already."""
 
 
-DP, FSDP, TP, CP = "dp", "fsdp", "tp", "cp"
+DP, FSDP, TP, CP, EP = "dp", "fsdp", "tp", "cp", "ep"
 AXES = (
     MeshAxis(DP, splits_batch=True),
     MeshAxis(FSDP, splits_batch=True, splits_largest=True),
-    MeshAxis(TP, logical_axes=frozenset({"vocab", "heads", "kv_heads", "mlp"})),
+    MeshAxis(TP, logical_axes=frozenset({"vocab", "heads", "kv_heads", "mlp", "experts"})),
     MeshAxis(CP, splits_largest=True),
+    MeshAxis(EP, splits_batch=True, logical_axes=frozenset({"experts"}), splits_largest=True),
 )
 """The axes from the slowest to the fastest connection between devices. An axis that is added comes after
 these: it has size 1 where a mesh in the configuration does not name it."""
@@ -36,7 +37,7 @@ NUM_IN_TEXT = 3
 """Sizes that the text of a mesh, such as `1,-1,1`, has at least."""
 
 DATA_AXES = tuple(axis.name for axis in AXES if axis.splits_batch)
-"""The mesh axes that batches are sharded over: there are dp x fsdp data shards."""
+"""The mesh axes that batches are sharded over: there are dp x fsdp x ep data shards."""
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

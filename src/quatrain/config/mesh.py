@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         fsdp: int = 1
         tp: int = 1
         cp: int = 1
+        ep: int = 1
 
 else:
     _Sizes = namedtuple("_Sizes", [axis.name for axis in AXES], defaults=[1] * len(AXES))
@@ -43,14 +44,9 @@ class MeshShape(_Sizes):
         return math.prod(self)
 
     @property
-    def data_sizes(self) -> tuple[int, ...]:
-        """The sizes of the axes that split a batch."""
-        return tuple(getattr(self, axis) for axis in DATA_AXES)
-
-    @property
     def num_data_shards(self) -> int:
         """Number of parts that a batch is split into; the devices of one part hold the same data."""
-        return math.prod(self.data_sizes)
+        return math.prod(getattr(self, axis) for axis in DATA_AXES)
 
     def __str__(self) -> str:
         """The configuration's notation `dp,fsdp,tp`."""

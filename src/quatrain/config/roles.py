@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from quatrain.config.axes import CP, DATA_AXES, DP, TP
+from quatrain.config.axes import CP, DATA_AXES, DP, EP, TP
 from quatrain.config.mesh import MeshShape, device_numbers, devices_of_process, resolve_mesh
 from quatrain.config.schema import Config
 
@@ -75,9 +75,10 @@ def _rollout(config: Config, devices: tuple[int, ...], train: Role, num_processe
     spec: str | Mapping[str, int] | None = config.rollout.mesh
     name = "rollout.mesh"
     if spec is None:
-        name = "rollout.mesh (null: tp is that of mesh)"
-        replicas = train.mesh.num_devices // train.mesh.tp if devices == train.devices else -1
-        spec = {DP: replicas, TP: train.mesh.tp}
+        name = "rollout.mesh (null: tp and ep are those of mesh)"
+        copy = train.mesh.tp * train.mesh.ep
+        replicas = train.mesh.num_devices // copy if devices == train.devices else -1
+        spec = {DP: replicas, TP: train.mesh.tp, EP: train.mesh.ep}
     mesh = resolve_mesh(spec, len(devices) * num_processes, num_processes, name=name)
     if mesh.cp > 1:
         raise ValueError(

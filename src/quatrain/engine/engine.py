@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import DictKey
 
 from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
@@ -26,6 +27,7 @@ from quatrain.engine.decode import Program
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Sampler, Session
+from quatrain.models.blocks.layer_run import ROUTER
 from quatrain.models.families import Architecture
 from quatrain.models.lora import adapters_of, copies_if_aliased, merged
 from quatrain.models.params import partition
@@ -184,12 +186,13 @@ class RolloutEngine:
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
 
-        def place(array: jax.Array, target: NamedSharding) -> jax.Array:
+        def place(path: Any, array: jax.Array, target: NamedSharding) -> jax.Array:
             here = to_memory("device", array)
-            moved = reshard(here.astype(self.dtype) if here.ndim > 1 else here, target)
+            cast = here.ndim > 1 and path[-1] != DictKey(ROUTER)
+            moved = reshard(here.astype(self.dtype) if cast else here, target)
             return moved if here is array else jax.block_until_ready(moved)
 
-        placed = jax.block_until_ready(jax.tree.map(place, params, self._places))
+        placed = jax.block_until_ready(jax.tree_util.tree_map_with_path(place, params, self._places))
         to, of = placed["embed"], params["embed"]  # without a copy, their shardings, memory included, agree
         self._copies_base |= to.dtype != of.dtype or not to.sharding.is_equivalent_to(of.sharding, of.ndim)
         return placed

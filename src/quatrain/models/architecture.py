@@ -6,10 +6,13 @@ Data flow: config.json, a GGUF header or a builtin name -> `Architecture` -> par
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.blocks.delta import GatedDeltaNet
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_input import LayerInput
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
@@ -58,7 +61,7 @@ class LayerKind:
     """x + mixer(norm(x)), then x + mlp(norm(x)); layers of the same kind are compiled once."""
 
     mixer: Mixer
-    mlp: Dense
+    mlp: Dense | Experts
     norms: Norms = PRE
     residual_scale: float = 1.0
     """The factor of what a block adds to the residual stream."""
@@ -74,7 +77,13 @@ class LayerKind:
         return self.mixer
 
     @property
-    def blocks(self) -> tuple[Mixer | Dense | LayerInput, ...]:
+    def dense(self) -> Dense:
+        """The MLP, in a family without experts."""
+        assert isinstance(self.mlp, Dense), self.mlp
+        return self.mlp
+
+    @property
+    def blocks(self) -> tuple[Mixer | Dense | Experts | LayerInput, ...]:
         """The blocks of a layer."""
         return (self.mixer, self.mlp, *([self.layer_input] if self.layer_input else []))
 
@@ -90,7 +99,7 @@ class LayerKind:
         if self.scaled:
             specs["layer_scalar"] = ParamSpec((1,), ("norm",), "constant", 1.0)
         if lora:
-            for name in lora.targets:
+            for name in [name for name in lora.targets if name in specs]:
                 specs |= specs[name].adapters(name, lora.rank, len(self.matrices()[name]))
         return specs
 
@@ -104,13 +113,36 @@ class LayerKind:
         """The matrices, which may have adapters, each with the tensors that are stored as one."""
         weights: dict[str, list[TensorName]] = {}
         for tensor in [*self.mixer.tensors(), *self.mlp.tensors()]:
-            if not (tensor.vector or tensor.kernel):
+            frozen = str(tensor.path[0]) in self.mlp.frozen
+            if not (tensor.vector or tensor.kernel or frozen):
                 weights.setdefault(str(tensor.path[0]), []).append(tensor)
         return weights
 
     def stacked(self, name: str) -> tuple[int, ...]:
         """`GatedDeltaNet.stacked` of a matrix, if it is one of such a block."""
         return self.mixer.stacked(name) if isinstance(self.mixer, GatedDeltaNet) else ()
+
+
+class Routes(NamedTuple):
+    """The experts that a model chooses for each token: arrays [..., layers, experts_per_token]."""
+
+    layers: int
+    """L: layers of experts, in the order of layers."""
+    experts_per_token: int
+    """k."""
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest dtype that has a number for each expert and one for `live`."""
+        # All k entries are the largest value: with k > 1 no token's experts are.
+        byte = self.num_experts < 2**8 or (self.num_experts == 2**8 and self.experts_per_token > 1)
+        return np.dtype(np.uint8 if byte else np.uint16)
+
+    @property
+    def live(self) -> int:
+        """What all k entries of a token and layer are whose experts are not given, but chosen anew."""
+        return int(np.iinfo(self.dtype).max)
 
 
 @dataclass(frozen=True)
@@ -189,6 +221,12 @@ class Architecture:
     def num_caches(self) -> int:
         """The number of layers that have a cache."""
         return max(self.cached) + 1
+
+    @property
+    def routes(self) -> Routes | None:
+        """The experts that it chooses for each token; None: it has none."""
+        experts = [kind.mlp for kind in self.layers if isinstance(kind.mlp, Experts)]
+        return Routes(len(experts), experts[0].top_k, experts[0].num) if experts else None
 
     @property
     def num_layers(self) -> int:

@@ -100,10 +100,14 @@ def prefill(
             attention, positions[None], segment_ids[None], branch_ids[None], window, sizes, layout=layout
         )
 
-        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, sinks_N: Any, cache: Any
+        ) -> tuple[jax.Array, LayerCache]:
             if mixer.sharing == "reuses":
                 k_BTKH, v_BTKH = (x[None] for x in cache[1])
-            y_BTNH = self_attention(attention, q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap)
+            y_BTNH = self_attention(
+                attention, q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap, sinks=sinks_N
+            )
             return y_BTNH, (k_BTKH[0], v_BTKH[0])
 
         return attend
@@ -116,7 +120,9 @@ def prefill(
         return y, jax.tree.map(lambda each: each[:, 0], states)
 
     inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_caches
-    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    hidden, new, *_ = run_layers(
+        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
+    )
     return hidden[0], CachePart(new)
 
 
@@ -138,13 +144,16 @@ def extend(
     places_NS = jnp.broadcast_to(places_S, (N, prompts.positions))
 
     def attend_of(mixer: Attention) -> Attend:
-        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, sinks_N: Any, cache: Any
+        ) -> tuple[jax.Array, LayerCache]:
             if mixer.sharing == "reuses":
                 _, cache = cache
             else:
                 cache = _written(cache, continued.prefix_slots, written_NT, k_BTKH, v_BTKH)
             sequences = _Sequences(cache, continued.prefix_slots, places_NS)
             attended = _attend_to(_by_key_head(q_BTNH, cache), positions_NT, sequences, mixer)
+            attended = _with_sinks(attended, sinks_N)
             return (attended.sums / attended.total).reshape(q_BTNH.shape).astype(q_BTNH.dtype), cache
 
         return attend
@@ -159,7 +168,9 @@ def extend(
         return y, _with_rows(cache, continued.prefix_slots, end)
 
     inputs, caches = (continued.input_ids, positions_NT), prompts.layers
-    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    hidden, new, *_ = run_layers(
+        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
+    )
     last_N = jnp.maximum(continued.counts - 1, 0)
     return hidden[jnp.arange(N), last_N], CachePart(new)
 
@@ -187,7 +198,9 @@ def restore(
     turn_NC = lengths_N1 + (jnp.arange(C) - begins_N1) % C
 
     def attend_of(mixer: Attention) -> Attend:
-        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, sinks_N: Any, cache: Any
+        ) -> tuple[jax.Array, LayerCache]:
             if mixer.sharing == "reuses":
                 (before, _), own = cache
             else:
@@ -196,7 +209,7 @@ def restore(
             queries = _by_key_head(q_BTNH, own), positions_NT
             prompt = _attend_to(*queries, _Sequences(before, continued.prefix_slots, prompt_NS), mixer)
             turn = _attend_to(*queries, _Sequences(own, restored.slots, turn_NC), mixer)
-            y_BTKGH = _over_both(prompt, turn)
+            y_BTKGH = _over_both(_with_sinks(prompt, sinks_N), turn)
             return y_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), own
 
         return attend
@@ -210,8 +223,8 @@ def restore(
 
     inputs = continued.input_ids, positions_NT
     caches = list(zip(prompts.layers, generated.layers, strict=True))
-    _, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
-    return CachePart(new)
+    run = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    return CachePart(run.caches)
 
 
 def with_states(
@@ -291,7 +304,9 @@ def decode(
         near = (True, True) if window is None else (back_RMS < window, back_C < window)
         prompt_mask, generated_mask = real_RMS & near[0], (valid_BC & near[1])[:, None]
 
-        def attend(q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, cache: Any) -> tuple[jax.Array, LayerCache]:
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, sinks_N: Any, cache: Any
+        ) -> tuple[jax.Array, LayerCache]:
             if mixer.sharing == "reuses":
                 ((prompt_keys, prompt_values), _), (keys, values) = cache
             else:
@@ -304,6 +319,7 @@ def decode(
             shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
             own = _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
             prompt = _Attended(*(x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared))
+            prompt = _with_sinks(prompt, sinks_N)
             y_BKGH = _over_both(prompt, _Attended(*(x[:, 0] for x in own)))
             return y_BKGH.reshape(1, B, N, H).astype(q_BTNH.dtype), (keys, values)
 
@@ -317,7 +333,9 @@ def decode(
         return y[None], jax.tree.map(partial(where_rows, live), new, own)
 
     inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
-    hidden, new = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    hidden, new, *_ = run_layers(
+        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
+    )
     return hidden[0], CachePart(new)
 
 
@@ -337,6 +355,14 @@ def _merged(a: _Attended, b: _Attended) -> _Attended:
     peak = jnp.maximum(a.peak, b.peak)
     of_a, of_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
     return _Attended(a.sums * of_a + b.sums * of_b, peak, a.total * of_a + b.total * of_b)
+
+
+def _with_sinks(attended: _Attended, sinks_N: jax.Array | None) -> _Attended:
+    """With one more score of each head [..., K, G], which has no value."""
+    if sinks_N is None:
+        return attended
+    score = jnp.broadcast_to(sinks_N.reshape(*attended.peak.shape[-3:]), attended.peak.shape)
+    return _merged(attended, _Attended(jnp.zeros_like(attended.sums), score, jnp.ones_like(score)))
 
 
 def _over_both(a: _Attended, b: _Attended) -> jax.Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache as cached
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ from quatrain.models.attention import attention_pattern, self_attention
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.blocks.attention import Attend, Attention
 from quatrain.models.blocks.delta import Recur
-from quatrain.models.blocks.layer_run import Enter, LayerRun, gather_params
+from quatrain.models.blocks.experts import Experts, Routed, RouterSums
+from quatrain.models.blocks.layer_run import Enter, LayerRun, gather_params, recomputed
 from quatrain.models.delta_rule import Chunks, DeltaWeights, delta_rule, one_sequence
 from quatrain.models.layers import Layer, matmul_transposed, product_in, softcap
 from quatrain.models.params import Params, output_head_name, partition
@@ -47,6 +48,19 @@ REMAT = ("none", "dots", "layer")
 """What the backward pass recomputes of a layer: nothing, everything except matrix products, or everything."""
 
 
+class Forwarded(NamedTuple):
+    """What the layers return; `routes` and `sums` are None in a model without experts."""
+
+    hidden: jax.Array
+    """[B, T, D], after the final norm."""
+    caches: tuple[Any, ...]
+    """The new cache of each layer that has one."""
+    routes: jax.Array | None
+    """[B, T, L, k] of `Routes.dtype`: the experts that each token took in each layer of experts."""
+    sums: RouterSums | None
+    """[L, ...]: sums over this device's tokens, if tokens are `counted`."""
+
+
 def forward(
     params: Params,
     arch: Architecture,
@@ -63,6 +77,42 @@ def forward(
     chunks: Chunks | None = None,
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
+    """The hidden states of `routed_forward`, in which every layer chooses its experts."""
+    return routed_forward(
+        params,
+        arch,
+        input_ids,
+        positions,
+        segment_ids,
+        branch_ids=branch_ids,
+        dtype=dtype,
+        remat=remat,
+        attention=attention,
+        packed=packed,
+        layout=layout,
+        chunks=chunks,
+        backend=backend,
+    ).hidden
+
+
+def routed_forward(
+    params: Params,
+    arch: Architecture,
+    input_ids: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    branch_ids: jax.Array | None = None,
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "none",
+    attention: str = "xla",
+    packed: bool = True,
+    layout: Unpacking | None = None,
+    chunks: Chunks | None = None,
+    routes: jax.Array | None = None,
+    counted: jax.Array | None = None,
+    backend: Backend = ACCELERATOR,
+) -> Forwarded:
     """Hidden states [B, T, D] of whole rows, after the final norm; on a mesh with `cp`, [B, T / cp, D].
 
     A device of `cp` has those of its part of the columns (`local_columns`). It computes attention for all
@@ -79,7 +129,8 @@ def forward(
     the block sizes of attention and the order of factors in matrix products. Rows that are not `packed` are
     one sequence each, with padding behind it; packed rows may need their `layout`
     (`attention.unpacks_above`). In DeltaNet layers rows are one sequence each, with padding at their ends,
-    unless their `chunks` are given.
+    unless their `chunks` are given. For `routes` [B, T, L, k] and `counted` [B, T] see `run_layers`: routes
+    and sums that are returned are of the tokens of this device of `cp`.
     """
 
     def attend_of(mixer: Attention) -> Attend:
@@ -88,11 +139,12 @@ def forward(
             attention, positions, segment_ids, branch_ids, window, sizes, packed=packed, layout=layout
         )
 
-        def attend(q: jax.Array, k: Any, v: Any, cache: Any) -> tuple[jax.Array, Any]:
+        def attend(q: jax.Array, k: Any, v: Any, sinks: Any, cache: Any) -> tuple[jax.Array, Any]:
             q = columns_to_heads(q, CP)
             k, v = cache[1] if mixer.sharing == "reuses" else (_all_tokens(k), _all_tokens(v))
             lent = (k, v) if mixer.sharing == "lends" else None
-            y = self_attention(attention, q, k, v, pattern, window=window, cap=cap)
+            sinks = None if sinks is None else _heads_of_cp_device(sinks)
+            y = self_attention(attention, q, k, v, pattern, window=window, cap=cap, sinks=sinks)
             return heads_to_columns(y, CP), lent
 
         # Without this checkpoint, the padded or repeated heads that a kernel reads would be kept for the
@@ -113,18 +165,20 @@ def forward(
         return heads_to_columns(y, CP), None
 
     tokens = local_columns(input_ids, CP), local_columns(positions, CP)
-    hidden, _ = run_layers(
+    routes, counted = (each if each is None else local_columns(each, CP) for each in (routes, counted))
+    return run_layers(
         params,
         arch,
         *tokens,
         attend_of,
         recur,
         [None] * arch.num_caches,
+        routes=routes,
+        counted=counted,
         dtype=dtype,
         remat=remat,
         backend=backend,
     )
-    return hidden
 
 
 def _heads_of_cp_device(weight: jax.Array) -> jax.Array:
@@ -151,15 +205,22 @@ def run_layers(
     recur: Recur,
     caches: Sequence[Any],
     *,
+    routes: jax.Array | None = None,
+    counted: jax.Array | None = None,
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     backend: Backend = ACCELERATOR,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Hidden states [B, T, D] of tokens at `positions` [B, T], and the new cache of each layer that has one.
+) -> Forwarded:
+    """Hidden states of tokens at `positions` [B, T], and the new cache of each layer that has one.
 
     `attend_of(mixer)` is the attention of the layers with this mixer, which takes and returns the cache of
     each, and `recur` the same of DeltaNet layers; `caches` are those of `Architecture.cached`. They must be
-    pure functions: layers of one kind are traced and lowered once. For the other arguments see `forward`.
+    pure functions: layers of one kind are traced and lowered once. For the other arguments see
+    `routed_forward`.
+
+    `routes` [B, T, L, k] of `Routes.dtype` are the experts to take in each of the L layers that have experts,
+    and `Routes.live` in all k entries where the layer chooses them. Their weights are computed from the
+    router's logits either way. A token counts `counted` [B, T] times in `Forwarded.sums`.
     """
     specs = partition(arch, current_mesh())
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
@@ -173,25 +234,51 @@ def run_layers(
 
     @cached
     def compiled(kind: LayerKind, layer_specs: tuple[tuple[str, PartitionSpec], ...]) -> Callable[..., Any]:
-        settings = dict(layer_specs), remat == "dots", backend.few_rows
+        settings = dict(layer_specs), remat == "dots", backend
         run = partial(_layer, kind, arch, attends[kind.mixer], *settings)
-        return jax.jit(jax.checkpoint(run) if remat == "layer" else run)
+        return jax.jit(recomputed(run) if remat == "layer" else run)
 
-    new_caches = list(caches)
+    new_caches, routed, given = list(caches), list[Routed](), _given(arch, routes)
     inputs = _layer_inputs(params, specs, arch, input_ids, x_BTD)
     layers = zip(arch.layers, params["layers"], specs["layers"], inputs, arch.cached, strict=True)
     for kind, layer, layer_specs, input_BTP, number in layers:
         run = compiled(kind, tuple(sorted(layer_specs.items())))
         turned = angles.get(kind.mixer) if isinstance(kind.mixer, Attention) else None
-        if kind.mixer.sharing == "reuses":
-            lent = caches[number], new_caches[number]
-            x_BTD, _ = run(x_BTD, layer, turned, lent, input_BTP)
-        else:
-            x_BTD, new_caches[number] = run(x_BTD, layer, turned, caches[number], input_BTP)
+        reuses = kind.mixer.sharing == "reuses"
+        cache = (caches[number], new_caches[number]) if reuses else caches[number]
+        has_experts = isinstance(kind.mlp, Experts)
+        choices = (given[len(routed)], counted) if has_experts else (None, None)
+        x_BTD, cache, chosen = run(x_BTD, layer, turned, cache, input_BTP, *choices)
+        routed += [chosen] if has_experts else []
+        if not reuses:
+            new_caches[number] = cache
     final_norm = gather_params(params["final_norm"], specs["final_norm"])
     if arch.head == "lm_head" and arch.logits_scale != 1.0:
         final_norm = arch.logits_scale * final_norm  # in float32: the logits of every caller are scaled alike
-    return arch.norm(x_BTD, final_norm), tuple(new_caches)
+    return Forwarded(arch.norm(x_BTD, final_norm), tuple(new_caches), *_of_all_layers(arch, routed))
+
+
+def _given(arch: Architecture, routes: jax.Array | None) -> Sequence[jax.Array | None]:
+    """[B, T, k] int32 of each layer of experts: those to take, and -1 where the layer chooses."""
+    if arch.routes is None:
+        assert routes is None, "routes need a model with experts"
+        return ()
+    if routes is None:
+        return [None] * arch.routes.layers
+    live = (routes == arch.routes.live).all(axis=-1, keepdims=True)
+    experts = jnp.where(live, -1, routes.astype(jnp.int32))
+    return [experts[:, :, layer] for layer in range(arch.routes.layers)]
+
+
+def _of_all_layers(
+    arch: Architecture, routed: Sequence[Routed]
+) -> tuple[jax.Array | None, RouterSums | None]:
+    """(routes [B, T, L, k], the sums of each layer if there are any)."""
+    if arch.routes is None:
+        return None, None
+    routes = jnp.stack([each.experts for each in routed], axis=2).astype(arch.routes.dtype)
+    sums = [each.sums for each in routed if each.sums is not None]
+    return routes, jax.tree.map(lambda *each: jnp.stack(each), *sums) if sums else None
 
 
 def _layer_inputs(
@@ -275,19 +362,22 @@ def _layer(
     attend: Any,
     specs: Mapping[str, PartitionSpec],
     by_parts: bool,
-    few_rows: int,
+    backend: Backend,
     x_BTD: jax.Array,
     layer: Layer,
     angles: Angles | None,
     cache: Any,
     input_BTP: jax.Array | None,
-) -> tuple[jax.Array, Any]:
-    """x + mixer(norm(x)), then x + mlp(norm(x)), and the new cache.
+    routes_BTk: jax.Array | None,
+    counted_BT: jax.Array | None,
+) -> tuple[jax.Array, Any, Routed | None]:
+    """x + mixer(norm(x)), then x + mlp(norm(x)), the new cache, and the choices of a layer of experts.
 
     Each `tp` device computes its own heads and its own columns of the MLP.
     """
     lora_scale = arch.lora.scale if arch.lora else 1.0
-    run = LayerRun(layer, specs, x_BTD.dtype, arch.norm, by_parts, few_rows, lora_scale)
+    settings = by_parts, backend.few_rows, lora_scale, backend.experts
+    run = LayerRun(layer, specs, x_BTD.dtype, arch.norm, *settings)
 
     norms = dict(kind.norms)
 
@@ -301,10 +391,15 @@ def _layer(
 
     y_BTD, cache = kind.mixer.run(x_BTD, norm("attention_norm"), run, angles, attend, cache)
     x_BTD = added(x_BTD, y_BTD, "post_attention_norm")
-    x_BTD = added(x_BTD, kind.mlp.run(x_BTD, norm("mlp_norm"), run), "post_mlp_norm")
+    routed = None
+    if isinstance(kind.mlp, Experts):
+        y_BTD, routed = kind.mlp.run(x_BTD, norm("mlp_norm"), run, routes_BTk, counted_BT)
+    else:
+        y_BTD = kind.dense.run(x_BTD, norm("mlp_norm"), run)
+    x_BTD = added(x_BTD, y_BTD, "post_mlp_norm")
     if kind.layer_input and input_BTP is not None:
         y_BTD = kind.layer_input.run(x_BTD, run, input_BTP)
         x_BTD = x_BTD + run.part(lambda y, layer: arch.norm(y, layer["input_norm"]), y_BTD)
     if kind.scaled:
         x_BTD = x_BTD * lax.stop_gradient(run.layer["layer_scalar"]).astype(x_BTD.dtype)
-    return x_BTD, cache
+    return x_BTD, cache, routed

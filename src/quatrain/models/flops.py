@@ -6,6 +6,7 @@ architecture -> the packer of micro-batches, which balances the cost of sequence
 
 from __future__ import annotations
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.layer_run import Costs
 from quatrain.ops.packing import PackingCost
@@ -25,7 +26,7 @@ def packing_cost(arch: Architecture) -> PackingCost:
 def _costs(arch: Architecture) -> list[Costs]:
     """The costs of all blocks of all layers on one device."""
     blocks = (block for kind in arch.layers for block in kind.blocks)
-    return [block.costs(arch.hidden_size, tp=1) for block in blocks]
+    return [block.costs(arch.hidden_size, MeshShape()) for block in blocks]
 
 
 def forward_flops(arch: Architecture, *, tokens: float, keys: float, scored: float) -> float:

@@ -27,6 +27,7 @@ Window = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Period = Annotated[int, Field(ge=0, le=2**10)]
 """Of so many layers, the last has full attention."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Experts = Annotated[int, Field(ge=0, le=2**16 - 1)]
 MAX_TOKEN_IDS = 1_000
 
 
@@ -142,7 +143,16 @@ class HFConfig(GenerationConfig):
     linear_value_head_dim: Annotated[int, Field(ge=1, le=2**12)] = 128
     linear_num_key_heads: Heads = 16
     linear_num_value_heads: Heads = 32
-    num_experts: Annotated[int, Field(ge=0, le=2**16)] | None = None
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
+    num_experts_per_tok: Annotated[int, Field(ge=1, le=2**10)] = 8
+    moe_intermediate_size: Width | None = None
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    norm_topk_prob: bool | None = None
+    qkv_bias: bool | None = None
+    clip_qkv: Positive | None = None
+    swiglu_limit: Positive = 7.0
+    swiglu_alpha: Positive = 1.702
     decoder_sparse_step: Annotated[int, Field(ge=0, le=MAX_LAYERS)] | None = None
     mlp_only_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None

@@ -39,15 +39,17 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
 
 def check_lora(arch: Architecture, lora: LoRA) -> None:
     """Raises ValueError if a model of `arch` cannot have these adapters."""
+    known = {name: None for kind in arch.kinds for name in kind.matrices()}
+    for name in lora.targets:
+        if name not in known:
+            raise ValueError(
+                f"lora.targets must be matrices of the model's layers; a {arch.family} model has no "
+                f"{name}; choose from {', '.join(known)}"
+            )
     for kind in arch.kinds:
         matrices, layer = kind.matrices(), kind.params(arch.hidden_size, arch.norm, 1.0, None)
         for name in lora.targets:
-            if name not in matrices:
-                raise ValueError(
-                    f"lora.targets must be matrices of the model's layers; a {arch.family} model has no "
-                    f"{name}; choose from {', '.join(matrices)}"
-                )
-            for tensor in matrices[name]:
+            for tensor in matrices.get(name, ()):
                 rows, columns = tensor.shape_in(layer[name].shape)
                 if lora.rank > min(rows, columns):
                     raise ValueError(
@@ -145,6 +147,8 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     key = jax.random.key(STREAM, impl="threefry2x32")
     for number, (layer, whole) in enumerate(zip(layers, params["layers"], strict=True)):
         for place, name in enumerate(arch.lora.targets, start=number * len(arch.lora.targets)):
+            if name + LORA_A not in whole:
+                continue
             matrix, a, b = to_memory("device", [whole[name + end] for end in ("", LORA_A, LORA_B)])
             how = {"dtype": jnp.dtype(dtype or matrix.dtype), "sharding": matrix.sharding}
             how["stacked"] = arch.layers[number].stacked(name)

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from quatrain.config.errors import listed
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.spec import ParamSpec, TensorName
 from quatrain.parallel.axes import partition_spec
 from quatrain.parallel.mesh import device_put, mesh_shape, one_device, shardings
@@ -85,7 +86,7 @@ def is_spec(leaf: object) -> bool:
 def partition(arch: Architecture, mesh: MeshShape) -> Params:
     """The tree of `PartitionSpec`s with which the parameters of `arch` are sharded over `mesh`.
 
-    Raises ValueError if a layer cannot be split over the `tp` devices of `mesh`.
+    Raises ValueError if a layer cannot be split over the devices of `tp`, `cp` or `ep`.
     """
     blocks = [block for kind in arch.kinds for block in kind.blocks]
     if not all(block.splits(mesh.tp) for block in blocks):
@@ -111,7 +112,27 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
             f"multiple of its key/value heads ({keys}){''.join(also)}; got cp {mesh.cp}; choose one of "
             f"{', '.join(valid)}"
         )
+    if mesh.ep > 1:
+        _check_experts(arch, mesh)
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
+
+
+def _check_experts(arch: Architecture, mesh: MeshShape) -> None:
+    """Raises ValueError if the devices of `ep` cannot share the experts."""
+    blocks = {kind.mlp for kind in arch.kinds if isinstance(kind.mlp, Experts)}
+    if not blocks:
+        raise ValueError(
+            f"ep must be 1 in a model without experts (family {arch.family}); got ep {mesh.ep}; give these "
+            "devices to fsdp"
+        )
+    if not all(block.spreads(mesh.tp, mesh.ep) for block in blocks):
+        most = min(block.num for block in blocks)
+        valid = [str(ep) for ep in range(1, most + 1) if all(b.spreads(mesh.tp, ep) for b in blocks)]
+        numbers = listed(sorted({str(block.num // mesh.tp) for block in blocks}))
+        raise ValueError(
+            f"ep must be a number that divides the experts of a device of tp ({numbers}); got ep {mesh.ep}; "
+            f"choose one of {', '.join(valid)}"
+        )
 
 
 def init_params(
@@ -193,7 +214,8 @@ def assemble(
     for name in tensor_names(arch):
         parts.setdefault(name.path, []).append(name)
     for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
-        parameter = _aligned(leaf_at(params, path).shape, jnp.dtype(dtype))
+        spec = leaf_at(params, path)
+        parameter = _aligned(spec.shape, jnp.dtype(spec.dtype or dtype))
         for name in parts[path]:
             read(name, parameter)
         placed = jax.block_until_ready(device_put(parameter, leaf_at(places, path)))

@@ -24,7 +24,8 @@ class ParamSpec:
     """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
 
     Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key/value heads,
-    each with its query heads), `mlp`, and `group`, `head`, `rank` and `norm`, which are never sharded.
+    each with its query heads), `mlp`, `experts`, and `group`, `head`, `rank` and `norm`, which are never
+    sharded.
     `scale` is the standard deviation if `init` is `normal`, the largest absolute value if it is `uniform`,
     and the value of every element if it is `constant`. `dtype` is the parameter's own; None: the model's.
     """
@@ -72,25 +73,46 @@ class TensorName(NamedTuple):
     vector: bool = True
     kernel: bool = False
     """Whether it is that of a convolution of each channel by itself, [channels, 1, width] in a checkpoint."""
+    stacked: bool = False
+    """Whether a checkpoint has the matrices or vectors of all experts as one tensor [experts, ...]."""
+    transposed: bool = False
+    """Whether these are [experts, in, out] there."""
 
     def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this tensor, given the shape of its parameter."""
         rows = np.empty((), bool)
         rows = np.broadcast_to(rows, parameter if self.vector else parameter[:-1])[self.part]
-        return (rows.size,) if self.vector else (rows.size, *(1,) * self.kernel, parameter[-1])
+        experts = (len(rows),) if self.stacked else ()
+        out = rows.size // math.prod(experts)
+        if self.vector:
+            return (*experts, out)
+        if self.transposed:
+            return (*experts, parameter[-1], out)
+        return (*experts, out, *(1,) * self.kernel, parameter[-1])
 
     def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).
 
-        A parameter [*out, in] has prod(out) rows; if the tensor is a vector, each element is a row.
+        A parameter [*out, in] has prod(out) rows; if the tensor is a vector, each element is a row. Of
+        stacked tensors the numbers are [experts, rows], else [rows].
         """
         shape = parameter.shape if self.vector else parameter.shape[:-1]
-        numbers = np.arange(math.prod(shape)).reshape(shape)[self.part].reshape(-1)
+        numbers = np.arange(math.prod(shape)).reshape(shape)[self.part]
+        numbers = numbers.reshape((len(numbers), -1) if self.stacked else -1)
         return parameter.reshape(-1, *parameter.shape[len(shape) :]), numbers
+
+    def put(self, parameter: np.ndarray, block: np.ndarray, first: int = 0) -> None:
+        """Copies a block of this tensor, from `first` on along its first dimension, into `parameter`."""
+        rows, numbers = self.rows(parameter)
+        at = numbers[first : first + len(block)]
+        rows[at] = (block.swapaxes(1, 2) if self.transposed else block).reshape(*at.shape, *rows.shape[1:])
 
     def of(self, parameter: np.ndarray) -> np.ndarray:
         """This tensor's slice of `parameter`: [out, in], or [out] for a vector."""
-        return np.ascontiguousarray(parameter[self.part].reshape(self.shape_in(parameter.shape)))
+        part, shape = parameter[self.part], self.shape_in(parameter.shape)
+        if self.transposed:
+            part = part.reshape(shape[0], shape[2], shape[1]).swapaxes(1, 2)
+        return np.ascontiguousarray(part.reshape(shape))
 
 
 def linear_tensors(module: str, param: str, part: Any = ..., *, bias: bool) -> list[TensorName]:

@@ -128,6 +128,30 @@ def _scatter(places: Places, dtype: jnp.dtype, own: jnp.dtype, _: None, dy: jax.
 _gather.defvjp(lambda x, places, dtype, own: (_gather(x, places, dtype, own), None), _scatter)
 
 
+def gather_rows(x: jax.Array, axis: str) -> jax.Array:
+    """The rows of `x` of all devices of `axis`, in their order; no gradient goes back through it."""
+    return x if axis_size(axis) == 1 else lax.all_gather(lax.stop_gradient(x), axis, tiled=True)
+
+
+def reduce_scatter_rows(x: jax.Array, axis: str) -> jax.Array:
+    """This device's rows [N, ...] of the sum of `x` [n N, ...] over the n devices of `axis`.
+
+    All-gather in the backward pass.
+    """
+    return x if axis_size(axis) == 1 else _scatter_rows(x, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _scatter_rows(x: jax.Array, axis: str) -> jax.Array:
+    return lax.psum_scatter(x, axis, tiled=True)
+
+
+_scatter_rows.defvjp(
+    lambda x, axis: (lax.psum_scatter(x, axis, tiled=True), None),
+    lambda axis, _, dy: (lax.all_gather(dy, axis, tiled=True),),
+)
+
+
 def local_columns(x: jax.Array, axis: str) -> jax.Array:
     """The columns [B, T / n, ...] of `x` [B, T, ...] that this device of the n of `axis` computes.
 

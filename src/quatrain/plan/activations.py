@@ -24,7 +24,7 @@ from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.lora import trained_part
 from quatrain.models.params import ParamSpec, is_spec, param_specs, partition
 from quatrain.ops.logprobs import even_parts
-from quatrain.parallel.axes import TP, axes_of
+from quatrain.parallel.axes import EP, TP, axes_of
 
 OFF_BY = "-4 % to +12 %, with tp up to +54 %"
 """Difference of the estimate from the memory analysis of XLA's compiler for TPUs (docs/scaling.md)."""
@@ -76,8 +76,9 @@ def activations(
     - `head`: 5 D b, and 12 bytes for each logit of a tile (`Backend.tile`), 16 with a soft cap; a `score`
       head has none
 
-    `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
-    or `cp`, or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
+    `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`,
+    `cp` or `ep`, or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in
+    float32.
 
     The states at the beginnings of the chunks of DeltaNet layers add 4 bytes for each of their numbers: to
     `kept` of `dots` and `none`, to `layer` of remat `layer`.
@@ -88,7 +89,7 @@ def activations(
     are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`.
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
-    sharded, cast = mesh.fsdp > 1 or mesh.cp > 1, dtype != param_dtype
+    sharded, cast = mesh.fsdp * mesh.cp * mesh.ep > 1, dtype != param_dtype
     tile = ACCELERATOR.tile(arch.vocab_size)
     products = n.hidden + n.kept + n.normed + n.low
     every = products + 4 * n.hidden + n.normed
@@ -99,14 +100,14 @@ def activations(
     works -= 0 if remat == "layer" else products
     works += n.between
 
-    specs, places, gathered = param_specs(arch), partition(arch, mesh), mesh._replace(fsdp=1, cp=1)
-    whole = partition(arch, gathered)
+    specs, places = param_specs(arch), partition(arch, mesh)
+    whole = jax.tree.map(_as_read, specs, places, is_leaf=is_spec)
     first_of_kind = [arch.layers.index(kind) for kind in arch.kinds]
 
     def largest(specs: Any, places: Any) -> int:
         """Elements of the largest layer."""
         layers = ((specs["layers"][i], places["layers"][i]) for i in first_of_kind)
-        return max(sum_on_device(*layer, gathered) for layer in layers)
+        return max(sum_on_device(*layer, mesh) for layer in layers)
 
     weights = largest(specs, whole)
     specs, places, whole = (trained_part(tree, arch) for tree in (specs, places, whole))
@@ -130,6 +131,12 @@ def activations(
         head=head,
         gradients=gradients * (FLOAT32 if arch.lora else own_b),
     )
+
+
+def _as_read(spec: ParamSpec, place: PartitionSpec) -> PartitionSpec:
+    """A parameter as a layer reads it: whole, but over `tp`, and experts over `ep`."""
+    own = (TP, EP) if "experts" in spec.axes else (TP,)
+    return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in place))
 
 
 class _Widths(NamedTuple):
@@ -160,7 +167,7 @@ class _Widths(NamedTuple):
     def of(cls, arch: Architecture, mesh: MeshShape) -> _Widths:
         d, targets = arch.hidden_size, arch.lora.targets if arch.lora else ()
         counts = Counter(arch.layers)
-        costs = {kind: [block.costs(d, mesh.tp) for block in kind.blocks] for kind in counts}
+        costs = {kind: [block.costs(d, mesh) for block in kind.blocks] for kind in counts}
 
         def mean(of: Callable[[LayerKind], int]) -> int:
             """Of all layers."""
@@ -168,7 +175,7 @@ class _Widths(NamedTuple):
 
         def adapted(kind: LayerKind) -> int:
             parts = kind.matrices()
-            return sum(len(parts[name]) for name in targets) * (arch.lora.rank if arch.lora else 0)
+            return sum(len(parts.get(name, ())) for name in targets) * (arch.lora.rank if arch.lora else 0)
 
         lending = (kind.mixer for kind in arch.layers if kind.mixer.sharing == "lends")
         lent = [shape for mixer in lending for shape in mixer.state(1, 1, mesh.tp)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from quatrain.config.axes import CP, DATA_AXES, TP
+from quatrain.config.axes import AXES, CP, DATA_AXES, NUM_IN_TEXT, TP
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
@@ -143,7 +143,7 @@ def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[Row]
     yield Row("devices", devices, "devices", "N: total over all processes")
     yield Row("processes", processes, "processes", "K: each has the same number of devices")
     yield Row("devices_per_process", in_process, "devices", f"N / K = {devices} / {processes}")
-    yield Row("data_shards", shards, "shards", f"D: {TIMES.join(DATA_AXES)} = {_shards_of(mesh)}")
+    yield Row("data_shards", shards, "shards", f"D: {_shards_of(mesh)}")
     trained = "N" if mesh.num_devices == devices else "devices of training"
     axes = f"{TP}{TIMES}{CP}" if mesh.cp > 1 else TP
     kinds = "tensor and sequence parallel" if mesh.cp > 1 else "tensor parallel"
@@ -151,14 +151,16 @@ def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[Row]
     yield Row("devices_per_shard", mesh.num_devices // shards, "devices", why)
 
 
-def _shards_of(mesh: MeshShape) -> str:
-    return TIMES.join(map(str, mesh.data_sizes))
+def _shards_of(mesh: MeshShape, of: str = "") -> str:
+    """The axes that split a batch and their sizes, without further axes of size 1."""
+    sizes = {axis.name: mesh[n] for n, axis in enumerate(AXES) if n < NUM_IN_TEXT or mesh[n] > 1}
+    names = [name for name in sizes if name in DATA_AXES]
+    return f"{TIMES.join(names)}{of} = {TIMES.join(str(sizes[name]) for name in names)}"
 
 
 def _replica_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     whole, prompts, replicas = _whole(config), config.data.batch_size, mesh.num_data_shards
-    why = f"{TIMES.join(DATA_AXES)} of rollout.mesh = {_shards_of(mesh)}"
-    yield Row("rollout_replicas", replicas, "replicas", why)
+    yield Row("rollout_replicas", replicas, "replicas", _shards_of(mesh, " of rollout.mesh"))
     remark = f"; {prompts // replicas} prompts x {config.rollout.n}" if prompts % replicas == 0 else ""
     share = _Span(whole.low // replicas, _ceil(whole.high, replicas)).value
     why = f"P x G / replicas = {whole.shared(replicas)}{remark}"

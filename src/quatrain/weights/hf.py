@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,15 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.architecture import Architecture, Head
+from quatrain.models.architecture import Architecture, Head, LayerKind
+from quatrain.models.blocks.experts import APART, STACKED, Experts
 from quatrain.models.families import architecture_from_hf, architecture_to_hf
 from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
 from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
 from quatrain.models.spec import TensorName
 from quatrain.parallel.mesh import to_host
+from quatrain.weights.mxfp4 import Stored, check_packed, read_packed, with_packed
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +74,10 @@ def load_hf(
     """
     directory = local_path(directory)
     arch = replace(read_architecture(directory), head=head)
-    files = _text_tensors(directory, _tensor_files(directory))
-    _check_names(directory, arch, tensor_names(arch), files)
-    _check_shapes(arch, files)
+    files = with_packed(_text_tensors(directory, _tensor_files(directory)))
+    stored = _as_stored(arch, files)
+    _check_names(directory, arch, tensor_names(stored), files)
+    _check_shapes(stored, files)
     if arch.head == "lm_head" and arch.tie_embeddings and LM_HEAD in files:
         _check_tied(files[LM_HEAD], files[EMBEDDINGS])
 
@@ -84,7 +87,20 @@ def load_hf(
         else:
             parameter[...] = 0.0
 
-    return arch, assemble(arch, dtype, read, mesh)
+    return arch, assemble(stored, dtype, read, mesh)
+
+
+def _as_stored(arch: Architecture, files: Mapping[str, Stored]) -> Architecture:
+    """`arch` with experts named as in the files: apart, or those of a layer as one tensor."""
+    stacked = any(name.endswith(f".experts.{STACKED[0]}") for name in files)
+
+    def renamed(kind: LayerKind) -> LayerKind:
+        mlp = kind.mlp
+        if not isinstance(mlp, Experts) or mlp.transposed or stacked == (mlp.names == STACKED):
+            return kind
+        return replace(kind, mlp=replace(mlp, names=STACKED if stacked else APART))
+
+    return replace(arch, layers=tuple(map(renamed, arch.layers)))
 
 
 def read_architecture(directory: str | Path) -> Architecture:
@@ -256,17 +272,10 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return index.weight_map
 
 
-class _Stored(NamedTuple):
-    """Where a tensor is: the file, and its name there."""
-
-    path: Path
-    name: str
-
-
-def _text_tensors(directory: Path, files: Mapping[str, Path]) -> dict[str, _Stored]:
+def _text_tensors(directory: Path, files: Mapping[str, Path]) -> dict[str, Stored]:
     """The tensors of the language model; those of other parts of the model are left out, which is said."""
     if _read_json(directory, CONFIG).get("model_type") not in MODEL_TYPES:
-        return {name: _Stored(path, name) for name, path in files.items()}
+        return {name: Stored(path, name) for name, path in files.items()}
     ours, others = text_tensors(files)
     if others:
         parts = sorted({name.removeprefix("model.").split(".")[0] for name in others})
@@ -276,7 +285,7 @@ def _text_tensors(directory: Path, files: Mapping[str, Path]) -> dict[str, _Stor
             len(others),
             ", ".join(parts),
         )
-    return {name: _Stored(files[stored], stored) for name, stored in ours.items()}
+    return {name: Stored(files[stored], stored) for name, stored in ours.items()}
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -315,7 +324,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _check_names(
-    directory: Path, arch: Architecture, names: Sequence[TensorName], files: Mapping[str, _Stored]
+    directory: Path, arch: Architecture, names: Sequence[TensorName], files: Mapping[str, Stored]
 ) -> None:
     wanted = {name.name for name in names}
     missing = wanted - set(files) - {SCORE}
@@ -327,7 +336,7 @@ def _check_names(
         )
 
 
-def _check_shapes(arch: Architecture, files: Mapping[str, _Stored]) -> None:
+def _check_shapes(arch: Architecture, files: Mapping[str, Stored]) -> None:
     """Raises ValueError for tensors of the wrong shape or type, before there is memory for any parameter."""
     expected = tensor_shapes(arch)
     if arch.head == "lm_head":
@@ -336,6 +345,9 @@ def _check_shapes(arch: Architecture, files: Mapping[str, _Stored]) -> None:
         with safe_open(path, "np") as file:
             for name, stored in files.items():
                 if name not in expected or stored.path != path:
+                    continue
+                if stored.scales:
+                    check_packed(stored, expected[name])
                     continue
                 view = file.get_slice(stored.name)
                 shape, kind = tuple(view.get_shape()), view.get_dtype()
@@ -360,7 +372,7 @@ def _some(names: set[str]) -> str:
     return ", ".join(first) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
 
 
-def _check_tied(head: _Stored, embed: _Stored) -> None:
+def _check_tied(head: Stored, embed: Stored) -> None:
     blocks = zip(_blocks(head), _blocks(embed), strict=False)
     if not all(np.array_equal(one, other) for (_, one), (_, other) in blocks):
         raise ValueError(
@@ -369,7 +381,7 @@ def _check_tied(head: _Stored, embed: _Stored) -> None:
         )
 
 
-def _blocks(tensor: _Stored) -> Iterator[tuple[int, np.ndarray]]:
+def _blocks(tensor: Stored) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (first row, rows) of a tensor; the file is reopened per block, so that no pages stay mapped."""
     start, rows = 0, 1
     while start < rows:
@@ -383,10 +395,12 @@ def _blocks(tensor: _Stored) -> Iterator[tuple[int, np.ndarray]]:
         start += step
 
 
-def _read_tensor(tensor: _Stored, name: TensorName, parameter: np.ndarray) -> None:
-    rows, numbers = name.rows(parameter)
+def _read_tensor(tensor: Stored, name: TensorName, parameter: np.ndarray) -> None:
+    if tensor.scales:
+        read_packed(tensor, name, parameter)
+        return
     for start, block in _blocks(tensor):
-        rows[numbers[start : start + len(block)]] = block.reshape(len(block), *rows.shape[1:])
+        name.put(parameter, block, start)
 
 
 def _write_tensors(

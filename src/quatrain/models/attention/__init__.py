@@ -92,10 +92,15 @@ def self_attention(
     *,
     window: int | None,
     cap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Grouped-query attention [B, T, N, H]. Queries must be scaled already; results on padding are finite."""
+    """Grouped-query attention [B, T, N, H]. Queries must be scaled already; results on padding are finite.
+
+    `sinks` [N] float32 are one more score of each head, without a value; `xla` alone has them.
+    """
     if isinstance(pattern, BlockPattern):
-        return block_attention(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)
+        return block_attention(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap, sinks)
+    assert sinks is None, f"{name} has no sinks"
     causal = partial(_CAUSAL[name], window=window, cap=cap)
     if isinstance(pattern, Unpacking):
         return unpacked_attention(causal, q_BTNH, k_BTKH, v_BTKH, pattern)

@@ -123,14 +123,15 @@ def block_attention(
     pattern: BlockPattern,
     window: int | None,
     cap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Grouped-query attention [B, T, N, H]. Queries must be scaled already; the softmax is in float32.
 
     The mask is `layers.attention_mask`; padding attends to nothing and its results are 0. Scores are computed
     block by block with a running softmax and recomputed in the backward pass, so no scores are kept
-    (FlashAttention, arXiv 2205.14135).
+    (FlashAttention, arXiv 2205.14135). `sinks` [N] float32 are one more score of each head, without a value.
     """
-    return _forward(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)[0]
+    return _forward(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap, sinks)[0]
 
 
 def _blocks(values: jax.Array, block: int) -> jax.Array:
@@ -161,6 +162,7 @@ def _forward(
     pattern: BlockPattern,
     window: int | None,
     cap: float | None,
+    sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     K = k_BTKH.shape[2]
     # The barrier makes XLA materialise each array once; otherwise it makes another for the backward pass.
@@ -185,6 +187,9 @@ def _forward(
 
         empty = jnp.zeros(queries.shape[:-1], jnp.float32)
         begin = jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32)
+        if sinks_N is not None:  # the softmax begins with their scores
+            peaks = jnp.repeat(sinks_N.reshape(K, -1), pattern.block, axis=1)
+            begin = jnp.broadcast_to(peaks, empty.shape), jnp.ones_like(empty), begin[2]
         peak, total, y = lax.fori_loop(0, _num_reads(keys, counts), read, _constants_after(queries, begin))
         safe = jnp.where(total > 0, total, 1.0)
         ys, log_totals = results
@@ -195,11 +200,11 @@ def _forward(
     y, log_total = lax.fori_loop(0, groups[0], group, _constants_after(q, begin))
     # The barrier makes XLA remove the padding once; otherwise it makes one copy per use.
     y_BTNH = lax.optimization_barrier(_rows(_in_order(y, pattern), q_BTNH.shape))
-    return y_BTNH, (q, k, v, pattern, y_BTNH, _in_order(log_total, pattern))
+    return y_BTNH, (q, k, v, pattern, y_BTNH, _in_order(log_total, pattern), sinks_N)
 
 
 def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: jax.Array) -> Any:
-    q, k, v, pattern, y_BTNH, log_total = residuals
+    q, k, v, pattern, y_BTNH, log_total, sinks_N = residuals
     B, T, _, H = dy_BTNH.shape
     K = k.shape[1]
     float32s = (x.astype(jnp.float32) for x in (dy_BTNH, y_BTNH))
@@ -242,7 +247,12 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
     begin = jnp.zeros(groups + q.shape[1:], q.dtype), by_head, by_head
     dq, dk, dv = lax.fori_loop(0, groups[0], group, _constants_after(dy, begin))
     dk_BTKH, dv_BTKH = (_rows(each.swapaxes(2, 3).astype(k.dtype), (B, T, K, H)) for each in (dk, dv))
-    return _rows(_in_order(dq, pattern), dy_BTNH.shape), dk_BTKH, dv_BTKH, None
+    dsinks_N = None
+    if sinks_N is not None:
+        at_sink = jnp.repeat(sinks_N.reshape(K, -1), pattern.block, axis=1) - log_total
+        of_queries = (jnp.exp(at_sink) * along).sum(axis=0)
+        dsinks_N = -of_queries.reshape(-1, pattern.block).sum(axis=1)
+    return _rows(_in_order(dq, pattern), dy_BTNH.shape), dk_BTKH, dv_BTKH, None, dsinks_N
 
 
 block_attention.defvjp(_forward, _backward)

@@ -65,6 +65,8 @@ def candidates(arch: Architecture, *, platform: str, dtype: DTypeLike) -> list[s
 
 def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
     """The first requirement that `kernel` does not meet, worded to follow "cannot"; None if it meets all."""
+    if any(mixer.sinks for mixer in arch.attentions):
+        return f"add sinks to attention scores ({arch.family})"
     if kernel == "splash":
         return None
     if kernel == "tokamax" and importlib.util.find_spec("tokamax") is None:

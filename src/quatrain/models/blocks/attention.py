@@ -15,15 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from quatrain.models.blocks.layer_run import Costs, Enter, LayerRun
+from quatrain.config.mesh import MeshShape
+from quatrain.models.blocks.layer_run import Costs, Enter, GatheredLayer, LayerRun
 from quatrain.models.layers import Layer, Norm, rms_norm
 from quatrain.models.rope import Angles, Rope, rotate
 from quatrain.models.spec import LORA_A, LORA_B, ParamSpec, TensorName, linear_tensors, part_tensors, require
 from quatrain.parallel.axes import TP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 
-Attend = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
-"""(q [B, T, N, H], k and v [B, T, K, H], the layer's cache) -> ([B, T, N, H], the layer's new cache).
+Attend = Callable[[jax.Array, Any, Any, Any, Any], tuple[jax.Array, Any]]
+"""(q [B, T, N, H], k and v [B, T, K, H], sinks [N] float32 or None, the layer's cache) -> ([B, T, N, H], the
+layer's new cache).
 
 A cache is any tree of arrays, or None. A layer that `reuses` keys and values has neither k nor v (None), and
 the cache is a pair: that of the layer that lends them, before it and after it."""
@@ -53,10 +55,14 @@ class Attention:
     """Whether a checkpoint has queries, keys and values as one tensor (Phi-3)."""
     keys_are_values: bool = False
     """Whether values are the keys before their norm (Gemma 4)."""
+    clip: float | None = None
+    """Queries, keys and values are clipped to +-clip before they are rotated (OLMoE)."""
     value_norm: bool = False
     """Whether values are normalised, without weights."""
     gate: bool = False
     """Whether what a head adds is multiplied by the sigmoid of a gate (Qwen3-Next)."""
+    sinks: bool = False
+    """Whether a number of each head is one more score of the softmax, without a value (gpt-oss)."""
     sharing: Literal["lends", "reuses"] | None = None
     """Whether a layer reuses keys and values of an earlier one, the last that lends with the same window."""
 
@@ -89,7 +95,13 @@ class Attention:
             specs
             | {f"{name}_bias": specs[name].bias() for name in biased}
             | {name: norm.spec(self.head_dim * heads) for name, heads in self._norms.items()}
+            | self._sinks
         )
+
+    @property
+    def _sinks(self) -> dict[str, ParamSpec]:
+        spec = ParamSpec((self.num_heads,), ("heads",), "constant", 0.0)
+        return {"sinks": spec} if self.sinks else {}
 
     @property
     def _norms(self) -> dict[str, int]:
@@ -124,6 +136,7 @@ class Attention:
             *part_tensors("self_attn", "qkv", parts, bias=self.qkv_bias),
             *linear_tensors("self_attn.o_proj", "o", bias=self.output_bias),
             *(TensorName(f"self_attn.{name}.weight", (name,)) for name in self._norms),
+            *(TensorName(f"self_attn.{name}", (name,)) for name in self._sinks),
         ]
 
     @property
@@ -153,10 +166,14 @@ class Attention:
             x_BTD = psum_backward(enter(x_BTD, layer), TP)
             return run.linear(x_BTD, self._rows_of_device(layer), "qkv")
 
+        def clipped(x: jax.Array) -> jax.Array:
+            return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
+
         def turned(x: jax.Array, layer: Layer, norm_name: str) -> jax.Array:
             if self.qk_norm:
                 norm = partial(self._norm_of_all_heads, run.norm) if self.norm_over_heads else run.norm
                 x = norm(x, psum_backward(layer[norm_name], TP))
+            x = clipped(x)
             return x if angles is None else rotate(x, angles)
 
         def queries_keys_values(heads_BTKXH: jax.Array, layer: Layer) -> tuple[Any, ...]:
@@ -172,7 +189,7 @@ class Attention:
             k_BTKH, v_BTKH = heads_BTKXH[:, :, :, queries], heads_BTKXH[:, :, :, -1]
             if self.value_norm:
                 v_BTKH = rms_norm(v_BTKH, jnp.ones(self.head_dim), run.norm.eps)
-            return q_BTNH, turned(k_BTKH, layer, "k_norm"), v_BTKH
+            return q_BTNH, turned(k_BTKH, layer, "k_norm"), clipped(v_BTKH)
 
         def output(y_BTNH: jax.Array, layer: Layer) -> jax.Array:
             return run.linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis=TP)
@@ -184,7 +201,8 @@ class Attention:
 
         heads_BTKXH = run.part(heads, x_BTD)
         q_BTNH, k_BTKH, v_BTKH = run.part(queries_keys_values, heads_BTKXH)
-        y_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache)
+        sinks_N = GatheredLayer(run.layer, run.specs, run.dtype)["sinks"] if self.sinks else None
+        y_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, sinks_N, cache)
         if self.gate:
             return run.part(gated, (y_BTNH, heads_BTKXH)), cache
         return run.part(output, y_BTNH), cache
@@ -258,10 +276,10 @@ class Attention:
             return ()
         return (slots, heads, self.head_dim, positions), (slots, heads, positions, self.head_dim)
 
-    def costs(self, d: int, tp: int) -> Costs:
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
         """Of a block for hidden states of `d` elements."""
-        queries = self.num_heads * self.head_dim // tp
-        heads, keys = self.heads_of_device(tp)
+        queries = self.num_heads * self.head_dim // mesh.tp
+        heads, keys = self.heads_of_device(mesh.tp)
         keys_values, gates = self._others * keys * self.head_dim, queries * self.gate
         return Costs(
             weights=d * (2 * queries + gates + keys_values),

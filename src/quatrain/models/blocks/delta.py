@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.layer_run import Costs, Enter, GatheredLayer, LayerRun
 from quatrain.models.delta_rule import CHUNK, DeltaWeights
 from quatrain.models.layers import Layer, Norm, rms_norm
@@ -158,9 +159,10 @@ class GatedDeltaNet:
         K, values = self.num_key_heads, self._group * self.value_size
         return (slots, K, self.conv_width - 1, self.channels), (slots, K, self.key_size, values)
 
-    def costs(self, d: int, tp: int) -> Costs:
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
         """Of a block for hidden states of `d` elements; the rule's products count as weights."""
-        K, V, E, F = self.num_key_heads // tp, self.num_heads // tp, self.key_size, self.value_size
+        K, V = self.num_key_heads // mesh.tp, self.num_heads // mesh.tp
+        E, F = self.key_size, self.value_size
         rule = V * (3 * E * F + CHUNK * F * 3 // 2) + K * 2 * CHUNK * E
         inputs, ba = K * self._inputs, 2 * V
         padded = K * self.channels  # the inputs of the convolution, of which the compiler keeps a padded copy

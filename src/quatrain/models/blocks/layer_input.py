@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.layer_run import Costs, LayerRun
 from quatrain.models.blocks.mlp import activated
 from quatrain.models.layers import Layer, Norm
@@ -59,7 +60,7 @@ class LayerInput:
         """What a valid `tp` does, for an error."""
         return "is any number"
 
-    def costs(self, d: int, tp: int) -> Costs:
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
         """Of a block for hidden states of `d` elements."""
         outputs = {"input_gate": self.width, "input_projection": d}
         return Costs(

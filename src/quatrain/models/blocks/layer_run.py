@@ -15,11 +15,26 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.layers import Layer, Norm, linear
-from quatrain.parallel.axes import CP, FSDP, axes_of
+from quatrain.parallel.axes import CP, EP, FSDP, axes_of
 from quatrain.parallel.collectives import all_gather, psum_backward
+
+ROUTER = "router"
+"""The name of the matrix of a router, which stays float32."""
+OF_EXPERTS = "experts_"
+"""How the names of the experts' parameters begin, which each device of `ep` has for itself."""
+ROUTES = "routes"
+"""The name of chosen experts in a compiled program."""
 
 Enter = Callable[[jax.Array, Layer], jax.Array]
 """What a block's first part does before its product: the norm before the block."""
+
+
+def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which the backward pass computes again from its inputs; but experts are not chosen again.
+
+    Computed again, a router may choose others: its compiled form, and so its rounding, may differ.
+    """
+    return jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(ROUTES))
 
 
 class Costs(NamedTuple):
@@ -45,8 +60,10 @@ class Costs(NamedTuple):
     """Float32 numbers of temporary arrays of one chunk of tokens, whatever the tokens of the micro-batch."""
 
 
-def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
-    """`params` all-gathered over the axes `fsdp` and `cp`; for use inside `shard_map`, where they are read.
+def gather_params(
+    params: Any, specs: Any, dtype: DTypeLike | None = None, over: tuple[str, ...] = (FSDP, CP, EP)
+) -> Any:
+    """`params` all-gathered over the axes `over`; for use inside `shard_map`, where they are read.
 
     `specs` are the partition specs of `params`. Matrices are cast to `dtype` before the all-gather. The
     backward pass sums the gradients over these axes (reduce-scatter), whose devices have other tokens.
@@ -54,10 +71,10 @@ def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> An
 
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
         axes = list(map(axes_of, spec))
-        for axis in (FSDP, CP):
+        for axis in over:
             if not any(axis in names for names in axes):
                 parameter = psum_backward(parameter, axis)
-        places = [(names, dim) for dim, names in enumerate(axes) if {FSDP, CP} & set(names)]
+        places = [(names, dim) for dim, names in enumerate(axes) if set(over) & set(names)]
         return all_gather(parameter, places, dtype if parameter.ndim > 1 else None)
 
     return jax.tree.map(one, params, specs)
@@ -71,7 +88,9 @@ class GatheredLayer(UserDict[str, jax.Array]):
         self._specs, self._dtype = specs, dtype
 
     def __getitem__(self, name: str) -> jax.Array:
-        whole: jax.Array = gather_params(self.data[name], self._specs[name], self._dtype)
+        dtype = None if name == ROUTER else self._dtype
+        over = (FSDP, CP) if name.startswith(OF_EXPERTS) else (FSDP, CP, EP)
+        whole: jax.Array = gather_params(self.data[name], self._specs[name], dtype, over)
         return whole
 
 
@@ -86,6 +105,8 @@ class LayerRun:
     by_parts: bool
     few_rows: int
     lora_scale: float
+    experts: str = "blocks"
+    """How the products of experts are computed (`expert_products.PRODUCTS`)."""
 
     def part(self, run: Callable[[Any, Layer], Any], inputs: Any) -> Any:
         """`run(inputs, layer)`, which all-gathers the weights that it reads.
@@ -98,7 +119,7 @@ class LayerRun:
         def gathering(inputs: Any, layer: Layer) -> Any:
             return run(inputs, GatheredLayer(layer, self.specs, self.dtype))
 
-        return (jax.checkpoint(gathering) if self.by_parts else gathering)(inputs, self.layer)
+        return (recomputed(gathering) if self.by_parts else gathering)(inputs, self.layer)
 
     def linear(
         self,

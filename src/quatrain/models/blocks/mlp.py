@@ -6,11 +6,13 @@ Shapes: B rows, T tokens, D hidden, F columns of the MLP on this `tp` device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.layer_run import Costs, Enter, LayerRun
 from quatrain.models.layers import Layer
 from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, part_tensors, require
@@ -34,6 +36,11 @@ class Dense:
     bias: bool = False
     fused: bool = False
     """Whether a checkpoint has the gate and the up projection as one tensor."""
+    module: str = "mlp"
+    """The name of the block in a checkpoint."""
+
+    frozen: ClassVar[frozenset[str]] = frozenset()
+    """Matrices that cannot have adapters."""
 
     def __post_init__(self) -> None:
         known = self.activation in ACTIVATIONS
@@ -50,8 +57,8 @@ class Dense:
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
         parts = {"gate_up_proj": ...} if self.fused else {"gate_proj": np.s_[0], "up_proj": np.s_[1]}
-        gate_up = part_tensors("mlp", "gate_up", parts, bias=self.bias)
-        return [*gate_up, *linear_tensors("mlp.down_proj", "down", bias=self.bias)]
+        gate_up = part_tensors(self.module, "gate_up", parts, bias=self.bias)
+        return [*gate_up, *linear_tensors(f"{self.module}.down_proj", "down", bias=self.bias)]
 
     def run(self, x_BTD: jax.Array, enter: Enter, run: LayerRun) -> jax.Array:
         """The MLP of `enter(x)`: [B, T, D], summed over the columns of all `tp` devices."""
@@ -75,7 +82,7 @@ class Dense:
         """What a valid `tp` does, for an error."""
         return f"divides the {self.width} columns of the MLP"
 
-    def costs(self, d: int, tp: int) -> Costs:
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
         """Of a block for hidden states of `d` elements."""
-        f = self.width // tp
+        f = self.width // mesh.tp
         return Costs(3 * d * f, 0, {"gate_up": 2 * f, "down": d}, 2 * f, 0, 6 * f, 0)

@@ -17,14 +17,17 @@ from quatrain.models.families.cousins import cousin
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
 from quatrain.models.families.gemma4 import GEMMA4
 from quatrain.models.families.glm import GLM, GLM4
+from quatrain.models.families.gpt_oss import GPT_OSS
 from quatrain.models.families.granite import GRANITE
 from quatrain.models.families.llama import LLAMA
 from quatrain.models.families.mistral import MINISTRAL3, MISTRAL
+from quatrain.models.families.mixtral import MIXTRAL
 from quatrain.models.families.multimodal import text_config
-from quatrain.models.families.olmo import OLMO2, OLMO3
+from quatrain.models.families.olmo import OLMO2, OLMO3, OLMOE
 from quatrain.models.families.phi import PHI3
 from quatrain.models.families.qwen import QWEN2, QWEN3
-from quatrain.models.families.qwen_next import QWEN3_5, QWEN3_NEXT
+from quatrain.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from quatrain.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from quatrain.models.families.smollm import SMOLLM3
 from quatrain.models.hf_config import HFConfig
 
@@ -33,6 +36,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4),
         *(MISTRAL, MINISTRAL3, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM, GLM4, QWEN3_NEXT, QWEN3_5),
+        *(QWEN3_MOE, MIXTRAL, OLMOE, QWEN2_MOE, GPT_OSS, QWEN3_5_MOE),
     )
 }
 """The supported families, keyed by the `model_type` of config.json."""
@@ -88,13 +92,18 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}{near}")
     values = {**FAMILIES[family].defaults, **config}
     for key, remedy in _UNSUPPORTED.items():
-        if values.get(key) and values[key] != "vision":  # of images alone
+        if values.get(key) and not _harmless(key, values[key]):
             raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
     hf_config = checked(HFConfig, values, source)
     try:
         return FAMILIES[family].read(hf_config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
+
+
+def _harmless(key: str, value: Any) -> bool:
+    """Whether it is of images alone, or MXFP4 (`weights/mxfp4.py`)."""
+    return value == "vision" or (isinstance(value, Mapping) and value.get("quant_method") == "mxfp4")
 
 
 def architecture_to_hf(arch: Architecture) -> Json:

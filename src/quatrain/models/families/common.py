@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from quatrain.models.architecture import PRE, Architecture, LayerKind, Mixer, Norms
 from quatrain.models.blocks.attention import Attention
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.families.gguf import GGUF
 from quatrain.models.families.ropes import FULL, SLIDING, write_rope
@@ -44,6 +45,7 @@ def architecture(
     family: str,
     c: HFConfig,
     mixers: Sequence[Mixer],
+    mlps: Sequence[Dense | Experts] = (),
     *,
     bias: bool = False,
     fused: bool = False,
@@ -51,20 +53,28 @@ def architecture(
     residual_scale: float = 1.0,
     **fields: Any,
 ) -> Architecture:
-    """The architecture with these mixers, an MLP in each layer, and what all families have in config.json."""
-    mlp = Dense(c.intermediate_size, c.hidden_activation or c.hidden_act or "silu", bias, fused)
+    """The architecture with these mixers and MLPs, and what all families have in config.json.
+
+    Without `mlps`, every layer has a dense one.
+    """
+    mlps = mlps or [Dense(c.intermediate_size, activation(c), bias, fused)] * len(mixers)
     values: Json = {"norm": Norm(c.rms_norm_eps), "tie_embeddings": bool(c.tie_word_embeddings)} | fields
     return Architecture(
         family,
         c.vocab_size,
         c.hidden_size,
-        tuple(LayerKind(mixer, mlp, norms, residual_scale) for mixer in mixers),
+        tuple(LayerKind(*blocks, norms, residual_scale) for blocks in zip(mixers, mlps, strict=True)),
         c.max_position_embeddings or 2048,
         eos_token_ids=c.eos_token_id,
         bos_token_id=c.bos_token_id,
         pad_token_id=None if c.pad_token_id == -1 else c.pad_token_id,
         **values,
     )
+
+
+def activation(c: HFConfig) -> str:
+    """The activation of MLPs."""
+    return c.hidden_activation or c.hidden_act or "silu"
 
 
 def read_attention(c: HFConfig, rope: Rope | None, window: int | None = None, **fields: Any) -> Attention:

@@ -29,7 +29,7 @@ def _write(arch: Architecture) -> Json:
     return {
         **common.write_attention(arch, always=False),
         "hidden_act": layer.mlp.activation,
-        "mlp_bias": layer.mlp.bias,
+        "mlp_bias": layer.dense.bias,
         "attention_multiplier": layer.attention.query_scale,
         "residual_multiplier": layer.residual_scale,
         "embedding_multiplier": arch.embedding_scale,

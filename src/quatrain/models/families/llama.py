@@ -16,7 +16,7 @@ def _read(c: HFConfig) -> Architecture:
 
 
 def _write(arch: Architecture) -> Json:
-    mlp = arch.layers[0].mlp
+    mlp = arch.layers[0].dense
     return {**common.write_attention(arch), "hidden_act": mlp.activation, "mlp_bias": mlp.bias}
 
 

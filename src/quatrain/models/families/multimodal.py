@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MODEL_TYPES = frozenset({"gemma3", "gemma4", "mistral3", "qwen3_5"})
+MODEL_TYPES = frozenset({"gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe"})
 """The `model_type` of their config.json, which has that of the text model in `text_config`."""
 _OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
 """Keys that count for the text model where its own configuration lacks them or the outer one has others."""

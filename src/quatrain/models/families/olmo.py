@@ -1,4 +1,5 @@
-"""OLMo 2 (norms after the blocks, norms of queries and keys over all heads) and OLMo 3 (sliding windows)."""
+"""OLMo 2 (norms after the blocks, norms of queries and keys over all heads), OLMo 3 (sliding windows) and
+OLMoE (norms before the blocks, experts)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from quatrain.models.architecture import POST, Architecture
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
+from quatrain.models.families.experts import num_experts, read_experts, write_experts
 from quatrain.models.families.gguf import GGUF
 from quatrain.models.families.ropes import FULL, SLIDING, read_rope, read_sliding_rope, write_rope
 from quatrain.models.hf_config import HFConfig
@@ -29,6 +31,20 @@ def _read_3(c: HFConfig) -> Architecture:
         return common.read_attention(c, full if window is None else sliding, window, **_NORMS)
 
     return common.architecture("olmo3", c, common.by_layer_type(c, types, mixer), norms=POST)
+
+
+def _read_experts(c: HFConfig) -> Architecture:
+    mixer = common.read_attention(c, read_rope(c), clip=c.clip_qkv, **_NORMS)
+    experts = read_experts(c, num_experts(c, 64))
+    return common.architecture("olmoe", c, [mixer] * c.num_hidden_layers, [experts] * c.num_hidden_layers)
+
+
+def _write_experts(arch: Architecture) -> Json:
+    experts = write_experts(arch)
+    keys = ("hidden_act", "num_experts", "num_experts_per_tok", "norm_topk_prob")
+    mixer = arch.attentions[0]
+    own: Json = {"intermediate_size": experts["moe_intermediate_size"], "clip_qkv": mixer.clip}
+    return {**{key: experts[key] for key in keys}, **own, "attention_bias": mixer.qkv_bias}
 
 
 def _write(arch: Architecture) -> Json:
@@ -58,5 +74,14 @@ OLMO3 = Family(
     _DEFAULTS | {"sliding_window": 4096, "rope_theta": 500_000.0},
     _read_3,
     _write_3,
+    None,
+)
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    "OlmoeForSequenceClassification",
+    _DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False},
+    _read_experts,
+    _write_experts,
     None,
 )

@@ -1,14 +1,17 @@
 """Qwen3-Next and the text models of Qwen3.5: Gated DeltaNet in three of four layers, gated attention with
-rotary embeddings of a part of each head in the others. Their variants with experts are not supported."""
+rotary embeddings of a part of each head in the others. Experts take the place of MLPs in their variants."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.delta import GatedDeltaNet
+from quatrain.models.blocks.experts import STACKED, Experts
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
+from quatrain.models.families.experts import read_mlps, write_experts
 from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import FULL, read_rope, write_rope
 from quatrain.models.hf_config import HFConfig
@@ -29,13 +32,8 @@ _DEFAULTS: Json = {
 }
 
 
-def _read(c: HFConfig, *, family: str, grouped: bool) -> Architecture:
-    sparse = [i for i in range(c.num_hidden_layers) if _has_experts(c, i)]
-    if sparse:
-        raise ValueError(
-            f"{len(sparse)} of {c.num_hidden_layers} layers have experts (num_experts = {c.num_experts}),"
-            " which are not supported: use a dense model of the family"
-        )
+def _read(c: HFConfig, *, family: str, experts: int, grouped: bool = False) -> Architecture:
+    """`experts`: how many there are if config.json does not say it."""
     require(c.hidden_act in (None, "silu"), "hidden_act", "silu", c.hidden_act)
     interval = c.full_attention_interval or 4
     types = c.layer_types or [LINEAR if (i + 1) % interval else FULL for i in range(c.num_hidden_layers)]
@@ -46,12 +44,10 @@ def _read(c: HFConfig, *, family: str, grouped: bool) -> Architecture:
     delta = GatedDeltaNet(*heads, *sizes, c.linear_conv_kernel_dim, grouped)
     full = common.read_attention(c, read_rope(c, partial=True), qk_norm=True, gate=True)
     mixers = [delta if kind == LINEAR else full for kind in types]
-    return common.architecture(family, c, mixers, norm=Norm(c.rms_norm_eps, 1.0))
-
-
-def _has_experts(c: HFConfig, layer: int) -> bool:
-    step = c.decoder_sparse_step or 1
-    return bool(c.num_experts) and layer not in (c.mlp_only_layers or ()) and (layer + 1) % step == 0
+    mlps = read_mlps(c, experts) if experts else ()
+    if family == QWEN3_5_MOE.model_type:
+        mlps = [replace(mlp, names=STACKED, renormalise=True) for mlp in mlps if isinstance(mlp, Experts)]
+    return common.architecture(family, c, mixers, mlps, norm=Norm(c.rms_norm_eps, 1.0))
 
 
 def _write(arch: Architecture) -> Json:
@@ -86,13 +82,24 @@ def _of_gguf(keys: GGUFKeys) -> Json:
     }
 
 
+_EXPERTS: Json = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     "Qwen3NextForSequenceClassification",
-    {**_DEFAULTS, "num_key_value_heads": 2, "num_experts": 512},
-    partial(_read, family="qwen3_next", grouped=True),
-    lambda arch: {**_write(arch), "num_experts": 0},
+    {
+        **_DEFAULTS,
+        **_EXPERTS,
+        "intermediate_size": 5632,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    },
+    partial(_read, family="qwen3_next", experts=512, grouped=True),
+    lambda arch: {**_write(arch), **write_experts(arch)},
     None,
 )
 QWEN3_5 = Family(
@@ -100,7 +107,7 @@ QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     "Qwen3_5TextForSequenceClassification",
     {**_DEFAULTS, "num_key_value_heads": 4},
-    partial(_read, family="qwen3_5_text", grouped=False),
+    partial(_read, family="qwen3_5_text", experts=0),
     _write,
     GGUF(
         "qwen35",
@@ -113,4 +120,14 @@ QWEN3_5 = Family(
         config=_of_gguf,
         names={"mlp_norm": "post_attention_norm"},
     ),
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeTextForSequenceClassification",
+    {**_DEFAULTS, **_EXPERTS, "intermediate_size": 512, "num_experts_per_tok": 8},
+    partial(_read, family="qwen3_5_moe_text", experts=256),
+    lambda arch: {**_write(arch), **write_experts(arch)},
+    None,
+    omitted=("intermediate_size", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"),
 )

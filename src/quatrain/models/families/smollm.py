@@ -32,7 +32,7 @@ def _write(arch: Architecture) -> Json:
         **common.write_attention(arch, always=False),
         **windows,
         "hidden_act": layer.mlp.activation,
-        "mlp_bias": layer.mlp.bias,
+        "mlp_bias": layer.dense.bias,
         "no_rope_layers": [int(kind.mixer.rope is not None) for kind in arch.layers],
         "use_sliding_window": windows["sliding_window"] is not None,
     }

@@ -1,0 +1,314 @@
+"""Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): each token is computed by k of E gated MLPs.
+
+y = sum over the k experts of weight * down(activation(gate(x)) * up(x)), and a shared expert's output if
+there is one. There is no capacity and no token is dropped, so that a token's result does not depend on
+others.
+
+On a mesh with `ep`, a device has a part of the experts, and computes it for the tokens of all these devices:
+tokens are all-gathered before the experts, and their results reduce-scattered.
+
+Shapes: B rows, T tokens, N = B T, D hidden, E experts, k experts of a token, P = N k pairs of both, F columns
+of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from quatrain.config.mesh import MeshShape
+from quatrain.models.blocks.layer_run import ROUTER, ROUTES, Costs, Enter, LayerRun
+from quatrain.models.blocks.mlp import ACTIVATIONS, Dense, activated
+from quatrain.models.expert_products import (
+    Groups,
+    add_expert_bias,
+    expert_product,
+    group_pairs,
+    to_experts,
+    to_pairs,
+)
+from quatrain.models.layers import Layer
+from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, part_tensors, require
+from quatrain.parallel.axes import EP, TP
+from quatrain.parallel.collectives import (
+    all_gather,
+    axis_index,
+    axis_size,
+    gather_rows,
+    psum_backward,
+    psum_forward,
+    reduce_scatter_rows,
+)
+
+OVER_EP = (((EP,), 0),)
+"""Rows of all devices of `ep`, for `all_gather`."""
+
+APART = ("gate_proj", "up_proj", "down_proj")
+"""The names of the matrices of an expert, each a tensor."""
+STACKED = ("gate_up_proj", "down_proj")
+"""The names of tensors with a matrix of each expert."""
+
+
+class RouterSums(NamedTuple):
+    """Sums over tokens, float32; of several layers, each has a first dimension L."""
+
+    tokens: jax.Array
+    """[E]: tokens that each expert computed."""
+    probabilities: jax.Array
+    """[E]: of the softmax over all experts; a loss of them has a gradient."""
+    entropy: jax.Array
+    """[]: of this softmax, in nats."""
+    changed: jax.Array
+    """[]: tokens whose experts were given and are not those that would have been chosen."""
+
+
+class Routed(NamedTuple):
+    """What a layer of experts says of its choices."""
+
+    experts: jax.Array
+    """[B, T, k] int32: the experts of each token."""
+    sums: RouterSums | None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`num` gated MLPs of `width` columns, of which the router chooses `top_k` for each token."""
+
+    num: int
+    top_k: int
+    width: int
+    activation: str = "silu"
+    clamp: tuple[float, float] | None = None
+    """(limit, a): the product of gate and up is g sigmoid(a g) (u + 1), with g up to the limit and u within
+    +-limit (gpt-oss); None: activation(gate) * up."""
+    bias: bool = False
+    """Whether the router and the experts have biases."""
+    renormalise: bool = True
+    """Whether the weights of the chosen experts sum to 1; else they are parts of a softmax over all."""
+    shared: Dense | None = None
+    """A gated MLP of every token."""
+    shared_gate: bool = False
+    """Whether its output is multiplied by the sigmoid of a gate."""
+    module: str = "mlp"
+    """The name of the block in a checkpoint."""
+    names: tuple[str, ...] = APART
+    """The names of an expert's matrices there; two, of which one is both gate and up, if a tensor has those
+    of all experts."""
+    transposed: bool = False
+    """Whether these tensors are [experts, in, out], with gate and up in turns, and the router is `router`."""
+
+    frozen: ClassVar[frozenset[str]] = frozenset({ROUTER, "shared_gate", "experts_gate_up", "experts_down"})
+    """Matrices that cannot have adapters."""
+
+    def __post_init__(self) -> None:
+        known = self.activation in ACTIVATIONS
+        require(known, "activation", f"one of {', '.join(ACTIVATIONS)}", self.activation)
+        some = 1 <= self.top_k <= self.num
+        require(some, "num_experts_per_tok", f"from 1 to num_experts = {self.num}", self.top_k)
+
+    def params(self, d: int, residual: float) -> dict[str, ParamSpec]:
+        """`router` [E, D] float32, `experts_gate_up` [E, 2, F, D], `experts_down` [E, D, F], and those of the
+        shared expert; the standard deviation of `down` is scaled by `residual`.
+        """
+        E, F = self.num, self.width
+        specs = {
+            ROUTER: ParamSpec((E, d), ("group", "embed"), "normal", d**-0.5, "float32"),
+            "experts_gate_up": ParamSpec.matrix((E, 2, F, d), ("experts", "group", "group", "embed")),
+            "experts_down": ParamSpec.matrix((E, d, F), ("experts", "embed", "group"), residual),
+        }
+        if self.shared:
+            specs |= self.shared.params(d, residual)
+        if self.shared_gate:
+            specs["shared_gate"] = ParamSpec.matrix((1, d), ("group", "embed"))
+        if self.bias:
+            specs |= {f"{name}_bias": specs[name].bias() for name in ("experts_gate_up", "experts_down")}
+            specs[f"{ROUTER}_bias"] = ParamSpec((E,), ("group",), "constant", 0.0, "float32")
+        return specs
+
+    def tensors(self) -> list[TensorName]:
+        """Its tensors in a layer of a checkpoint."""
+        router = "router" if self.transposed else "gate"
+        names = linear_tensors(f"{self.module}.{router}", ROUTER, bias=self.bias)
+        names += self._stacked_tensors() if self.names == STACKED else self._tensors_apart()
+        if self.shared:
+            names += self.shared.tensors()
+        if self.shared_gate:
+            names += linear_tensors(f"{self.module}.shared_expert_gate", "shared_gate", bias=False)
+        return names
+
+    def _tensors_apart(self) -> list[TensorName]:
+        """A tensor for each matrix of each expert."""
+        gate, up, down = self.names
+        names: list[TensorName] = []
+        for e in range(self.num):
+            module, parts = f"{self.module}.experts.{e}", {gate: np.s_[e, 0], up: np.s_[e, 1]}
+            names += part_tensors(module, "experts_gate_up", parts, bias=False)
+            names += linear_tensors(f"{module}.{down}", "experts_down", np.s_[e], bias=False)
+        return names
+
+    def _stacked_tensors(self) -> list[TensorName]:
+        """A tensor for all experts, and one for their biases."""
+        columns = range(self.width)
+        turns = tuple(zip(*((half, column) for column in columns for half in (0, 1)), strict=True))
+        parts = {"experts_gate_up": (slice(None), *turns) if self.transposed else ..., "experts_down": ...}
+        names: list[TensorName] = []
+        for name, (param, part) in zip(self.names, parts.items(), strict=True):
+            matrix = TensorName(f"{self.module}.experts.{name}", (param,), part, vector=False, stacked=True)
+            bias = TensorName(f"{matrix.name}_bias", (f"{param}_bias",), part, stacked=True)
+            names += [matrix._replace(transposed=self.transposed), bias][: 1 + self.bias]
+        return names
+
+    def run(
+        self,
+        x_BTD: jax.Array,
+        enter: Enter,
+        run: LayerRun,
+        routes_BTk: jax.Array | None = None,
+        counted_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routed]:
+        """([B, T, D], summed over the experts of all `tp` and `ep` devices; what was chosen).
+
+        `routes` are the experts to take, and -1 where the router chooses. Each token counts `counted` times
+        in the sums; None: there are none.
+        """
+        shape = x_BTD.shape
+
+        def up(
+            inputs: tuple[jax.Array, jax.Array | None, jax.Array | None], layer: Layer
+        ) -> tuple[jax.Array, jax.Array, Groups, jax.Array, RouterSums | None]:
+            x_ND, routes, counted = inputs
+            x_ND = enter(x_ND, layer)
+            logits_NE = self._logits(x_ND, layer)
+            chosen_Nk = self._chosen(logits_NE, routes)
+            weights_Nk = psum_backward(self._weights(logits_NE, chosen_Nk), TP)
+            weights_Nk, all_ND = (all_gather(each, OVER_EP) for each in (weights_Nk, psum_backward(x_ND, TP)))
+            groups = self._groups(gather_rows(chosen_Nk, EP))
+            rows_PD = to_experts(all_ND, groups)
+            matrix = layer["experts_gate_up"]
+            hidden_PF = expert_product(
+                rows_PD, matrix.reshape(len(matrix), -1, shape[-1]), groups, run.experts
+            )
+            if self.bias:
+                bias = layer["experts_gate_up_bias"]
+                hidden_PF = add_expert_bias(hidden_PF, bias.reshape(len(bias), -1), groups)
+            sums = None if counted is None else self._sums(logits_NE, chosen_Nk, routes, counted)
+            return hidden_PF, weights_Nk, groups, chosen_Nk, sums
+
+        def down(inputs: tuple[jax.Array, Groups], layer: Layer) -> jax.Array:
+            hidden_PF, groups = inputs
+            gate, up = jnp.split(hidden_PF, 2, axis=-1)
+            y_PD = expert_product(self._gated(gate, up), layer["experts_down"], groups, run.experts)
+            return add_expert_bias(y_PD, layer["experts_down_bias"], groups) if self.bias else y_PD
+
+        routes_Nk = None if routes_BTk is None else routes_BTk.reshape(-1, self.top_k)
+        counted_N = None if counted_BT is None else counted_BT.reshape(-1)
+        inputs = x_BTD.reshape(-1, shape[-1]), routes_Nk, counted_N
+        hidden_PF, weights_Nk, groups, chosen_Nk, sums = run.part(up, inputs)
+        y_PD = run.part(down, (hidden_PF, groups))
+        y_NkD = to_pairs(y_PD, groups).reshape(*weights_Nk.shape, -1)
+        y_ND = (weights_Nk[..., None] * y_NkD.astype(jnp.float32)).sum(axis=1).astype(x_BTD.dtype)
+        y_BTD = psum_forward(reduce_scatter_rows(y_ND, EP), TP).reshape(shape)
+        if self.shared:
+            y_BTD = y_BTD + self._shared(x_BTD, enter, run)
+        return y_BTD, Routed(chosen_Nk.reshape(*shape[:2], -1), sums)
+
+    def _shared(self, x_BTD: jax.Array, enter: Enter, run: LayerRun) -> jax.Array:
+        """The output of the shared expert, times its gate if it has one."""
+        assert self.shared
+        y_BTD = self.shared.run(x_BTD, enter, run)
+
+        def gated(inputs: tuple[jax.Array, jax.Array], layer: Layer) -> jax.Array:
+            x_BTD, y_BTD = inputs
+            return jax.nn.sigmoid(run.linear(enter(x_BTD, layer), layer, "shared_gate")) * y_BTD
+
+        return run.part(gated, (x_BTD, y_BTD)) if self.shared_gate else y_BTD
+
+    def _logits(self, x_ND: jax.Array, layer: Layer) -> jax.Array:
+        """[N, E] float32."""
+        logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
+        return logits_NE + layer[f"{ROUTER}_bias"] if self.bias else logits_NE
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.clamp is None:
+            return activated(gate, self.activation) * up
+        limit, slope = self.clamp
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(slope * gate)
+
+    def _chosen(self, logits_NE: jax.Array, routes_Nk: jax.Array | None) -> jax.Array:
+        """[N, k]: the experts of `routes`, or where there are none those with the greatest logits."""
+        chosen_Nk = lax.top_k(logits_NE, self.top_k)[1]
+        if routes_Nk is not None:
+            chosen_Nk = jnp.where(routes_Nk >= 0, jnp.minimum(routes_Nk, self.num - 1), chosen_Nk)
+        return checkpoint_name(chosen_Nk, ROUTES)
+
+    def _weights(self, logits_NE: jax.Array, chosen_Nk: jax.Array) -> jax.Array:
+        """[N, k] float32: the weights of the chosen experts."""
+        logits_Nk = jnp.take_along_axis(logits_NE, chosen_Nk, axis=1)
+        if self.renormalise:
+            return jax.nn.softmax(logits_Nk, axis=1)
+        return jnp.exp(logits_Nk - jax.nn.logsumexp(logits_NE, axis=1, keepdims=True))
+
+    def _groups(self, chosen_Nk: jax.Array) -> Groups:
+        """The pairs by expert: first those of this device's experts."""
+        own = self.num // (axis_size(TP) * axis_size(EP))
+        number = axis_index(TP) * axis_size(EP) + axis_index(EP)
+        return group_pairs(chosen_Nk.reshape(-1) - number * own, own)
+
+    def _sums(
+        self, logits_NE: jax.Array, chosen_Nk: jax.Array, routes_Nk: jax.Array | None, counted_N: jax.Array
+    ) -> RouterSums:
+        probabilities_NE = jax.nn.softmax(logits_NE, axis=1)
+        log_NE = jax.nn.log_softmax(logits_NE, axis=1)
+        changed_N = jnp.zeros(len(logits_NE), bool)
+        if routes_Nk is not None:
+            live_Nk = lax.top_k(logits_NE, self.top_k)[1]
+            changed_N = (jnp.sort(live_Nk) != jnp.sort(chosen_Nk)).any(axis=1)
+        counted_N = counted_N.astype(jnp.float32)
+        each_NE = jax.nn.one_hot(chosen_Nk, self.num, dtype=jnp.float32).sum(axis=1)
+        total = partial(jnp.einsum, "n,n...->...", counted_N, precision="highest")
+        entropy_N = -(probabilities_NE * log_NE).sum(axis=1)
+        return RouterSums(total(each_NE), total(probabilities_NE), total(entropy_N), total(changed_N))
+
+    def spreads(self, tp: int, ep: int) -> bool:
+        """Whether `tp` x `ep` devices can share its experts."""
+        return self.num % (tp * ep) == 0
+
+    def splits(self, tp: int) -> bool:
+        """Whether `tp` devices can share its experts."""
+        return self.num % tp == 0 and (self.shared is None or self.shared.splits(tp))
+
+    @property
+    def split_rule(self) -> str:
+        """What a valid `tp` does, for an error."""
+        shared = f", {self.shared.split_rule} of every token" if self.shared else ""
+        return f"divides the {self.num} experts{shared}"
+
+    def costs(self, d: int, mesh: MeshShape) -> Costs:
+        """Of a block for hidden states of `d` elements; a device has rows for all pairs of `ep`."""
+        k, f, rows = self.top_k, self.width, self.top_k * mesh.ep
+        own = Costs(
+            weights=d * self.num + 3 * d * f * k // mesh.tp,
+            per_key=0,
+            outputs={},
+            kept=rows * (2 * f + d),
+            normed=0,
+            working=rows * (2 * d + 6 * f),
+            statistics=k,
+        )
+        if not self.shared:
+            return own
+        shared = self.shared.costs(d, mesh)
+        return own._replace(
+            weights=own.weights + shared.weights + d * self.shared_gate,
+            outputs=shared.outputs,
+            kept=own.kept + shared.kept + d * self.shared_gate,
+            working=own.working + shared.working,
+        )

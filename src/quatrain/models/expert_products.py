@@ -1,0 +1,186 @@
+"""Products of rows with the matrix of their expert, for rows that are sorted by expert.
+
+Called by the block `Experts`. No row is dropped, and no sum depends on an order that may change: rows move by
+permutations, whose backward passes are permutations too.
+
+Shapes: N tokens, k experts of each, P = N k pairs of a token and an expert, E experts, I columns in, O out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MOST_ROWS, FEWEST_ROWS = 64, 8
+"""Rows that `blocks` multiplies by one matrix at a time: with many tokens, and in decode steps."""
+
+
+class Groups(NamedTuple):
+    """Pairs in the order of their experts; those of other devices' experts come last."""
+
+    order: jax.Array
+    """[P] int32: the pair at each place; pair i is of token i // k."""
+    place: jax.Array
+    """[P] int32: the place of each pair."""
+    sizes: jax.Array
+    """[E] int32: pairs of each of this device's experts."""
+
+
+def group_pairs(experts_P: jax.Array, num_experts: int) -> Groups:
+    """The pairs sorted by expert; a number outside of 0 .. `num_experts` - 1 is another device's expert."""
+    foreign = (experts_P < 0) | (experts_P >= num_experts)
+    keys = jnp.where(foreign, num_experts, experts_P)
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    sizes = jnp.diff(jnp.searchsorted(keys[order], jnp.arange(num_experts + 1))).astype(jnp.int32)
+    return Groups(order, place, sizes)
+
+
+@jax.custom_vjp
+def to_experts(x_ND: jax.Array, groups: Groups) -> jax.Array:
+    """[P, D]: the token of each pair, sorted by expert."""
+    return x_ND[groups.order // (len(groups.order) // len(x_ND))]
+
+
+def _to_experts_backward(residuals: tuple[Groups, int], dy_PD: jax.Array) -> tuple[jax.Array, None]:
+    """The sum of a token's k gradients in their order: no scatter-add, whose order is not fixed on a GPU."""
+    groups, tokens = residuals
+    pairs = dy_PD[groups.place].reshape(tokens, -1, dy_PD.shape[1])
+    return pairs.astype(jnp.float32).sum(axis=1).astype(dy_PD.dtype), None
+
+
+to_experts.defvjp(lambda x, groups: (to_experts(x, groups), (groups, len(x))), _to_experts_backward)
+
+
+@jax.custom_vjp
+def to_pairs(y_PD: jax.Array, groups: Groups) -> jax.Array:
+    """[P, D] in the order of pairs, of rows sorted by expert."""
+    return y_PD[groups.place]
+
+
+to_pairs.defvjp(lambda y, groups: (to_pairs(y, groups), groups), lambda groups, dy: (dy[groups.order], None))
+
+
+def expert_product(x_PI: jax.Array, w_EOI: jax.Array, groups: Groups, how: str) -> jax.Array:
+    """[P, O]: each row times the transpose of its expert's matrix; 0 in rows of other devices' experts.
+
+    `how` is one of `PRODUCTS`.
+    """
+    if how == "blocks":
+        return _blocks(x_PI, w_EOI, groups.sizes, rows_of_block(len(x_PI), len(w_EOI)))
+    own = (jnp.arange(len(x_PI)) < groups.sizes.sum())[:, None]
+    return jnp.where(own, _RAGGED[how](jnp.where(own, x_PI, 0), w_EOI.swapaxes(1, 2), groups.sizes), 0)
+
+
+def add_expert_bias(y_PO: jax.Array, bias_EO: jax.Array, groups: Groups) -> jax.Array:
+    """`y` plus the bias of each row's expert; rows of other devices' experts stay as they are.
+
+    By a product with ones, so that the gradient of a bias is one too, whose order of sums is fixed.
+    """
+    ends = jnp.cumsum(groups.sizes)
+    places = jnp.arange(len(y_PO))[:, None]
+    own = ((places < ends) & (places >= ends - groups.sizes)).astype(y_PO.dtype)
+    return y_PO + jnp.matmul(own, bias_EO.astype(y_PO.dtype), precision="highest")
+
+
+def rows_of_block(pairs: int, experts: int) -> int:
+    """Rows of a block: a power of two near those that an expert has on average."""
+    return min(max(2 ** (pairs // experts).bit_length() // 2, FEWEST_ROWS), MOST_ROWS)
+
+
+def _ragged(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x_PI, w_EIO, sizes_E)
+
+
+def _tokamax(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    import tokamax
+
+    product: jax.Array = tokamax.ragged_dot(x_PI, w_EIO, sizes_E)
+    return product
+
+
+_RAGGED = {"ragged": _ragged, "tokamax": _tokamax}
+PRODUCTS = ("blocks", *_RAGGED)
+"""Blocks of rows of one expert; XLA's `ragged_dot`, which is a kernel on TPUs alone; tokamax's kernel."""
+
+
+class _Block(NamedTuple):
+    expert: jax.Array
+    first: jax.Array
+    """Its first row."""
+    filled: jax.Array
+    """Rows of this expert in it; those after them are of the next."""
+
+
+def _table(sizes_E: jax.Array, rows: int) -> tuple[jax.Array, Any]:
+    """(the number of blocks, number -> `_Block`), in the order of experts."""
+    ends, blocks = jnp.cumsum(sizes_E), -(-sizes_E // rows)
+    ends_of_blocks = jnp.cumsum(blocks)
+
+    def block(i: jax.Array) -> _Block:
+        expert = jnp.sum(ends_of_blocks <= i)
+        number = i - (ends_of_blocks[expert] - blocks[expert])
+        start = ends[expert] - sizes_E[expert] + number * rows
+        return _Block(expert, start, jnp.minimum(rows, ends[expert] - start))
+
+    return ends_of_blocks[-1], block
+
+
+def _rows(x: jax.Array, block: _Block, rows: int) -> jax.Array:
+    """The rows of a block; 0 in those of the next expert."""
+    own = (jnp.arange(rows) < block.filled)[:, None]
+    return jnp.where(own, lax.dynamic_slice_in_dim(x, block.first, rows), 0)
+
+
+def _over_blocks(x: jax.Array, columns: int, sizes_E: jax.Array, rows: int, product: Any) -> jax.Array:
+    """[P, columns] of `product(rows, expert)`; a block's last rows may be overwritten by the next block's."""
+    count, block_at = _table(sizes_E, rows)
+    padded = jnp.pad(x, ((0, rows - 1), (0, 0)))
+
+    def step(i: jax.Array, y: jax.Array) -> jax.Array:
+        block = block_at(i)
+        new = product(_rows(padded, block, rows), block.expert)
+        return lax.dynamic_update_slice_in_dim(y, new.astype(y.dtype), block.first, 0)
+
+    y = jnp.zeros((len(padded), columns), x.dtype)
+    return lax.fori_loop(0, count, step, y)[: len(x)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _blocks(x_PI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
+    def product(x: jax.Array, expert: jax.Array) -> jax.Array:
+        # The matrix comes first: of a product of few rows XLA rearranges the second factor.
+        return lax.dot_general(w_EOI[expert], x, (((1,), (1,)), ((), ()))).T
+
+    return _over_blocks(x_PI, w_EOI.shape[1], sizes_E, rows, product)
+
+
+def _blocks_forward(x: jax.Array, w: jax.Array, sizes: jax.Array, rows: int) -> tuple[jax.Array, Any]:
+    return _blocks(x, w, sizes, rows), (x, w, sizes)
+
+
+def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_PI, w_EOI, sizes_E = residuals
+
+    def product(dy: jax.Array, expert: jax.Array) -> jax.Array:
+        return jnp.matmul(dy, w_EOI[expert])
+
+    dx = _over_blocks(dy_PO, w_EOI.shape[2], sizes_E, rows, product)
+    count, block_at = _table(sizes_E, rows)
+    x_PI, dy_PO = (jnp.pad(each, ((0, rows - 1), (0, 0))) for each in (x_PI, dy_PO))
+
+    def step(i: jax.Array, dw_EOI: jax.Array) -> jax.Array:
+        block = block_at(i)
+        dy, x = (_rows(each, block, rows) for each in (dy_PO, x_PI))
+        new = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return dw_EOI.at[block.expert].add(new)
+
+    dw = lax.fori_loop(0, count, step, jnp.zeros(w_EOI.shape, jnp.float32))
+    return dx, dw.astype(w_EOI.dtype), None
+
+
+_blocks.defvjp(_blocks_forward, _blocks_backward)

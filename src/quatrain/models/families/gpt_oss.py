@@ -1,0 +1,80 @@
+"""gpt-oss: attention sinks, windows on every other layer, yarn, experts with biases and a clamped gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.blocks.attention import Attention
+from quatrain.models.blocks.experts import STACKED, Experts
+from quatrain.models.families import common
+from quatrain.models.families.common import Family, Json
+from quatrain.models.families.experts import num_experts, read_experts, write_experts
+from quatrain.models.families.ropes import FULL, SLIDING, read_rope
+from quatrain.models.hf_config import HFConfig
+
+
+def _read(c: HFConfig) -> Architecture:
+    """Unless config.json names their types, every other layer has a window, from the first."""
+    types = c.layer_types or [FULL if i % 2 else SLIDING for i in range(c.num_hidden_layers)]
+    rope = read_rope(c)
+
+    def mixer(window: int | None) -> Attention:
+        return common.read_attention(c, rope, window, sinks=True)
+
+    experts = replace(
+        read_experts(c, num_experts(c, 128)),
+        renormalise=True,
+        clamp=(c.swiglu_limit, c.swiglu_alpha),
+        bias=True,
+        names=STACKED,
+        transposed=True,
+    )
+    mixers = common.by_layer_type(c, types, mixer)
+    return common.architecture("gpt_oss", c, mixers, [experts] * len(mixers))
+
+
+def _write(arch: Architecture) -> Json:
+    mlp, experts = arch.layers[0].mlp, write_experts(arch)
+    assert isinstance(mlp, Experts), mlp
+    assert mlp.clamp, mlp
+    return {
+        **common.write_attention(arch),
+        **common.write_windows(arch, always=True),
+        "hidden_act": experts["hidden_act"],
+        "intermediate_size": experts["moe_intermediate_size"],
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "swiglu_limit": mlp.clamp[0],
+        "swiglu_alpha": mlp.clamp[1],
+    }
+
+
+_YARN: Json = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    "GptOssForSequenceClassification",
+    {
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _YARN,
+        "rope_theta": 150000.0,
+    },
+    _read,
+    _write,
+    None,
+)

@@ -1,0 +1,55 @@
+"""Mixtral: Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.families import common
+from quatrain.models.families.common import Family, Json
+from quatrain.models.families.experts import num_experts, read_experts, write_experts
+from quatrain.models.families.ropes import read_rope
+from quatrain.models.hf_config import HFConfig
+
+
+def _read(c: HFConfig) -> Architecture:
+    mixer = common.read_attention(c, read_rope(c), c.sliding_window, qkv_bias=False, output_bias=False)
+    experts = replace(
+        read_experts(c, num_experts(c, 8)),
+        renormalise=True,
+        module="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    layers = c.num_hidden_layers
+    return common.architecture("mixtral", c, [mixer] * layers, [experts] * layers)
+
+
+def _write(arch: Architecture) -> Json:
+    experts = write_experts(arch)
+    return {
+        **common.write_head_dim(arch),
+        "hidden_act": experts["hidden_act"],
+        "intermediate_size": experts["moe_intermediate_size"],
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "sliding_window": arch.layers[0].mixer.window,
+    }
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    "MixtralForSequenceClassification",
+    {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+    },
+    _read,
+    _write,
+    None,
+)
