@@ -33,7 +33,7 @@ def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec) -> tuple[jax.A
     """
 
     def on_shard(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
-        predicted = jnp.where(batch.mask, model.predict(params, batch)[0], 0.0)
+        predicted = jnp.where(batch.mask, model.predict(params, batch).numbers[0], 0.0)
         return all_gather_shards((from_first_device(predicted, TP), batch.mask))
 
     in_specs = (model.partition, PartitionSpec(DATA_AXES))
@@ -47,7 +47,7 @@ def _scored_hidden(params: Any, batch: MicroBatch, *, model: ModelSpec) -> jax.A
     """[R, K, D]: the hidden states before the scored tokens, on their data shards; other entries are any."""
 
     def on_shard(params: Any, batch: MicroBatch) -> jax.Array:
-        hidden = model.hidden(params, batch)
+        hidden, _ = model.hidden(params, batch)
         places, here = predicted_here(batch, hidden)
         return of_all_columns(jnp.take_along_axis(hidden, places[..., None], axis=1), here[..., None])
 
@@ -68,7 +68,8 @@ def predict_tokens(
     """
     result = np.zeros(table.completion_mask.shape, np.float32)
     table = replace(table, columns={})  # so that one program predicts for tables of any columns
-    for sequences, batch in micro_batches(table, planner, model.mesh, model.forms):
+    forms = model.forms._replace(counted=False)
+    for sequences, batch in micro_batches(table, planner, model.mesh, forms):
         with trim_after_compiling():
             outputs = _predict_program(model.backend)(params, batch, model=model)
             predicted, mask = (np.asarray(x) for x in outputs)
