@@ -125,8 +125,16 @@ def _assert_same(got, expected):
             np.testing.assert_allclose(got_stats[kind][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=pytest.mark.slow), "layer"])
-@pytest.mark.parametrize("coef", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("coef", "remat"),
+    [
+        (3.0, "layer"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((0.0, "none"), (3.0, "none"), (3.0, "dots"))
+        ),
+    ],
+)
 def test_no_cut_changes_gradient_auxiliary_loss_or_metrics(model, sampled, coef, remat):
     """With experts that the routers would not choose, so that replay is seen; prompts shared or not."""
     table = _mini_batch(_forced(sampled), coef)
@@ -161,11 +169,14 @@ def test_the_auxiliary_loss_is_that_of_the_whole_batch(model, sampled):
     np.testing.assert_array_equal(stats["routers"]["expert_tokens"], chosen)
 
 
-def _learner(arch, **options) -> Learner:
+def _learner(arch, learning_rate=1e-3, **options) -> Learner:
     update = UpdateConfig(
         **{"mini_batch_size": 2, "loss_aggregation": "token_mean", "max_tokens_per_device": 200, **options}
     )
-    logprob, optimizer = LogprobConfig(max_tokens_per_device=200), OptimizerConfig(learning_rate=1e-3)
+    logprob, optimizer = (
+        LogprobConfig(max_tokens_per_device=200),
+        OptimizerConfig(learning_rate=learning_rate),
+    )
     return Learner(PolicySpec(arch), update, logprob, optimizer, max_new_tokens=24, total_steps=10, seed=0)
 
 
@@ -189,14 +200,13 @@ def test_every_pass_of_the_update_takes_the_recorded_experts(model, sampled):
     """Old log-probabilities, both epochs and all optimizer steps: the ratio is 1 before the first of them,
     which it is not if one pass takes other experts than another."""
     forced = _forced(sampled)
-    one = _results(_stepped(model, forced, old_logprobs="recompute", mini_batch_size=4))
-    assert one["update/ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert one["moe/replay_changed"] > 0.5
-    two = _stepped(model, forced, epochs=2)
-    plain = _stepped(model, sampled, epochs=2)
-    assert _results(two)["update/optimizer_steps"] == 4
-    gap = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), two.params, plain.params)
-    assert max(jax.tree.leaves(gap)) > 1e-4  # other experts learn
+    # The greatest ratio of four steps with a rate near 0: each step had the experts of the first pass.
+    still = _learner(model[0], old_logprobs="recompute", epochs=2, learning_rate=1e-9)
+    state = still.step(still.init(jax.tree.map(jnp.copy, model[1])), _advantaged(forced))
+    results = _results(state)
+    assert results["update/optimizer_steps"] == 4
+    assert results["moe/replay_changed"] > 0.5
+    assert results["update/ratio_max"] == pytest.approx(1, abs=1e-4)
 
 
 def test_metrics_of_a_training_step(model, sampled):
@@ -221,14 +231,16 @@ def test_without_recorded_routes_the_update_chooses_anew(model, sampled):
         _stepped(model, replace(sampled, routes=None), router_aux_coef=0.1)
 
 
-def test_the_auxiliary_loss_evens_the_load(model, sampled):
-    before, after = (_stepped(model, sampled, router_aux_coef=coef, epochs=6) for coef in (0.0, 10.0))
-    entropies = []
-    for state in (before, after):
-        stats = _gradient(model[0], state.params, _mini_batch(sampled), WHOLE)[1]["routers"]
-        entropies.append(stats["entropy"])
-    assert entropies[1] > entropies[0] + 1
-    assert _results(after)["update/router_aux_loss"] > 0
+@pytest.mark.slow
+def test_the_auxiliary_loss_is_trained(model, sampled):
+    """With the recorded loads, after an epoch it is smaller than in a run without it."""
+    losses = []
+    for coef in (0.0, 10.0):
+        state = _stepped(model, sampled, router_aux_coef=coef)
+        assert ("update/router_aux_loss" in state.metrics) == bool(coef)
+        stats = _gradient(model[0], state.params, _mini_batch(sampled, 1.0), WHOLE)[1]["routers"]
+        losses.append(float(stats["balance_loss"]))
+    assert losses[1] < losses[0] - 0.05
 
 
 def test_the_reference_of_adapters_takes_the_routes_and_another_model_its_own(model, sampled):
