@@ -47,7 +47,8 @@ class RouteRules(NamedTuple):
         rule = f"it must return the experts of all tokens of a sequence but the last, as integers {form}"
         remedy = "let it serve the model that is trained, or set rollout.record_routes to false"
         if not isinstance(routes, np.ndarray) or not np.issubdtype(routes.dtype, np.integer):
-            raise WorkerRefused(f"{rule}; got {type(routes).__name__} that is none; {remedy}")
+            got = "none" if routes is None else f"a value of type {type(routes).__name__}"
+            raise WorkerRefused(f"{rule}; got {got}; {remedy}")
         layers = {tokens * own * k: own, tokens * all_layers * k: all_layers}.get(routes.size)
         shaped = routes.ndim == 1 or routes.shape == (tokens, layers, k)
         if layers is None or not shaped:
