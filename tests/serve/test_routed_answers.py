@@ -1,4 +1,4 @@
-"""`quatrain serve` of a model with experts: answers have the experts of their tokens, if they are asked for."""
+"""`quatrain serve` of a model with experts: answers have the experts of their tokens, where asked for."""
 
 import httpx2 as httpx
 import numpy as np
