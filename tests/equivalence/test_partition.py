@@ -452,7 +452,7 @@ def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, 
     assert (got[table.completion_mask] < 0).all()
 
 
-@pytest.mark.parametrize("case", family_cases("gemma2", "olmo3"))
+@pytest.mark.parametrize("case", family_cases("gemma2", "olmo3", "qwen2_moe"))
 def test_packed_is_padded_for_every_family(case, small_arch, make_batch):
     """Sliding windows shorter than the sequences, soft caps, biases and norms of queries included."""
     arch = of_golden(case, vocab_size=small_arch.vocab_size)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from goldens import CASES, SCORE_CASES, read_golden, read_score_golden
 
-from quatrain.models.architecture import BOTH
+from quatrain.models.architecture import BOTH, Routes
 from quatrain.models.blocks.delta import GatedDeltaNet
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.families import (
     FAMILIES,
     architecture_from_hf,
@@ -320,8 +321,8 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
     ("config", "message"),
     [
         (
-            {"model_type": "mixtral"},
-            "'mixtral'.*supported: llama, qwen2, qwen3, gemma2, gemma3_text",
+            {"model_type": "mamba"},
+            "'mamba'.*supported: llama, qwen2, qwen3, gemma2, gemma3_text",
         ),
         ({}, "unsupported model_type None"),
         (
@@ -445,8 +446,8 @@ def test_builtin_architecture():
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("mixtral", "it is nearest to mistral, but has experts"),
-        ("qwen3_5_moe", "it is nearest to qwen3_5_text, but has experts"),
+        ("llama4", "it is nearest to llama, but has experts"),
+        ("deepseek_v3", "it is nearest to llama, but has latent attention and experts"),
         ("olmo", "it is nearest to olmo2, but has layer norms without weights"),
         ("lama", r"did you mean llama\?"),
         ("gemma3n_text", "did you mean gemma3_text"),
@@ -531,25 +532,43 @@ def test_what_is_wrong_in_a_gemma_4_config(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_sparse"),
+    ("fields", "sparse"),
     [
-        ({"num_experts": 512}, 8),
-        ({}, 8),
-        ({"num_experts": 4, "decoder_sparse_step": 2}, 4),
-        ({"num_experts": 4, "mlp_only_layers": [*range(7)]}, 1),
-        ({"num_experts": 4, "mlp_only_layers": [*range(8)]}, 0),
-        ({"num_experts": 0}, 0),
+        ({"num_experts": 12}, range(8)),
+        ({"num_local_experts": 12, "decoder_sparse_step": 2}, (1, 3, 5, 7)),
+        ({"num_experts": 12, "mlp_only_layers": [*range(7)]}, (7,)),
+        ({"num_experts": 12, "mlp_only_layers": [*range(8)]}, ()),
+        ({"num_experts": 0}, ()),
     ],
 )
-def test_layers_with_experts_are_refused(fields, num_sparse):
+def test_which_layers_have_experts(fields, sparse):
     config = {**read_golden("qwen3_next").config, "num_hidden_layers": 8, "layer_types": None}
     config = {key: value for key, value in config.items() if key != "num_experts"} | fields
-    if num_sparse:
-        with pytest.raises(ValueError, match=f"{num_sparse} of 8 layers have experts .*use a dense model"):
-            architecture_from_hf(config)
-    else:
-        kinds = [isinstance(kind.mixer, GatedDeltaNet) for kind in architecture_from_hf(config).layers]
-        assert kinds == [True, True, True, False] * 2
+    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    arch = architecture_from_hf(config)
+    assert [isinstance(kind.mixer, GatedDeltaNet) for kind in arch.layers] == [True, True, True, False] * 2
+    assert [i for i, kind in enumerate(arch.layers) if isinstance(kind.mlp, Experts)] == [*sparse]
+    assert arch.routes == (Routes(len(sparse), 2, 12) if sparse else None)
+    assert architecture_from_hf(architecture_to_hf(arch)) == arch
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts must be equal to num_local"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok must be from 1 to num_experts = 6",
+        ),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+        ("olmoe", {"hidden_act": "relu"}, "activation must be one of silu"),
+    ],
+)
+def test_what_is_wrong_in_a_config_of_experts(case, changes, message):
+    with pytest.raises(ValueError, match=message):
+        architecture_from_hf({**read_golden(case).config, **changes})
 
 
 @pytest.mark.parametrize(
