@@ -239,7 +239,7 @@ class Bench:
         objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
         for _ in range(self.scale.steps + 1):
             began = time.perf_counter()
-            params, state, applied, metrics = optimizer_step(
+            params, state, applied, metrics, _ = optimizer_step(
                 params, state, batches, model=policy, objective=objective, optimizer=self.optimizer
             )
             jax.block_until_ready((params, state))

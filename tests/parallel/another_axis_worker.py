@@ -68,7 +68,7 @@ planner = MicroBatchPlanner(max_tokens=40, num_shards=role.mesh.num_data_shards,
 parts = [part for _, part in micro_batches(table(), planner, mesh, model.forms)]
 objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
 optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-2), 1)
-new, _, applied, metrics = optimizer_step(
+new, _, applied, metrics, _ = optimizer_step(
     params, init_optimizer(optimizer, params), parts, model=model, objective=objective, optimizer=optimizer
 )
 assert applied

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from routed_models import routed_model, routes_of_rows
 
 from quatrain import StepResult
 from quatrain.config.schema import RolloutConfig
@@ -53,11 +54,11 @@ class Dying(EngineWorker):
 def make(small_arch, small_params, tokenizer):
     made = []
 
-    def make(num_workers=0, worker=EngineWorker):
+    def make(num_workers=0, worker=EngineWorker, arch=small_arch, params=small_params):
         def engine(n=3, **options):
             settings = RolloutConfig(n=n, max_new_tokens=24, temperature=0.9)
             options = {"stop_ids": STOP_IDS, "seed": 11, "cache_bytes": 1 << 28, **options}
-            return RolloutEngine(small_arch, settings, tokenizer, **options)
+            return RolloutEngine(arch, settings, tokenizer, **options)
 
         environments = load_environment(Counts)
         rules = EpisodeRules(
@@ -71,7 +72,7 @@ def make(small_arch, small_params, tokenizer):
         if not num_workers:
             rollouts = engine(episodes=rules)
         else:
-            read = weights_reader(small_arch, one_device())
+            read = weights_reader(arch, one_device())
 
             def factory():
                 own = engine(n=1, per_request_sampling=True)
@@ -81,7 +82,7 @@ def make(small_arch, small_params, tokenizer):
             options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
             fleet = Fleet([factory] * num_workers, InMemory(), **options)
             rollouts = FleetEpisodes(fleet, rules, seed=11, tokenizer=tokenizer)
-        rollouts.sync_weights(small_params, 5)
+        rollouts.sync_weights(params, 5)
         made.append(rollouts)
         return rollouts
 
@@ -90,13 +91,31 @@ def make(small_arch, small_params, tokenizer):
         rollouts.close()
 
 
-@pytest.mark.parametrize("worker", [EngineWorker, Dying])
-def test_episodes_are_those_of_an_engine_whoever_is_lost(make, tokenizer, small_params, worker):
+def _prompts(tokenizer) -> list[Prompt]:
     texts = [({"role": "user", "content": f"How many {i}?"},) for i in range(5)]
-    prompts = [
+    return [
         Prompt(i, np.array(render(tokenizer, text), np.int32), text, {"number": i})
         for i, text in enumerate(texts)
     ]
+
+
+def test_episodes_have_the_routes_of_their_tokens_whoever_samples_the_turns(make, tokenizer):
+    """Of every token but those after the last turn."""
+    arch, params = routed_model(vocab_size=294)
+    one, fleet = (make(workers, arch=arch, params=params) for workers in (0, 2))
+    expected, batch = (rollouts.generate(_prompts(tokenizer), step=3) for rollouts in (one, fleet))
+    np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+    np.testing.assert_array_equal(batch.routes, expected.routes)
+    truth = routes_of_rows(params, arch, batch.input_ids, batch.lengths)
+    recorded = (batch.routes != 255).any(axis=(2, 3))
+    np.testing.assert_array_equal(np.sort(batch.routes[recorded]), np.sort(truth[recorded]))
+    assert recorded[np.roll(batch.completion_mask, -1, axis=1)].all()
+    assert max(map(len, batch.columns["messages"])) > 4
+
+
+@pytest.mark.parametrize("worker", [EngineWorker, Dying])
+def test_episodes_are_those_of_an_engine_whoever_is_lost(make, tokenizer, small_params, worker):
+    prompts = _prompts(tokenizer)
     Dying.taken = 0
     one, fleet = make(), make(2, worker)
     for step in (3, 4):

@@ -1,6 +1,7 @@
 """Inference servers as workers of a fleet: quatrain's own, and fakes of vLLM and SGLang with their faults."""
 
 import asyncio
+import base64
 import json
 import math
 import threading
@@ -26,10 +27,12 @@ from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.rollout.server_kinds import Refusal
+from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
+from quatrain.types.routes import routes_to_text
 
 TOKEN = "the-token-of-the-tests"
 LENGTHS = (5, 2, 17, 9, 3)
@@ -129,6 +132,7 @@ class Fake:
         self.kind, self.tokenizer, self.vocab_size = kind, tokenizer, vocab_size
         self.faults, self.asked, self.label, self.paused = {}, [], "default", False
         self.logprob = lambda temperature: -math.log(vocab_size) if temperature > 0.1 else 0.0
+        self.routes = lambda ids: None  # [tokens, layers, k] int32 of an input of `ids`
 
     def answer(self, method, path, body):
         self.asked.append((path, body))
@@ -178,6 +182,8 @@ class Fake:
                 "logprobs": {"token_logprobs": logprobs},
                 "prompt_token_ids": ids,
             }
+            if (routes := self.routes([*ids, *tokens][:-1])) is not None:
+                choice["routed_experts"] = routes if isinstance(routes, str) else routes_to_text(routes)
             return 200, {"choices": [choice]}
         return 404, {"error": {"message": "not found"}}
 
@@ -203,6 +209,10 @@ class Fake:
                 "weight_version": self.label,
                 "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens)],
             }
+            if body.get("return_routed_experts"):
+                routes = self.routes([*ids, *tokens][:-1])
+                is_array = isinstance(routes, np.ndarray)
+                meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode() if is_array else routes
             return 200, {"text": self.tokenizer.decode(tokens), "output_ids": tokens, "meta_info": meta}
         return 404, {"detail": "Not Found"}
 
@@ -803,3 +813,81 @@ def test_a_server_that_stops_answering_is_lost(fake, rules, small_arch, small_pa
         np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
         assert batch.metrics["fleet/restarts"].result() >= 1
         assert "it has answered no request for 1 s (rollout.timeout_s)" in caplog.text
+
+
+ROUTES = RouteRules((1, 3), 4, 2, 40, np.dtype(np.uint8))
+"""Of a model with experts in two of its four layers."""
+
+
+def _routes(ids, layers=4):
+    """[tokens, layers, 2] int32, which name token and layer."""
+    experts = np.array(ids)[:, None, None] % 30 + np.arange(layers)[:, None] + np.array([0, 5])
+    return experts.astype(np.int32)
+
+
+@pytest.fixture
+def routed_rules(rules):
+    return replace(rules, routes=ROUTES)
+
+
+@pytest.mark.parametrize("layers", [2, 4], ids=["layers with experts", "all layers"])
+def test_routes_of_servers_stand_beside_their_tokens(
+    fake, routed_rules, small_arch, small_params, tmp_path, caplog, layers
+):
+    """Those of all tokens but the last, as vLLM and SGLang return them: of all layers of the model."""
+    fake.routes = _routes if layers == 4 else lambda ids: np.ascontiguousarray(_routes(ids)[:, [1, 3]])
+    with listening(fake) as url, fleet_of([url], routed_rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        batch = fleet.generate(PROMPTS, step=3)
+    assert batch.routes.dtype == np.uint8
+    for ids, length, routes in zip(batch.input_ids, batch.lengths, batch.routes):
+        np.testing.assert_array_equal(routes[: length - 1], _routes(ids[: length - 1])[:, [1, 3]])
+        assert (routes[length - 1 :] == 255).all()
+    assert not caplog.records
+
+
+def test_a_server_without_routes_is_used_after_one_warning(
+    fake, routed_rules, small_arch, small_params, tmp_path, caplog
+):
+    with listening(fake) as url, fleet_of([url], routed_rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        batch, _ = (fleet.generate(PROMPTS, step=step) for step in (3, 4))
+    assert batch.routes is None
+    (warning,) = [each.getMessage() for each in caplog.records if "routes" in each.getMessage()]
+    assert "returns no routes of experts, so that the update chooses them anew" in warning
+    assert "1 to 5 % of tokens go through another expert in at least one of the 2 layers" in warning
+    assert "start it with --enable-return-routed-experts" in warning
+
+
+@pytest.mark.parametrize(
+    ("routes", "got"),
+    [
+        (lambda ids: _routes(ids)[:-1], "array"),
+        (lambda ids: _routes(ids, 3), "array"),
+        (lambda ids: _routes(ids) + 30, r"from 0 to 39; got \d+ to \d+"),
+        (lambda ids: "no base64", "a value of type str"),
+    ],
+    ids=["a token less", "another number of layers", "another number of experts", "no array"],
+)
+def test_routes_of_another_model_or_length_are_refused(fake, routed_rules, routes, got):
+    fake.routes = routes
+    with (
+        listening(fake) as url,
+        pytest.raises(
+            WorkerRefused, match=rf"experts of all tokens of a sequence but the last.*{got}.*record_routes"
+        ),
+    ):
+        HttpWorker(url, routed_rules, num_slots=None, timeout_s=20)
+
+
+def test_a_server_that_stops_returning_routes_ends_the_run(
+    fake, routed_rules, small_arch, small_params, tmp_path
+):
+    """As one whose answers cannot be trained on, after four tries."""
+    fake.routes = _routes
+    with listening(fake) as url, fleet_of([url], routed_rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        assert fleet.generate(PROMPTS, step=3).routes is not None
+        fake.routes = lambda ids: None
+        with pytest.raises(GroupFailed, match=r"must return the experts of all tokens .* got none"):
+            fleet.generate(PROMPTS, step=3)

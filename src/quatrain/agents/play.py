@@ -450,6 +450,8 @@ def _completion(row: Row) -> Completion:
         else:
             completion.extend(turn.tokens, [0.0] * len(turn.tokens), -1)
             completion.num_given += len(turn.tokens)
+        if turn.first_routed <= completion.num_routed:  # else an answer before it has no routes
+            completion.record(turn.first_routed, *turn.routes)
     return completion
 
 

@@ -6,6 +6,7 @@ calls `initialize` before any computation and `shutdown` at the end.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ LONGEST_SHOWN_VALUE = 80
 # The most that one collective brings to a device, and the least that it is padded to; powers of two.
 MOST_BYTES = 1 << 26
 LEAST_BYTES = 1 << 8
+ARRAY = "quatrain.array"  # the key that marks a numpy array in exchanged JSON
 
 logger = logging.getLogger(__name__)
 
@@ -166,16 +168,33 @@ def gather_objects(value: Any) -> list[Any]:
 def decided_by_main(decide: Callable[[], Any]) -> Any:
     """Calls `decide` in the main process only and broadcasts its JSON-serialisable result to all processes.
 
+    The result may also have numpy arrays.
     For results that could differ between processes: those that depend on files, clocks or users' code. Its
     memory does not depend on the number of processes.
     """
     if not joined():
         return decide()
-    content = json.dumps(decide()).encode() if is_main_process() else b""
+    content = json.dumps(decide(), default=_array_as_json).encode() if is_main_process() else b""
     [size] = _numbers_in(multihost_utils.broadcast_one_to_all(_words_of(len(content))))
     pieces = (_piece(content, *piece) for piece in _pieces(size, MOST_BYTES))
     decided = b"".join(multihost_utils.broadcast_one_to_all(piece).tobytes() for piece in pieces)
-    return json.loads(decided[:size])
+    return json.loads(decided[:size], object_hook=_array_of_json)
+
+
+def _array_as_json(value: Any) -> dict[str, Any]:
+    """A numpy array as what `_array_of_json` reads."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is not a value that JSON has")
+    content = base64.b64encode(value.tobytes()).decode()
+    return {ARRAY: content, "dtype": value.dtype.str, "shape": value.shape}
+
+
+def _array_of_json(values: dict[str, Any]) -> Any:
+    """The array that `values` stand for, or `values`."""
+    if ARRAY not in values:
+        return values
+    content = base64.b64decode(values[ARRAY])
+    return np.frombuffer(content, values["dtype"]).reshape(values["shape"])
 
 
 def _words_of(*numbers: int) -> np.ndarray:

@@ -383,6 +383,17 @@ RULES: tuple[Rule, ...] = (
     _of_in_flight("rollout.dynamic_sampling_rounds 1", lambda c: c.rollout.dynamic_sampling_rounds > 1),
     _of_in_flight("no greedy baseline", lambda c: c.rollout.greedy_baseline or _takes(c, "baseline_rewards")),
     Rule(
+        "update.router_aux_coef",
+        lambda c: c.update.router_aux_coef and c.rollout.record_routes is False,
+        "must be 0 for rollout.record_routes false: how many tokens an expert has in a mini-batch must be "
+        "known before it is cut into micro-batches; set 0, or rollout.record_routes to auto",
+    ),
+    Rule(
+        "update.router_aux_coef",
+        lambda c: c.update.router_aux_coef and c.lora.rank,
+        "must be 0 with lora.rank: adapters leave routers as they are, which this loss is to change; set 0",
+    ),
+    Rule(
         "update.correction",
         lambda c: _is_corrected(c) and c.update.old_logprobs == "rollout",
         "must be none for update.old_logprobs rollout, which takes the ratio to the sampler already: the "

@@ -69,6 +69,7 @@ class Packed(NamedTuple):
     layout: Unpacking | None = None  # of [1, T] tokens
     chunks: Chunks | None = None  # of [1, T] tokens, with the ends of prompts; for DeltaNet layers
     sampling: EachSampling | None = None  # [N], if each prompt has its own
+    routes: jax.Array | None = None  # [T, L, k], of prompts that are computed again
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Program:
     """The static argument of the compiled functions: model, sampling, dtype, attention and mesh.
 
     `sampling` holds only what one token depends on (`Sampling.of_one_token`); it is None if each sequence has
-    its own, which is data. A completion ends with the first token that is in `stop_ids`.
+    its own, which is data. A completion ends with the first token that is in `stop_ids`. `records_routes`:
+    results have the routes of tokens, [.., L, k].
     """
 
     arch: Architecture
@@ -86,6 +88,7 @@ class Program:
     attention: str
     mesh: Mesh
     backend: Backend = field(default_factory=this_backend)
+    records_routes: bool = field(default=False, kw_only=True)
 
     @property
     def forms(self) -> RowForms:
@@ -97,9 +100,15 @@ class Program:
         """The partition specs of the parameters."""
         return partition(self.arch, mesh_shape(self.mesh))
 
-    def hidden(self, params: dict, packed: Any, num_prompts: int = 0) -> tuple[jax.Array, CachePart]:
-        """Hidden states [T, D] of tokens packed as in `Packed`, and what `prefill` has of them for the cache;
-        of one replica."""
+    def recorded(self, routes: jax.Array | None) -> jax.Array | None:
+        """The routes of all replicas, on every device; None if they are not recorded."""
+        return all_gather_shards(routes) if self.records_routes else None
+
+    def hidden(
+        self, params: dict, packed: Any, num_prompts: int = 0, routes: jax.Array | None = None
+    ) -> tuple[jax.Array, CachePart, jax.Array | None]:
+        """Hidden states [T, D] of tokens packed as in `Packed`, what `prefill` has of them for the cache, and
+        their routes; of one replica."""
         return decode_step.prefill(
             params,
             self.arch,
@@ -112,6 +121,7 @@ class Program:
             layout=packed.layout,
             chunks=packed.chunks,
             num_prompts=num_prompts,
+            routes=routes,
             backend=self.backend,
         )
 
@@ -179,13 +189,13 @@ def sharded_program(
 
 def _prefill(
     params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
-) -> tuple[CachePart, jax.Array, jax.Array]:
+) -> tuple[CachePart, jax.Array, jax.Array, jax.Array | None]:
     """(prompt cache with the new prompts in their prefix slots, first tokens [N, n], their log-probabilities
-    [N, n]).
+    [N, n], the routes of all tokens [T, L, k] if they are recorded).
 
     Each prompt is computed once; the first tokens of its n samples are drawn from its last logits.
     """
-    hidden_TD, new = program.hidden(params, packed, len(packed.starts))
+    hidden_TD, new, routes = program.hidden(params, packed, len(packed.starts), packed.routes)
     prompt_positions_S, after_N = jnp.arange(prompts.positions), packed.starts - packed.num_common
     from_NS = jnp.where(
         prompt_positions_S < packed.num_common, prompt_positions_S, after_N[:, None] + prompt_positions_S
@@ -207,10 +217,11 @@ def _prefill(
         return insert(keys, new_keys, (0, 2, 3, 1)), insert(values, new_values, (0, 2, 1, 3))
 
     prompts = CachePart(tuple(map(inserted, prompts.layers, new.layers)))
-    return prompts, *_draw_samples(params, hidden_TD[after_N + packed.lengths - 1], packed, seed, program)
+    drawn = _draw_samples(params, hidden_TD[after_N + packed.lengths - 1], packed, seed, program)
+    return prompts, *drawn, program.recorded(routes)
 
 
-_SPECS = (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
+_SPECS = (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), (CACHE_SPEC, EVERYWHERE, EVERYWHERE, EVERYWHERE)
 prefill_program = sharded_program(_prefill, *_SPECS, donated=(1,))
 
 
@@ -226,12 +237,13 @@ class Extended(NamedTuple):
 
 def _extend(
     params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
-) -> tuple[CachePart, jax.Array, jax.Array]:
-    """(prompt cache with the tokens in their prefix slots, next tokens [N, n], log-probabilities [N, n])."""
-    hidden_ND, prompts = decode_step.extend(
+) -> tuple[CachePart, jax.Array, jax.Array, jax.Array | None]:
+    """(prompt cache with the tokens in their prefix slots, next tokens [N, n], log-probabilities [N, n], the
+    routes of the tokens [N, T, L, k] if they are recorded)."""
+    hidden_ND, prompts, routes = decode_step.extend(
         params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
     )
-    return prompts, *_draw_samples(params, hidden_ND, extended, seed, program)
+    return prompts, *_draw_samples(params, hidden_ND, extended, seed, program), program.recorded(routes)
 
 
 def _draw_samples(
@@ -310,13 +322,15 @@ class Slots(NamedTuple):
 class Decoded(NamedTuple):
     """The result of a decode call: tokens and log-probabilities [B, TOKENS_PER_CALL].
 
-    Of each slot, the first `counts` [B] are valid. `num_steps` is the number of decode steps.
+    Of each slot, the first `counts` [B] are valid. `num_steps` is the number of decode steps. `routes`
+    [B, TOKENS_PER_CALL, L, k] are those of the inputs of the steps: of the token before each of `tokens`.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     counts: jax.Array
     num_steps: jax.Array
+    routes: jax.Array | None = None
 
 
 _Carry = tuple[CachePart, jax.Array, jax.Array, Decoded]
@@ -342,13 +356,15 @@ def _decode(
     arch = program.arch
     shape = (len(slots.tokens), TOKENS_PER_CALL)
     zeros = jnp.zeros(shape, jnp.int32)
-    empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0))
+    routes = arch.routes if program.records_routes else None
+    form = routes and jnp.zeros((*shape, routes.layers, routes.experts_per_token), routes.dtype)
+    empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0), form)
 
     def advance(carry: _Carry) -> _Carry:
         generated, tokens, live, decoded = carry
         now = decoded.num_steps
         lengths = slots.lengths + now
-        hidden, generated = decode_step.decode(
+        hidden, generated, routes = decode_step.decode(
             params,
             arch,
             tokens,
@@ -370,11 +386,15 @@ def _decode(
             slots.offsets + lengths.astype(jnp.uint32),
             slots.sampling,
         )
+        own = decoded.routes
+        if own is not None and routes is not None:
+            own = jax.lax.dynamic_update_slice(own, routes[:, None], (0, now, 0, 0))
         decoded = Decoded(
             jax.lax.dynamic_update_slice(decoded.tokens, tokens[:, None], (0, now)),
             jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[:, None], (0, now)),
             decoded.counts + live,
             now + 1,
+            own,
         )
         live = live & ~program.stops(tokens) & (lengths + 1 < slots.limits)
         return generated, tokens, live, decoded
@@ -382,7 +402,7 @@ def _decode(
     begin = (generated, slots.tokens, slots.live, empty)
     generated, _, _, decoded = _repeated(advance, begin, program)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
-    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps)
+    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, program.recorded(decoded.routes))
 
 
 _SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE

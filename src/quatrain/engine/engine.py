@@ -87,6 +87,19 @@ class Ticket(NamedTuple):
     groups: tuple[int, ...]
 
 
+def records_routes(config: RolloutConfig, arch: Architecture) -> bool:
+    """Whether the experts of each token are recorded (`rollout.record_routes`).
+
+    Raises ValueError if they are to be, and `arch` has none.
+    """
+    if config.record_routes is True and arch.routes is None:
+        raise ValueError(
+            "rollout.record_routes must be auto or false for a model without experts; the model "
+            f"({arch.family}) has none; set auto"
+        )
+    return config.record_routes is not False and arch.routes is not None
+
+
 class RolloutEngine:
     """Samples completions from the weights that `sync_weights` last set.
 
@@ -140,6 +153,7 @@ class RolloutEngine:
         self._places = shardings(self.mesh, partition(self.arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
         self._greedy_baseline = bool(config.greedy_baseline)
+        self._records_routes = records_routes(config, arch)
         # With staleness, copies of the weights come after the cache is sized: one in use, others waiting.
         self._more_copies = (
             0 if not config.max_staleness else 2 if config.in_flight else config.max_staleness + 1
@@ -371,6 +385,7 @@ class RolloutEngine:
             self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * on_device)
         model = self.arch, self.tokenizer, self.stop_ids, self._seed, self.dtype, self._attention, self.mesh
         sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
+        sampler = replace(sampler, records_routes=self._records_routes)
         if self._episodes is None:
             own = self._per_request_sampling
             return Session(

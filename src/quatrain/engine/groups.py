@@ -19,11 +19,12 @@ from quatrain.engine.decode import Extended, Packed
 from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued, Restored
 from quatrain.models.prefix_tree import RowForms, chunk_layout
-from quatrain.ops.packing import useful_common_prefix
+from quatrain.ops.packing import common_tokens, useful_common_prefix
 from quatrain.ops.sampling import EachSampling
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.routes import live_of, routes_between
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer one is computed in parts."""
@@ -104,6 +105,24 @@ class Group:
         """The position of the turn's first token among those that its samples' randomness derives from."""
         return self.offset + (0 if self.own is None else self.own.offset)
 
+    def record(self, first: int, *parts: np.ndarray) -> None:
+        """Notes routes [tokens, L, k] of its context, from token `first` on, for all samples."""
+        for completion in self.completions:
+            completion.record(first, *parts)
+
+    def known_routes(self, first: int, tokens: int, index: int = 0) -> np.ndarray | None:
+        """[tokens, L, k]: recorded routes of a sample's tokens from `first` on, live where there are none.
+
+        None if there are none at all. What is computed again takes the same ones.
+        """
+        parts = routes_between(self.completions[index].routes, first, first + tokens)
+        if not parts:
+            return None
+        routes = np.full((tokens, *parts[0].shape[1:]), live_of(parts[0].dtype), parts[0].dtype)
+        known = np.concatenate(parts)
+        routes[: len(known)] = known
+        return routes
+
     def turn_length(self, index: int) -> int:
         """Tokens that a sample has in this turn."""
         return len(self.completions[index].tokens) - self.offset
@@ -166,7 +185,42 @@ def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, forms: RowFor
     chunks = chunk_layout(segment_ids, branch_ids, ends=True) if forms.chunked else None
     owners = [[item.group.own for item in pack] + [None] * (count - len(pack)) for pack in packs]
     sampling = each_sampling([own for row in owners for own in row])
-    return Packed._make([*as_jit_arguments(*arrays), layout, chunks, sampling])
+    routes = _packed_routes(packs, num_common, tokens)
+    return Packed._make([*as_jit_arguments(*arrays), layout, chunks, sampling, routes])
+
+
+def _packed_routes(packs: list[Pack], num_common: list[int], tokens: int) -> Any:
+    """[replicas x T, L, k]: known routes of prompts that are computed again; None if there are none."""
+    rows: dict[tuple[int, int], np.ndarray] = {}
+    for replica, (pack, common) in enumerate(zip(packs, num_common, strict=True)):
+        first = replica * tokens + common
+        for i, (group, *_) in enumerate(pack):
+            size = len(group.context)
+            routes = group.known_routes(0, size)
+            if routes is not None and common and not i:
+                rows[replica * tokens, common] = routes[:common]
+            if routes is not None:
+                rows[first, size - common] = routes[common:]
+            first += size - common
+    if not rows:
+        return None
+    some = next(iter(rows.values()))
+    table = np.full((len(packs) * tokens, *some.shape[1:]), live_of(some.dtype), some.dtype)
+    for (first, count), routes in rows.items():
+        table[first : first + count] = routes
+    return table
+
+
+def prompt_routes(packed: Packed, routes: np.ndarray, number: int, replica: int) -> list[np.ndarray]:
+    """The parts of a prompt's routes, of those of all tokens [replicas x T, L, k]; `number` counts all
+    prompts."""
+    common, start, length = (
+        int(np.asarray(array)[place])
+        for array, place in ((packed.num_common, replica), (packed.starts, number), (packed.lengths, number))
+    )
+    size = len(routes) // len(packed.num_common)
+    row = routes[replica * size : (replica + 1) * size]
+    return [row[:common], row[start : start + length - common]]
 
 
 def _common_prefix(pack: Pack) -> int:
@@ -175,7 +229,13 @@ def _common_prefix(pack: Pack) -> int:
         return 0
     prompts = [item.group.context for item in pack]
     lengths = np.array([len(prompt) for prompt in prompts])
-    return useful_common_prefix(np.array([prompt[: lengths.min()] for prompt in prompts]), lengths)
+    common = common_tokens(np.array([prompt[: lengths.min()] for prompt in prompts]))
+    known = [item.group.known_routes(0, common) for item in pack]
+    recorded = [routes for routes in known if routes is not None]
+    if recorded:  # of prompts that are computed again
+        same = len(recorded) == len(known) and all(np.array_equal(recorded[0], each) for each in recorded)
+        common = common if same else 0
+    return useful_common_prefix(common, lengths)
 
 
 def _num_tokens(pack: Pack, num_common: int) -> int:
@@ -224,6 +284,10 @@ class Continuation:
         """Tokens of the context that are not computed yet."""
         return len(self.group.context) - self.done
 
+    def known_routes(self, tokens: int) -> np.ndarray | None:
+        """As `Group.known_routes`, of the next tokens to compute."""
+        return self.group.known_routes(self.done, tokens)
+
 
 @dataclass
 class Restoration:
@@ -244,6 +308,10 @@ class Restoration:
     def left(self) -> int:
         """Tokens of the turn that are not computed yet."""
         return self.group.turn_length(self.index) - 1 - self.done
+
+    def known_routes(self, tokens: int) -> np.ndarray | None:
+        """As `Group.known_routes`, of the next tokens to compute."""
+        return self.group.known_routes(len(self.group.context) + self.done, tokens, self.index)
 
 
 _Item = TypeVar("_Item", Continuation, Restoration)
@@ -280,14 +348,26 @@ def _continued(
     """The next `width` of the `tokens` of each item."""
     starts, counts, prefix_slots = _table(batch, most, (0, 0, num_prefix_slots), np.int32)
     input_ids = np.zeros((*starts.shape, width), np.int32)
+    known: dict[tuple[int, int], np.ndarray] = {}
     for replica, items in enumerate(batch):
         for i, item in enumerate(items):
             part = tokens[replica][i][item.done : item.done + min(width, item.left)]
             input_ids[replica, i, : len(part)] = part
             starts[replica, i], counts[replica, i] = item.done, len(part)
             prefix_slots[replica, i] = item.prefix_slot
+            routes = item.known_routes(len(part))
+            if routes is not None:
+                known[replica, i] = routes
     arrays = (input_ids, starts, counts, prefix_slots)
-    return Continued(*as_jit_arguments(*(np.concatenate(array) for array in arrays)))
+    table: Any = None
+    if known:
+        some = next(iter(known.values()))
+        table = np.full((*input_ids.shape, *some.shape[1:]), live_of(some.dtype), some.dtype)
+        for place, routes in known.items():
+            table[*place, : len(routes)] = routes
+        table = np.concatenate(table)
+    continued = Continued(*as_jit_arguments(*(np.concatenate(array) for array in arrays)))
+    return replace(continued, routes=table)
 
 
 def extension(

@@ -109,7 +109,7 @@ def _score(
     params: dict, packed: PackedRow, program: Program, num_likeliest: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`Scores` of each of the packed tokens of all replicas."""
-    hidden_TD, _ = program.hidden(params, packed)
+    hidden_TD, *_ = program.hidden(params, packed)
     num_tokens = len(hidden_TD)
     most = max(LOGITS_AT_ONCE // program.arch.vocab_size, 1)
     num_chunks, size = even_parts(num_tokens, most)

@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from quatrain.cluster.threads import start_thread
 from quatrain.engine.engine import Ticket, work_metrics
 from quatrain.engine.groups import PerRequestSampling
@@ -38,6 +40,7 @@ Samples = tuple[list[tuple[Prompt, Completion]], Metrics]
 class Progress:
     """What a round added to a sequence: tokens, each with its log-probability and the version of its weights.
 
+    `routes` are further parts of `Completion.routes`, which begin with the prompt's.
     `finish_reason` is None while the sequence goes on; `error` says in one line why it will not.
     """
 
@@ -46,6 +49,7 @@ class Progress:
     versions: Sequence[int] = ()
     finish_reason: str | None = None
     error: str | None = None
+    routes: Sequence[np.ndarray] = ()
 
 
 Listener = Callable[[int, Progress], None]
@@ -66,12 +70,14 @@ class Totals:
 
 @dataclass
 class _Sequence:
-    """A sequence in the engine: its ticket, its number in the request, and how many tokens were reported."""
+    """A sequence in the engine: its ticket, its number in the request, and how many tokens, and parts of
+    routes, were reported."""
 
     ticket: Ticket
     number: int
     listener: Listener
     reported: int = 0
+    reported_parts: int = 0
 
 
 class _Batch(NamedTuple):
@@ -363,7 +369,10 @@ class EngineService:
                 sequence.reported += len(tokens)
                 self.totals.sampled_tokens += len(tokens)
                 reason = completion.finish_reason if finished else None
-                progress = Progress(tokens, completion.logprobs[new], completion.versions[new], reason)
+                logprobs, versions = completion.logprobs[new], completion.versions[new]
+                routes = completion.routes[sequence.reported_parts :]
+                sequence.reported_parts += len(routes)
+                progress = Progress(tokens, logprobs, versions, reason, routes=routes)
                 sequence.listener(sequence.number, progress)
 
     def _report_batches(self) -> None:

@@ -49,6 +49,7 @@ from quatrain.engine.groups import (
     extension,
     pack_prompts,
     prompt_positions,
+    prompt_routes,
     restoration,
     split_into_packs,
 )
@@ -68,7 +69,8 @@ class Sampler:
     """What a session needs besides weights and `Sampling`.
 
     `cache_bytes` limits its KV cache per device; the cache has room for prompts of `usual_prompt` tokens.
-    Before its last turn, a sequence may have `more_context` tokens more than its prompt.
+    Before its last turn, a sequence may have `more_context` tokens more than its prompt. `records_routes`:
+    completions have the routes of their tokens.
     """
 
     arch: Architecture
@@ -81,6 +83,7 @@ class Sampler:
     cache_bytes: int
     usual_prompt: int = 1
     more_context: int = 0
+    records_routes: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -90,7 +93,8 @@ class Sampler:
     def program(self, sampling: Sampling | None) -> Program:
         """The static argument of the compiled functions; None: each sequence has a sampling of its own."""
         token = sampling and sampling.of_one_token()
-        return Program(self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh)
+        static = self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh
+        return Program(*static, records_routes=self.records_routes)
 
 
 @dataclass(frozen=True)
@@ -354,10 +358,12 @@ class Session:
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_prefix_slots, self._program.forms)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
-        tokens, logprobs = self._compute(prefill_program, packed, params)
+        tokens, logprobs, routes = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
         for replica, pack in enumerate(packs):
             for i, (group, ticket, _) in enumerate(pack, replica * size):
+                if routes is not None:
+                    group.record(0, *prompt_routes(packed, routes, i, replica))
                 self._begin(group, ticket, tokens[i], logprobs[i], version)
 
     def _begin(
@@ -399,9 +405,11 @@ class Session:
             sizes = drawn, width, most, self._scheduler.num_prefix_slots
             extended = extension(batch, self.sampling.n, *sizes)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
-            tokens, logprobs = self._compute(extend_program, extended, params)
+            tokens, logprobs, routes = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
                 for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
+                    if routes is not None:
+                        item.group.record(item.done, routes[i, : min(width, item.left)].copy())
                     if item.left <= width:
                         self._begin(item.group, item.ticket, tokens[i], logprobs[i], version)
 
@@ -434,15 +442,17 @@ class Session:
                     ring, run(params, *caches, restored, program=self._program)
                 )
 
-    def _compute(self, program: Callable[..., Any], packed: Any, params: Any) -> tuple[list[Any], list[Any]]:
-        """Fills prefix slots: (the tokens drawn after them, their log-probabilities)."""
+    def _compute(
+        self, program: Callable[..., Any], packed: Any, params: Any
+    ) -> tuple[list[Any], list[Any], np.ndarray | None]:
+        """Fills prefix slots: (the tokens drawn after them, their log-probabilities, routes if recorded)."""
         assert self._cache is not None
         prompts, *drawn = program(self._program.backend)(
             params, self._cache.prompts, packed, self._seed, program=self._program
         )
         self._cache = replace(self._cache, prompts=prompts)
-        tokens, logprobs = jax.device_get(drawn)
-        return tokens.tolist(), logprobs.tolist()
+        tokens, logprobs, routes = jax.device_get(drawn)
+        return tokens.tolist(), logprobs.tolist(), routes
 
     def _decode(self, params: Any, version: int) -> None:
         """A call for each ring that has live slots; the host reads the results of all of them together."""
@@ -480,6 +490,9 @@ class Session:
                     begins[slot] = cache.ring_positions[ring] + 1 - group.turn_length(index)
                     count = decoded.counts[i]
                     tokens, logprobs = decoded.tokens[i, :count], decoded.logprobs[i, :count]
+                    if decoded.routes is not None:
+                        first = len(group.context) + group.turn_length(index) - 1
+                        group.completions[index].record(first, decoded.routes[i, :count].copy())
                     group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
                     written[slot] = group.turn_length(index)
         samples = list(live.values())

@@ -25,6 +25,7 @@ from quatrain.models.delta_rule import Chunks
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.models.prefix_tree import NO_FORMS, RowForms, chunk_layout
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
+from quatrain.types.routes import live_of
 
 INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
 
@@ -45,6 +46,9 @@ class MicroBatch:
     Where all sequences begin with a common prefix, each buffer is one segment: the common prefix is branch 0,
     the rest of the g-th group's shared prompt is branch b = g * BRANCHES_PER_GROUP, and the completions of
     that group are branches b + 1, b + 2, ...
+
+    `counts` are the numbers of sequences that each token stands for, 0 on padding and on the last token of a
+    sequence, from which nothing is predicted: sums over tokens with these weights do not depend on the cut.
     """
 
     input_ids: jax.Array  # [R, T] int32
@@ -59,6 +63,9 @@ class MicroBatch:
     layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
     teacher_hidden: jax.Array | None = None  # [R, K, D_t], a teacher's states before the scored tokens
     chunks: Chunks | None = None  # [R, N] each, of each buffer, for DeltaNet layers
+    routes: jax.Array | None = None  # [R, T, L, k], the recorded experts of each token, or live
+    counts: jax.Array | None = None  # [R, T] float32, see below; for models with experts
+    balance: jax.Array | None = None  # [R, L, E] `TokenTable.balance`, the same in all rows
     packed: bool = field(default=False, metadata={"static": True})
     """Buffers may hold several segments."""
     shared: bool = field(default=False, metadata={"static": True})
@@ -68,12 +75,20 @@ class MicroBatch:
 def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, forms: RowForms = NO_FORMS) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
 
-    Packed buffers come in `forms`, with their `layout` and `chunks`.
+    Packed buffers come in `forms`, with their `layout` and `chunks`; all buffers with their `counts`.
     """
     parts = mesh_shape(mesh).cp  # of equal width, one for each device
     shape = len(cut.buffers), -(-cut.width // parts) * parts
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INTEGERS}
     arrays["mask"] = np.zeros(shape, bool)
+    if table.routes is not None:
+        form = *shape, *table.routes.shape[2:]
+        arrays["routes"] = np.full(form, live_of(table.routes.dtype), table.routes.dtype)
+    if forms.counted:
+        arrays["counts"] = np.zeros(shape, np.float32)
+    balance = table.balance
+    if balance is not None:
+        balance = np.broadcast_to(balance, (len(cut.buffers), *balance.shape))
     columns: dict[str, Any] = {
         name: np.zeros((*shape, *values.shape[2:]), values.dtype) for name, values in table.columns.items()
     }
@@ -85,9 +100,8 @@ def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, forms: RowForms = N
     ids = arrays["segment_ids"], arrays["branch_ids"]
     layout = unpacking(*ids) if cut.packed and forms.unpacks(shape[1]) else None
     chunks = chunk_layout(*ids) if cut.packed and forms.chunked else None
-    on_host = MicroBatch(
-        **arrays, columns=columns, layout=layout, chunks=chunks, packed=cut.packed, shared=cut.shared
-    )
+    more: dict[str, Any] = {"layout": layout, "chunks": chunks, "balance": balance}
+    on_host = MicroBatch(**arrays, columns=columns, **more, packed=cut.packed, shared=cut.shared)
     sharding = data_sharding(mesh)
     return jax.tree.map(lambda x: device_put(x, sharding), on_host)
 
@@ -102,14 +116,19 @@ def _fill_buffer(
     """Writes `segments` into the row of one buffer in `arrays` and `columns`."""
     used = num_scored = num_sequences = 0
 
-    def write(number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
+    def write(number: int, branch: int, row: int, first: int, end: int, sequences: int = 1) -> None:
+        """The tokens `first` to `end` of a row of the table, which so many sequences share."""
         nonlocal used
-        here = slice(used, used + len(ids))
-        arrays["input_ids"][here] = ids
-        arrays["positions"][here] = first_position + np.arange(len(ids))
+        here = slice(used, used + end - first)
+        arrays["input_ids"][here] = table.input_ids[row, first:end]
+        arrays["positions"][here] = np.arange(first, end)
         arrays["segment_ids"][here] = number
         arrays["branch_ids"][here] = branch
-        used += len(ids)
+        if table.routes is not None:
+            arrays["routes"][here] = table.routes[row, first:end]
+        if "counts" in arrays:
+            arrays["counts"][here] = sequences
+        used += end - first
 
     for number, segment in enumerate(segments, start=1):
         shared, first = segment.num_shared, segment.rows[0]
@@ -117,13 +136,16 @@ def _fill_buffer(
         if num_common:  # all of the buffer is one segment
             number, prompt_branch = 1, number * BRANCHES_PER_GROUP
             if not used:
-                write(number, 0, table.input_ids[first, :num_common], 0)
+                write(number, 0, first, 0, num_common, sum(len(each.rows) for each in segments))
         prompt_start = used
-        write(number, prompt_branch, table.input_ids[first, num_common:shared], num_common)
+        write(number, prompt_branch, first, num_common, shared, len(segment.rows))
+        prompt_end = used
         for branch, row in enumerate(segment.rows, start=prompt_branch + (1 if shared else 0)):
             start = used - shared
             length = int(table.attention_mask[row].sum())
-            write(number, branch, table.input_ids[row, shared:length], shared)
+            write(number, branch, row, shared, length)
+            if "counts" in arrays:
+                arrays["counts"][(used if length > shared else prompt_end) - 1] -= 1
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
             ahead = np.select([before < num_common, before < shared], [0, prompt_start - num_common], start)

@@ -17,7 +17,6 @@ from quatrain.ops.packing import (
     DEFAULT_COST,
     PackingCost,
     buffers_per_shard,
-    common_tokens,
     plan_packing,
     useful_common_prefix,
 )
@@ -129,7 +128,7 @@ def _shared_prefixes(table: TokenTable, max_tokens: int) -> tuple[np.ndarray, np
     groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
     for group in np.unique(table.group_ids):
         for rows in _with_one_prompt(table, np.flatnonzero(table.group_ids == group)):
-            prefix = common_tokens(table.input_ids[rows, : _num_unsampled(table, rows)])
+            prefix = table.common_tokens(rows, _num_unsampled(table, rows))
             if prefix > by_all:
                 groups[rows], tokens[rows] = rows[0], prefix
     return groups, tokens, by_all
@@ -153,8 +152,8 @@ def common_prefix_tokens(table: TokenTable, max_tokens: int) -> int:
     """Tokens of the common prefix of all sequences; 0 where it is too short to be worth sharing."""
     if not len(table) or table.lengths.max() > max_tokens:  # too long: the packer says so
         return 0
-    unsampled = _num_unsampled(table, np.arange(len(table)))
-    return useful_common_prefix(table.input_ids[:, :unsampled], table.lengths)
+    rows = np.arange(len(table))
+    return useful_common_prefix(table.common_tokens(rows, _num_unsampled(table, rows)), table.lengths)
 
 
 def _num_unsampled(table: TokenTable, rows: np.ndarray) -> int:

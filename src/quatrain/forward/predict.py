@@ -35,7 +35,7 @@ def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec, count: int = 1
     """
 
     def on_shard(params: Any, batch: MicroBatch) -> Predicted:
-        found = (of_all_tokens(x, batch.mask) for x in model.predict(params, batch)[:count])
+        found = (of_all_tokens(x, batch.mask) for x in model.predict(params, batch).numbers[:count])
         return all_gather_shards((tuple(from_first_device(x, TP) for x in found), batch.mask))
 
     in_specs = (model.partition, PartitionSpec(DATA_AXES))
@@ -49,7 +49,7 @@ def _scored_hidden(params: Any, batch: MicroBatch, *, model: ModelSpec) -> jax.A
     """[R, K, D]: the hidden states before the scored tokens, on their data shards; other entries are any."""
 
     def on_shard(params: Any, batch: MicroBatch) -> jax.Array:
-        hidden = model.hidden(params, batch)
+        hidden, _ = model.hidden(params, batch)
         places, here = predicted_here(batch, hidden)
         return of_all_columns(jnp.take_along_axis(hidden, places[..., None], axis=1), here)
 
@@ -78,7 +78,8 @@ def predict_columns(
     """[B, T, ...] each: the first `count` predictions of `model`, as `predict_tokens`."""
     results: list[np.ndarray] = []
     table = replace(table, columns={})  # so that one program predicts for tables of any columns
-    for sequences, batch in micro_batches(table, planner, model.mesh, model.forms):
+    forms = model.forms._replace(counted=False)
+    for sequences, batch in micro_batches(table, planner, model.mesh, forms):
         with trim_after_compiling():
             predicted, mask = jax.device_get(
                 _predict_program(model.backend)(params, batch, model=model, count=count)

@@ -7,6 +7,7 @@ parameters and a micro-batch, on each data shard. A spec is a static argument of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +22,8 @@ from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.models.attention import longest_buffer, unpacks_above
 from quatrain.models.attention.kernels import choose_attention
-from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
+from quatrain.models.blocks.experts import RouterSums
+from quatrain.models.decoder import output_head, project, routed_forward, scores, vocabulary_axis
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
@@ -42,6 +44,14 @@ from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, 
 from quatrain.parallel.mesh import mesh_shape, one_device
 
 
+class Predicted(NamedTuple):
+    """What a model predicts of a micro-batch."""
+
+    numbers: tuple[jax.Array, ...]
+    """[R, K] float32 each, in the order of `Tokens.predictions`."""
+    routers: RouterSums | None = None
+
+
 @dataclass(frozen=True)
 class ModelSpec(ABC):
     """A model and how it is computed: architecture, dtype, rematerialisation, attention and devices.
@@ -60,8 +70,8 @@ class ModelSpec(ABC):
     """The `ops.tokens.Tokens` that an objective reads; its `predictions` name the arrays of `predict`."""
 
     @abstractmethod
-    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
-        """Arrays [R, K] float32 with a number for each scored token.
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
+        """Arrays [R, K] float32 with a number for each scored token, and what routers did, if they are asked.
 
         In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
         """
@@ -92,7 +102,7 @@ class ModelSpec(ABC):
     @property
     def forms(self) -> RowForms:
         """Which further arrays packed micro-batches need."""
-        return RowForms(unpacks_above(self.kernel), bool(self.arch.deltas))
+        return RowForms(unpacks_above(self.kernel), bool(self.arch.deltas), self.arch.routes is not None)
 
     def planner(
         self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
@@ -110,10 +120,13 @@ class ModelSpec(ABC):
             line_tokens=longest_buffer(self.kernel, self.backend),
         )
 
-    def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
-        """Hidden states [R, T / cp, D] after the final norm; in a function mapped over the mesh."""
+    def hidden(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, RouterSums | None]:
+        """(hidden states [R, T / cp, D] after the final norm, sums of routers over all tokens).
+
+        There are sums of micro-batches with `counts`. In a function mapped over the mesh.
+        """
         assert not (self.arch.deltas and batch.packed and batch.chunks is None), "packed rows need chunks"
-        return forward(
+        forwarded = routed_forward(
             params,
             self.arch,
             batch.input_ids,
@@ -126,8 +139,14 @@ class ModelSpec(ABC):
             packed=batch.packed,
             layout=None if self.forms.unpack_above is None else batch.layout,
             chunks=batch.chunks if self.arch.deltas else None,
+            routes=batch.routes,
+            counted=batch.counts,
             backend=self.backend,
         )
+        sums = forwarded.sums
+        if sums is not None and axis_size(CP) > 1:  # each device has those of its columns
+            sums = jax.tree.map(lambda x: psum_forward(x, CP), sums)
+        return forwarded.hidden, sums
 
 
 @dataclass(frozen=True)
@@ -138,17 +157,16 @@ class PolicySpec(ModelSpec):
 
     tokens = ScoredTokens
 
-    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability and entropy [R, K], in nats."""
         scored = self.scored_states(params, batch)
         targets = batch.targets.reshape(-1)[scored.order]
         results = head_logprobs(params, self, scored.hidden, targets, scored.here.sum())
-        logprobs, entropy = map(scored.in_place, results)
-        return logprobs, entropy
+        return scored.predicted(results)
 
     def scored_states(self, params: Any, batch: MicroBatch) -> ScoredStates:
         """The hidden states before the scored tokens, for the output head."""
-        hidden = self.hidden(params, batch)
+        hidden, routers = self.hidden(params, batch)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
             hidden = psum_backward(hidden, axis)
@@ -157,7 +175,7 @@ class PolicySpec(ModelSpec):
         # computed.
         order = jnp.argsort(~here.reshape(-1), stable=True)
         scored = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
-        return ScoredStates(hidden.reshape(-1, hidden.shape[-1])[scored], order, here)
+        return ScoredStates(hidden.reshape(-1, hidden.shape[-1])[scored], order, here, routers)
 
 
 class ScoredStates(NamedTuple):
@@ -169,12 +187,18 @@ class ScoredStates(NamedTuple):
     """[N]: the place of each in the lists of scored tokens, one after another."""
     here: jax.Array
     """[R, K]: whether the token is scored, by this `cp` device."""
+    routers: RouterSums | None
+    """What `ModelSpec.hidden` has of routers."""
 
     def in_place(self, result: jax.Array) -> jax.Array:
         """[R, K, ...] on every device of `cp`: the results [N, ...] of the states, at the places of their
         tokens."""
         placed = result[jnp.argsort(self.order)].reshape(*self.here.shape, *result.shape[1:])
         return of_all_columns(placed, self.here)
+
+    def predicted(self, results: Iterable[jax.Array]) -> Predicted:
+        """The results of the states in their places, and the sums of routers."""
+        return Predicted(tuple(map(self.in_place, results)), self.routers)
 
 
 @dataclass(frozen=True)
@@ -206,7 +230,7 @@ class DistilledSpec(PolicySpec):
         head = {name: partition(self.teacher.arch, self.mesh_shape)[name]}
         return {"policy": super().partition, "teacher": head}
 
-    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability, entropy and divergence in nats, and mass of the other words [R, K]."""
         policy, teacher = params["policy"], self.teacher
         scored = self.scored_states(policy, batch)
@@ -237,7 +261,7 @@ class DistilledSpec(PolicySpec):
             given = _head(teacher), heads[1][words:], states, nothing
             outside = outcome_logits(*given, tile=tile, num_live=live)[:, 0]
             mass = jax.lax.stop_gradient(jnp.exp(outside - jnp.logaddexp(outside, log_total)))
-        return tuple(map(scored.in_place, (*results, divergence, mass)))
+        return scored.predicted((*results, divergence, mass))
 
 
 @dataclass(frozen=True)
@@ -247,7 +271,7 @@ class TopWordsSpec(PolicySpec):
     count: int = field(kw_only=True)
     num_words: int = field(kw_only=True)
 
-    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability [R, K], words [R, K, k], log-probabilities of them and the rest [R, K, k + 1], and
         mass of the words that do not count [R, K]."""
         scored = self.scored_states(params, batch)
@@ -263,7 +287,7 @@ class TopWordsSpec(PolicySpec):
             num_live=live,
             vocabulary_axis=vocabulary_axis(self.arch),
         )
-        return tuple(map(scored.in_place, (logprobs, words, jax.nn.log_softmax(logits), mass)))
+        return scored.predicted((logprobs, words, jax.nn.log_softmax(logits), mass))
 
 
 @dataclass(frozen=True)
@@ -280,7 +304,7 @@ class OutcomesSpec(PolicySpec):
 
     tokens = DistilledTokens
 
-    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability, entropy and divergence in nats, and mass of the teacher's words [R, K]."""
         scored = self.scored_states(params, batch)
         live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
@@ -305,7 +329,7 @@ class OutcomesSpec(PolicySpec):
         logits = jnp.where(alive[:, None], logits, 0.0)
         divergence = outcome_divergence(self.kind, logits, log_q, beta=self.beta)
         mass = jax.lax.stop_gradient(jax.nn.softmax(logits)[:, :-1].sum(axis=-1))
-        return tuple(map(scored.in_place, (*results, jnp.where(alive, divergence, 0.0), mass)))
+        return scored.predicted((*results, jnp.where(alive, divergence, 0.0), mass))
 
 
 def _counted(spec: TopWordsSpec | OutcomesSpec) -> int | None:
@@ -368,9 +392,9 @@ class CriticSpec(ModelSpec):
 
     tokens = ValuedTokens
 
-    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Values [R, K] of the states in which the scored tokens were drawn."""
-        hidden = self.hidden(params, batch)
+        hidden, routers = self.hidden(params, batch)
         places, here = predicted_here(batch, hidden)
         values = scores(params, self.arch, hidden)
-        return (of_all_columns(jnp.take_along_axis(values, places, axis=1), here),)
+        return Predicted((of_all_columns(jnp.take_along_axis(values, places, axis=1), here),), routers)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quatrain.ops.losses import token_weights
+from quatrain.ops.packing import common_tokens
 from quatrain.types.batches import RolloutBatch
+from quatrain.types.routes import live_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class TokenTable:
 
     Sequences with one of `group_ids` [B] in common may share what they begin with; None: nothing is shared.
     Those with one of `episode_ids` [B] in common weigh as one; None: each is an episode.
+    A model with experts uses the `routes` [B, T, L, k] where they are recorded; None: it chooses live.
     """
 
     input_ids: np.ndarray
@@ -31,13 +34,22 @@ class TokenTable:
     columns: dict[str, np.ndarray]
     group_ids: np.ndarray | None = None
     episode_ids: np.ndarray | None = None
+    routes: np.ndarray | None = None
+    balance: np.ndarray | None = None
+    """[L, E] float32, of a mini-batch with an auxiliary loss: the loss of a token for each unit of
+    probability that a layer's router gives an expert."""
 
     @classmethod
     def of(cls, rollouts: RolloutBatch) -> TokenTable:
-        """The sequences of `rollouts`, without columns."""
+        """The sequences of `rollouts`, without columns, and without routes: those are of the policy alone."""
         ids, episodes = rollouts.input_ids, rollouts.episode_ids
         masks = rollouts.attention_mask, rollouts.completion_mask
         return cls(ids, *masks, {}, rollouts.group_ids, episodes)
+
+    @classmethod
+    def of_policy(cls, rollouts: RolloutBatch) -> TokenTable:
+        """As `of`, with the sampler's routes: for every pass of the router that sampled `rollouts`."""
+        return replace(cls.of(rollouts), routes=rollouts.routes)
 
     def with_columns(self, **columns: np.ndarray) -> TokenTable:
         """This table with `columns` added or replaced."""
@@ -45,7 +57,8 @@ class TokenTable:
 
     def take(self, rows: np.ndarray) -> TokenTable:
         """The sequences `rows` of this table."""
-        groups, episodes = (None if ids is None else ids[rows] for ids in (self.group_ids, self.episode_ids))
+        optional = self.group_ids, self.episode_ids, self.routes
+        groups, episodes, routes = (None if each is None else each[rows] for each in optional)
         return TokenTable(
             self.input_ids[rows],
             self.attention_mask[rows],
@@ -53,12 +66,48 @@ class TokenTable:
             {name: values[rows] for name, values in self.columns.items()},
             groups,
             episodes,
+            routes,
         )
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
         """This table with the token weights of `aggregation` over all its sequences."""
         weights = token_weights(aggregation, self.completion_mask, max_new_tokens, self.episode_ids)
         return self.with_columns(weights=weights)
+
+    def balanced(self, coef: float, num_experts: int) -> TokenTable:
+        """This mini-batch with the auxiliary loss coef / L · Σ_l E Σ_e f_le p_le, `coef` for even loads.
+
+        f are the parts of its choices that an expert has, as recorded, and p the mean probabilities of the
+        router, over all tokens but the last of each sequence. With f known before the mini-batch is cut, this
+        is a sum over tokens. Source: Switch Transformer, arXiv:2101.03961, section 2.2, for k experts of a
+        token. Raises ValueError if nothing is recorded.
+        """
+        if self.routes is None:
+            raise ValueError(
+                "update.router_aux_coef needs recorded routes of experts, and this batch has none; set it to "
+                "0, or let the sampler record them (rollout.record_routes auto; servers must return them)"
+            )
+        inputs = self.attention_mask.copy()
+        inputs[np.arange(len(self)), self.lengths - 1] = False
+        routes, live = self.routes[inputs], live_of(self.routes.dtype)
+        layers = routes.shape[1]
+        counts = np.zeros((layers, num_experts))
+        for layer in range(layers):
+            recorded = (routes[:, layer] != live).any(axis=1)
+            counts[layer] = np.bincount(routes[recorded, layer].reshape(-1), minlength=num_experts)
+        parts = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        balance = coef * num_experts / layers / max(int(inputs.sum()), 1) * parts
+        return replace(self, balance=balance.astype(np.float32))
+
+    def common_tokens(self, rows: np.ndarray, tokens: int) -> int:
+        """How many of the first `tokens` of the sequences `rows` are the same, and have the same routes."""
+        common = common_tokens(self.input_ids[rows, :tokens])
+        if self.routes is not None:
+            first = self.routes[rows[0]]
+            for row in rows[1:]:
+                same = (self.routes[row, :common] == first[:common]).all(axis=(1, 2))
+                common = int(np.logical_and.accumulate(same).sum())
+        return common
 
     @property
     def lengths(self) -> np.ndarray:

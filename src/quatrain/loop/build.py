@@ -26,7 +26,7 @@ from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnsOfRow
 from quatrain.data.vocabulary import check_same_tokens
-from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.engine import RolloutEngine, records_routes
 from quatrain.engine.service import EngineService
 from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
@@ -45,6 +45,7 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.fleet_episodes import FleetEpisodes
 from quatrain.rollout.fleet_service import FleetService
 from quatrain.rollout.publish import Folder, InMemory, Publisher
+from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
@@ -422,8 +423,9 @@ def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFacto
     from quatrain.rollout import http_worker  # other runs need no HTTP client
 
     rollout = config.rollout
+    routes = RouteRules.of(loaded.arch) if records_routes(rollout, loaded.arch) else None
     rules = http_worker.ServerRules(
-        loaded.tokenizer, loaded.stop_ids, loaded.arch.vocab_size, config.seed, Sampling.of(rollout)
+        loaded.tokenizer, loaded.stop_ids, loaded.arch.vocab_size, config.seed, Sampling.of(rollout), routes
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s

@@ -50,6 +50,7 @@ class Continued:
     starts: jax.Array  # [N] int32: tokens of the sequence that are in its prefix slot before these
     counts: jax.Array  # [N] int32: how many of the T tokens are real
     prefix_slots: jax.Array  # [N] int32; out of range for padding
+    routes: jax.Array | None = None  # [N, T, L, k], of tokens that are computed again
 
 
 @jax.tree_util.register_dataclass
@@ -86,9 +87,11 @@ def prefill(
     layout: Unpacking | None = None,
     chunks: Chunks | None = None,
     num_prompts: int = 0,
+    routes: jax.Array | None = None,
     backend: Backend = ACCELERATOR,
-) -> tuple[jax.Array, CachePart]:
-    """Hidden states [T, D] of prompts packed into a row of T tokens, and per layer keys and values [T, K, H].
+) -> tuple[jax.Array, CachePart, jax.Array | None]:
+    """Hidden states [T, D] of prompts packed into a row of T tokens, per layer keys and values [T, K, H], and
+    the experts [T, L, k] of each token of a model that has them: those of `routes`, or the router's choice.
 
     `layout` has the prompts in rows of their own, where attention needs it, and `chunks` those of
     DeltaNet layers, of which the result has the states at the end of a common prefix and of `num_prompts`.
@@ -120,10 +123,11 @@ def prefill(
         return y, jax.tree.map(lambda each: each[:, 0], states)
 
     inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_caches
-    hidden, new, *_ = run_layers(
-        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
+    given = None if routes is None else routes[None]
+    run = run_layers(
+        params, arch, *inputs, attend_of, recur, caches, routes=given, dtype=dtype, backend=backend
     )
-    return hidden[0], CachePart(new)
+    return run.hidden[0], CachePart(run.caches), None if run.routes is None else run.routes[0]
 
 
 def extend(
@@ -134,8 +138,9 @@ def extend(
     *,
     dtype: DTypeLike,
     backend: Backend = ACCELERATOR,
-) -> tuple[jax.Array, CachePart]:
-    """(hidden states [N, D] of the last real tokens of `continued`, `prompts` with their keys and values)."""
+) -> tuple[jax.Array, CachePart, jax.Array | None]:
+    """(hidden states [N, D] of the last real tokens of `continued`, `prompts` with their keys and values, the
+    experts [N, T, L, k] of the tokens of a model that has them)."""
     N, T = continued.input_ids.shape
     ahead_T, places_S = jnp.arange(T), jnp.arange(prompts.positions)
     positions_NT = continued.starts[:, None] + ahead_T
@@ -168,11 +173,10 @@ def extend(
         return y, _with_rows(cache, continued.prefix_slots, end)
 
     inputs, caches = (continued.input_ids, positions_NT), prompts.layers
-    hidden, new, *_ = run_layers(
-        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
-    )
+    settings: Any = {"routes": continued.routes, "dtype": dtype, "backend": backend}
+    run = run_layers(params, arch, *inputs, attend_of, recur, caches, **settings)
     last_N = jnp.maximum(continued.counts - 1, 0)
-    return hidden[jnp.arange(N), last_N], CachePart(new)
+    return run.hidden[jnp.arange(N), last_N], CachePart(run.caches), run.routes
 
 
 def restore(
@@ -223,8 +227,8 @@ def restore(
 
     inputs = continued.input_ids, positions_NT
     caches = list(zip(prompts.layers, generated.layers, strict=True))
-    run = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
-    return CachePart(run.caches)
+    settings: Any = {"routes": continued.routes, "dtype": dtype, "backend": backend}
+    return CachePart(run_layers(params, arch, *inputs, attend_of, recur, caches, **settings).caches)
 
 
 def with_states(
@@ -281,9 +285,9 @@ def decode(
     *,
     dtype: DTypeLike,
     backend: Backend = ACCELERATOR,
-) -> tuple[jax.Array, CachePart]:
+) -> tuple[jax.Array, CachePart, jax.Array | None]:
     """(hidden states [B, D] of one token per sequence, `generated` with its keys and values at
-    `ring_position`).
+    `ring_position`, the experts [B, L, k] of the tokens of a model that has them).
 
     `positions` [B] are the positions of the tokens in their sequences. `generated_lengths` [B] counts the
     positions of `generated` that hold tokens of the sequence, including this token. These positions end at
@@ -333,10 +337,8 @@ def decode(
         return y[None], jax.tree.map(partial(where_rows, live), new, own)
 
     inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
-    hidden, new, *_ = run_layers(
-        params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend
-    )
-    return hidden[0], CachePart(new)
+    run = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    return run.hidden[0], CachePart(run.caches), None if run.routes is None else run.routes[0]
 
 
 class _Attended(NamedTuple):

@@ -30,11 +30,13 @@ class RowForms(NamedTuple):
     """Which arrays packed rows need beside their tokens.
 
     Rows of more than `unpack_above` tokens need the layout of their sequences, for attention; None: none do.
-    `chunked`: they need chunks, for DeltaNet layers.
+    `chunked`: they need chunks, for DeltaNet layers. `counted`: they need the number of sequences that each
+    token stands for, for experts.
     """
 
     unpack_above: int | None = None
     chunked: bool = False
+    counted: bool = False
 
     def unpacks(self, tokens: int) -> bool:
         """Whether rows of so many tokens need the layout."""
@@ -43,7 +45,8 @@ class RowForms(NamedTuple):
     def joined(self, other: RowForms) -> RowForms:
         """Those of rows that two models read."""
         limits = [each.unpack_above for each in (self, other) if each.unpack_above is not None]
-        return RowForms(min(limits, default=None), self.chunked or other.chunked)
+        flags = (a or b for a, b in zip(self[1:], other[1:], strict=True))
+        return RowForms(min(limits, default=None), *flags)
 
 
 NO_FORMS = RowForms()

@@ -70,12 +70,12 @@ def common_tokens(sequences: np.ndarray) -> int:
     return int(np.logical_and.accumulate((sequences == sequences[0]).all(axis=0)).sum())
 
 
-def useful_common_prefix(sequences: np.ndarray, lengths: np.ndarray) -> int:
-    """Tokens that rows of `sequences` [n, T] begin with in common and that are worth being shared, or 0.
+def useful_common_prefix(common: int, lengths: np.ndarray) -> int:
+    """Of `common` tokens that all sequences begin with, those that are worth being shared, or 0.
 
     Never all of one of `lengths` [n]: its last token is its own.
     """
-    tokens = min(common_tokens(sequences), int(lengths.min()) - 1)
+    tokens = min(common, int(lengths.min()) - 1)
     return tokens if tokens >= LEAST_COMMON_PREFIX else 0
 
 

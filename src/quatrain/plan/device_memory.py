@@ -69,6 +69,8 @@ class Placement:
     """The plan of a rollout worker, whose devices are none of these; None without `rollout.workers`."""
     elsewhere: str = ""
     """Who samples, in words, if these devices do not."""
+    host: tuple[Part, ...] = ()
+    """Items in the memory of each process's host."""
 
     @property
     def role_groups(self) -> tuple[tuple[RoleName, ...], ...]:
@@ -138,6 +140,8 @@ class Placement:
             "worker": self.worker
             and {"rollout_mesh": self.worker.roles.rollout.mesh._asdict(), **self.worker._sizes()},
             "elsewhere": self.elsewhere,
+            "bytes_on_host": {part.key: part.num_bytes for part in self.host},
+            "why_on_host": {part.key: part.why for part in self.host},
         }
 
     def _sizes(self) -> dict[str, Any]:
@@ -171,6 +175,7 @@ def render(result: Placement) -> str:
         "",
         *_table([*result.parts, *_totals(result)]),
         *_elsewhere(result, whole=True),
+        *(_table(result.host, "bytes on the host of each process") if result.host else ()),
         *warning_lines(result.warnings),
     )
     return "\n".join((*lines, result.remedy) if result.remedy else lines)

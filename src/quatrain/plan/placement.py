@@ -71,7 +71,7 @@ def placement(
     plan = _Plan(config, known, resolve_roles(config, devices, processes))
     update = plan.update_parts(config.update, "gradient", "optimizer_step")
     parts = (*plan.persistent_parts(), *update, *plan.critic_parts())
-    result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory)
+    result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory, host=tuple(plan.host_parts()))
     if not config.rollout.has_fleet:
         return _with_cache(plan, result)
     rollout, worker, warnings = config.rollout, None, tuple(plan.phase_warnings(result))
@@ -144,6 +144,23 @@ class _Plan:
             itemsize = jnp.dtype(spec.dtype or self.config.model.param_dtype).itemsize
             size = count * itemsize * elements_on_device(spec.shape, place, self.mesh)
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
+
+    def host_parts(self) -> Iterator[Part]:
+        """What batches have in host memory that grows with the model: the routes of experts."""
+        rollout, routes = self.config.rollout, self.arch.routes
+        if routes is None or rollout.record_routes is False:
+            return
+        layers, k, _ = routes
+        sequences, tokens = self.config.data.batch_size * rollout.n, longest_sequence(self.config)
+        batches = 1 + rollout.max_staleness
+        of_token = layers * k * routes.dtype.itemsize
+        ahead = f" x {batches} batches (1 + rollout.max_staleness)" if rollout.max_staleness else ""
+        why = (
+            f"at most {sequences} sequences x {tokens} tokens x {of_token} B (layers of experts x experts of "
+            f"a token x bytes = {layers} x {k} x {routes.dtype.itemsize}){ahead}; none with "
+            "rollout.record_routes false"
+        )
+        yield Part("routes", sequences * tokens * of_token * batches, why)
 
     def persistent_parts(self) -> Iterator[Part]:
         """The parts that exist during the whole run."""

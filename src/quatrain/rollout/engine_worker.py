@@ -84,6 +84,7 @@ class EngineWorker:
             completion.tokens += progress.tokens
             completion.logprobs += progress.logprobs
             completion.versions += progress.versions
+            completion.routes += progress.routes
             if progress.finish_reason is not None:
                 completion.finish_reason = progress.finish_reason
                 result.set_result(([(group.prompt, completion)], {}))

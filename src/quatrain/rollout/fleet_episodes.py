@@ -85,6 +85,7 @@ class FleetTurns:
             completion.tokens += turn["tokens"]
             completion.logprobs += turn["logprobs"]
             completion.versions += turn["versions"]
+            completion.record(0, *turn["routes"])
             completion.finish_reason = turn["finish_reason"]
             sampled = self.stats.decoded_tokens + len(turn["tokens"])
             self.stats = replace(self.stats, decoded_tokens=sampled)

@@ -121,7 +121,7 @@ class FleetService:
             return Progress(error=f"the turn was not sampled: {group.error}")
         [(_, done)] = group.samples
         self._num_sampled += len(done.tokens)
-        return Progress(done.tokens, done.logprobs, done.versions, done.finish_reason)
+        return Progress(done.tokens, done.logprobs, done.versions, done.finish_reason, routes=done.routes)
 
     def _in_flight(self) -> list[int]:
         """Waits until sequences are in flight: their keys; none once this is closed."""

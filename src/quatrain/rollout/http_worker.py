@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import threading
 import time
@@ -32,6 +33,7 @@ from quatrain.rollout.server_kinds import (
     kind_of,
     shortened,
 )
+from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
 from quatrain.types.rollouts import Completion, Sampling
@@ -51,6 +53,9 @@ LOWEST = float(np.finfo(np.float32).min)
 """Log-probabilities are kept in float32, in which lower ones would be infinite."""
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class ServerRules:
     """What the servers of a run have in common: tokenizer, stop tokens, seed, and training's sampling."""
@@ -60,6 +65,8 @@ class ServerRules:
     vocab_size: int
     seed: int
     sampling: Sampling
+    routes: RouteRules | None = None
+    """The routes of experts that are to be recorded, if any are."""
 
 
 def workers(
@@ -100,6 +107,8 @@ class HttpWorker:
         self._progressed = 0.0
         self._loading = self._closed = False
         self._client_uses = 0
+        self._routes = rules.routes
+        """Those of its answers; None if it has none."""
         headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN)) else {}
         options: dict[str, Any] = {
             "base_url": address,
@@ -218,10 +227,10 @@ class HttpWorker:
                 self._error = self._error or error
                 self._changed.notify_all()
         else:
-            samples = [(spec.prompt, self._stamped(each, min(before, after))) for each in completions]
+            samples = [(spec.prompt, self._stamped(*each, min(before, after))) for each in completions]
             self._finish(FinishedGroup(spec.number, samples))
 
-    async def _samples(self, spec: GroupSpec, version: int) -> list[Answer]:
+    async def _samples(self, spec: GroupSpec, version: int) -> list[tuple[Answer, list[np.ndarray]]]:
         """The samples of a group. If one request fails, the others are cancelled.
 
         That closes their connections, by which the server knows that it need not go on decoding.
@@ -234,10 +243,12 @@ class HttpWorker:
         finally:
             await _cancelled(requests)
 
-    async def _sample(self, spec: GroupSpec, number: int, version: int) -> Answer:
+    async def _sample(self, spec: GroupSpec, number: int, version: int) -> tuple[Answer, list[np.ndarray]]:
+        """A sample, and the parts of its routes."""
         prompt, own = spec.prompt.input_ids.tolist(), spec.own
         seed, offset = (self._rules.seed, 0) if own is None else (own.seed, own.offset)
-        asked = Asked(prompt, spec.sampling, seed, spec.step, spec.prompt.group_id, number, version, offset)
+        place = seed, spec.step, spec.prompt.group_id, number, version, offset
+        asked = Asked(prompt, spec.sampling, *place, routes=self._routes is not None)
         path, body = self._kind.request(asked, self._rules.stop_ids)
         try:
             response = await self._requests.post(path, json=body)
@@ -246,7 +257,9 @@ class HttpWorker:
         self._progressed = time.monotonic()
         answer = self._kind.read(_value(response))
         self._check(answer, spec.sampling)
-        return answer
+        if self._routes is None:
+            return answer, []
+        return answer, [self._routes.read(answer.routes, len(prompt) + len(answer.tokens) - 1)]
 
     def _finish(self, group: FinishedGroup) -> None:
         with self._changed:
@@ -254,7 +267,7 @@ class HttpWorker:
             self._finished.append(group)
             self._changed.notify_all()
 
-    def _stamped(self, answer: Answer, version: int) -> Completion:
+    def _stamped(self, answer: Answer, routes: list[np.ndarray], version: int) -> Completion:
         """The completion, whose tokens are of the older version that the server said it had."""
         versions = answer.versions or [version] * len(answer.tokens)
         reason = "stop" if answer.finish_reason == "stop" else "length"
@@ -263,6 +276,7 @@ class HttpWorker:
             logprobs=[float(np.float32(value)) for value in answer.logprobs],
             versions=[min(each, version) for each in versions],
             finish_reason=reason,
+            routes=routes,
         )
 
     @contextmanager
@@ -347,7 +361,7 @@ class HttpWorker:
                 f"its tokenizer must be that of training: the text {PROBE_TEXT!r} has the ids "
                 f"{shortened(ids)} here and {shortened(seen)} there; serve the model that is trained"
             )
-        self._probed(asked._replace(prompt=ids))
+        self._probe_routes(asked._replace(prompt=ids, routes=rules.routes is not None))
         if rules.sampling.temperature == 1:
             return
         cold = Sampling(n=1, max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
@@ -359,6 +373,21 @@ class HttpWorker:
                 f"{median:.2f}, where about 0 is expected; start vLLM with --logprobs-mode "
                 "processed_logprobs, or set rollout.temperature to 1"
             )
+
+    def _probe_routes(self, asked: Asked) -> None:
+        """Warns if routes are to be recorded, and the server returns none with the tokens of `asked`."""
+        answer = self._probed(asked)
+        if self._routes is None:
+            return
+        if answer.routes is not None:
+            self._routes.read(answer.routes, len(asked.prompt) + len(answer.tokens) - 1)
+            return
+        logger.warning(
+            "%s returns no routes of experts, so that the update chooses them anew: %s; start it with %s, or "
+            "set rollout.record_routes to false",
+            *(self.name, self._routes.gap, self._kind.routes_by),
+        )
+        self._routes = None
 
     def _probed(self, asked: Asked) -> Answer:
         path, body = self._kind.request(asked, ())

@@ -6,15 +6,19 @@ read here. Token ids go in and out, each with its log-probability; no text is en
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.rollout.worker import WorkerLost, WorkerRefused
 from quatrain.types.rollouts import Sampling
+from quatrain.types.routes import routes_from_text
 
 TOKEN = SERVE_TOKEN
 UNAUTHORIZED = (401, 403)
@@ -37,6 +41,9 @@ class Answer(NamedTuple):
     """The ids of the prompt, or their number, if the server says so."""
     versions: list[int] | None = None
     """The version of each token's weights, if the server says so."""
+    routes: Any = None
+    """The experts of the tokens of prompt and completion but the last, if the server says so: an array of
+    integers of any shape, token after token, or what could not be read."""
 
 
 class Asked(NamedTuple):
@@ -51,6 +58,8 @@ class Asked(NamedTuple):
     version: int
     offset: int = 0
     """The position of its first token among those that derive from the same sequence."""
+    routes: bool = False
+    """Whether the experts of its tokens are wanted."""
 
 
 Call = Callable[..., Any]
@@ -74,6 +83,8 @@ class Quatrain:
 
     name = "quatrain"
     model_name = ""
+    routes_by = "rollout.record_routes auto, and a model with experts"
+    """What lets it return the experts of tokens."""
 
     def prepare(self, call: Call) -> None:
         """Checks that the server can be given weights, and lets it go on if it was left paused.
@@ -121,8 +132,11 @@ class Quatrain:
                 "it returns no log-probabilities, which were asked for with logprobs=0; let it return them "
                 "(vLLM: --max-logprobs of at least 1)"
             )
-        prompt_ids = choice.get("prompt_token_ids")
-        return Answer(tokens, logprobs, reason, prompt_ids, choice.get("weight_versions"))
+        prompt_ids, routes = choice.get("prompt_token_ids"), choice.get("routed_experts")
+        if isinstance(routes, str):
+            with suppress(ValueError):
+                routes = routes_from_text(routes)
+        return Answer(tokens, logprobs, reason, prompt_ids, choice.get("weight_versions"), routes)
 
     def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
         """Has it load the safetensors in `path`; it goes on afterwards, also if this fails."""
@@ -142,15 +156,22 @@ class Quatrain:
 
     def _fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
         """The place in training, from which the randomness derives."""
-        _, sampling, seed, step, group_id, sample, _, offset = asked
-        place = {"step": step, "group_id": group_id, "sample": sample, "n": sampling.n}
-        return {"seed": seed, "quatrain": {**place, **({"offset": offset} if offset else {})}}
+        place = {
+            "step": asked.step,
+            "group_id": asked.group_id,
+            "sample": asked.sample,
+            "n": asked.sampling.n,
+        }
+        place |= {"offset": asked.offset} if asked.offset else {}
+        routes = {"return_routed_experts": True} if asked.routes else {}
+        return {"seed": asked.seed, "quatrain": place, **routes}
 
 
 class Vllm(Quatrain):
     """vLLM, in its development mode, which has the paths that change weights."""
 
     name = "vLLM"
+    routes_by = "--enable-return-routed-experts"
 
     def _fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
         """A seed for each sequence; and no block of the prefix cache of another version is used."""
@@ -197,6 +218,7 @@ class Sglang:
     """SGLang, by its own interface of ids."""
 
     name = "SGLang"
+    routes_by = "--enable-return-routed-experts"
     _info = "/get_model_info"
 
     def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
@@ -210,7 +232,9 @@ class Sglang:
             "sampling_seed": seed_of(asked),
             "no_stop_trim": True,
         }
-        return "/generate", {**prompt, "sampling_params": parameters, "return_logprob": True, "stream": False}
+        wanted = {"return_routed_experts": True} if asked.routes else {}
+        flags = {"return_logprob": True, "stream": False, **wanted}
+        return "/generate", {**prompt, "sampling_params": parameters, **flags}
 
     def read(self, value: Any) -> Answer:
         """Ids and log-probabilities are pairs."""
@@ -228,7 +252,11 @@ class Sglang:
         logprobs, tokens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         label = str(meta.get("weight_version", ""))
         versions = [int(label)] * len(tokens) if label.isdecimal() else None
-        return Answer(tokens, logprobs, reason, prompt_tokens, versions)
+        routes = meta.get("routed_experts")
+        if isinstance(routes, str):  # int32 numbers, token after token
+            with suppress(ValueError):
+                routes = np.frombuffer(base64.b64decode(routes, validate=True), "<i4")
+        return Answer(tokens, logprobs, reason, prompt_tokens, versions, routes)
 
     def resume(self, call: Call) -> None:
         """It has another path for it than the others."""

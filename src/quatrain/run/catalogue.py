@@ -43,6 +43,18 @@ update/clip_dual_fraction | fraction | mean | Fraction of tokens whose loss was 
 update/high_covariance_fraction | fraction | mean |
     Fraction of tokens that `clip_cov` or `kl_cov` chose by the covariance of their log-probability and
     advantage.
+moe/load_max | 1 | max |
+    Share of the tokens that the busiest expert has, times the number of experts, in the layer where that is
+    most: 1 is an even load. Of models with experts, as are all `moe/` metrics; over all tokens of the
+    training step's sequences but the last of each, as the update computes them.
+moe/entropy | nats | mean | Entropy of the routers' softmax over experts, mean over tokens and layers.
+moe/dead_experts | experts | mean | Experts that no token of the training step has, summed over layers.
+moe/replay_changed | fraction | mean |
+    Fraction of choices, one for each token and layer, in which the trainer's router would have chosen other
+    experts than those the sampler recorded, which are taken (`rollout.record_routes`); of the first optimizer
+    step, before which the weights are those that sampled. Much more than rounding makes of it: the routes are
+    those of other weights or other tokens.
+update/router_aux_loss | 1 | mean | Auxiliary loss of the routers' loads, times `update.router_aux_coef`.
 update/grad_norm | 1 | mean | Global norm of the gradient before clipping, mean over optimizer steps.
 update/learning_rate | 1 | last | Learning rate of the last optimizer step, applied or not.
 update/optimizer_steps | steps | sum | Optimizer steps applied in this training step.

@@ -23,6 +23,7 @@ from quatrain.engine.service import Progress
 from quatrain.environments.tool_calls import CallStream, ToolCall
 from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest, GenerateRequest
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
+from quatrain.types.routes import routes_between, routes_to_text
 
 
 @dataclass
@@ -49,6 +50,11 @@ class Choice:
     @property
     def tokens(self) -> list[int]:
         return [token for progress in self.progress for token in progress.tokens]
+
+    @property
+    def routes(self) -> list[np.ndarray]:
+        """Parts of the routes of prompt and completion."""
+        return [part for progress in self.progress for part in progress.routes]
 
     @property
     def message(self) -> dict[str, Any]:
@@ -193,6 +199,8 @@ class Answer:
             facts["weight_versions"] = [version for part in progress for version in part.versions]
             if prompt:
                 facts["prompt_token_ids"] = list(choice.prompt_ids)
+        if self._asked.return_routed_experts:
+            facts["routed_experts"] = _routed_experts(choice)
         return facts
 
     def _named(self, choice: Choice, texts: list[TokenText], values: list[float]) -> dict[str, Any]:
@@ -272,6 +280,17 @@ class Answer:
     def _usage(self) -> dict[str, int]:
         asked, sampled = (sum(map(len, each)) for each in (self._prompts, [c.tokens for c in self.choices]))
         return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+def _routed_experts(choice: Choice) -> str:
+    """The experts of each token of prompt and completion but the last, in vLLM's form."""
+    inputs = len(choice.prompt_ids) + len(choice.tokens) - 1
+    if not choice.tokens or not (routes := routes_between(choice.routes, 0, inputs)):
+        raise BadRequest(
+            "routes are those of a model with experts, of which tokens are sampled; leave this out",
+            "return_routed_experts",
+        )
+    return routes_to_text(np.concatenate(routes))
 
 
 def _named_by_id(token: int) -> str:

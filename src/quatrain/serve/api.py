@@ -50,6 +50,7 @@ from quatrain.serve.sessions import Reply, Session, Sessions
 from quatrain.serve.text import TextStream, TokenTexts, Vocabulary
 from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.batches import Prompt
+from quatrain.types.routes import routes_between
 
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
@@ -579,6 +580,7 @@ class _Recorded:
             turn.tokens, turn.reserved = choice.tokens, 0
             turn.logprobs = [value for part in choice.progress for value in part.logprobs]
             turn.versions = [version for part in choice.progress for version in part.versions]
+            turn.routes = routes_between(choice.routes, turn.first_routed, len(turn.ids) - 1)
             turn.finish_reason = choice.progress[-1].finish_reason
             self.session.counts["tool_calls"] += len(choice.called)
             if self.messages:

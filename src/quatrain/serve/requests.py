@@ -140,6 +140,8 @@ class _Request(_Strict):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_routed_experts: bool = False
+    """Whether an answer has the experts of each token, as vLLM's `routed_experts`."""
     quatrain: Place | None = None
     logit_bias: dict[str, float] | None = None
 
@@ -148,6 +150,13 @@ class _Request(_Strict):
     def _no_tiny_temperature(cls, value: float | None) -> float | None:
         if value is not None and 0 < value < 0.01:
             raise ValueError("must be 0, which takes the likeliest token, or at least 0.01")
+        return value
+
+    @field_validator("return_routed_experts")
+    @classmethod
+    def _whole_answers(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("stream"):
+            raise ValueError("the experts of tokens cannot be streamed; leave out stream")
         return value
 
     @field_validator("stop")

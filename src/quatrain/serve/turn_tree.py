@@ -39,6 +39,8 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Parts of the routes of the tokens from number `first_routed` on, but of the last."""
     finish_reason: str = "length"
     is_known: bool = True
     """Whether the agent may have read the answer."""
@@ -56,6 +58,11 @@ class Turn:
     def given(self) -> list[int]:
         """The ids between the parent's answer and this one; of a root, all of its context."""
         return self.prompt_ids[0 if self.parent is None else len(self.parent.ids) :]
+
+    @property
+    def first_routed(self) -> int:
+        """The number of the first token whose route its parent does not have: the parent's last."""
+        return 0 if self.parent is None else len(self.parent.ids) - 1
 
     @property
     def path(self) -> list[Turn]:

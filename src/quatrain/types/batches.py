@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quatrain.types.metrics import Metrics
+from quatrain.types.routes import ROUTE_DTYPES, live_of
 
 FINISH_REASONS = ("stop", "length", "environment", "turns", "error", "timeout")
 """Why a completion ended: a stop token or string, or its length; an episode also by its environment, by its
@@ -60,6 +61,11 @@ class _Brief(reprlib.Repr):
 
 
 _BRIEF = _Brief()
+
+
+def brief_array(value: Any) -> str:
+    """Dtype and shape of an array, or the type of something else."""
+    return _BRIEF.repr(value) if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def brief(self: Any) -> str:
@@ -139,6 +145,10 @@ class RolloutBatch:
     reward, which is that of the text and the columns of the first of them: the path to the last request. A
     token that stands in several of them is in the completion mask of one, so that it is trained on once.
 
+    `routes` are the k experts of each token in each of L MoE layers, in the pass in which the sampler had the
+    token as its input; `live_of(dtype)` where no such pass was recorded, as on padding and on the last
+    token of each row, which was never an input. None: nothing was recorded.
+
     Raises ValueError, with stage, field, expected and actual value, if any of these conditions is violated.
     """
 
@@ -155,6 +165,7 @@ class RolloutBatch:
     metrics: Metrics = field(default_factory=dict)
     baseline: RolloutBatch | None = None
     episode_ids: np.ndarray | None = None  # [B] int64
+    routes: np.ndarray | None = None  # [B, T, L, k] uint8 or uint16
 
     __repr__ = brief
 
@@ -181,6 +192,7 @@ class RolloutBatch:
         self._check_masks(check)
         self._check_groups(check)
         self._check_episodes(check)
+        self._check_routes(check)
         if self.baseline is not None:
             same = sorted(self.baseline.group_ids.tolist()) == np.unique(self.group_ids).tolist()
             check.rule(same, "baseline", "one completion for each group", f"{len(self.baseline)} completions")
@@ -201,6 +213,19 @@ class RolloutBatch:
             differs = values != values[self.episodes.first_rows][self.episodes.of_row]
             got = "two in one episode"
             check.rule(not differs.any(), "episode_ids", f"one of {name} for the rows of an episode", got)
+
+    def _check_routes(self, check: _Checker) -> None:
+        if self.routes is None:
+            return
+        routes, shape = self.routes, self.input_ids.shape
+        form = f"an array [{shape[0]}, {shape[1]}, L, k] of uint8 or uint16"
+        is_routes = isinstance(routes, np.ndarray) and routes.ndim == 4 and routes.shape[:2] == shape
+        got = brief_array(routes)
+        check.rule(is_routes and routes.dtype in ROUTE_DTYPES, "routes", form, got)
+        last = routes[np.arange(len(self)), self.lengths - 1] if len(self) else routes
+        live = bool((last == live_of(routes.dtype)).all())
+        check.rule(live, "routes", "no route of a row's last token, which was never an input", "one")
+        routes.setflags(write=False)
 
     def _check_masks(self, check: _Checker) -> None:
         sampled, attention = self.completion_mask, self.attention_mask

@@ -13,6 +13,7 @@ import numpy as np
 
 from quatrain.types.batches import RewardedBatch, RolloutBatch
 from quatrain.types.metrics import combine
+from quatrain.types.routes import live_of
 
 PADDING = {
     "input_ids": 0,
@@ -75,6 +76,7 @@ def _join_rollouts(batches: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         metrics=combine(*(batch.metrics for batch in batches)),
         baseline=_join_rollouts(baselines, groups) if baselines else None,
         episode_ids=_episode_ids(batches, rows),
+        routes=_routes(batches, rows, width),
     )
 
 
@@ -87,6 +89,21 @@ def _episode_ids(batches: Sequence[RolloutBatch], rows: np.ndarray) -> np.ndarra
     return np.concatenate(counted)[rows]
 
 
+def _routes(batches: Sequence[RolloutBatch], rows: np.ndarray, width: int) -> np.ndarray | None:
+    """[B, width, L, k] of `rows` of all `batches`, live in those without routes; None if all have none."""
+    some = next((batch.routes for batch in batches if batch.routes is not None), None)
+    if some is None:
+        return None
+    live = live_of(some.dtype)
+    parts = [
+        np.full((len(batch), width, *some.shape[2:]), live, some.dtype)
+        if batch.routes is None
+        else _as_wide(batch.routes, width, live)
+        for batch in batches
+    ]
+    return np.concatenate(parts)[rows]
+
+
 def _rows_of(groups: Sequence[int], batches: Sequence[RolloutBatch]) -> np.ndarray:
     """[B] row numbers, counted through all `batches`, of the sequences of `groups`."""
     group_ids = np.concatenate([batch.group_ids for batch in batches])
@@ -94,6 +111,7 @@ def _rows_of(groups: Sequence[int], batches: Sequence[RolloutBatch]) -> np.ndarr
 
 
 def _as_wide(values: np.ndarray, width: int, padding: Any) -> np.ndarray:
-    """[B, width]: `values` [B, T] without columns beyond `width`, or padded up to it."""
-    missing = max(width - values.shape[1], 0)
-    return np.pad(values[:, :width], ((0, 0), (0, missing)), constant_values=padding)
+    """[B, width, …]: `values` [B, T, …] without columns beyond `width`, or padded up to it."""
+    added = [(0, 0)] * values.ndim
+    added[1] = 0, max(width - values.shape[1], 0)
+    return np.pad(values[:, :width], added, constant_values=padding)

@@ -15,6 +15,7 @@ import numpy as np
 from quatrain.config.schema import RolloutConfig
 from quatrain.types.batches import Prompt, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, describe
+from quatrain.types.routes import live_of, routes_between
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,9 @@ class Completion:
     """How many of the tokens the policy did not sample."""
     tail: int = field(default=0, compare=False)
     """The index of the first token that can still be part of a stop string."""
+    routes: list[np.ndarray] = field(default_factory=list, compare=False)
+    """Parts [tokens, L, k] of the routes of the sequence's tokens, from the first token of the prompt on: of
+    those that were an input of the sampler. Samples of a group share the arrays of their prompt."""
 
     __repr__ = brief
 
@@ -151,6 +155,11 @@ class Completion:
     def num_sampled(self) -> int:
         """How many of the tokens the policy sampled."""
         return len(self.tokens) - self.num_given
+
+    @property
+    def num_routed(self) -> int:
+        """How many tokens of the sequence have a recorded route."""
+        return sum(map(len, self.routes))
 
     @property
     def last_turn(self) -> list[int]:
@@ -171,8 +180,22 @@ class Completion:
         self.tail = len(self.tokens)
         self.finish_reason = "length"
 
+    def record(self, first: int, *parts: np.ndarray) -> None:
+        """Append `parts` [tokens, L, k] of the routes of the sequence's tokens from number `first` on.
+
+        Tokens whose route is known keep it: it is that of the pass from which what follows them was drawn.
+        """
+        known = self.num_routed
+        assert first <= known or not parts, f"routes from token {first} leave a gap after {known}"
+        self.routes += routes_between(parts, known - first, sum(map(len, parts)))
+
     def cut(self, length: int) -> None:
-        """Drop all tokens after the first `length`."""
+        """Drop all tokens after the first `length`, and the routes of as many."""
+        left = len(self.tokens) - length
+        while left > 0 and self.routes:
+            kept = len(self.routes[-1]) - left
+            left -= len(self.routes[-1])
+            self.routes[-1:] = [self.routes[-1][:kept]] if kept > 0 else []
         del self.tokens[length:], self.logprobs[length:], self.versions[length:]
 
 
@@ -186,7 +209,7 @@ def rollout_batch(
 
     `tokenizer` decodes completions, without special tokens, to the text that reward functions get; in an
     episode of several turns, the last turn. `episodes` has the number of each row's episode, if it may have
-    several.
+    several. The batch has `routes` if one of the completions has.
     """
     lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
     shape = (len(samples), max((sum(both) for both in lengths), default=0))
@@ -211,9 +234,24 @@ def rollout_batch(
         completions=tuple(tokenizer.decode(c.last_turn, skip_special_tokens=True) for _, c in samples),
         columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
         episode_ids=None if episodes is None else np.array(episodes, np.int64),
+        routes=_routes([completion.routes for _, completion in samples], lengths, shape[1]),
     )
     prompts = np.array([before for before, _ in lengths])
     return replace(batch, metrics={**_length_metrics(batch, prompts), **metrics})
+
+
+def _routes(
+    recorded: Sequence[Sequence[np.ndarray]], lengths: Sequence[tuple[int, int]], width: int
+) -> np.ndarray | None:
+    """[B, width, L, k]: what was recorded of each row, but of its last token; None if nothing was."""
+    some = next((parts[0] for parts in recorded if parts), None)
+    if some is None:
+        return None
+    routes = np.full((len(recorded), width, *some.shape[1:]), live_of(some.dtype), some.dtype)
+    for row, (parts, (before, new)) in enumerate(zip(recorded, lengths, strict=True)):
+        known = np.concatenate([*parts, routes[row, :0]])[: before + new - 1]
+        routes[row, : len(known)] = known
+    return routes
 
 
 def _length_metrics(batch: RolloutBatch, prompts: np.ndarray) -> Mapping[str, Metric]:

@@ -7,9 +7,9 @@ micro-batches, and nothing is divided afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from quatrain.forward.micro_batch import MicroBatch
-from quatrain.forward.specs import ModelSpec
+from quatrain.forward.specs import ModelSpec, Predicted
+from quatrain.models.blocks.experts import RouterSums
 from quatrain.ops.rounding import round_tree
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.axes import DATA_AXES, DP
@@ -27,6 +28,7 @@ from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import full, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
+from quatrain.types.routes import live_of
 from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, per_device_spec
 
 Total = tuple[Any, Any]
@@ -39,21 +41,38 @@ Its metrics have the names they are logged under.
 
 
 def weighted_loss(
-    predictions: tuple[jax.Array, ...], batch: MicroBatch, model: ModelSpec, objective: Objective
+    predicted: Predicted, batch: MicroBatch, model: ModelSpec, objective: Objective
 ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
-    """The loss of scored tokens [R, K], and what is reported of them: sums and greatest values."""
+    """The loss of scored tokens [R, K] and of routers, and what is reported: sums and greatest values."""
     columns, mask = dict(batch.columns), batch.mask
     weights = columns.pop("weights")
-    named = dict(zip(model.tokens.predictions, predictions, strict=True))
+    named = dict(zip(model.tokens.predictions, predicted.numbers, strict=True))
     token = objective(model.tokens(**named, mask=mask, sequence_ids=batch.sequence_ids, columns=columns))
     loss = jnp.sum(jnp.where(mask, weights * token.loss, 0.0))
     if token.weighted is not None:
         loss += jnp.sum(jnp.where(mask, token.weighted, 0.0))
     sums = {name: jnp.sum(jnp.where(mask, values, 0.0)) for name, values in token.means.items()}
+    of_routers = _router_stats(predicted.routers, batch)
+    if "balance_loss" in of_routers:
+        loss += of_routers["balance_loss"]
     return loss, {
+        "routers": jax.lax.stop_gradient(of_routers),
         "sum": {"loss": loss, "tokens": jnp.sum(mask, dtype=jnp.float32), **sums},
         "max": {name: jnp.max(jnp.where(mask, values, -jnp.inf)) for name, values in token.peaks.items()},
     }
+
+
+def _router_stats(routers: RouterSums | None, batch: MicroBatch) -> dict[str, jax.Array]:
+    """Sums over the tokens and layers of a micro-batch: the auxiliary loss, and what metrics are made of."""
+    if routers is None:
+        return {}
+    stats = {"expert_tokens": routers.tokens, "entropy": routers.entropy.sum()}
+    if batch.routes is not None and batch.counts is not None:
+        recorded = (batch.routes != live_of(batch.routes.dtype)).any(axis=-1).sum(axis=-1)
+        stats |= {"changed": routers.changed.sum(), "replayed": jnp.sum(recorded * batch.counts)}
+    if batch.balance is not None:
+        stats["balance_loss"] = jnp.sum(batch.balance[0] * routers.probabilities)
+    return stats
 
 
 GradientFunction = Callable[[Callable[..., Any], Any, Any], tuple[Any, Any, Arrays]]
@@ -84,15 +103,16 @@ def _added(
 
     def on_shard(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
         def loss(trained: Any) -> Any:
-            predictions = model.predict(model.with_trained(params, trained), batch)
-            return weighted_loss(predictions, batch, model, objective)
+            predicted = model.predict(model.with_trained(params, trained), batch)
+            return weighted_loss(predicted, batch, model, objective)
 
         grads, stats, arrays = gradient(loss, model.trained(params), (params, batch))
-        sums, peaks = jax.lax.psum(stats["sum"], DATA_AXES), jax.lax.pmax(stats["max"], DATA_AXES)
+        peaks = jax.lax.pmax(stats.pop("max"), DATA_AXES)
         grads = jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads)
-        sums = jax.tree.map(jnp.add, total[1]["sum"], sums)
-        peaks = jax.tree.map(jnp.maximum, total[1]["max"], peaks)
-        return (grads, {"sum": sums, "max": peaks}), arrays
+        before = dict(total[1])
+        peaks = jax.tree.map(jnp.maximum, before.pop("max"), peaks)
+        sums = jax.tree.map(jnp.add, before, jax.lax.psum(stats, DATA_AXES))
+        return (grads, {**sums, "max": peaks}), arrays
 
     totals = _copies(model), PartitionSpec()
     in_specs, out_specs = (model.partition, totals, PartitionSpec(DATA_AXES)), per_device_spec(model.mesh)
@@ -127,19 +147,33 @@ gradient_program = jit_for_backend(
 """`gradient_program(backend)` is the jitted `_accumulate`."""
 
 
+def _sums_like(layers: int, experts: int) -> Any:
+    """The shapes of `RouterSums` of all layers."""
+    of_experts: Any = jax.ShapeDtypeStruct((layers, experts), jnp.float32)
+    of_layers: Any = jax.ShapeDtypeStruct((layers,), jnp.float32)
+    return RouterSums(of_experts, of_experts, of_layers, of_layers)
+
+
 def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Objective) -> Total:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
-    scored = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
+    scored: Any = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
+    routes = None if batch.counts is None else model.arch.routes
+    predicted = Predicted(
+        (scored,) * len(model.tokens.predictions), routes and _sums_like(routes.layers, routes.num_experts)
+    )
     summed = partial(weighted_loss, model=model, objective=objective)
-    _, stats = jax.eval_shape(summed, (scored,) * len(model.tokens.predictions), batch)
+    _, stats = jax.eval_shape(summed, predicted, batch)
     grads = jax.tree.map(
         lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
         model.trained(params),
         shardings(model.mesh, _copies(model)),
     )
-    everywhere, least = NamedSharding(model.mesh, PartitionSpec()), {"sum": 0.0, "max": -jnp.inf}
+    everywhere = NamedSharding(model.mesh, PartitionSpec())
     return grads, {
-        kind: {name: full((), least[kind], jnp.float32, everywhere) for name in named}
+        kind: {
+            name: full(x.shape, -jnp.inf if kind == "max" else 0.0, jnp.float32, everywhere)
+            for name, x in named.items()
+        }
         for kind, named in stats.items()
     }
 
@@ -218,6 +252,17 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Any:
     return init(params)
 
 
+class Stepped(NamedTuple):
+    """What an optimizer step leaves; `applied`: whether it was."""
+
+    params: Any
+    opt_state: Any
+    applied: bool
+    metrics: dict[str, Metric]
+    expert_tokens: np.ndarray | None = None
+    """[L, E] tokens of each expert of each layer; None for a model without experts."""
+
+
 def optimizer_step(
     params: Any,
     opt_state: Any,
@@ -229,8 +274,8 @@ def optimizer_step(
     residuals: ResidualMemory | None = None,
     draw: np.ndarray | None = None,
     schedule_step: int | None = None,
-) -> tuple[Any, Any, bool, dict[str, Metric]]:
-    """One optimizer step: (params, optimizer state, applied, metrics). Donates what is trained, and state.
+) -> Stepped:
+    """One optimizer step. Donates what is trained, and the optimizer's state.
 
     A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
     in the host's memory is brought to the devices for the step, and back. New bfloat16 parameters are rounded
@@ -258,4 +303,19 @@ def optimizer_step(
     metrics = {"loss": Metric(float(sums.pop("loss"))), "update/grad_norm": Metric(float(host["norm"]))}
     metrics |= {name: Metric(float(value), tokens) for name, value in sums.items()}
     metrics |= {name: Metric(float(value), reduction="max") for name, value in peaks.items()}
-    return params, opt_state, bool(host["finite"]), metrics
+    routers = host["stats"]["routers"]
+    if routers:
+        assert model.arch.routes is not None
+        metrics |= _router_metrics(routers, model.arch.routes.experts_per_token)
+    return Stepped(params, opt_state, bool(host["finite"]), metrics, routers.get("expert_tokens"))
+
+
+def _router_metrics(sums: Mapping[str, np.ndarray], experts_per_token: int) -> dict[str, Metric]:
+    """Metrics of the routers of an optimizer step, but of those that need all steps of a batch."""
+    choices = float(sums["expert_tokens"].sum(dtype=np.float64)) / experts_per_token
+    metrics = {"moe/entropy": Metric(float(sums["entropy"]), choices)}
+    if "replayed" in sums:
+        metrics["moe/replay_changed"] = Metric(float(sums["changed"]), float(sums["replayed"]))
+    if "balance_loss" in sums:
+        metrics["update/router_aux_loss"] = Metric(float(sums["balance_loss"]))
+    return metrics

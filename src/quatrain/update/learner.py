@@ -118,6 +118,11 @@ class Learner:
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
+        if update.router_aux_coef and policy.arch.routes is None:
+            raise ValueError(
+                f"update.router_aux_coef must be 0 for a model without experts; got "
+                f"{update.router_aux_coef:g} and a model ({policy.arch.family}) that has none; set 0"
+            )
         self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
         self.objective = PolicyObjective.of(update, on_policy=True, distillation=distillation)
         ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in self.objective.check()
@@ -264,7 +269,7 @@ class Learner:
         for place, rows in mini_batches:
             mini = table.take(rows)
             signal = self._signal(mini)[mini.completion_mask].any()
-            signal = signal or self.config.kl_coef or self.config.entropy_coef
+            signal = signal or self.config.kl_coef or self.config.entropy_coef or self.config.router_aux_coef
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
@@ -272,6 +277,9 @@ class Learner:
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
             if self.objective.distillation is not None:
                 mini = self.objective.distillation.weighted(mini, self.loss_aggregation, self.max_new_tokens)
+            if self.config.router_aux_coef:
+                assert self.policy.arch.routes is not None
+                mini = mini.balanced(self.config.router_aux_coef, self.policy.arch.routes.num_experts)
             state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
                 break
@@ -283,7 +291,7 @@ class Learner:
             mean = totals.metrics["update/behaviour_weight_mean"].result()
             effective = mean**2 / squares.result() if squares.result() else 0.0
             totals.combine({"update/effective_sample_fraction": Metric(effective)})
-        return state, totals.metrics | {
+        return state, totals.metrics | totals.load_metrics | {
             "update/learning_rate": Metric(float(self.trainer.learning_rate(place))),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
@@ -323,7 +331,8 @@ class Learner:
             if values is not None:
                 missing = "returns: return TokenAdvantages(advantages, returns) from the estimator"
             raise ValueError(f"the critic is trained on values and returns; the batch has no {missing}")
-        table = self._without_truncated(batch.rollouts).with_columns(old_values=values, returns=returns)
+        table = self._without_truncated(TokenTable.of(batch.rollouts), batch.rollouts)
+        table = table.with_columns(old_values=values, returns=returns)
         limit = self.config.max_bad_steps
         trained, metrics = critic.step(
             state.critic, table, totals, train_step=state.train_step, max_bad_steps=limit
@@ -356,11 +365,10 @@ class Learner:
         if self.objective.distillation is not None:
             longest = self.trainer.teacher.longest if self.trainer.teacher else None
             columns |= self.objective.distillation.columns(batch.rewarded, state.train_step, longest)
-        return self._without_truncated(rollouts).with_columns(**columns)
+        return self._without_truncated(TokenTable.of_policy(rollouts), rollouts).with_columns(**columns)
 
-    def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:
-        """The sequences of `rollouts`, with the tokens that are trained on as the completion mask."""
-        table = TokenTable.of(rollouts)
+    def _without_truncated(self, table: TokenTable, rollouts: RolloutBatch) -> TokenTable:
+        """The `table` of `rollouts`, with the tokens that are trained on as the completion mask."""
         trained = (rollouts.finish_reason != "length") | (not self.config.mask_truncated)
         return replace(table, completion_mask=table.completion_mask & trained[:, None])
 
@@ -412,7 +420,7 @@ class Learner:
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)
         return predict_tokens(
-            params, TokenTable.of(rollouts), model=self.policy, planner=self.logprob_planner
+            params, TokenTable.of_policy(rollouts), model=self.policy, planner=self.logprob_planner
         )
 
     def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
@@ -439,12 +447,15 @@ class Learner:
         return model_scores(params, table, model=policy, planner=self.logprob_planner, top=top)
 
     def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
-        return self._by_reference(params, TokenTable.of(rollouts), self.policy).logprobs
+        return self._by_reference(params, TokenTable.of_policy(rollouts), self.policy).logprobs
 
     def _by_reference(
         self, params: Any, table: TokenTable, policy: PolicySpec, top: TopWords | None = None
     ) -> Scores:
-        """What the reference says of `table`. With adapters, its base is that of the policy `params`."""
+        """What the reference says of `table`. With adapters, its base is that of the policy `params`.
+
+        That base has the policy's routers, and so the routes of `table`; another model has routes of its own.
+        """
         assert self.reference is not None, "KL to the reference needs the reference parameters"
         reference, arch = self.reference, policy.arch
         check_held(reference, "the parameters of the reference", "give build_stages a copy of them")
@@ -453,6 +464,8 @@ class Learner:
         if arch.lora:
             own = adapters_of(reference)
             reference = with_trained(params, own, arch) if lora else without_adapters(params)
+        else:
+            table = replace(table, routes=None)
         policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)
         return model_scores(to_memory("device", reference), table, model=policy, planner=planner, top=top)

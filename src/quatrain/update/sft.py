@@ -76,7 +76,7 @@ class SupervisedLearner:
             raise ValueError(
                 "the supervised warm start met a non-finite loss or gradient; lower sft.learning_rate"
             )
-        return state, totals.metrics
+        return state, totals.metrics | totals.load_metrics
 
 
 def _table(demonstrations: Sequence[Demonstration]) -> TokenTable:

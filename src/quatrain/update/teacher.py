@@ -141,7 +141,8 @@ class WordTeacher:
         def with_states() -> Iterator[MicroBatch]:
             for batch in batches:
                 with trim_after_compiling():
-                    yield replace(batch, teacher_hidden=program(weights, batch, model=teacher))
+                    own = replace(batch, routes=None)  # those of the policy are not the teacher's
+                    yield replace(batch, teacher_hidden=program(weights, own, model=teacher))
 
         return spec, {"policy": params, "teacher": {name: weights[name]}}, with_states()
 

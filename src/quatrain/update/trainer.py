@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 POLICY_STREAM, CRITIC_STREAM, WARM_START_STREAM = range(3)
 """The streams of random numbers with which the parameters of each model are rounded."""
 
+OF_SAMPLED_WEIGHTS = "rollout/", "moe/replay_changed"
+"""The metrics that compare sampler and trainer begin so."""
+
 
 @dataclass(frozen=True)
 class ModelState:
@@ -56,6 +59,8 @@ class StepTotals:
     bad: int = 0
     skipped: int = 0
     shard_s: float = 0.0
+    expert_tokens: np.ndarray | None = None
+    """[L, E] float64: tokens of each expert of each layer; None for a model without experts."""
 
     def add(self, metrics: dict[str, Metric], applied: bool) -> None:
         """Count an optimizer step and combine its metrics with those of the steps before."""
@@ -63,7 +68,24 @@ class StepTotals:
         self.applied += applied
         self.bad += not applied
         # Only before the first update are sampler and trainer the same weights.
-        self.combine({k: v for k, v in metrics.items() if first or not k.startswith("rollout/")})
+        self.combine({k: v for k, v in metrics.items() if first or not k.startswith(OF_SAMPLED_WEIGHTS)})
+
+    def count_experts(self, tokens: np.ndarray | None) -> None:
+        """Count the tokens of each expert, [L, E]."""
+        if tokens is not None:
+            before = 0.0 if self.expert_tokens is None else self.expert_tokens
+            self.expert_tokens = before + tokens.astype(np.float64)
+
+    @property
+    def load_metrics(self) -> dict[str, Metric]:
+        """How the tokens of all optimizer steps are spread over the experts."""
+        if self.expert_tokens is None:
+            return {}
+        shares = self.expert_tokens / self.expert_tokens.sum(axis=1, keepdims=True)
+        return {
+            "moe/load_max": Metric(float(shares.max()) * shares.shape[1], reduction="max"),
+            "moe/dead_experts": Metric(float((self.expert_tokens == 0).sum())),
+        }
 
     def combine(self, metrics: dict[str, Metric]) -> None:
         """Combine `metrics` with those of the same names."""
@@ -120,7 +142,7 @@ class Trainer:
         totals.shard_s += time.perf_counter() - began
         if self.teacher is not None:
             model, params, batches = self.teacher.joined(model, params, batches)
-        params, opt_state, applied, metrics = optimizer_step(
+        params, opt_state, applied, metrics, expert_tokens = optimizer_step(
             params,
             state.opt_state,
             batches,
@@ -134,6 +156,7 @@ class Trainer:
         if self.teacher is not None:
             params = params["policy"]
         totals.add(metrics, applied)
+        totals.count_experts(expert_tokens)
         bad = 0 if applied else state.bad_steps + 1
         if bad:
             logger.warning("optimizer step not applied: loss or gradient is not finite (%d in a row)", bad)

@@ -131,6 +131,10 @@ class RolloutConfig(Section):
     adapters are merged, as fast as without adapters and a copy of these matrices, in bfloat16 rounded
     stochastically, so that small changes arrive in the mean; `adapter`: with base and adapters as training
     does, without a copy of the base, some products more a layer."""
+    record_routes: Literal["auto", True, False] = "auto"
+    """For models with experts: the sampler records which experts each token went through, and every pass of
+    the update over the batch takes the same ones: [models.md](models.md#routing-replay). `auto`: yes, for
+    such models; `true`: an error for others; `false`: each pass chooses anew."""
     logprob_diff_warning: float | None = Field(0.05, gt=0)
     """A warning is given if the mean absolute difference between the sampler's and the trainer's
     log-probabilities of a training step's tokens exceeds this, in nats; null: no warning. A server that

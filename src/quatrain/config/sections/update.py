@@ -84,6 +84,10 @@ class UpdateConfig(Section):
     [algorithms.md](algorithms.md#kl-to-the-reference)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
+    router_aux_coef: float = Field(0.0, ge=0)
+    """For models with experts: weight of the auxiliary loss that balances the load of experts, 1 where it is
+    even; formula: [models.md](models.md#auxiliary-loss). Needs recorded routes (`rollout.record_routes`), and
+    routers that are trained."""
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """Old log-probabilities, in the denominator of the probability ratio: `recompute`: computed by the
     trainer; `auto`: computed by the trainer only if a training step has several optimizer steps, else the

@@ -56,7 +56,22 @@ _BUILTIN: dict[str, Json] = {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "bos_token_id": None,
-    }
+    },
+    "tiny_moe": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 144,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+    },
 }
 
 
@@ -68,7 +83,8 @@ def family_of(arch: Architecture) -> Family:
 def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
     """The architecture of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
 
-    `tiny` is a Llama of about 0.8 M parameters, which trains on two CPU cores in minutes.
+    `tiny` is a Llama of about 0.8 M parameters, which trains on two CPU cores in minutes; `tiny_moe` is a
+    Qwen3-MoE of about 2 M parameters, a quarter of whose experts compute a token.
     """
     if name not in _BUILTIN:
         known = ", ".join(f"builtin:{known}" for known in _BUILTIN)

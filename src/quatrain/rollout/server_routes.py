@@ -1,0 +1,74 @@
+"""The routes of experts that inference servers return with their samples, as those that training replays.
+
+Data flow: `server_kinds` reads `routed_experts` of an answer -> `RouteRules.read` -> `Completion.routes`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.blocks.experts import Experts
+from quatrain.rollout.worker import WorkerRefused
+
+CHANGED = 0.005, 0.023
+"""Parts of the tokens for which rounding to bfloat16 changes the experts of one layer: 4 of 32 experts, and
+10 of 512."""
+
+
+class RouteRules(NamedTuple):
+    """What the routes of a model are: `layers` of its `num_layers` have experts."""
+
+    layers: tuple[int, ...]
+    num_layers: int
+    experts_per_token: int
+    num_experts: int
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, arch: Architecture) -> RouteRules | None:
+        """Those of a model with experts; None for another."""
+        if arch.routes is None:
+            return None
+        layers = tuple(i for i, kind in enumerate(arch.layers) if isinstance(kind.mlp, Experts))
+        _, k, num_experts = arch.routes
+        return cls(layers, arch.num_layers, k, num_experts, arch.routes.dtype)
+
+    def read(self, routes: Any, tokens: int) -> np.ndarray:
+        """[tokens, L, k] of the first `tokens` tokens of a sequence, all but its last.
+
+        Servers have them for all layers, or for those with experts. Raises WorkerRefused for routes of
+        another model or length.
+        """
+        k, all_layers, own = self.experts_per_token, self.num_layers, len(self.layers)
+        form = f"[{tokens}, {own} or {all_layers}, {k}]"
+        rule = f"it must return the experts of all tokens of a sequence but the last, as integers {form}"
+        remedy = "let it serve the model that is trained, or set rollout.record_routes to false"
+        if not isinstance(routes, np.ndarray) or not np.issubdtype(routes.dtype, np.integer):
+            got = "none" if routes is None else f"a value of type {type(routes).__name__}"
+            raise WorkerRefused(f"{rule}; got {got}; {remedy}")
+        layers = {tokens * own * k: own, tokens * all_layers * k: all_layers}.get(routes.size)
+        shaped = routes.ndim == 1 or routes.shape == (tokens, layers, k)
+        if layers is None or not shaped:
+            raise WorkerRefused(f"{rule}; got an array {list(routes.shape)}; {remedy}")
+        routes = routes.reshape(tokens, layers, k)
+        routes = routes if layers == own else routes[:, list(self.layers)]
+        if routes.size and not 0 <= routes.min() <= routes.max() < self.num_experts:
+            raise WorkerRefused(
+                f"{rule}, from 0 to {self.num_experts - 1}; got {routes.min()} to {routes.max()}; {remedy}"
+            )
+        return routes.astype(self.dtype)
+
+    @property
+    def gap(self) -> str:
+        """What to expect without routes."""
+        layers = len(self.layers)
+        low, high = (100 * (1 - (1 - part) ** layers) for part in CHANGED)
+        return (
+            f"between a sampler and a trainer that differ by the rounding of bfloat16, {low:.0f} to "
+            f"{high:.0f} % of tokens go through another expert in at least one of the {layers} layers that "
+            "have them, which changes their log-probabilities by far more than rounding "
+            "(rollout/logprob_diff_max)"
+        )

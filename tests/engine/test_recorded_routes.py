@@ -1,0 +1,185 @@
+"""The engine records the experts of every token, from the pass in which the token was the input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from routed_models import check_routes, routed_model, routes_of_rows
+from test_session_turns import PROMPTS, STOP_IDS, TURNS, Episodes
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.groups import PerRequestSampling
+from quatrain.engine.session import Sampler, Session
+from quatrain.models.families import builtin_architecture
+from quatrain.models.kv_cache import bytes_per_position
+from quatrain.models.params import init_params
+from quatrain.parallel.mesh import one_device
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Completion, Sampling, rollout_batch
+
+
+@pytest.fixture(scope="module")
+def model():
+    return routed_model()
+
+
+def _prompts(sizes=(5, 1, 17, 9, 3), common=0) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    first = rng.integers(1, 290, common)
+    ids = [np.concatenate([first, rng.integers(1, 290, size)]).astype(np.int32) for size in sizes]
+    return [Prompt(20 + i, each, f"{i}") for i, each in enumerate(ids)]
+
+
+def _engine(model, tokenizer, **options):
+    config = RolloutConfig(**{"n": 3, "max_new_tokens": 12, "temperature": 0.9, **options})
+    engine = RolloutEngine(model[0], config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
+    engine.sync_weights(model[1], 0)
+    return engine
+
+
+@pytest.mark.parametrize("slots", [None, 4], ids=["all at once", "slots refilled"])
+@pytest.mark.parametrize("common", [0, 40], ids=["", "a common prefix"])
+def test_each_token_has_the_experts_of_a_pass_over_its_sequence(model, tokenizer, slots, common):
+    engine = _engine(model, tokenizer, max_concurrency=slots)
+    batch = engine.generate(_prompts(common=common))
+    assert len(np.unique(batch.completion_lengths)) > 2
+    check_routes(model[1], model[0], batch)
+    assert len(np.unique(batch.routes[batch.routes != 255])) == 8
+
+
+def test_a_recording_that_is_one_token_late_or_early_is_noticed(model, tokenizer):
+    """By the check that these tests use."""
+    batch = _engine(model, tokenizer).generate(_prompts())
+    for shift in (1, -1):
+        routes = np.roll(batch.routes, shift, axis=1)
+        routes[np.arange(len(batch)), batch.lengths - 1] = 255
+        with pytest.raises(AssertionError, match="have the routes of others"):
+            check_routes(model[1], model[0], replace(batch, routes=routes))
+
+
+def test_long_prompts_have_routes_part_by_part(model, tokenizer, monkeypatch):
+    monkeypatch.setattr("quatrain.engine.session.PREFILL_TOKENS", 16)
+    batch = _engine(model, tokenizer).generate(_prompts((40, 3, 17)))
+    check_routes(model[1], model[0], batch)
+
+
+def test_stop_strings_cut_routes_too(model, tokenizer):
+    usual = _engine(model, tokenizer).generate(_prompts())
+    texts = [tokenizer.decode(ids[mask][2:3]) for ids, mask in zip(usual.input_ids, usual.completion_mask)]
+    stop = tuple({text for text in texts if text.strip()})[:6]
+    batch = _engine(model, tokenizer, stop=stop).generate(_prompts())
+    assert batch.completion_lengths.sum() < usual.completion_lengths.sum()
+    check_routes(model[1], model[0], batch)
+
+
+def _session(model, tokenizer, *, most=None, memory=1 << 28, **sampling):
+    where = "xla", one_device(), memory
+    sampler = Sampler(
+        model[0], tokenizer, STOP_IDS, 11, jnp.dtype("float32"), *where, more_context=400, records_routes=True
+    )
+    settings = Sampling(**{"n": 3, "max_new_tokens": 40, "temperature": 0.9, **sampling})
+
+    def goes_on(completion: Completion) -> bool:
+        left = settings.max_new_tokens - completion.num_sampled
+        return completion.finish_reason == "stop" and len(completion.turns) < TURNS and left > 0
+
+    return Session(sampler, settings, most, goes_on)
+
+
+def _check_turns(model, tokenizer, completions: list[Completion]) -> None:
+    prompts = [Prompt(i // 3, np.array(PROMPTS[i // 3], np.int32), "") for i in range(len(completions))]
+    check_routes(model[1], model[0], rollout_batch(list(zip(prompts, completions)), tokenizer, {}))
+
+
+@pytest.mark.parametrize(
+    ("most", "sequences", "chance"),
+    [
+        (4, 99, 0.0),
+        (None, 99, 0.2),
+        pytest.param(None, 3, 0.0, marks=pytest.mark.slow),
+        pytest.param(4, 1.1, 0.1, marks=pytest.mark.slow),
+    ],
+    ids=["refilled", "preempted", "little memory", "all"],
+)
+def test_turns_that_are_kept_refilled_or_computed_again_keep_their_routes(
+    model, tokenizer, most, sequences, chance
+):
+    memory = int(sequences * 600 * bytes_per_position(model[0], "float32"))
+    session, random = _session(model, tokenizer, most=most, memory=memory), np.random.default_rng(1)
+    waits = lambda number, rounds: (number * 7 + rounds * 5) % 6  # noqa: E731
+    completions = Episodes(session, waits, lambda who, rounds: random.random() < chance).run(model[1])
+    assert max(len(completion.turns) for completion in completions) == TURNS
+    assert bool(chance) <= (session.stats.recomputed_tokens > 0)
+    _check_turns(model, tokenizer, completions)
+
+
+def test_what_is_computed_again_takes_the_recorded_experts(model, tokenizer):
+    """After a preemption with other recorded experts, tokens are those of a model with these experts."""
+    [prompt] = _prompts((9,))
+    sampling = Sampling(n=1, max_new_tokens=20, temperature=0.0)
+    found = []
+    for changes in (False, True):
+        where = "xla", one_device(), 1 << 28
+        sampler = Sampler(model[0], tokenizer, (289,), 11, jnp.dtype("float32"), *where, records_routes=True)
+        session = Session(sampler, sampling, None)
+        (ticket,) = session.submit([prompt], 0)
+        session.advance(model[1], 0)
+        completion = session.completion(ticket)
+        if changes:
+            for part in completion.routes:
+                part.setflags(write=True) if part.flags.owndata else None
+            completion.routes[:] = [(np.array(part) + 3) % 8 for part in completion.routes]
+        (who,) = session._scheduler.placed
+        session._scheduler.preempt(*who)
+        while not session.finished([ticket]):
+            session.advance(model[1], 0)
+        assert session.stats.recomputed_tokens > 0
+        found.append((completion.tokens, completion.logprobs, completion.num_routed))
+    assert found[0][2] == found[1][2] == 9 + 20 - 1
+    assert found[0][1][:9] == found[1][1][:9]
+    assert np.abs(np.subtract(found[0][1][9:], found[1][1][9:])).max() > 1e-3
+
+
+def test_requests_of_their_own_have_routes(model, tokenizer):
+    config = RolloutConfig(n=1, max_new_tokens=30)
+    engine = RolloutEngine(model[0], config, tokenizer, stop_ids=(0,), seed=1, per_request_sampling=True)
+    engine.sync_weights(model[1], 0)
+    prompts = [replace(prompt, group_id=0) for prompt in _prompts()]
+    owners = [PerRequestSampling(Sampling(1, 3 + 4 * i), 5, 0, i) for i in range(len(prompts))]
+    tickets = engine.submit_own(prompts, owners)
+    while not all(map(engine.finished, tickets)):
+        engine.advance()
+    taken = [sample for ticket in tickets for sample in engine.take(ticket)[0]]
+    samples = [(replace(prompt, group_id=i), completion) for i, (prompt, completion) in enumerate(taken)]
+    check_routes(model[1], model[0], rollout_batch(samples, tokenizer, {}))
+
+
+def test_the_off_switch_records_nothing(model, tokenizer):
+    batches = [_engine(model, tokenizer, record_routes=value).generate(_prompts()) for value in (False, True)]
+    assert batches[0].routes is None
+    assert batches[1].routes is not None
+    np.testing.assert_array_equal(batches[0].input_ids, batches[1].input_ids)
+    np.testing.assert_array_equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)
+
+
+def test_routes_are_refused_for_a_model_without_experts(tokenizer):
+    arch = builtin_architecture("tiny", len(tokenizer), (0,))
+    with pytest.raises(ValueError, match=r"rollout\.record_routes must be auto or false for a model"):
+        RolloutEngine(arch, RolloutConfig(record_routes=True), tokenizer, stop_ids=(0,), seed=1)
+    engine = RolloutEngine(arch, RolloutConfig(n=1, max_new_tokens=4), tokenizer, stop_ids=(0,), seed=1)
+    engine.sync_weights(init_params(arch, jax.random.key(0)), 0)
+    assert engine.generate(_prompts((3,))).routes is None
+
+
+def test_many_experts_are_recorded_as_sixteen_bits(tokenizer):
+    arch, params = routed_model(num_experts=300, moe_intermediate_size=4)
+    batch = _engine((arch, params), tokenizer).generate(_prompts())
+    assert batch.routes.dtype == np.uint16
+    assert batch.routes[batch.routes != 65535].max() > 255
+    check_routes(params, arch, batch)
+    assert routes_of_rows(params, arch, batch.input_ids, batch.lengths).dtype == np.uint16

@@ -1,0 +1,88 @@
+"""`quatrain serve` of a model with experts: answers have the experts of their tokens, where asked for."""
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+from fleets import closing
+from routed_models import check_routes, routed_model, routes_of_rows
+from servers import served, service_of
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.engine.engine import RolloutEngine
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.http_worker import ServerRules, workers
+from quatrain.rollout.publish import Folder
+from quatrain.rollout.server_routes import RouteRules
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+from quatrain.types.routes import routes_from_text
+
+PROMPTS = [
+    Prompt(20 + i, np.arange(3, 3 + size, dtype=np.int32), f"{i}") for i, size in enumerate((5, 2, 17))
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return routed_model(eos_token_id=7)
+
+
+@pytest.fixture(scope="module")
+def url(model, tokenizer):
+    with served(service_of(*model, tokenizer), model[0], tokenizer) as url:
+        yield url
+
+
+def _post(url, path, **body):
+    return httpx.post(
+        f"{url}{path}", json={"model": "any", "max_tokens": 9, "return_token_ids": True, **body}
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+def test_an_answer_has_the_experts_of_prompt_and_completion_but_the_last_token(url, model, path):
+    prompt = [5, 9, 200, 17, 3]
+    body = {"prompt": prompt} if path == "/v1/completions" else {"token_ids": prompt}
+    answer = _post(url, path, n=2, return_routed_experts=True, **body).json()
+    for choice in answer["choices"]:
+        ids = np.array([[*prompt, *choice["token_ids"]]], np.int32)
+        routes = routes_from_text(choice["routed_experts"])
+        assert routes.shape == (ids.size - 1, 2, 2)
+        expected = routes_of_rows(model[1], model[0], ids, np.array([ids.size]))[0, :-1]
+        np.testing.assert_array_equal(np.sort(routes, axis=-1), np.sort(expected, axis=-1))
+    assert "routed_experts" not in _post(url, path, **body).json()["choices"][0]
+
+
+def test_experts_are_not_streamed(url):
+    answer = _post(url, "/v1/completions", prompt=[5], stream=True, return_routed_experts=True)
+    assert answer.status_code == 400
+    assert "cannot be streamed; leave out stream" in answer.json()["error"]["message"]
+
+
+def test_a_model_without_experts_has_none_to_return(small_arch, small_params, tokenizer):
+    with served(service_of(small_arch, small_params, tokenizer), small_arch, tokenizer) as url:
+        answer = _post(url, "/v1/completions", prompt=[5], return_routed_experts=True)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "return_routed_experts"
+    assert "routes are those of a model with experts" in answer.json()["error"]["message"]
+
+
+def test_routes_of_a_server_are_those_of_an_engine_in_process(model, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUATRAIN_SERVE_TOKEN", "token")
+    arch, params = model
+    sampling = Sampling(n=3, max_new_tokens=12, temperature=0.9)
+    config = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
+    engine = RolloutEngine(arch, config, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine.sync_weights(params, 5)
+    rules = ServerRules(tokenizer, (0, 7), arch.vocab_size, 11, sampling, RouteRules.of(arch))
+    service = service_of(arch, params, tokenizer, seed=99)
+    with served(service, arch, tokenizer, token="token") as url:
+        factories = workers([url], rules, max_concurrency=None, timeout_s=60.0)
+        options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
+        with closing(Fleet(factories, Folder(tmp_path / "weights", arch), **options), 120) as fleet:
+            fleet.sync_weights(params, 5)
+            batch = fleet.generate(PROMPTS, step=3)
+    expected = engine.generate(PROMPTS, step=3)
+    np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+    np.testing.assert_array_equal(batch.routes, expected.routes)
+    check_routes(params, arch, batch)
