@@ -163,7 +163,7 @@ def _blocks_forward(x: jax.Array, w: jax.Array, sizes: jax.Array, rows: int) -> 
 
 
 def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """Both gradients in one loop: of two, XLA keeps the rows of all layers for the second."""
+    """Both gradients in one loop, which reads the rows once."""
     x_PI, w_EOI, sizes_E = residuals
     count, block_at = _table(sizes_E, len(x_PI), rows)
 
