@@ -9,7 +9,9 @@ import pytest
 from architectures import of_golden
 
 from quatrain.backend import CPU
-from quatrain.models.architecture import Routes
+from quatrain.config.mesh import MeshShape
+from quatrain.models.architecture import LoRA, Routes
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.decoder import REMAT, logits, routed_forward
 from quatrain.models.expert_products import (
     add_expert_bias,
@@ -19,7 +21,8 @@ from quatrain.models.expert_products import (
     to_experts,
     to_pairs,
 )
-from quatrain.models.params import init_params
+from quatrain.models.lora import check_lora
+from quatrain.models.params import init_params, partition
 
 E, K, D, O = 5, 2, 6, 7
 
@@ -183,3 +186,27 @@ def test_wrong_numbers_of_experts_are_errors():
     with pytest.raises(ValueError, match="num_experts_per_tok must be from 1 to num_experts = 8; got 9"):
         replace(mlp, top_k=9)
     assert [mlp.splits(tp) for tp in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["router", "experts_down", "shared_gate"])
+def test_routers_and_experts_have_no_adapters(name):
+    arch = of_golden("qwen2_moe")
+    message = f"a qwen2_moe model has no {name}; choose from qkv, o, gate_up, down"
+    with pytest.raises(ValueError, match=message):
+        check_lora(arch, LoRA(2, 2.0, ("qkv", name)))
+    check_lora(arch, LoRA(2, 2.0, ("qkv", "gate_up", "down")))  # of shared experts and dense layers
+
+
+def test_tp_that_does_not_divide_the_experts_is_an_error():
+    arch = of_golden("gpt_oss")
+    with pytest.raises(ValueError, match="divides the 6 experts; got tp 4; choose one of 1, 2"):
+        partition(arch, MeshShape(1, 1, 4))
+    split = partition(arch, MeshShape(1, 1, 2))["layers"][0]
+    assert [split[name][0] for name in ("experts_gate_up", "experts_down_bias", "sinks")] == ["tp"] * 3
+
+
+def test_costs_are_of_the_chosen_experts():
+    experts = Experts(num=32, top_k=4, width=10)
+    costs = experts.costs(100, tp=1)
+    assert (costs.weights, costs.kept) == (32 * 100 + 4 * 3 * 100 * 10, 4 * (2 * 10 + 100))
+    assert experts.costs(100, tp=2).weights == 32 * 100 + 2 * 3 * 100 * 10

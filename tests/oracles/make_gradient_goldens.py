@@ -35,6 +35,7 @@ def main() -> None:
     for case in chosen:
         golden = read_golden(case)
         kept[case] = compared(case, torch_gradients(golden), golden_gradients(golden), LARGEST)
+        np.savez_compressed(GOLDEN / "gradients.npz", **kept)
     for aggregation in AGGREGATIONS if chosen == list(CASES) else ():
         case = f"episodes_{aggregation}"
         ours = episode_gradients(aggregation, leaf_rows(draw_episodes(8), owners=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ ARCHITECTURES = {
     "glm4": gguf.MODEL_ARCH.GLM4,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 CASES = {family: family for family in ARCHITECTURES} | {"phi3_longrope": "phi3"}
 
@@ -85,8 +88,16 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
         writer.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
         writer.add_full_attention_interval(2)
         writer.add_rope_dimension_sections([1, 1, 0, 0])
+    if c["model_type"] in ("qwen3_moe", "gpt_oss"):
+        writer.add_expert_count(c["num_local_experts"])
+        writer.add_expert_used_count(c["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(c.get("moe_intermediate_size", c["intermediate_size"]))
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     names = gguf.get_tensor_name_map(kind, c["num_hidden_layers"])
-    for name, weight in golden.weights().items():
+    for name, weight in with_stacked_experts(golden.weights()).items():
         if "linear_attn" in name:
             name, weight = converted_delta(name, weight, c)
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -101,6 +112,26 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_stacked_experts(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights with one tensor for the gates of all experts of a layer, one for `up`, one for `down`."""
+    found: dict[str, np.ndarray] = {}
+    apart: dict[str, list[np.ndarray]] = {}
+    for name, weight in weights.items():
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+_proj)\.weight", name):
+            apart.setdefault(f"{match[1]}.{match[2]}.weight", []).append(weight)
+        elif match := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?", name):
+            kind = "bias" if match[3] else "weight"
+            stored = weight if match[3] else weight.swapaxes(1, 2)
+            if match[2] == "down":
+                found[f"{match[1]}.down_proj.{kind}"] = np.ascontiguousarray(stored)
+                continue
+            for first, part in enumerate(("gate", "up")):
+                found[f"{match[1]}.{part}_proj.{kind}"] = np.ascontiguousarray(stored[:, first::2])
+        else:
+            found[f"{name}.weight" if name.endswith("sinks") else name] = weight
+    return found | {name: np.stack(matrices) for name, matrices in apart.items()}
 
 
 def converted_delta(name: str, weight: np.ndarray, c: dict[str, Any]) -> tuple[str, np.ndarray]:
@@ -134,6 +165,11 @@ def test_a_converted_model_is_that_of_its_folder(case: str, family: str, tmp_pat
         golden = replace(golden, config=golden.config | {"no_rope_layers": None})
     if family == "qwen3_5_text":  # three value heads of each of two key heads
         config = golden.config | {"linear_num_value_heads": 6}
+        golden = replace(golden, config=config, shapes=tensor_shapes(architecture_from_hf(config)))
+    if family == "gpt_oss":  # llama.cpp knows no other limit
+        golden = replace(golden, config=golden.config | {"swiglu_limit": 7.0})
+    if family == "qwen3_moe":  # llama.cpp has experts in every layer
+        config = golden.config | {"mlp_only_layers": []}
         golden = replace(golden, config=config, shapes=tensor_shapes(architecture_from_hf(config)))
     arch, params = load_hf(golden.write_model(tmp_path / "hf"))
     found, loaded = load_gguf(convert(golden, tmp_path / "m.gguf"))

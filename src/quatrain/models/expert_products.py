@@ -89,7 +89,7 @@ def add_expert_bias(y_PO: jax.Array, bias_EO: jax.Array, groups: Groups) -> jax.
 
 def rows_of_block(pairs: int, experts: int) -> int:
     """Rows of a block: a power of two near those that an expert has on average."""
-    return min(max(2 ** (pairs // experts).bit_length() // 2, FEWEST_ROWS), MOST_ROWS)
+    return min(max(2 ** (pairs // experts).bit_length() // 2, FEWEST_ROWS), MOST_ROWS, pairs)
 
 
 def _ragged(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -110,13 +110,13 @@ PRODUCTS = ("blocks", *_RAGGED)
 
 class _Block(NamedTuple):
     expert: jax.Array
-    first: jax.Array
+    at: jax.Array
     """Its first row."""
-    filled: jax.Array
-    """Rows of this expert in it; those after them are of the next."""
+    own: jax.Array
+    """[rows, 1] bool: the rows that are this expert's and in no other block."""
 
 
-def _table(sizes_E: jax.Array, rows: int) -> tuple[jax.Array, Any]:
+def _table(sizes_E: jax.Array, pairs: int, rows: int) -> tuple[jax.Array, Any]:
     """(the number of blocks, number -> `_Block`), in the order of experts."""
     ends, blocks = jnp.cumsum(sizes_E), -(-sizes_E // rows)
     ends_of_blocks = jnp.cumsum(blocks)
@@ -124,30 +124,29 @@ def _table(sizes_E: jax.Array, rows: int) -> tuple[jax.Array, Any]:
     def block(i: jax.Array) -> _Block:
         expert = jnp.sum(ends_of_blocks <= i)
         number = i - (ends_of_blocks[expert] - blocks[expert])
-        start = ends[expert] - sizes_E[expert] + number * rows
-        return _Block(expert, start, jnp.minimum(rows, ends[expert] - start))
+        first = ends[expert] - sizes_E[expert] + number * rows
+        at = jnp.minimum(first, pairs - rows)
+        place = at + jnp.arange(rows)
+        own = (place >= first) & (place < jnp.minimum(first + rows, ends[expert]))
+        return _Block(expert, at, own[:, None])
 
     return ends_of_blocks[-1], block
 
 
-def _rows(x: jax.Array, block: _Block, rows: int) -> jax.Array:
-    """The rows of a block; 0 in those of the next expert."""
-    own = (jnp.arange(rows) < block.filled)[:, None]
-    return jnp.where(own, lax.dynamic_slice_in_dim(x, block.first, rows), 0)
+def _rows(x: jax.Array, block: _Block) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, block.at, len(block.own))
 
 
 def _over_blocks(x: jax.Array, columns: int, sizes_E: jax.Array, rows: int, product: Any) -> jax.Array:
-    """[P, columns] of `product(rows, expert)`; a block's last rows may be overwritten by the next block's."""
-    count, block_at = _table(sizes_E, rows)
-    padded = jnp.pad(x, ((0, rows - 1), (0, 0)))
+    """[P, columns] of `product(rows, expert)`; 0 in rows of no expert."""
+    count, block_at = _table(sizes_E, len(x), rows)
 
     def step(i: jax.Array, y: jax.Array) -> jax.Array:
         block = block_at(i)
-        new = product(_rows(padded, block, rows), block.expert)
-        return lax.dynamic_update_slice_in_dim(y, new.astype(y.dtype), block.first, 0)
+        new = product(_rows(x, block), block.expert).astype(y.dtype)
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(block.own, new, _rows(y, block)), block.at, 0)
 
-    y = jnp.zeros((len(padded), columns), x.dtype)
-    return lax.fori_loop(0, count, step, y)[: len(x)]
+    return lax.fori_loop(0, count, step, jnp.zeros((len(x), columns), x.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -164,22 +163,20 @@ def _blocks_forward(x: jax.Array, w: jax.Array, sizes: jax.Array, rows: int) -> 
 
 
 def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """Both gradients in one loop, which reads the rows once."""
     x_PI, w_EOI, sizes_E = residuals
+    count, block_at = _table(sizes_E, len(x_PI), rows)
 
-    def product(dy: jax.Array, expert: jax.Array) -> jax.Array:
-        return jnp.matmul(dy, w_EOI[expert])
-
-    dx = _over_blocks(dy_PO, w_EOI.shape[2], sizes_E, rows, product)
-    count, block_at = _table(sizes_E, rows)
-    x_PI, dy_PO = (jnp.pad(each, ((0, rows - 1), (0, 0))) for each in (x_PI, dy_PO))
-
-    def step(i: jax.Array, dw_EOI: jax.Array) -> jax.Array:
+    def step(i: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dx_PI, dw_EOI = gradients
         block = block_at(i)
-        dy, x = (_rows(each, block, rows) for each in (dy_PO, x_PI))
-        new = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return dw_EOI.at[block.expert].add(new)
+        dy, x = (jnp.where(block.own, _rows(each, block), 0) for each in (dy_PO, x_PI))
+        dx = jnp.where(block.own, jnp.matmul(dy, w_EOI[block.expert]), _rows(dx_PI, block))
+        dw = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(dx_PI, dx, block.at, 0), dw_EOI.at[block.expert].add(dw)
 
-    dw = lax.fori_loop(0, count, step, jnp.zeros(w_EOI.shape, jnp.float32))
+    zeros = jnp.zeros_like(x_PI), jnp.zeros(w_EOI.shape, jnp.float32)
+    dx, dw = lax.fori_loop(0, count, step, zeros)
     return dx, dw.astype(w_EOI.dtype), None
 
 

@@ -430,7 +430,8 @@ class _Plan:
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"
         working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
         rest = f"gradients not yet accumulated {in_units(size.gradients)}"
-        why = f"estimate, error {OFF_BY}, for {words}: {layers} + {working} + {rest}"
+        off_by = "not measured for experts" if self.arch.routes else OFF_BY
+        why = f"estimate, error {off_by}, for {words}: {layers} + {working} + {rest}"
         return Part("activations", size.total, why, (phase,))
 
     def phase_warnings(self, result: Placement) -> Iterator[str]:

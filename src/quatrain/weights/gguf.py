@@ -19,8 +19,9 @@ from jax.typing import DTypeLike
 
 from quatrain.config.errors import shown
 from quatrain.config.files import checked
-from quatrain.models.architecture import Architecture, Head
+from quatrain.models.architecture import Architecture, Head, LayerKind
 from quatrain.models.blocks.delta import GatedDeltaNet
+from quatrain.models.blocks.experts import APART, Experts
 from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
 from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import write_rope
@@ -61,6 +62,9 @@ _NAMES = {
     "in_proj_a": "ssm_alpha",
     "out_proj": "ssm_out",
     "conv1d": "ssm_conv1d",
+    "router": "ffn_gate_inp",
+    "router_bias": "ffn_gate_inp",
+    "sinks": "attn_sinks",
     "delta_norm": "ssm_norm",
 }
 """The GGUF names of parameters and, where several tensors are stored as one, of their modules."""
@@ -85,7 +89,7 @@ def load_gguf(
     """
     header = read_header(path)
     arch, tensors = _architecture(header), {tensor.name: tensor for tensor in header.tensors}
-    _check_tensors(header.path, tensors, arch)
+    _check_tensors(header.path, tensors, _as_stored(arch))
     arch = replace(arch, head=head)
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
@@ -94,7 +98,17 @@ def load_gguf(
         else:
             _read_into(parameter, name, tensors[_gguf_name(name, arch)], arch)
 
-    return arch, assemble(arch, dtype, read, mesh)
+    return arch, assemble(_as_stored(arch), dtype, read, mesh)
+
+
+def _as_stored(arch: Architecture) -> Architecture:
+    """`arch` with the experts of a layer in three tensors, as a file has them."""
+    layout: dict[str, Any] = {"names": APART, "stacked": True, "transposed": False}
+
+    def layer(kind: LayerKind) -> LayerKind:
+        return replace(kind, mlp=replace(kind.mlp, **layout)) if isinstance(kind.mlp, Experts) else kind
+
+    return replace(arch, layers=tuple(map(layer, arch.layers)))
 
 
 def gguf_architecture(path: str | Path) -> Architecture:
@@ -120,7 +134,12 @@ def _gguf_name(name: TensorName, arch: Architecture) -> str:
     module, kind = name.name.split(".")[-2:]
     if kind in _OF_DELTA:
         return f"blk.{name.path[1]}.{_OF_DELTA[kind]}"
+    if name.stacked:
+        part, biased = kind.removesuffix("_bias"), kind.endswith("_bias")
+        return f"blk.{name.path[1]}.{_NAMES[part]}_exps.{'bias' if biased else 'weight'}"
     gguf, parameter = family_of(arch).gguf, str(name.path[-1])
+    if parameter == "sinks":
+        kind = "weight"
     stored = (gguf and gguf.names.get(parameter)) or _NAMES.get(module) or _NAMES[parameter]
     return f"blk.{name.path[1]}.{stored}.{kind}" if name.path[0] == "layers" else f"{stored}.{kind}"
 
@@ -228,7 +247,10 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
             values = values[:, columns]
         if module == "ssm_a":
             values = np.log(-values)
-        if name.vector:
+        if name.stacked:
+            each = numbers.reshape((-1, *values.shape[1:]) if name.vector else -1)
+            rows[each[start : start + len(values)]] = values
+        elif name.vector:
             rows[numbers] = values[0] - np.float32(offset)
         else:
             rows[numbers[start : start + len(values)]] = values
@@ -248,7 +270,6 @@ _WITHOUT_EFFECT = {
     "pooling_type",
     "attention.value_length",
     "attention.layer_norm_epsilon",
-    "expert_used_count",
     "rope.scaling.finetuned",
 }
 """Keys that are not read: they change nothing, or the shapes of tensors say the same."""
@@ -276,7 +297,7 @@ def _architecture(header: GGUFHeader) -> Architecture:
     keys = checked(GGUFKeys, metadata, f"{header.path}, keys {prefix}…")
     special = checked(SpecialIds, header.metadata, str(header.path))
     _check_plain(header, gguf, metadata, keys)
-    rope = _rope(header, keys, tensors)
+    rope = _rope(header, gguf, keys, tensors)
     config = {
         "model_type": family.model_type,
         "vocab_size": embeddings.shape[0],
@@ -325,9 +346,16 @@ def _check_plain(header: GGUFHeader, gguf: GGUF, metadata: Mapping[str, Any], ke
         )
 
 
-def _rope(header: GGUFHeader, keys: GGUFKeys, tensors: Mapping[str, TensorInfo]) -> Rope:
+def _rope(header: GGUFHeader, gguf: GGUF, keys: GGUFKeys, tensors: Mapping[str, TensorInfo]) -> Rope:
     """Rotary scaling: `linear` from the metadata, `llama3` and `longrope` from divisors of the
     frequencies."""
+    if keys.scaling == "yarn" and gguf.yarn:
+        values = {
+            "factor": keys.scaling_factor,
+            "original_max_position_embeddings": keys.original_length,
+            "truncate": False,
+        }
+        return Rope(keys.rope_theta, kind="yarn", written=tuple(values.items()))
     if keys.scaling not in ("none", "linear"):
         raise ValueError(
             f"rotary scaling must be none, linear or llama3; {header.path} has {shown(keys.scaling)}"

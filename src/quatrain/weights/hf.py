@@ -30,7 +30,7 @@ from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.architecture import Architecture, Head, LayerKind
-from quatrain.models.blocks.experts import APART, STACKED, Experts
+from quatrain.models.blocks.experts import APART, FUSED, Experts
 from quatrain.models.families import architecture_from_hf, architecture_to_hf
 from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
@@ -92,13 +92,13 @@ def load_hf(
 
 def _as_stored(arch: Architecture, files: Mapping[str, Stored]) -> Architecture:
     """`arch` with experts named as in the files: apart, or those of a layer as one tensor."""
-    stacked = any(name.endswith(f".experts.{STACKED[0]}") for name in files)
+    stacked = any(name.endswith(f".experts.{FUSED[0]}") for name in files)
 
     def renamed(kind: LayerKind) -> LayerKind:
         mlp = kind.mlp
-        if not isinstance(mlp, Experts) or mlp.transposed or stacked == (mlp.names == STACKED):
+        if not isinstance(mlp, Experts) or mlp.transposed or stacked == mlp.stacked:
             return kind
-        return replace(kind, mlp=replace(mlp, names=STACKED if stacked else APART))
+        return replace(kind, mlp=replace(mlp, names=FUSED if stacked else APART, stacked=stacked))
 
     return replace(arch, layers=tuple(map(renamed, arch.layers)))
 

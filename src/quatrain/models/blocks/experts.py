@@ -51,9 +51,9 @@ OVER_EP = (((EP,), 0),)
 """Rows of all devices of `ep`, for `all_gather`."""
 
 APART = ("gate_proj", "up_proj", "down_proj")
-"""The names of the matrices of an expert, each a tensor."""
-STACKED = ("gate_up_proj", "down_proj")
-"""The names of tensors with a matrix of each expert."""
+"""The names of the matrices of an expert."""
+FUSED = ("gate_up_proj", "down_proj")
+"""Those names where gate and up are one."""
 
 
 class RouterSums(NamedTuple):
@@ -99,10 +99,11 @@ class Experts:
     module: str = "mlp"
     """The name of the block in a checkpoint."""
     names: tuple[str, ...] = APART
-    """The names of an expert's matrices there; two, of which one is both gate and up, if a tensor has those
-    of all experts."""
+    """The names of an expert's matrices there; if they are two, the first is both gate and up."""
+    stacked: bool = False
+    """Whether each of these tensors has the matrices of all experts."""
     transposed: bool = False
-    """Whether these tensors are [experts, in, out], with gate and up in turns, and the router is `router`."""
+    """Whether they are then [experts, in, out], with gate and up in turns, and the router is `router`."""
 
     frozen: ClassVar[frozenset[str]] = frozenset({ROUTER, "shared_gate", "experts_gate_up", "experts_down"})
     """Matrices that cannot have adapters."""
@@ -136,7 +137,7 @@ class Experts:
         """Its tensors in a layer of a checkpoint."""
         router = "router" if self.transposed else "gate"
         names = linear_tensors(f"{self.module}.{router}", ROUTER, bias=self.bias)
-        names += self._stacked_tensors() if self.names == STACKED else self._tensors_apart()
+        names += self._stacked_tensors() if self.stacked else self._tensors_apart()
         if self.shared:
             names += self.shared.tensors()
         if self.shared_gate:
@@ -157,9 +158,11 @@ class Experts:
         """A tensor for all experts, and one for their biases."""
         columns = range(self.width)
         turns = tuple(zip(*((half, column) for column in columns for half in (0, 1)), strict=True))
-        parts = {"experts_gate_up": (slice(None), *turns) if self.transposed else ..., "experts_down": ...}
+        gate_up = [(slice(None), *turns) if self.transposed else ...]
+        gate_up = gate_up if self.names == FUSED else [np.s_[:, 0], np.s_[:, 1]]
+        parts = [*(("experts_gate_up", part) for part in gate_up), ("experts_down", ...)]
         names: list[TensorName] = []
-        for name, (param, part) in zip(self.names, parts.items(), strict=True):
+        for name, (param, part) in zip(self.names, parts, strict=True):
             matrix = TensorName(f"{self.module}.experts.{name}", (param,), part, vector=False, stacked=True)
             bias = TensorName(f"{matrix.name}_bias", (f"{param}_bias",), part, stacked=True)
             names += [matrix._replace(transposed=self.transposed), bias][: 1 + self.bias]

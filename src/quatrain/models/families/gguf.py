@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from quatrain.config.files import Description
-from quatrain.models.hf_config import Heads, Layers, Period, Positions, Positive, Width, Window
+from quatrain.models.hf_config import Experts, Heads, Layers, Period, Positions, Positive, Width, Window
 
 Factor = Annotated[float, Field(ge=0, le=1e12)]
 """0 stands for none."""
@@ -20,7 +20,8 @@ class GGUFKeys(Description):
     block_count: Layers
     context_length: Positions
     embedding_length: Width
-    feed_forward_length: Width
+    feed_forward_length: Width | list[Width] = 1
+    """Of models with experts alone, some converters leave it out."""
     heads: Annotated[Heads, Field(alias="attention.head_count")]
     kv_heads: Annotated[Heads | None, Field(alias="attention.head_count_kv")] = None
     key_length: Annotated[Heads | None, Field(alias="attention.key_length")] = None
@@ -50,6 +51,10 @@ class GGUFKeys(Description):
     delta_key_heads: Annotated[int, Field(alias="ssm.group_count", ge=0, le=2**12)] = 0
     delta_heads: Annotated[int, Field(alias="ssm.time_step_rank", ge=0, le=2**12)] = 0
     delta_values: Annotated[int, Field(alias="ssm.inner_size", ge=0, le=2**24)] = 0
+    experts: Annotated[Experts, Field(alias="expert_count")] = 0
+    experts_per_token: Annotated[int, Field(alias="expert_used_count", ge=0, le=2**10)] = 0
+    expert_width: Annotated[Width | None, Field(alias="expert_feed_forward_length")] = None
+    shared_width: Annotated[Width | None, Field(alias="expert_shared_feed_forward_length")] = None
     image_sections: Annotated[
         list[int], Field(alias="rope.dimension_sections", max_length=8, default_factory=list)
     ]
@@ -74,3 +79,5 @@ class GGUF(NamedTuple):
     """The keys of config.json that these become."""
     names: Mapping[str, str] = {}
     """Names of parameters that differ from those of other families."""
+    yarn: bool = False
+    """Whether its rotary embeddings are `yarn`, with bounds that are no whole elements."""

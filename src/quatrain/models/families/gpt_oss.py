@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.attention import Attention
-from quatrain.models.blocks.experts import STACKED, Experts
+from quatrain.models.blocks.experts import FUSED, Experts
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
 from quatrain.models.families.experts import num_experts, read_experts, write_experts
+from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import FULL, SLIDING, read_rope
 from quatrain.models.hf_config import HFConfig
 
@@ -27,7 +28,8 @@ def _read(c: HFConfig) -> Architecture:
         renormalise=True,
         clamp=(c.swiglu_limit, c.swiglu_alpha),
         bias=True,
-        names=STACKED,
+        names=FUSED,
+        stacked=True,
         transposed=True,
     )
     mixers = common.by_layer_type(c, types, mixer)
@@ -47,6 +49,15 @@ def _write(arch: Architecture) -> Json:
         "num_experts_per_tok": experts["num_experts_per_tok"],
         "swiglu_limit": mlp.clamp[0],
         "swiglu_alpha": mlp.clamp[1],
+    }
+
+
+def _of_gguf(keys: GGUFKeys) -> Json:
+    return {
+        "num_local_experts": keys.experts,
+        "num_experts_per_tok": keys.experts_per_token,
+        "intermediate_size": keys.expert_width,
+        "sliding_window": keys.sliding_window,
     }
 
 
@@ -76,5 +87,16 @@ GPT_OSS = Family(
     },
     _read,
     _write,
-    None,
+    GGUF(
+        "gpt-oss",
+        keys={
+            "attention.sliding_window": 128,
+            "expert_count": 0,
+            "expert_used_count": 4,
+            "expert_feed_forward_length": 1,
+        },
+        config=_of_gguf,
+        names={"mlp_norm": "post_attention_norm"},
+        yarn=True,
+    ),
 )

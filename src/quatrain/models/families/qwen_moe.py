@@ -7,6 +7,7 @@ from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
 from quatrain.models.families.experts import read_mlps, write_experts
+from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import FULL, SLIDING, read_rope
 from quatrain.models.hf_config import HFConfig
 
@@ -52,6 +53,16 @@ def _write_3(arch: Architecture) -> Json:
     }
 
 
+def _of_gguf(keys: GGUFKeys) -> Json:
+    """llama.cpp has experts in all layers, and weights that sum to 1."""
+    return {
+        "num_experts": keys.experts,
+        "num_experts_per_tok": keys.experts_per_token,
+        "moe_intermediate_size": keys.expert_width,
+        "norm_topk_prob": True,
+    }
+
+
 _DEFAULTS: Json = {"max_position_embeddings": 32768, "sliding_window": 4096}
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -81,5 +92,9 @@ QWEN3_MOE = Family(
     },
     _read_3,
     _write_3,
-    None,
+    GGUF(
+        "qwen3moe",
+        keys={"expert_count": 0, "expert_used_count": 8, "expert_feed_forward_length": 1},
+        config=_of_gguf,
+    ),
 )

@@ -8,7 +8,7 @@ from functools import partial
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.delta import GatedDeltaNet
-from quatrain.models.blocks.experts import STACKED, Experts
+from quatrain.models.blocks.experts import FUSED, Experts
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
 from quatrain.models.families.experts import read_mlps, write_experts
@@ -46,7 +46,11 @@ def _read(c: HFConfig, *, family: str, experts: int, grouped: bool = False) -> A
     mixers = [delta if kind == LINEAR else full for kind in types]
     mlps = read_mlps(c, experts) if experts else ()
     if family == QWEN3_5_MOE.model_type:
-        mlps = [replace(mlp, names=STACKED, renormalise=True) for mlp in mlps if isinstance(mlp, Experts)]
+        mlps = [
+            replace(mlp, names=FUSED, stacked=True, renormalise=True)
+            for mlp in mlps
+            if isinstance(mlp, Experts)
+        ]
     return common.architecture(family, c, mixers, mlps, norm=Norm(c.rms_norm_eps, 1.0))
 
 
