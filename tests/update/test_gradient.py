@@ -23,7 +23,7 @@ def _temporary_bytes(arch, batch, remat: str) -> int:
     """What the gradient of one micro-batch needs beside its inputs and outputs, by the compiler's account."""
     params = abstract_params(arch)
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
-    stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
+    stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}, "routers": {}}
     policy = PolicySpec(arch, remat=remat)
     lowered = gradient_program(policy.backend).lower(
         params, (total, stats), batch, model=policy, objective=_surprise

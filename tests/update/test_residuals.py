@@ -92,7 +92,7 @@ def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch
     params = abstract_params(arch)
     batch = _micro_batches(arch, 8, 64)[0]
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
-    stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
+    stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}, "routers": {}}
     static = {"model": PolicySpec(arch, remat="dots"), "objective": _surprise}
     program = gradient_program(CPU)
     holding = static | {"gradient": HeldGradient(output_head_name(arch))}
