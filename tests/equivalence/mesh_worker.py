@@ -78,7 +78,8 @@ def architecture(mode: str):
     kind, rows, tokens = arch.layers[0], mode == "rows", mode == "tokens"
     mixer = replace(kind.mixer, head_dim=8, qkv_bias=tokens, output_bias=tokens, qk_norm=tokens)
     mlp = replace(kind.mlp, width=48, bias=tokens)
-    mlp = Experts(num=8, top_k=2, width=24, shared=mlp, shared_gate=True) if mode == "experts" else mlp
+    # Of 16 columns: with 24, rounding decides on an expert of a token whose second and third are 2e-7 apart.
+    mlp = Experts(num=8, top_k=2, width=16, shared=mlp, shared_gate=True) if mode == "experts" else mlp
     kind = replace(kind, mixer=mixer, mlp=mlp, norms=BOTH if rows else PRE)
     return replace(arch, hidden_size=32, layers=(kind,) * 2, tie_embeddings=rows)
 
