@@ -207,6 +207,6 @@ def test_tp_that_does_not_divide_the_experts_is_an_error():
 
 def test_costs_are_of_the_chosen_experts():
     experts = Experts(num=32, top_k=4, width=10)
-    costs = experts.costs(100, tp=1)
+    costs = experts.costs(100, MeshShape())
     assert (costs.weights, costs.kept) == (32 * 100 + 4 * 3 * 100 * 10, 4 * (2 * 10 + 100))
-    assert experts.costs(100, tp=2).weights == 32 * 100 + 2 * 3 * 100 * 10
+    assert experts.costs(100, MeshShape(tp=2)).weights == 32 * 100 + 2 * 3 * 100 * 10

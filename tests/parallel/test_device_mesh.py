@@ -24,7 +24,7 @@ def test_copies_of_the_model_are_kept_within_a_process(monkeypatch):
         assert found.shape == shape
         assert sorted(d.id for d in found.flat) == list(range(16))
         assert all(len({d.process_index for d in copy.flat}) == 1 for copy in found)
-    assert mesh.role_mesh(Role((0, 1, 2, 3), MeshShape(1, 8, 2))).shape == (1, 8, 2, 1)
+    assert mesh.role_mesh(Role((0, 1, 2, 3), MeshShape(1, 8, 2))).shape == (1, 8, 2, 1, 1)
     some = mesh.role_mesh(Role((1, 3), MeshShape(4, 2, 1)))
     assert [[d.id for d in copy.flat] for copy in some] == [[1, 5], [3, 7], [9, 13], [11, 15]]
 

@@ -564,7 +564,7 @@ def test_rollout_workers_hold_what_the_devices_of_training_do_not(final):
     assert "bytes on each device of a rollout worker\n" in text
     content = found.to_dict()
     assert content["rollout_mesh"] is None
-    assert content["worker"]["rollout_mesh"] == {"dp": 1, "fsdp": 1, "tp": 2, "cp": 1}
+    assert content["worker"]["rollout_mesh"] == {"dp": 1, "fsdp": 1, "tp": 2, "cp": 1, "ep": 1}
     assert content["worker"]["bytes_per_device"]["kv_cache"] == worker["kv_cache"]
 
 

@@ -30,7 +30,7 @@ _NAMES = {
     "critic.enabled": ("critic.enable",),
     "mesh": (
         *("fsdp_size", "role_to_mesh", "fsdp", "deepspeed"),
-        *("ulysses_sequence_parallel_size", "context_parallel_size"),
+        *("ulysses_sequence_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
     ),
     "offload.policy": ("param_offload", "offload_to_cpu"),
     "offload.reference": ("ref.fsdp_config.param_offload",),
