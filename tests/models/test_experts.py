@@ -16,10 +16,10 @@ from quatrain.models.decoder import REMAT, logits, routed_forward
 from quatrain.models.expert_products import (
     add_expert_bias,
     expert_product,
+    from_experts,
     group_pairs,
     rows_of_block,
     to_experts,
-    to_pairs,
 )
 from quatrain.models.lora import check_lora
 from quatrain.models.params import init_params, partition
@@ -45,7 +45,7 @@ def _by_groups(how, chosen):
     def run(x, w, bias):
         groups = group_pairs(jnp.asarray(chosen.reshape(-1)), E)
         y = add_expert_bias(expert_product(to_experts(x, groups), w, groups, how), bias, groups)
-        return to_pairs(y, groups)
+        return from_experts(y, groups, len(x))
 
     return run
 
@@ -54,7 +54,8 @@ def _one_by_one(chosen):
     def run(x, w, bias):
         pairs = jnp.repeat(x, K, axis=0)
         one_hot = jax.nn.one_hot(chosen.reshape(-1), E)  # -1 is none
-        return jnp.einsum("pe,eod,pd->po", one_hot, w, pairs, precision="highest") + one_hot @ bias
+        y = jnp.einsum("pe,eod,pd->po", one_hot, w, pairs, precision="highest") + one_hot @ bias
+        return y.reshape(len(x), K, O).sum(axis=1)
 
     return run
 
@@ -65,7 +66,7 @@ def _one_by_one(chosen):
 )
 def test_products_and_their_gradients_are_those_of_one_pair_after_another(how, tokens, foreign):
     chosen, inputs = _pairs(tokens, foreign=foreign), _inputs(tokens)
-    dy = np.random.default_rng(2).normal(size=(tokens * K, O)).astype(np.float32)
+    dy = np.random.default_rng(2).normal(size=(tokens, O)).astype(np.float32)
     results = []
     for run in (_by_groups(how, chosen), _one_by_one(chosen)):
         y, pull = jax.vjp(run, *inputs)
@@ -77,8 +78,8 @@ def test_products_and_their_gradients_are_those_of_one_pair_after_another(how, t
 def test_a_tokens_bits_do_not_depend_on_other_tokens_places():
     chosen, (x, w, bias) = _pairs(200), _inputs(200)
     order = np.random.default_rng(3).permutation(200)
-    whole = jax.jit(_by_groups("blocks", chosen))(x, w, bias).reshape(200, K, O)
-    moved = jax.jit(_by_groups("blocks", chosen[order]))(x[order], w, bias).reshape(200, K, O)
+    whole = jax.jit(_by_groups("blocks", chosen))(x, w, bias)
+    moved = jax.jit(_by_groups("blocks", chosen[order]))(x[order], w, bias)
     np.testing.assert_array_equal(whole[order], moved)
 
 
@@ -207,6 +208,7 @@ def test_tp_that_does_not_divide_the_experts_is_an_error():
 
 def test_costs_are_of_the_chosen_experts():
     experts = Experts(num=32, top_k=4, width=10)
-    costs = experts.costs(100, tp=1)
-    assert (costs.weights, costs.kept) == (32 * 100 + 4 * 3 * 100 * 10, 4 * (2 * 10 + 100))
-    assert experts.costs(100, tp=2).weights == 32 * 100 + 2 * 3 * 100 * 10
+    costs = experts.costs(100, MeshShape(1, 1, 1))
+    assert (costs.weights, costs.kept, costs.inputs) == (32 * 100 + 4 * 3 * 100 * 10, 4 * 2 * 10, 4 * 110)
+    assert experts.costs(100, MeshShape(1, 1, 1, 1, 2)).kept == 2 * costs.kept  # rows of two devices
+    assert experts.costs(100, MeshShape(1, 1, 2)).weights == 32 * 100 + 2 * 3 * 100 * 10

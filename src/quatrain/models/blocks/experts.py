@@ -30,9 +30,9 @@ from quatrain.models.expert_products import (
     Groups,
     add_expert_bias,
     expert_product,
+    from_experts,
     group_pairs,
     to_experts,
-    to_pairs,
 )
 from quatrain.models.layers import Layer
 from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, part_tensors, require
@@ -204,19 +204,22 @@ class Experts:
             sums = None if counted is None else self._sums(logits_NE, chosen_Nk, routes, counted)
             return hidden_PF, weights_Nk, groups, chosen_Nk, sums
 
-        def down(inputs: tuple[jax.Array, Groups], layer: Layer) -> jax.Array:
-            hidden_PF, groups = inputs
+        def down(inputs: tuple[jax.Array, jax.Array, Groups], layer: Layer) -> jax.Array:
+            hidden_PF, weights_Nk, groups = inputs
             gate, up = jnp.split(hidden_PF, 2, axis=-1)
-            y_PD = expert_product(self._gated(gate, up), layer["experts_down"], groups, run.experts)
-            return add_expert_bias(y_PD, layer["experts_down_bias"], groups) if self.bias else y_PD
+            weights_P1 = to_experts(weights_Nk.reshape(-1, 1), groups)
+            # Weighted before the product, whose result no gradient then needs.
+            weighted_PF = (self._gated(gate, up).astype(jnp.float32) * weights_P1).astype(hidden_PF.dtype)
+            y_PD = expert_product(weighted_PF, layer["experts_down"], groups, run.experts)
+            if self.bias:
+                y_PD = add_expert_bias(y_PD, layer["experts_down_bias"], groups, weights_P1)
+            return from_experts(y_PD, groups, len(weights_Nk))
 
         routes_Nk = None if routes_BTk is None else routes_BTk.reshape(-1, self.top_k)
         counted_N = None if counted_BT is None else counted_BT.reshape(-1)
         inputs = x_BTD.reshape(-1, shape[-1]), routes_Nk, counted_N
         hidden_PF, weights_Nk, groups, chosen_Nk, sums = run.part(up, inputs)
-        y_PD = run.part(down, (hidden_PF, groups))
-        y_NkD = to_pairs(y_PD, groups).reshape(*weights_Nk.shape, -1)
-        y_ND = (weights_Nk[..., None] * y_NkD.astype(jnp.float32)).sum(axis=1).astype(x_BTD.dtype)
+        y_ND = run.part(down, (hidden_PF, weights_Nk, groups))
         y_BTD = psum_forward(reduce_scatter_rows(y_ND, EP), TP).reshape(shape)
         if self.shared:
             y_BTD = y_BTD + self._shared(x_BTD, enter, run)
@@ -301,10 +304,11 @@ class Experts:
             weights=d * self.num + 3 * d * f * k // mesh.tp,
             per_key=0,
             outputs={},
-            kept=rows * (2 * f + d),
+            kept=rows * 2 * f,
             normed=0,
-            working=rows * (2 * d + 6 * f),
-            statistics=k,
+            working=rows * (2 * d + 7 * f) + 2 * self.num,
+            statistics=4 * k,
+            inputs=rows * (d + f),
         )
         if not self.shared:
             return own
