@@ -22,7 +22,7 @@ from quatrain.models.expert_products import (
     to_experts,
 )
 from quatrain.models.lora import check_lora
-from quatrain.models.params import init_params, partition
+from quatrain.models.params import init_params, param_specs, partition
 
 E, K, D, O = 5, 2, 6, 7
 
@@ -189,13 +189,31 @@ def test_wrong_numbers_of_experts_are_errors():
     assert [mlp.splits(tp) for tp in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("name", ["router", "experts_down", "shared_gate"])
-def test_routers_and_experts_have_no_adapters(name):
+@pytest.mark.parametrize("name", ["router", "shared_gate"])
+def test_routers_have_no_adapters(name):
     arch = of_golden("qwen2_moe")
-    message = f"a qwen2_moe model has no {name}; choose from qkv, o, gate_up, down"
-    with pytest.raises(ValueError, match=message):
+    choices = "choose from qkv, o, gate_up, down, experts_gate_up, experts_down"
+    with pytest.raises(ValueError, match=f"a qwen2_moe model has no {name}; {choices}"):
         check_lora(arch, LoRA(2, 2.0, ("qkv", name)))
     check_lora(arch, LoRA(2, 2.0, ("qkv", "gate_up", "down")))  # of shared experts and dense layers
+
+
+def test_each_expert_has_adapters_of_its_own():
+    arch = replace(of_golden("gpt_oss"), lora=LoRA(2, 2.0, ("experts_gate_up", "experts_down")))
+    mlp, d = arch.layers[0].mlp, arch.hidden_size
+    layer = param_specs(arch)["layers"][0]
+    shapes = {name: spec.shape for name, spec in layer.items() if "_lora_" in name}
+    E, F = mlp.num, mlp.width
+    assert shapes == {
+        "experts_gate_up_lora_a": (E, 2, d),
+        "experts_gate_up_lora_b": (E, 2, F, 2),
+        "experts_down_lora_a": (E, 2, F),
+        "experts_down_lora_b": (E, d, 2),
+    }
+    split = partition(arch, MeshShape(1, 1, 2))["layers"][0]
+    assert [split[name][0] for name in shapes] == ["tp"] * 4
+    with pytest.raises(ValueError, match=r"lower lora\.rank, or leave experts_gate_up out of lora\.targets"):
+        check_lora(arch, LoRA(min(F, d) + 100, 2.0, ("experts_gate_up",)))
 
 
 def test_tp_that_does_not_divide_the_experts_is_an_error():

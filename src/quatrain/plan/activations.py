@@ -175,8 +175,8 @@ class _Widths(NamedTuple):
             return sum(count * of(kind) for kind, count in counts.items()) // arch.num_layers
 
         def adapted(kind: LayerKind) -> int:
-            parts = kind.matrices()
-            return sum(len(parts.get(name, ())) for name in targets) * (arch.lora.rank if arch.lora else 0)
+            parts = sum(kind.low_parts(name, mesh) for name in targets)
+            return parts * (arch.lora.rank if arch.lora else 0)
 
         lending = (kind.mixer for kind in arch.layers if kind.mixer.sharing == "lends")
         lent = [shape for mixer in lending for shape in mixer.state(1, 1, mesh.tp)]

@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.models.architecture import Architecture
-from quatrain.models.lora import adapter_names, without_adapters
+from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, without_adapters
 from quatrain.models.params import Params, leaf_at
+from quatrain.models.spec import TensorName
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import to_host
 
@@ -38,7 +39,8 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     if not is_main_process():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    modules = dict.fromkeys(name.name.split(".")[-3] for name in names)
+    modules = dict.fromkeys(name.name.split(".")[-3] for name in names if not name.stacked)
+    parameters = [EXPERT_PARAMETERS[name] for name in arch.lora.targets if name in EXPERT_PARAMETERS]
     alpha = arch.lora.alpha
     config = {
         "peft_type": "LORA",
@@ -48,15 +50,28 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": list(modules),
+        **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors: dict[str, np.ndarray] = {name.name: name.of(whole[name.path]) for name in names}
+    tensors: dict[str, np.ndarray] = {name.name: _of_peft(name, whole[name.path]) for name in names}
     (directory / BASE).write_text(json.dumps({"model": base, "fingerprint": fingerprint}, indent=2) + "\n")
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / WEIGHTS).chmod((directory / CONFIG).stat().st_mode & 0o777)
+
+
+def _of_peft(name: TensorName, parameter: np.ndarray) -> np.ndarray:
+    """A or B as peft has it; of experts, A is [E r, in], and the columns of B [out, r E] of an expert are E
+    apart.
+    """
+    tensor = name.of(parameter)
+    if not name.stacked:
+        return tensor
+    if name.name.endswith("lora_A.weight"):
+        return tensor.reshape(-1, tensor.shape[-1])
+    return np.ascontiguousarray(tensor.transpose(1, 2, 0).reshape(tensor.shape[1], -1))
 
 
 def check_base(saved: object, found: str, model: str, where: Path) -> None:
