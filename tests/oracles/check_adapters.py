@@ -49,8 +49,6 @@ def main() -> None:
 
 def targets_of(case: str) -> tuple[tuple[Any, ...], ...]:
     """What adapters are on; of a model with experts, also on these, with and without other matrices."""
-    if case == "qwen3_next":  # peft takes its MLP for experts, also where it has none
-        return ("qkv", "o"), ("qkv",)
     layers = architecture_from_hf(read_golden(case).config).kinds
     matrices = {name for kind in layers for name in kind.matrices()}
     known = tuple(name for name in TARGETS[0] if name in matrices)
