@@ -75,6 +75,19 @@ def test_products_and_their_gradients_are_those_of_one_pair_after_another(how, t
         np.testing.assert_allclose(got, expected, atol=2e-6 * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.parametrize("how", ["blocks", "ragged"])
+def test_rows_in_bfloat16_have_results_and_gradients_in_bfloat16(how):
+    """Of float32 matrices, which are cast; their gradients are float32."""
+    chosen, (x, w, bias) = _pairs(60), _inputs(60)
+    exact, exact_pull = jax.vjp(_by_groups(how, chosen), x, w, bias)
+    y, pull = jax.vjp(_by_groups(how, chosen), x.astype(jnp.bfloat16), w, bias)
+    dy = np.random.default_rng(2).normal(size=y.shape).astype(np.float32)
+    got, expected = (y, *pull(jnp.asarray(dy, jnp.bfloat16))), (exact, *exact_pull(dy))
+    assert [each.dtype for each in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
+    for a, b in zip(got, expected, strict=True):
+        assert float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)) < 1e-2
+
+
 def test_a_tokens_bits_do_not_depend_on_other_tokens_places():
     chosen, (x, w, bias) = _pairs(200), _inputs(200)
     order = np.random.default_rng(3).permutation(200)

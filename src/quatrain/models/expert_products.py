@@ -70,8 +70,9 @@ from_experts.defvjp(
 def expert_product(x_PI: jax.Array, w_EOI: jax.Array, groups: Groups, how: str) -> jax.Array:
     """[P, O]: each row times the transpose of its expert's matrix; 0 in rows of other devices' experts.
 
-    `how` is one of `PRODUCTS`.
+    Matrices are cast to the dtype of the rows. `how` is one of `PRODUCTS`.
     """
+    w_EOI = w_EOI.astype(x_PI.dtype)
     if how == "blocks":
         return _blocks(x_PI, w_EOI, groups.sizes, rows_of_block(len(x_PI), len(w_EOI)))
     own = (jnp.arange(len(x_PI)) < groups.sizes.sum())[:, None]
