@@ -55,8 +55,8 @@ def test_auto_takes_the_first_that_computes_what_blocks_do(product, caplog, dtyp
     assert choose("auto", dtype=dtype) == "tokamax"
     product(tokamax=without_kernel)
     with caplog.at_level(logging.INFO, module.logger.name):
-        assert choose("auto", dtype=dtype) == "ragged"
-    assert caplog.messages == ["experts: ragged; not tokamax: RuntimeError: no kernel"]
+        assert choose("auto", dtype=dtype) == "blocks"
+    assert caplog.messages == ["experts: blocks; not tokamax: RuntimeError: no kernel"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_auto_takes_the_first_that_computes_what_blocks_do(product, caplog, dtyp
 )
 def test_what_computes_something_else_is_not_taken(product, wrong, part):
     product(tokamax=wrong, ragged=wrong)
-    assert choose("auto") == "blocks"
+    assert choose("auto") == choose("auto", "tpu") == "blocks"
     with pytest.raises(ValueError, match=f"model.experts=tokamax cannot be used: its {part} differs from"):
         choose("tokamax")
 
@@ -79,7 +79,7 @@ def test_a_cpu_takes_blocks_and_has_no_kernel(product):
 def test_a_package_that_is_not_installed_is_named(monkeypatch, caplog):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO, module.logger.name):
-        assert choose("auto") == "ragged"
+        assert choose("auto") == "blocks"
     assert "not tokamax: it needs the extra quatrain[gpu]" in caplog.text
     with pytest.raises(ValueError, match=r"needs the extra quatrain\[gpu\].*; set model\.experts to auto"):
         choose("tokamax")

@@ -25,8 +25,9 @@ from quatrain.models.expert_products import PRODUCTS, expert_product, group_pair
 
 logger = logging.getLogger(__name__)
 
-CANDIDATES = {"cpu": ("blocks",), "gpu": ("tokamax", "ragged", "blocks"), "tpu": ("ragged", "blocks")}
-"""What `auto` tries on each platform, the best first."""
+CANDIDATES = {"cpu": ("blocks",), "gpu": ("tokamax", "blocks"), "tpu": ("ragged", "blocks")}
+"""What `auto` tries on each platform, the best first; on GPUs `ragged` needs memory for zeros in place of all
+other experts' rows."""
 TOKAMAX_PLATFORMS = ("gpu", "tpu")
 EXPERTS, PAIRS, FOREIGN = 8, 500, 60
 """Of the example: experts, at most; pairs; and those of them that are another device's."""
@@ -64,7 +65,7 @@ def trusted_experts(
         if reason := failure(name):
             raise ValueError(f"model.experts={name} cannot be used: {reason}; set model.experts to auto")
         return name
-    products, against = CANDIDATES.get(platform, ("ragged", "blocks")), []
+    products, against = CANDIDATES.get(platform, ("blocks",)), []
     for product in products:
         reason = failure(product)
         if reason is None:
