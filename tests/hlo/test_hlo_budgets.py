@@ -84,7 +84,7 @@ BUDGETS = {
 
 
 EP, TP = "1,1,1,1,2", "1,1,2"
-EXPERTS = {("h100", EP): 2020, ("h100", TP): 1150, ("v5e", EP): 5400, ("v5e", TP): 2380}
+EXPERTS = {("h100", EP): 2020, ("h100", TP): 1150, ("v5e", EP): 3730, ("v5e", TP): 2380}
 """Temporary MiB of the gradient of a model with experts on a mesh of two devices; the H100's are those of
 products by blocks."""
 EXPERTS_HEAD = {
