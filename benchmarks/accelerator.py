@@ -39,9 +39,9 @@ from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import architecture_from_hf
-from quatrain.models.flops import forward_flops, packing_cost
+from quatrain.models.flops import forward_flops, packing_cost, parameters_read
 from quatrain.models.kv_cache import bytes_per_position
-from quatrain.models.params import init_params, num_params
+from quatrain.models.params import init_params
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.update.gradient import init_optimizer, optimizer_step
 from quatrain.update.objective import PolicyObjective
@@ -183,7 +183,10 @@ class Bench:
         metrics = {name: metric.result() for name, metric in batch.metrics.items()}
         step_s = metrics["rollout/decode_s"] / (scale.new_tokens - 1)
         tokens = sum(len(prompt.input_ids) for prompt in prompts) + scale.slots * scale.new_tokens / 2
-        weights, cache = 2 * num_params(arch), tokens * bytes_per_position(arch, jnp.bfloat16)
+        weights, cache = (
+            2 * parameters_read(arch, scale.slots),
+            tokens * bytes_per_position(arch, jnp.bfloat16),
+        )
         rate = (weights + cache) / step_s / 1e12
         # The first round computes the prompts.
         quarters = np.array_split(np.diff(rounds) / TOKENS_PER_CALL, 4)

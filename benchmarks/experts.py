@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.models.expert_products import expert_product, group_pairs, to_experts, to_pairs
+from quatrain.models.expert_products import expert_product, from_experts, group_pairs, to_experts
 
 REPEATS = 5
 Layer = Callable[..., jax.Array]
@@ -28,8 +28,8 @@ def by_expert(how: str, x: jax.Array, gate_up: jax.Array, down: jax.Array, w: ja
     """The layer as the block `Experts` computes it."""
     groups = group_pairs(ids.reshape(-1), len(down))
     gate, up = jnp.split(expert_product(to_experts(x, groups), gate_up, groups, how), 2, axis=-1)
-    y = to_pairs(expert_product(jax.nn.silu(gate) * up, down, groups, how), groups)
-    return (y.reshape(*w.shape, -1) * w[..., None]).sum(axis=1)
+    weighted = jax.nn.silu(gate) * up * to_experts(w.reshape(-1, 1), groups)
+    return from_experts(expert_product(weighted, down, groups, how), groups, len(x))
 
 
 def dense(x: jax.Array, gate_up: jax.Array, down: jax.Array, w: jax.Array, ids: Any) -> Any:

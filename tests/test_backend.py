@@ -16,7 +16,7 @@ def test_every_kind_but_cpu_has_the_settings_of_accelerators_under_its_own_name(
     assert backend_of("cpu") is CPU
     for kind in ("gpu", "metal"):
         assert backend_of(kind) == replace(ACCELERATOR, kind=kind)
-    tpu = {"vocabulary_first": True, "line_tokens": 4096}
+    tpu = {"vocabulary_first": True, "line_tokens": 4096, "experts": "ragged"}
     assert backend_of("tpu") == replace(ACCELERATOR, kind="tpu", **tpu)
 
 

@@ -55,7 +55,7 @@ class Backend:
     line_tokens: int | None = None
     """Most tokens of a buffer of packed sequences, unless one sequence has more: this bounds the memory of
     their mask. A micro-batch has as many buffers on each data shard as it needs. None: one."""
-    experts: str = "ragged"
+    experts: str = "blocks"
     """How the products of experts are computed (`models.expert_products.PRODUCTS`)."""
     vocabulary_first: bool = False
     """Whether sampling works on logits [V, B], with the vocabulary along the first dimension."""
@@ -87,6 +87,8 @@ ACCELERATOR = Backend()
 
 TPU = Backend(
     kind="tpu",
+    # A kernel there; for GPUs and CPUs, XLA multiplies all rows by all matrices, most of them as zeros.
+    experts="ragged",
     # The compiler copies logits [B, V] to other layouts, three times for each token.
     vocabulary_first=True,
     # The attention kernel takes the mask of a buffer, the square of its tokens: 16 MiB for 4,096.
@@ -101,8 +103,6 @@ CPU = Backend(
     fixed_tile=Tile(256, 2048, kept_bytes=2**28),
     # XLA rearranges the second factor of a product, which for a matrix costs as much as multiplying few rows.
     few_rows=64,
-    # XLA's ragged_dot for CPUs multiplies all rows by all matrices.
-    experts="blocks",
     decode_ends_early=True,
     # Temporaries of a program are new pages at every call, which the system maps and clears one by one.
     holds_residuals=True,

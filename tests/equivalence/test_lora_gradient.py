@@ -75,9 +75,10 @@ def _of_merged(arch, params, table):
         layers = []
         for kind, layer, own in zip(arch.layers, base["layers"], adapters["layers"], strict=True):
             change = {}
-            for name in arch.lora.targets:
+            for name in [name for name in arch.lora.targets if name + LORA_A in own]:
                 both = own[name + LORA_A], own[name + LORA_B]
-                change[name] = changed(layer[name], *both, arch.lora.scale, kind.stacked(name))
+                how = {"stacked": kind.stacked(name), "experts": name.startswith("experts_")}
+                change[name] = changed(layer[name], *both, arch.lora.scale, **how)
             layers.append({**layer, **change})
         predictions = plain.predict({**base, "layers": layers}, batch)
         return weighted_loss(predictions, batch, plain, OBJECTIVE)[0]
@@ -127,6 +128,40 @@ def test_the_gradient_of_some_adapters(case, targets, remat, make_batch):
         MicroBatchPlanner(max_tokens=500, share_prompts=True),
     ):
         _assert_same(_gradient(arch, params, table, planner, remat)[0], expected)
+
+
+EXPERTS = ("experts_gate_up", "experts_down")
+
+
+@pytest.mark.parametrize(
+    ("case", "targets", "remat"),
+    [
+        ("qwen3_moe", EXPERTS, "dots"),
+        *(
+            pytest.param(case, targets, remat, marks=pytest.mark.slow)
+            for case, targets, remat in (
+                ("qwen3_moe", ("qkv", "experts_down"), "none"),
+                ("qwen2_moe", (*ADAPTED, *EXPERTS), "layer"),
+                ("gpt_oss", ("o", *EXPERTS), "dots"),
+                ("mixtral", ("experts_gate_up",), "layer"),
+            )
+        ),
+    ],
+)
+def test_the_gradient_of_adapters_of_experts(case, targets, remat, make_batch):
+    """Every expert has adapters of its own, also where gate and up stand in turns."""
+    arch = _arch(case, targets)
+    params, table = _params(arch), _table(make_batch)
+    expected = _of_merged(arch, params, table)
+    for planner in (MicroBatchPlanner(rows=2), PACKED):
+        for got, wanted in zip(
+            jax.tree.leaves(_gradient(arch, params, table, planner, remat)[0]),
+            jax.tree.leaves(expected),
+            strict=True,
+        ):
+            largest = float(jnp.abs(wanted).max())
+            np.testing.assert_allclose(np.asarray(got)[0], wanted, rtol=1e-5, atol=1e-5 * largest)
+            assert largest > 1e-6
 
 
 def test_only_adapters_have_a_gradient_and_nothing_of_the_base_is_held(make_batch, monkeypatch):

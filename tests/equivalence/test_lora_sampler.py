@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from architectures import ADAPTED
+from architectures import ADAPTED, of_golden
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
@@ -15,14 +15,18 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
 from quatrain.models.lora import adapters_of, with_adapters, with_trained
+from quatrain.models.params import init_params
 from quatrain.types.batches import Prompt
 
 
 @pytest.fixture(scope="module")
 def adapted(small_arch, small_params):
     """(architecture, parameters) of a model whose adapters move its logits by about their own size."""
-    arch = replace(small_arch, lora=LoRA(4, 8.0, ADAPTED))
-    params = with_adapters(small_params, arch, jax.random.key(1))
+    return _adapted(replace(small_arch, lora=LoRA(4, 8.0, ADAPTED)), small_params)
+
+
+def _adapted(arch, base):
+    params = with_adapters(base, arch, jax.random.key(1))
     leaves, structure = jax.tree.flatten(adapters_of(params))
     keys = jax.random.split(jax.random.key(2), len(leaves))
     drawn = [x + 0.1 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
@@ -31,7 +35,18 @@ def adapted(small_arch, small_params):
 
 @pytest.mark.parametrize("way", ["merged", "adapter"])
 def test_sampler_and_trainer_agree_on_adapters(adapted, small_params, tokenizer, way):
-    arch, params = adapted
+    _check_agreement(*adapted, small_params, tokenizer, way)
+
+
+@pytest.mark.parametrize("way", ["merged", "adapter"])
+def test_sampler_and_trainer_agree_on_adapters_of_experts(tokenizer, way):
+    lora = LoRA(4, 8.0, ("qkv", "experts_gate_up", "experts_down"))
+    arch = replace(of_golden("qwen3_moe", vocab_size=300), lora=lora)
+    base = init_params(replace(arch, lora=None), jax.random.key(0))
+    _check_agreement(*_adapted(arch, base), base, tokenizer, way)
+
+
+def _check_agreement(arch, params, base_params, tokenizer, way):
     config = RolloutConfig(n=4, max_new_tokens=12, temperature=0.8, max_concurrency=3, lora=way)
     engine = RolloutEngine(arch, config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
     engine.sync_weights(params, 0)
@@ -41,7 +56,7 @@ def test_sampler_and_trainer_agree_on_adapters(adapted, small_params, tokenizer,
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     trained, base = (
         predict_tokens(p, table, model=PolicySpec(a, temperature=0.8), planner=MicroBatchPlanner(rows=6))
-        for a, p in ((arch, params), (replace(arch, lora=None), small_params))
+        for a, p in ((arch, params), (replace(arch, lora=None), base_params))
     )
     assert np.abs(trained - batch.rollout_logprobs).max() < 1e-4
     assert np.abs(trained - base).max() > 0.1

@@ -7,6 +7,10 @@ The shapes are those of Qwen2.5, with few layers; matrices of the sampler and pr
 parameters of the update in float32. Decode: 256 slots in groups of 8, prompts of 256 tokens, 512 positions of
 own tokens. Prefill: 8 prompts. Update: a micro-batch of 16,384 tokens with shared prompts, recomputed layer
 by layer. Head: 12,288 scored tokens. Sampling: 256 rows.
+
+`experts` is a Qwen3-MoE of 32 experts of 512 columns, 4 of them for a token, and hidden size 1024; its
+vocabulary has 32,768 words, so that the head does not hide the layers. `--mesh 1,1,1,1,2` splits its experts
+over two devices of `ep`, each of which has a micro-batch of its own; `--mesh 1,1,2` over `tp`.
 """
 
 from __future__ import annotations
@@ -32,15 +36,37 @@ SLOTS, GROUP, PROMPT, OWN = 256, 8, 256, 512
 UPDATE_TOKENS, SCORED_TOKENS = 16_384, 12_288
 SIZES = {"0.5B": (896, 4864, 14), "1.5B": (1536, 8960, 12)}
 """Hidden size, width of the MLP, and query heads of Qwen2.5."""
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
 
 
 def compiled(
-    target: str, program: str, size: str, layers: int = 2, attention: str | None = None
+    target: str,
+    program: str,
+    size: str,
+    layers: int = 2,
+    attention: str | None = None,
+    mesh: str = "1,1,1",
+    experts: str | None = None,
 ) -> dict[str, Any]:
     """The counts of a program, compiled in a process of its own."""
-    command = [sys.executable, __file__, target, program, size, "--layers", str(layers)]
+    command = [sys.executable, __file__, target, program, size, "--layers", str(layers), "--mesh", mesh]
     ran = subprocess.run(
-        [*command, *(["--attention", attention] if attention else [])],
+        [
+            *command,
+            *(["--attention", attention] if attention else []),
+            *(["--experts", experts] if experts else []),
+        ],
         env=TARGETS[target].child_environment(),
         capture_output=True,
         text=True,
@@ -53,9 +79,9 @@ def compiled(
 
 
 class Programs:
-    """The programs, lowered with abstract arrays for one device of a kind."""
+    """The programs, lowered with abstract arrays for devices of a kind."""
 
-    def __init__(self, target: Target, size: str, layers: int, attention: str) -> None:
+    def __init__(self, target: Target, size: str, layers: int, attention: str, mesh: str = "1,1,1") -> None:
         import jax.numpy as jnp
 
         from quatrain.backend import backend_of
@@ -63,7 +89,7 @@ class Programs:
         from quatrain.models.families import architecture_from_hf
         from quatrain.parallel.mesh import make_mesh
 
-        hidden, mlp, heads = SIZES[size]
+        hidden, mlp, heads = SIZES.get(size, (0, 0, 1))
         self.arch = architecture_from_hf(
             {
                 "model_type": "qwen2",
@@ -77,11 +103,14 @@ class Programs:
                 "max_position_embeddings": 32768,
                 "rope_theta": 1e6,
                 "tie_word_embeddings": True,
+                **(EXPERTS if size == "experts" else {}),
             }
         )
         self.backend = backend_of(target.kind)
         self.attention = attention
-        self.mesh = make_mesh(MeshShape(1, 1, 1), target.devices()[:1])
+        shape = MeshShape(*map(int, mesh.split(",")))
+        self.mesh = make_mesh(shape, target.devices(shape.num_devices))
+        self.shards = shape.num_data_shards
         self.dtype = jnp.dtype("bfloat16")
 
     def _like(self, tree: Any) -> Any:
@@ -91,6 +120,24 @@ class Programs:
 
         place = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    @staticmethod
+    def _placed(x: Any, place: Any) -> Any:
+        import jax
+
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    def _of_shards(self, tree: Any) -> Any:
+        """Abstract arrays of data shards, each of which has one like those in `tree`."""
+        import jax
+
+        from quatrain.parallel.mesh import data_sharding
+
+        def of_shards(x: Any) -> Any:
+            shape = (self.shards * x.shape[0], *x.shape[1:])
+            return self._placed(jax.ShapeDtypeStruct(shape, x.dtype), data_sharding(self.mesh))
+
+        return jax.tree.map(of_shards, tree)
 
     def _array(self, dtype: Any, *shape: int) -> Any:
         import jax
@@ -177,15 +224,16 @@ class Programs:
         import jax.numpy as jnp
 
         from quatrain.config.schema import UpdateConfig
-        from quatrain.update.gradient import _zero_total, gradient_program
+        from quatrain.parallel.mesh import shardings
+        from quatrain.update.gradient import _copies, _zero_total, gradient_program
         from quatrain.update.objective import PolicyObjective
 
         model = self._policy()
         objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
-        params, batch = self._params(jnp.float32), self._like(self._micro_batch(model))
-        total = self._like(
-            jax.eval_shape(partial(_zero_total, model=model, objective=objective), params, batch)
-        )
+        params, batch = self._params(jnp.float32), self._of_shards(self._micro_batch(model))
+        grads, stats = jax.eval_shape(partial(_zero_total, model=model, objective=objective), params, batch)
+        places = shardings(self.mesh, _copies(model))
+        total = jax.tree.map(self._placed, grads, places), self._like(stats)
         return gradient_program(self.backend).lower(params, total, batch, model=model, objective=objective)
 
     def _policy(self) -> Any:
@@ -221,6 +269,7 @@ class Programs:
         sampled["rollout_logprobs"] = -sampled["advantages"]
         table = TokenTable(tokens, attention, completion, sampled, ids).weighted("token_mean", 1024)
         sizes = LogprobConfig(max_tokens_per_device=UPDATE_TOKENS)
+        model = replace(model, mesh=one_device())
         cut = model.planner(sizes, share_prompts=True).plans(table)[0]
         whole = replace(cut, width=UPDATE_TOKENS // len(cut.buffers))
         return fill(whole, table, one_device(), model.forms)
@@ -277,9 +326,11 @@ def main() -> None:
     )
     parser.add_argument("target", choices=sorted(TARGETS))
     parser.add_argument("program", choices=sorted(PROGRAMS))
-    parser.add_argument("size", choices=sorted(SIZES))
+    parser.add_argument("size", choices=sorted([*SIZES, "experts"]))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--attention", help="implementation, in place of the target's own")
+    parser.add_argument("--mesh", default="1,1,1", help="the mesh of the gradient")
+    parser.add_argument("--experts", help="product of experts, in place of the target's own")
     parser.add_argument("--text", type=Path, help="where the compiled program's text goes")
     arguments = parser.parse_args()
     target = TARGETS[arguments.target]
@@ -292,7 +343,8 @@ def main() -> None:
     attention = arguments.attention or target.attention
     if attention == "tokamax":
         _pretend_devices(target)
-    programs = Programs(target, arguments.size, arguments.layers, attention)
+    programs = Programs(target, arguments.size, arguments.layers, attention, arguments.mesh)
+    programs.backend = replace(programs.backend, experts=arguments.experts or programs.backend.experts)
     program = PROGRAMS[arguments.program](programs).compile()
     text, memory = program.as_text(), program.memory_analysis()
     if arguments.text:

@@ -45,14 +45,14 @@ class Target:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
 
-    def devices(self) -> Any:
-        """Devices that programs can be lowered for, in a process with `child_environment`."""
+    def devices(self, number: int = 1) -> Any:
+        """So many devices that programs can be lowered for, in a process with `child_environment`."""
         from jax.experimental import topologies
 
         if self.kind == "gpu":
-            options = {"target_config": H100.read_text(), "topology": "1x1x1"}
+            options = {"target_config": H100.read_text(), "topology": f"1x1x{number}"}
             return topologies.get_topology_desc("", "cuda", **options).devices
-        return topologies.get_topology_desc("v5e:2x2", "tpu").devices
+        return topologies.get_topology_desc("v5e:2x2", "tpu").devices[:number]
 
 
 TARGETS = {

@@ -26,12 +26,17 @@ SIZES = ("0.5B", "1.5B")
 
 @cache
 def counts(
-    target: str, program: str, size: str, layers: int = 2, attention: str | None = None
+    target: str,
+    program: str,
+    size: str,
+    layers: int = 2,
+    attention: str | None = None,
+    mesh: str = "1,1,1",
 ) -> dict[str, Any]:
     """The counts of a program; skips where there is no compiler."""
     if reason := TARGETS[target].missing:
         pytest.skip(reason)
-    return compiled(target, program, size, layers, attention)
+    return compiled(target, program, size, layers, attention, mesh)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,18 @@ BUDGETS = {
 }
 
 
+EP, TP = "1,1,1,1,2", "1,1,2"
+EXPERTS = {("h100", EP): 2020, ("h100", TP): 1150, ("v5e", EP): 3730, ("v5e", TP): 2380}
+"""Temporary MiB of the gradient of a model with experts on a mesh of two devices; the H100's are those of
+products by blocks."""
+EXPERTS_HEAD = {
+    "while/body/dot_general": 512,  # logits of a tile, and gradients of a tile of the head
+    "while/body/jvp()/dot_general": 512,
+    "while/body/transpose(jvp())/convert_element_type": 256,
+    "while/body/transpose(jvp())/dot_general": 128,
+}
+
+
 def cases() -> list[Any]:
     """Every program, in both sizes."""
     return [(*key, size) for key in BUDGETS for size in SIZES]
@@ -102,6 +119,17 @@ def test_a_program_keeps_its_budget(target, program, size):
 def test_no_parameter_is_cast_in_a_loop(target, program, size):
     told = counts(target, program, size)
     assert {loop["source"]: loop["casts"] for loop in told["loops"] if loop["casts"]} == {}
+
+
+@pytest.mark.parametrize(("target", "mesh"), EXPERTS)
+def test_experts_over_devices_keep_their_budget(target, mesh):
+    told = counts(target, "gradient", "experts", mesh=mesh)
+    assert told["temporary_mib"] <= EXPERTS[target, mesh]
+    for loop in told["loops"]:
+        assert loop["casts"] == {}
+        for source, mib in loop["large"].items():
+            allowed = [most for name, most in EXPERTS_HEAD.items() if source.endswith(name)]
+            assert mib <= max(allowed, default=LARGE_MIB), f"{source} writes {mib} MiB in {loop['source']}"
 
 
 @pytest.mark.skipif(find_spec("tokamax") is None, reason="tokamax, of the extra gpu, is not installed")

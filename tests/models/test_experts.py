@@ -16,13 +16,13 @@ from quatrain.models.decoder import REMAT, logits, routed_forward
 from quatrain.models.expert_products import (
     add_expert_bias,
     expert_product,
+    from_experts,
     group_pairs,
     rows_of_block,
     to_experts,
-    to_pairs,
 )
 from quatrain.models.lora import check_lora
-from quatrain.models.params import init_params, partition
+from quatrain.models.params import init_params, param_specs, partition
 
 E, K, D, O = 5, 2, 6, 7
 
@@ -45,7 +45,7 @@ def _by_groups(how, chosen):
     def run(x, w, bias):
         groups = group_pairs(jnp.asarray(chosen.reshape(-1)), E)
         y = add_expert_bias(expert_product(to_experts(x, groups), w, groups, how), bias, groups)
-        return to_pairs(y, groups)
+        return from_experts(y, groups, len(x))
 
     return run
 
@@ -54,7 +54,8 @@ def _one_by_one(chosen):
     def run(x, w, bias):
         pairs = jnp.repeat(x, K, axis=0)
         one_hot = jax.nn.one_hot(chosen.reshape(-1), E)  # -1 is none
-        return jnp.einsum("pe,eod,pd->po", one_hot, w, pairs, precision="highest") + one_hot @ bias
+        y = jnp.einsum("pe,eod,pd->po", one_hot, w, pairs, precision="highest") + one_hot @ bias
+        return y.reshape(len(x), K, O).sum(axis=1)
 
     return run
 
@@ -65,7 +66,7 @@ def _one_by_one(chosen):
 )
 def test_products_and_their_gradients_are_those_of_one_pair_after_another(how, tokens, foreign):
     chosen, inputs = _pairs(tokens, foreign=foreign), _inputs(tokens)
-    dy = np.random.default_rng(2).normal(size=(tokens * K, O)).astype(np.float32)
+    dy = np.random.default_rng(2).normal(size=(tokens, O)).astype(np.float32)
     results = []
     for run in (_by_groups(how, chosen), _one_by_one(chosen)):
         y, pull = jax.vjp(run, *inputs)
@@ -74,11 +75,24 @@ def test_products_and_their_gradients_are_those_of_one_pair_after_another(how, t
         np.testing.assert_allclose(got, expected, atol=2e-6 * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.parametrize("how", ["blocks", "ragged"])
+def test_rows_in_bfloat16_have_results_and_gradients_in_bfloat16(how):
+    """Of float32 matrices, which are cast; their gradients are float32."""
+    chosen, (x, w, bias) = _pairs(60), _inputs(60)
+    exact, exact_pull = jax.vjp(_by_groups(how, chosen), x, w, bias)
+    y, pull = jax.vjp(_by_groups(how, chosen), x.astype(jnp.bfloat16), w, bias)
+    dy = np.random.default_rng(2).normal(size=y.shape).astype(np.float32)
+    got, expected = (y, *pull(jnp.asarray(dy, jnp.bfloat16))), (exact, *exact_pull(dy))
+    assert [each.dtype for each in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
+    for a, b in zip(got, expected, strict=True):
+        assert float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)) < 1e-2
+
+
 def test_a_tokens_bits_do_not_depend_on_other_tokens_places():
     chosen, (x, w, bias) = _pairs(200), _inputs(200)
     order = np.random.default_rng(3).permutation(200)
-    whole = jax.jit(_by_groups("blocks", chosen))(x, w, bias).reshape(200, K, O)
-    moved = jax.jit(_by_groups("blocks", chosen[order]))(x[order], w, bias).reshape(200, K, O)
+    whole = jax.jit(_by_groups("blocks", chosen))(x, w, bias)
+    moved = jax.jit(_by_groups("blocks", chosen[order]))(x[order], w, bias)
     np.testing.assert_array_equal(whole[order], moved)
 
 
@@ -188,13 +202,31 @@ def test_wrong_numbers_of_experts_are_errors():
     assert [mlp.splits(tp) for tp in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("name", ["router", "experts_down", "shared_gate"])
-def test_routers_and_experts_have_no_adapters(name):
+@pytest.mark.parametrize("name", ["router", "shared_gate"])
+def test_routers_have_no_adapters(name):
     arch = of_golden("qwen2_moe")
-    message = f"a qwen2_moe model has no {name}; choose from qkv, o, gate_up, down"
-    with pytest.raises(ValueError, match=message):
+    choices = "choose from qkv, o, gate_up, down, experts_gate_up, experts_down"
+    with pytest.raises(ValueError, match=f"a qwen2_moe model has no {name}; {choices}"):
         check_lora(arch, LoRA(2, 2.0, ("qkv", name)))
     check_lora(arch, LoRA(2, 2.0, ("qkv", "gate_up", "down")))  # of shared experts and dense layers
+
+
+def test_each_expert_has_adapters_of_its_own():
+    arch = replace(of_golden("gpt_oss"), lora=LoRA(2, 2.0, ("experts_gate_up", "experts_down")))
+    mlp, d = arch.layers[0].mlp, arch.hidden_size
+    layer = param_specs(arch)["layers"][0]
+    shapes = {name: spec.shape for name, spec in layer.items() if "_lora_" in name}
+    E, F = mlp.num, mlp.width
+    assert shapes == {
+        "experts_gate_up_lora_a": (E, 2, d),
+        "experts_gate_up_lora_b": (E, 2, F, 2),
+        "experts_down_lora_a": (E, 2, F),
+        "experts_down_lora_b": (E, d, 2),
+    }
+    split = partition(arch, MeshShape(1, 1, 2))["layers"][0]
+    assert [split[name][0] for name in shapes] == ["tp"] * 4
+    with pytest.raises(ValueError, match=r"lower lora\.rank, or leave experts_gate_up out of lora\.targets"):
+        check_lora(arch, LoRA(min(F, d) + 100, 2.0, ("experts_gate_up",)))
 
 
 def test_tp_that_does_not_divide_the_experts_is_an_error():
@@ -207,6 +239,7 @@ def test_tp_that_does_not_divide_the_experts_is_an_error():
 
 def test_costs_are_of_the_chosen_experts():
     experts = Experts(num=32, top_k=4, width=10)
-    costs = experts.costs(100, MeshShape())
-    assert (costs.weights, costs.kept) == (32 * 100 + 4 * 3 * 100 * 10, 4 * (2 * 10 + 100))
-    assert experts.costs(100, MeshShape(tp=2)).weights == 32 * 100 + 2 * 3 * 100 * 10
+    costs = experts.costs(100, MeshShape(1, 1, 1))
+    assert (costs.weights, costs.kept, costs.inputs) == (32 * 100 + 4 * 3 * 100 * 10, 4 * 2 * 10, 4 * 110)
+    assert experts.costs(100, MeshShape(1, 1, 1, 1, 2)).kept == 2 * costs.kept  # rows of two devices
+    assert experts.costs(100, MeshShape(1, 1, 2)).weights == 32 * 100 + 2 * 3 * 100 * 10

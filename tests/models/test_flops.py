@@ -1,8 +1,10 @@
 import jax
 import numpy as np
+import pytest
+from architectures import of_golden
 
-from quatrain.models.flops import forward_flops, linear_parameters
-from quatrain.models.params import init_params
+from quatrain.models.flops import forward_flops, linear_parameters, parameters_read
+from quatrain.models.params import init_params, num_params
 
 
 def test_every_matrix_of_the_layers_is_counted(small_arch):
@@ -20,3 +22,18 @@ def test_flops_are_those_the_compiler_counts(small_arch):
     assert attention == small_arch.num_layers * products["flops"]
     head = forward_flops(small_arch, tokens=0, keys=0, scored=3)
     assert head == 2 * 3 * small_arch.hidden_size * small_arch.vocab_size
+
+
+def test_a_decode_step_reads_the_experts_that_its_tokens_choose(small_arch):
+    assert parameters_read(small_arch, 1) == num_params(small_arch)
+    arch = of_golden("qwen3_moe")
+    layers = init_params(arch, jax.random.key(0))["layers"]
+    experts = sum(w.size for layer in layers for name, w in layer.items() if name.startswith("experts_"))
+    others = num_params(arch) - experts
+    mlp = next(kind.mlp for kind in arch.layers if hasattr(kind.mlp, "top_k"))
+    assert (mlp.num, mlp.top_k) == (8, 3)
+    assert parameters_read(arch, 1) == pytest.approx(others + experts * 3 / 8)
+    rng, draws = np.random.default_rng(0), 4000
+    chosen = [len({*np.concatenate([rng.permutation(8)[:3] for _ in range(4)])}) for _ in range(draws)]
+    assert parameters_read(arch, 4) == pytest.approx(others + experts * np.mean(chosen) / 8, rel=0.01)
+    assert parameters_read(arch, 1000) == pytest.approx(num_params(arch))

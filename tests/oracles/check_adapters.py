@@ -26,6 +26,7 @@ from goldens import CASES, read_golden
 
 from quatrain.config.schema import LoraConfig
 from quatrain.models.decoder import forward, logits
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_lora, with_trained
 from quatrain.weights.adapter import save_adapter
 from quatrain.weights.hf import load_hf
@@ -36,14 +37,23 @@ INPUTS = ("input_ids", "position_ids", "attention_mask")
 LARGEST_OF_DELTA = 1e-3
 """Where these adapters make logits of 10 and more, and DeltaNet divides by the lengths of keys."""
 TARGETS: tuple[tuple[Any, ...], ...] = (("qkv", "o", "gate_up", "down"), ("qkv",))
+EXPERTS = ("experts_gate_up", "experts_down")
 
 
 def main() -> None:
     logging.set_verbosity_error()
     for case in CASES:
-        # peft takes the MLP of a Qwen3-Next for experts, also where it has none.
-        for targets in TARGETS if case != "qwen3_next" else (("qkv", "o"), ("qkv",)):
+        for targets in targets_of(case):
             print(f"{case}, adapters on {', '.join(targets)}: {check(case, targets)}")
+
+
+def targets_of(case: str) -> tuple[tuple[Any, ...], ...]:
+    """What adapters are on; of a model with experts, also on these, with and without other matrices."""
+    layers = architecture_from_hf(read_golden(case).config).kinds
+    matrices = {name for kind in layers for name in kind.matrices()}
+    known = tuple(name for name in TARGETS[0] if name in matrices)
+    of_experts = ((*known, *EXPERTS), EXPERTS[1:]) if EXPERTS[0] in matrices else ()
+    return known, TARGETS[1], *of_experts
 
 
 def check(case: str, targets: tuple[Any, ...]) -> str:

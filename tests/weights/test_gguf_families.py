@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 CASES = {family: family for family in ARCHITECTURES} | {"phi3_longrope": "phi3"}
@@ -88,16 +90,21 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
         writer.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
         writer.add_full_attention_interval(2)
         writer.add_rope_dimension_sections([1, 1, 0, 0])
-    if c["model_type"] in ("qwen3_moe", "gpt_oss"):
-        writer.add_expert_count(c["num_local_experts"])
+    if c["model_type"] in ("qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss"):
+        writer.add_expert_count(c.get("num_local_experts", c.get("num_experts")))
         writer.add_expert_used_count(c["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(c.get("moe_intermediate_size", c["intermediate_size"]))
+        if c["model_type"] != "olmoe":
+            writer.add_expert_feed_forward_length(c.get("moe_intermediate_size", c["intermediate_size"]))
+    if "shared_expert_intermediate_size" in c:
+        writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     names = gguf.get_tensor_name_map(kind, c["num_hidden_layers"])
     for name, weight in with_stacked_experts(golden.weights()).items():
+        if "shared_expert_gate" in name:
+            weight = weight[0]
         if "linear_attn" in name:
             name, weight = converted_delta(name, weight, c)
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -168,8 +175,9 @@ def test_a_converted_model_is_that_of_its_folder(case: str, family: str, tmp_pat
         golden = replace(golden, config=config, shapes=tensor_shapes(architecture_from_hf(config)))
     if family == "gpt_oss":  # llama.cpp knows no other limit
         golden = replace(golden, config=golden.config | {"swiglu_limit": 7.0})
-    if family == "qwen3_moe":  # llama.cpp has experts in every layer
-        config = golden.config | {"mlp_only_layers": []}
+    if family in ("qwen3_moe", "qwen2_moe", "olmoe"):  # llama.cpp has experts in every layer
+        every = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": family == "qwen3_moe"}
+        config = golden.config | every | {"clip_qkv": None}
         golden = replace(golden, config=config, shapes=tensor_shapes(architecture_from_hf(config)))
     arch, params = load_hf(golden.write_model(tmp_path / "hf"))
     found, loaded = load_gguf(convert(golden, tmp_path / "m.gguf"))

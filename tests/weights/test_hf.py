@@ -296,14 +296,17 @@ def test_memory_peaks_near_the_size_of_the_parameters(stored, tmp_path):
     assert ratio <= 1.3
 
 
-def test_of_a_qwen_3_5_folder_the_vision_part_and_the_predictor_of_more_tokens_are_not_read(tmp_path, caplog):
-    golden = read_golden("qwen3_5_text")
+@pytest.mark.parametrize("outer", ["qwen3_5", "qwen3_5_moe"])
+def test_of_a_qwen_3_5_folder_the_vision_part_and_the_predictor_of_more_tokens_are_not_read(
+    outer, tmp_path, caplog
+):
+    golden = read_golden(f"{outer}_text")
     text, folder = golden.write_model(tmp_path / "text"), tmp_path / "both"
     folder.mkdir()
     renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in golden.weights().items()}
     renamed |= {name: np.ones(2, np.float32) for name in ("mtp.fc.weight", "model.visual.pos_embed.weight")}
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": golden.config}))
+    (folder / "config.json").write_text(json.dumps({"model_type": outer, "text_config": golden.config}))
     with caplog.at_level("INFO"):
         (arch, params), (expected_arch, expected) = load_hf(folder), load_hf(text)
     assert arch == expected_arch

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import DictKey
 
+from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.decode import Program
@@ -106,10 +107,11 @@ class RolloutEngine:
     `stop_ids` are the token ids that end a completion; they are part of the completion and are trained on.
     `seed` is the seed of the run. `cache_bytes` limits the KV cache per device; None: a fraction of the
     memory (`CACHE_SHARE`). `attention` is the implementation of attention in the prefill
-    (`models.attention`). `on_progress` is called after each decode call of `generate` or `wait`, in the
-    thread that called these. The prompt cache always has room for prompts of `usual_prompt` tokens: programs
-    are compiled for that size, which changes only for longer prompts. With `episodes`, each sample is an
-    episode of several turns with an environment of its own, which `close` ends.
+    (`models.attention`), `backend` the settings for these devices. `on_progress` is called after each decode
+    call of `generate` or `wait`, in the thread that called these. The prompt cache always has
+    room for prompts of `usual_prompt` tokens: programs are compiled for that size, which changes only for
+    longer prompts. With `episodes`, each sample is an episode of several turns with an environment of its
+    own, which `close` ends.
 
     With `per_request_sampling`, sequences that come one by one, each with a sampling of its own, share the
     slots (`submit_own`), instead of groups with the sampling of `config`.
@@ -142,6 +144,7 @@ class RolloutEngine:
         usual_prompt: int = 1,
         episodes: Episodes | None = None,
         per_request_sampling: bool = False,
+        backend: Backend | None = None,
     ):
         self._with_adapters = arch
         self.arch = replace(arch, lora=None) if config.lora == "merged" else arch
@@ -161,6 +164,7 @@ class RolloutEngine:
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
+        self._backend = backend or this_backend()
         self._episodes, self._per_request_sampling = episodes, per_request_sampling
         self._params: Any = None
         self._copies_base = self.arch.lora is None
@@ -307,7 +311,8 @@ class RolloutEngine:
 
         A step is one call of the device, between two rounds.
         """
-        program = Program(self.arch, None, self.stop_ids, self.dtype, self._attention, self.mesh)
+        model = self.arch, None, self.stop_ids, self.dtype, self._attention, self.mesh
+        program = Program(*model, self._backend)
         for packs in packs_to_score(sequences, mesh_shape(self.mesh).num_data_shards):
             with self._between_calls:
                 scores = score_packs(program, self._weights(), packs, num_likeliest)
@@ -385,7 +390,7 @@ class RolloutEngine:
             self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * on_device)
         model = self.arch, self.tokenizer, self.stop_ids, self._seed, self.dtype, self._attention, self.mesh
         sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
-        sampler = replace(sampler, records_routes=self._records_routes)
+        sampler = replace(sampler, records_routes=self._records_routes, backend=self._backend)
         if self._episodes is None:
             own = self._per_request_sampling
             return Session(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from quatrain.backend import Backend, this_backend
 from quatrain.engine.admission import Admission
 from quatrain.engine.cache import Cache, Move, Room
 from quatrain.engine.decode import (
@@ -84,6 +85,7 @@ class Sampler:
     usual_prompt: int = 1
     more_context: int = 0
     records_routes: bool = False
+    backend: Backend = field(default_factory=this_backend)
 
     @property
     def num_replicas(self) -> int:
@@ -94,7 +96,7 @@ class Sampler:
         """The static argument of the compiled functions; None: each sequence has a sampling of its own."""
         token = sampling and sampling.of_one_token()
         static = self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh
-        return Program(*static, records_routes=self.records_routes)
+        return Program(*static, self.backend, records_routes=self.records_routes)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from quatrain.backend import this_backend
+from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
 from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
 from quatrain.config.roles import Role, resolve_roles
@@ -35,6 +35,7 @@ from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.models.attention.probe import trusted_attention
+from quatrain.models.expert_probe import trusted_experts
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
@@ -87,6 +88,8 @@ class LoadedPolicy:
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
     attention: str = "xla"
     """The attention implementation of the policy, whose kernel was probed on these devices."""
+    backend: Backend = field(default_factory=this_backend)
+    """The settings for these devices, with the product of experts that was probed on them."""
     environments: AnyEnvironments | None = None
     """What makes the environments of episodes; None if completions have one turn."""
     turns: TurnsOfRow | None = None
@@ -146,6 +149,7 @@ def load_policy(
         )
     _check_positions(config, model.arch)
     attention = _attention(config, model.arch)
+    backend = _backend(config, model.arch)
     critic_arch, critic_params = (
         _load_critic(config, tokenizer, model.arch, meshes, weights=weights) if critic else (None, None)
     )
@@ -162,6 +166,7 @@ def load_policy(
         critic_arch,
         critic_params,
         attention,
+        backend,
         *(_environments(config, tokenizer, stop_ids) if environments else (None, None)),
     )
 
@@ -489,7 +494,15 @@ def local_engine(
         usual_prompt=usual_prompt,
         episodes=_episode_rules(config, loaded),
         per_request_sampling=per_request_sampling,
+        backend=loaded.backend,
     )
+
+
+def _backend(config: Config, arch: Architecture) -> Backend:
+    """The settings for these devices, with `model.experts`; raises ValueError if it cannot be used."""
+    model, backend = config.model, this_backend()
+    experts = trusted_experts(model.experts, arch, platform=backend.kind, dtype=model.dtype)
+    return replace(backend, experts=experts) if arch.routes else backend
 
 
 def _attention(config: Config, arch: Architecture) -> str:
@@ -507,6 +520,7 @@ def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
         remat=config.model.remat,
         attention=_attention(config, loaded.critic_arch),
         mesh=loaded.meshes.critic,
+        backend=_backend(config, loaded.critic_arch) if loaded.critic_arch.routes else this_backend(),
     )
 
 
@@ -583,4 +597,5 @@ def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: floa
         remat=config.model.remat,
         attention=loaded.attention,
         mesh=loaded.meshes.train,
+        backend=loaded.backend,
     )

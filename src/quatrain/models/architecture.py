@@ -10,10 +10,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_input import LayerInput
+from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
 from quatrain.models.spec import ParamSpec, TensorName, require
@@ -121,6 +123,12 @@ class LayerKind:
     def stacked(self, name: str) -> tuple[int, ...]:
         """`GatedDeltaNet.stacked` of a matrix, if it is one of such a block."""
         return self.mixer.stacked(name) if isinstance(self.mixer, GatedDeltaNet) else ()
+
+    def low_parts(self, name: str, mesh: MeshShape) -> int:
+        """How many times a token has the r columns of A x of the matrix `name`, on one device."""
+        if name.startswith(OF_EXPERTS) and isinstance(self.mlp, Experts):
+            return self.mlp.top_k * mesh.ep
+        return len(self.matrices().get(name, ()))
 
 
 class Routes(NamedTuple):

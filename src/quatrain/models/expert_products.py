@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 MOST_ROWS, FEWEST_ROWS = 64, 8
 """Rows that `blocks` multiplies by one matrix at a time: with many tokens, and in decode steps."""
@@ -42,49 +43,54 @@ def group_pairs(experts_P: jax.Array, num_experts: int) -> Groups:
 
 @jax.custom_vjp
 def to_experts(x_ND: jax.Array, groups: Groups) -> jax.Array:
-    """[P, D]: the token of each pair, sorted by expert."""
+    """[P, D]: the token of each pair, sorted by expert; of [P, D], each pair's own row."""
     return x_ND[groups.order // (len(groups.order) // len(x_ND))]
 
 
-def _to_experts_backward(residuals: tuple[Groups, int], dy_PD: jax.Array) -> tuple[jax.Array, None]:
-    """The sum of a token's k gradients in their order: no scatter-add, whose order is not fixed on a GPU."""
-    groups, tokens = residuals
-    pairs = dy_PD[groups.place].reshape(tokens, -1, dy_PD.shape[1])
-    return pairs.astype(jnp.float32).sum(axis=1).astype(dy_PD.dtype), None
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def from_experts(y_PD: jax.Array, groups: Groups, tokens: int) -> jax.Array:
+    """[N, D]: the sum of each token's k rows, which are sorted by expert, in float32 in the order of its
+    experts: no scatter-add, whose order is not fixed on a GPU.
+    """
+    pairs = y_PD[groups.place].reshape(tokens, -1, y_PD.shape[1])
+    return pairs.astype(jnp.float32).sum(axis=1).astype(y_PD.dtype)
 
 
-to_experts.defvjp(lambda x, groups: (to_experts(x, groups), (groups, len(x))), _to_experts_backward)
-
-
-@jax.custom_vjp
-def to_pairs(y_PD: jax.Array, groups: Groups) -> jax.Array:
-    """[P, D] in the order of pairs, of rows sorted by expert."""
-    return y_PD[groups.place]
-
-
-to_pairs.defvjp(lambda y, groups: (to_pairs(y, groups), groups), lambda groups, dy: (dy[groups.order], None))
+# Each is the other's transpose.
+to_experts.defvjp(
+    lambda x, groups: (to_experts(x, groups), (groups, len(x))),
+    lambda residuals, dy: (from_experts(dy, *residuals), None),
+)
+from_experts.defvjp(
+    lambda y, groups, tokens: (from_experts(y, groups, tokens), groups),
+    lambda tokens, groups, dy: (to_experts(dy, groups), None),
+)
 
 
 def expert_product(x_PI: jax.Array, w_EOI: jax.Array, groups: Groups, how: str) -> jax.Array:
     """[P, O]: each row times the transpose of its expert's matrix; 0 in rows of other devices' experts.
 
-    `how` is one of `PRODUCTS`.
+    Matrices are cast to the dtype of the rows. `how` is one of `PRODUCTS`.
     """
+    w_EOI = w_EOI.astype(x_PI.dtype)
     if how == "blocks":
         return _blocks(x_PI, w_EOI, groups.sizes, rows_of_block(len(x_PI), len(w_EOI)))
     own = (jnp.arange(len(x_PI)) < groups.sizes.sum())[:, None]
     return jnp.where(own, _RAGGED[how](jnp.where(own, x_PI, 0), w_EOI.swapaxes(1, 2), groups.sizes), 0)
 
 
-def add_expert_bias(y_PO: jax.Array, bias_EO: jax.Array, groups: Groups) -> jax.Array:
-    """`y` plus the bias of each row's expert; rows of other devices' experts stay as they are.
+def add_expert_bias(
+    y_PO: jax.Array, bias_EO: jax.Array, groups: Groups, weights_P1: jax.Array | float = 1.0
+) -> jax.Array:
+    """`y` plus the bias of each row's expert, times the row's weight; rows of other devices' experts stay.
 
-    By a product with ones, so that the gradient of a bias is one too, whose order of sums is fixed.
+    By a product with ones or weights, so that the gradient of a bias is one too, whose order of sums is
+    fixed.
     """
     ends = jnp.cumsum(groups.sizes)
     places = jnp.arange(len(y_PO))[:, None]
-    own = ((places < ends) & (places >= ends - groups.sizes)).astype(y_PO.dtype)
-    return y_PO + jnp.matmul(own, bias_EO.astype(y_PO.dtype), precision="highest")
+    own = ((places < ends) & (places >= ends - groups.sizes)) * weights_P1
+    return y_PO + jnp.matmul(own.astype(y_PO.dtype), bias_EO.astype(y_PO.dtype), precision="highest")
 
 
 def rows_of_block(pairs: int, experts: int) -> int:
@@ -137,6 +143,14 @@ def _rows(x: jax.Array, block: _Block) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, block.at, len(block.own))
 
 
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, after: jax.Array) -> jax.Array:
+    """Zeros that a loop begins with, which do not exist before the array `after` does.
+
+    XLA makes constants early: the results of the loops of all layers would exist from the beginning.
+    """
+    return jnp.full(shape, after[0, 0] > jnp.inf, dtype)
+
+
 def _over_blocks(x: jax.Array, columns: int, sizes_E: jax.Array, rows: int, product: Any) -> jax.Array:
     """[P, columns] of `product(rows, expert)`; 0 in rows of no expert."""
     count, block_at = _table(sizes_E, len(x), rows)
@@ -146,7 +160,7 @@ def _over_blocks(x: jax.Array, columns: int, sizes_E: jax.Array, rows: int, prod
         new = product(_rows(x, block), block.expert).astype(y.dtype)
         return lax.dynamic_update_slice_in_dim(y, jnp.where(block.own, new, _rows(y, block)), block.at, 0)
 
-    return lax.fori_loop(0, count, step, jnp.zeros((len(x), columns), x.dtype))
+    return lax.fori_loop(0, count, step, _zeros((len(x), columns), x.dtype, x))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -175,7 +189,7 @@ def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.A
         dw = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return lax.dynamic_update_slice_in_dim(dx_PI, dx, block.at, 0), dw_EOI.at[block.expert].add(dw)
 
-    zeros = jnp.zeros_like(x_PI), jnp.zeros(w_EOI.shape, jnp.float32)
+    zeros = _zeros(x_PI.shape, x_PI.dtype, dy_PO), _zeros(w_EOI.shape, jnp.float32, dy_PO)
     dx, dw = lax.fori_loop(0, count, step, zeros)
     return dx, dw.astype(w_EOI.dtype), None
 

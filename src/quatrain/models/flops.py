@@ -6,9 +6,13 @@ architecture -> the packer of micro-batches, which balances the cost of sequence
 
 from __future__ import annotations
 
+import math
+
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
+from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_run import Costs
+from quatrain.models.params import num_params, param_specs
 from quatrain.ops.packing import PackingCost
 
 
@@ -27,6 +31,20 @@ def _costs(arch: Architecture) -> list[Costs]:
     """The costs of all blocks of all layers on one device."""
     blocks = (block for kind in arch.layers for block in kind.blocks)
     return [block.costs(arch.hidden_size, MeshShape()) for block in blocks]
+
+
+def parameters_read(arch: Architecture, tokens: int) -> float:
+    """Parameters that a decode step of so many tokens reads, on average.
+
+    Of a layer's E experts, of which k compute a token, it reads E (1 - (1 - k / E)^tokens), if tokens choose
+    evenly and independently.
+    """
+    unread = 0.0
+    for kind, specs in zip(arch.layers, param_specs(arch)["layers"], strict=True):
+        if isinstance(kind.mlp, Experts):
+            of_experts = sum(math.prod(spec.shape) for spec in specs.values() if "experts" in spec.axes)
+            unread += of_experts * (1 - kind.mlp.top_k / kind.mlp.num) ** tokens
+    return num_params(arch) - unread
 
 
 def forward_flops(arch: Architecture, *, tokens: float, keys: float, scored: float) -> float:

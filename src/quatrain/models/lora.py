@@ -7,6 +7,7 @@ Data flow: a loaded base -> `with_adapters` -> parameters of an `Architecture` w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,11 +19,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from quatrain.config.schema import LoraConfig
-from quatrain.models.architecture import Architecture, LoRA
+from quatrain.models.architecture import Architecture, LayerKind, LoRA
+from quatrain.models.blocks.experts import Experts
+from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.params import Params, draw_params, param_specs, partition
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
+
+EXPERT_PARAMETERS = {"experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj"}
+"""The names of experts' matrices in transformers 5, which peft's `target_parameters` takes."""
+EXPERTS_MODULE = "mlp.experts"
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
@@ -50,7 +57,7 @@ def check_lora(arch: Architecture, lora: LoRA) -> None:
         matrices, layer = kind.matrices(), kind.params(arch.hidden_size, arch.norm, 1.0, None)
         for name in lora.targets:
             for tensor in matrices.get(name, ()):
-                rows, columns = tensor.shape_in(layer[name].shape)
+                rows, columns = tensor.shape_in(layer[name].shape)[-2:]
                 if lora.rank > min(rows, columns):
                     raise ValueError(
                         "lora.rank must be at most the shorter side of each matrix that has adapters; "
@@ -60,16 +67,37 @@ def check_lora(arch: Architecture, lora: LoRA) -> None:
 
 
 def adapter_names(arch: Architecture) -> list[TensorName]:
-    """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix."""
+    """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix.
+
+    Those of experts' matrices are stacked: A [E, r, in] and B [E, out, r].
+    """
     names = []
+    targets = arch.lora.targets if arch.lora else ()
     for i, kind in enumerate(arch.layers):
+        layer = f"base_model.model.model.layers.{i}"
+        names += _of_experts(f"{layer}.{EXPERTS_MODULE}", i, kind, targets)
         for matrix, tensors in kind.matrices().items():
-            for number, tensor in enumerate(tensors if arch.lora and matrix in arch.lora.targets else ()):
-                start = f"base_model.model.model.layers.{i}.{tensor.name.removesuffix('weight')}"
+            alone = matrix in targets and not matrix.startswith(OF_EXPERTS)
+            for number, tensor in enumerate(tensors if alone else ()):
+                start = f"{layer}.{tensor.name.removesuffix('weight')}"
                 block = number if len(tensors) > 1 else ...
                 for end, adapter, part in (("A", LORA_A, block), ("B", LORA_B, tensor.part)):
                     path = ("layers", i, matrix + adapter)
                     names.append(TensorName(f"{start}lora_{end}.weight", path, part, vector=False))
+    return names
+
+
+def _of_experts(module: str, layer: int, kind: LayerKind, targets: Sequence[str]) -> list[TensorName]:
+    """The tensors of adapters of parameters of one module, each of which peft wraps in the next one's."""
+    if not isinstance(kind.mlp, Experts):
+        return []
+    names: list[TensorName] = []
+    for matrix in [name for name in reversed(EXPERT_PARAMETERS) if name in targets]:
+        rows = kind.mlp.rows if matrix == "experts_gate_up" else ...
+        for end, adapter, part in (("A", LORA_A, ...), ("B", LORA_B, rows)):
+            path = ("layers", layer, matrix + adapter)
+            names.append(TensorName(f"{module}.lora_{end}.weight", path, part, vector=False, stacked=True))
+        module += ".base_layer"
     return names
 
 
@@ -152,13 +180,14 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
             matrix, a, b = to_memory("device", [whole[name + end] for end in ("", LORA_A, LORA_B)])
             how = {"dtype": jnp.dtype(dtype or matrix.dtype), "sharding": matrix.sharding}
             how["stacked"] = arch.layers[number].stacked(name)
+            how["experts"] = name.startswith(OF_EXPERTS)
             layer[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
             if matrix is not whole[name]:
                 jax.block_until_ready(layer[name])  # the device has room for one such copy at a time
     return {**base, "layers": layers}
 
 
-@partial(jax.jit, static_argnames=("scale", "dtype", "sharding", "stacked"))
+@partial(jax.jit, static_argnames=("scale", "dtype", "sharding", "stacked", "experts"))
 def _merged(
     matrix: jax.Array,
     a: jax.Array,
@@ -168,20 +197,28 @@ def _merged(
     dtype: jnp.dtype,
     sharding: NamedSharding,
     stacked: tuple[int, ...],
+    experts: bool,
 ) -> jax.Array:
     """One matrix [*out, in], of one array at a time: it needs memory for this one in float32."""
-    exact = changed(matrix.astype(dtype), a, b, scale, stacked)
+    exact = changed(matrix.astype(dtype), a, b, scale, stacked, experts=experts)
     stochastic = dtype == jnp.bfloat16
     rounded = stochastic_bfloat16(exact, random_bits(key, exact.shape)) if stochastic else exact.astype(dtype)
     return jax.lax.with_sharding_constraint(rounded, sharding)
 
 
 def changed(
-    matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float, stacked: tuple[int, ...] = ()
+    matrix: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    scale: float,
+    stacked: tuple[int, ...] = (),
+    *,
+    experts: bool = False,
 ) -> jax.Array:
     """W + scale B A in float32, for W [*out, in] as it is stored, with a block of A for each of its parts.
 
-    `stacked`: how many rows each part has, if they stand one after another in the last of `out`.
+    Those of `experts` are the matrices along the first of `out`. `stacked`: how many rows each part has, if
+    they stand one after another in the last of `out`.
     """
     product = partial(jnp.einsum, precision="highest")
     if a.ndim == 2:  # one A, of a matrix that a checkpoint has as one
@@ -189,10 +226,10 @@ def changed(
     elif stacked:
         parts = zip(jnp.split(b, np.cumsum(stacked)[:-1], axis=-2), a, strict=True)
         change = jnp.concatenate([product("...r,ri->...i", *part) for part in parts], axis=-2)
-    elif matrix.ndim == 4:  # qkv [K, G + 2, H, D], or G + 1 if values are keys
+    elif matrix.ndim == 4 and not experts:  # qkv [K, G + 2, H, D], or G + 1 if values are keys
         queries = product("kghr,rd->kghd", b[:, : 1 - len(a)], a[0])
         others = product("kphr,prd->kphd", b[:, 1 - len(a) :], a[1:])
         change = jnp.concatenate([queries, others], axis=1)
-    else:  # gate_up [2, F, D]
-        change = product("pfr,prd->pfd", b, a)
+    else:  # gate_up [2, F, D], and experts
+        change = product("p...r,prd->p...d", b, a)
     return matrix.astype(jnp.float32) + scale * change

@@ -17,6 +17,8 @@ from quatrain.config.errors import shown
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 """How the names of adapters end, after the name of their matrix."""
+EXPERTS = "experts"
+"""The logical axis of experts, the first of their parameters."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,15 @@ class ParamSpec:
         """A and B of this matrix `name`, in float32, which holds `num_parts` matrices of a checkpoint.
 
         A has a block for each of these, as if they were apart: `qkv_lora_a` [3, r, D], `gate_up_lora_a`
-        [2, r, D], and of a single matrix [r, in]. B is [*out, r]. A is uniform up to in**-0.5 and B is zero,
-        as in peft.
+        [2, r, D], and of a single matrix [r, in]. B is [*out, r]. Of experts' matrices [E, *out, in], which
+        are as one in peft, A is [E, r, in]. A is uniform up to in**-0.5 and B is zero, as in peft.
         """
         *out, width = self.shape
-        parts = (num_parts,) if num_parts > 1 else ()
-        a_axes = ("group",) * len(parts) + ("rank", self.axes[-1])
+        parts: tuple[int, ...] = (num_parts,) if num_parts > 1 else ()
+        a_axes: tuple[str, ...] = ("group",) * len(parts)
+        if self.axes[0] == EXPERTS:
+            parts, a_axes = self.shape[:1], (EXPERTS,)
+        a_axes += ("rank", self.axes[-1])
         a = ParamSpec((*parts, rank, width), a_axes, "uniform", width**-0.5, "float32")
         b = ParamSpec((*out, rank), (*self.axes[:-1], "rank"), "constant", 0.0, "float32")
         return {name + LORA_A: a, name + LORA_B: b}

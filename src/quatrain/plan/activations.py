@@ -92,12 +92,12 @@ def activations(
     sharded, cast = mesh.fsdp * mesh.cp * mesh.ep > 1, dtype != param_dtype
     tile = ACCELERATOR.tile(arch.vocab_size)
     products = n.hidden + n.kept + n.normed + n.low
-    every = products + 4 * n.hidden + n.normed
+    every = products + 4 * n.hidden + n.normed + n.inputs
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.statistics, "none": n.statistics + 2}[remat]
     statistics += FLOAT32 * n.states * (remat != "layer")
     works = 6 * n.hidden + n.working + n.normed + 2 * n.low + n.added
-    works -= 0 if remat == "layer" else products
+    works -= {"layer": 0, "dots": products, "none": products + n.inputs}[remat]
     works += n.between
 
     specs, places = param_specs(arch), partition(arch, mesh)
@@ -151,6 +151,7 @@ class _Widths(NamedTuple):
     normed: int
     working: int
     statistics: int
+    inputs: int
     states: int
     most_states: int
     """Of the layer that has the most of them."""
@@ -174,8 +175,8 @@ class _Widths(NamedTuple):
             return sum(count * of(kind) for kind, count in counts.items()) // arch.num_layers
 
         def adapted(kind: LayerKind) -> int:
-            parts = kind.matrices()
-            return sum(len(parts.get(name, ())) for name in targets) * (arch.lora.rank if arch.lora else 0)
+            parts = sum(kind.low_parts(name, mesh) for name in targets)
+            return parts * (arch.lora.rank if arch.lora else 0)
 
         lending = (kind.mixer for kind in arch.layers if kind.mixer.sharing == "lends")
         lent = [shape for mixer in lending for shape in mixer.state(1, 1, mesh.tp)]
@@ -188,6 +189,7 @@ class _Widths(NamedTuple):
             normed=mean(lambda kind: sum(cost.normed for cost in costs[kind]) + d * (len(kind.norms) - 2)),
             working=max(sum(cost.working for cost in each) for each in costs.values()),
             statistics=mean(lambda kind: sum(cost.statistics for cost in costs[kind])),
+            inputs=mean(lambda kind: sum(cost.inputs for cost in costs[kind])),
             states=mean(lambda kind: sum(cost.states for cost in costs[kind])),
             most_states=max(sum(cost.states for cost in each) for each in costs.values()),
             chunk=max(cost.chunk for each in costs.values() for cost in each),

@@ -388,7 +388,7 @@ class _Plan:
         lora, dtype = self.arch.lora, self.config.model.dtype
         assert lora is not None
         specs, shardings = (
-            [[layer[name] for name in lora.targets] for layer in tree["layers"]]
+            [[layer[name] for name in lora.targets if name in layer] for layer in tree["layers"]]
             for tree in (param_specs(self.arch), partition(self.arch, self.mesh))
         )
         elements = sum_on_device(specs, shardings, self.mesh)

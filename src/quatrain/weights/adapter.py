@@ -7,6 +7,8 @@ and by `quatrain export`.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,16 @@ from safetensors.numpy import save_file
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.models.architecture import Architecture
-from quatrain.models.lora import adapter_names, without_adapters
+from quatrain.models.blocks.experts import APART
+from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, without_adapters
 from quatrain.models.params import Params, leaf_at
+from quatrain.models.spec import TensorName
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import to_host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TAKEN_FOR_EXPERTS = ("qwen3_moe", "qwen3_next")
+"""Families in which peft takes the modules of a dense MLP for those of experts, but not their parameters."""
 BASE = "base.json"
 """A file of quatrain's own, which peft does not read: the base's fingerprint."""
 
@@ -38,7 +44,7 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     if not is_main_process():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    modules = dict.fromkeys(name.name.split(".")[-3] for name in names)
+    modules, parameters = _targets(arch, names)
     alpha = arch.lora.alpha
     config = {
         "peft_type": "LORA",
@@ -47,16 +53,40 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
         "r": arch.lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(modules),
+        "target_modules": modules,
+        **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors: dict[str, np.ndarray] = {name.name: name.of(whole[name.path]) for name in names}
+    tensors: dict[str, np.ndarray] = {name.name: _of_peft(name, whole[name.path]) for name in names}
     (directory / BASE).write_text(json.dumps({"model": base, "fingerprint": fingerprint}, indent=2) + "\n")
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / WEIGHTS).chmod((directory / CONFIG).stat().st_mode & 0o777)
+
+
+def _targets(arch: Architecture, names: Sequence[TensorName]) -> tuple[list[str], list[str]]:
+    """(names of modules, names of parameters) that have adapters, for peft."""
+    assert arch.lora is not None
+    paths = [name.name.split(".")[5:-2] for name in names if not name.stacked]
+    as_parameters = [path[-1] in APART and arch.family in TAKEN_FOR_EXPERTS for path in paths]
+    modules = [path[-1] for path, whole in zip(paths, as_parameters, strict=True) if not whole]
+    parameters = [".".join([*path, "weight"]) for path in compress(paths, as_parameters)]
+    parameters += [EXPERT_PARAMETERS[name] for name in arch.lora.targets if name in EXPERT_PARAMETERS]
+    return list(dict.fromkeys(modules)), list(dict.fromkeys(parameters))
+
+
+def _of_peft(name: TensorName, parameter: np.ndarray) -> np.ndarray:
+    """A or B as peft has it; of experts, A is [E r, in], and the columns of B [out, r E] of an expert are E
+    apart.
+    """
+    tensor = name.of(parameter)
+    if not name.stacked:
+        return tensor
+    if name.name.endswith("lora_A.weight"):
+        return tensor.reshape(-1, tensor.shape[-1])
+    return np.ascontiguousarray(tensor.transpose(1, 2, 0).reshape(tensor.shape[1], -1))
 
 
 def check_base(saved: object, found: str, model: str, where: Path) -> None:

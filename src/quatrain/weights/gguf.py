@@ -63,6 +63,7 @@ _NAMES = {
     "out_proj": "ssm_out",
     "conv1d": "ssm_conv1d",
     "router": "ffn_gate_inp",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
     "router_bias": "ffn_gate_inp",
     "sinks": "attn_sinks",
     "delta_norm": "ssm_norm",
@@ -141,6 +142,8 @@ def _gguf_name(name: TensorName, arch: Architecture) -> str:
     if parameter == "sinks":
         kind = "weight"
     stored = (gguf and gguf.names.get(parameter)) or _NAMES.get(module) or _NAMES[parameter]
+    if ".shared_expert." in name.name:
+        stored += "_shexp"
     return f"blk.{name.path[1]}.{stored}.{kind}" if name.path[0] == "layers" else f"{stored}.{kind}"
 
 
@@ -173,6 +176,10 @@ def _check_tensors(path: Path, tensors: Mapping[str, TensorInfo], arch: Architec
     expected = {_gguf_name(name, arch): shapes[name.name] for name in names}
     kernels = {_gguf_name(name, arch) for name in names if name.kernel}
     expected |= {name: (expected[name][0], expected[name][2]) for name in kernels}
+    gates = {name for name in expected if name.endswith("ffn_gate_inp_shexp.weight")}
+    expected |= {
+        name: expected[name][1:] for name in gates if name in tensors and len(tensors[name].shape) == 1
+    }
     given = tensors.keys() - _ROPE_TENSORS
     for wrong, problem in ((expected.keys() - given, "lacks"), (given - expected.keys(), "has unexpected")):
         if wrong:

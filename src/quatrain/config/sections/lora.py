@@ -16,6 +16,7 @@ _MODULES = {
     "down": ("down_proj",),
 }
 """The matrices of a layer, and the modules of a checkpoint that each holds."""
+_EXPERTS = ("experts_gate_up", "experts_down")
 _ALONE = {"qkv_proj": "qkv", "gate_up_proj": "gate_up"}
 """Modules that some checkpoints have in place of several of these."""
 
@@ -25,7 +26,12 @@ def _as_matrices(value: object) -> object:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         return value
-    named = [*_MODULES] if "all-linear" in words else [_ALONE.get(word, word) for word in words]
+    named = [_ALONE.get(word, word) for word in words]
+    if "all-linear" in words:
+        named = [*_MODULES, *(word for word in words if word in ("experts", *_EXPERTS))]
+    if "experts" in named:
+        at = named.index("experts")
+        named[at : at + 1] = _EXPERTS
     for matrix, modules in _MODULES.items():
         given = [module for module in modules if module in named]
         if missing := [module for module in modules if module not in named] if given else []:
@@ -49,13 +55,15 @@ class LoraConfig(Section):
     alpha: Annotated[float | None, MustAgreeOnResume(where="lora.rank")] = Field(None, gt=0)
     """What adapters add to a product is multiplied by `alpha` / `rank`; derived: `lora.rank`."""
     targets: Annotated[
-        tuple[Literal["qkv", "o", "gate_up", "down"], ...],
+        tuple[Literal["qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down"], ...],
         BeforeValidator(_as_matrices),
         must("have at least one entry", len),
         must("name each matrix once", lambda names: len({*names}) == len(names)),
         MustAgreeOnResume(where="lora.rank"),
     ] = Field(("qkv", "o", "gate_up", "down"), strict=False)
     """Matrices of each layer that have adapters: `qkv` (queries, keys and values, each with adapters of its
-    own; in DeltaNet layers all its inputs), `o` (the output of attention), `gate_up` and `down` (the MLP).
+    own; in DeltaNet layers all its inputs), `o` (the output of attention), `gate_up` and `down` (the
+    MLP, or the expert of all tokens), `experts_gate_up` and `experts_down` or in one word `experts` (adapters
+    for each expert of its own).
     peft's words are taken too: `all-linear`, or names of modules such as `o_proj`, those of one matrix
     together."""

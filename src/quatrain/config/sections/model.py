@@ -27,3 +27,8 @@ class ModelConfig(Section):
     GPUs), `tokamax` (Mosaic kernels of the extra `gpu`, GPUs) or `splash` (splash attention, TPUs). `auto`
     takes the first kernel of the device that supports the model and computes a small example as `xla` does,
     and logs the choice. A named kernel that does not is an error."""
+    experts: Literal["auto", "blocks", "ragged", "tokamax"] = "auto"
+    """How products with experts' matrices are computed: `blocks` (a loop over blocks of rows of one expert,
+    any device), `ragged` (XLA's `ragged_dot`, a kernel on TPUs, large and slow elsewhere) or `tokamax` (the
+    kernel of the extra `gpu`, GPUs and TPUs). `auto` takes the first of the device that computes a small
+    example as `blocks` does, and logs the choice. A named one that does not is an error."""

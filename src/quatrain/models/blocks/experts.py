@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,12 @@ from quatrain.models.expert_products import (
     Groups,
     add_expert_bias,
     expert_product,
+    from_experts,
     group_pairs,
     to_experts,
-    to_pairs,
 )
 from quatrain.models.layers import Layer
-from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, part_tensors, require
+from quatrain.models.spec import LORA_A, LORA_B, ParamSpec, TensorName, linear_tensors, part_tensors, require
 from quatrain.parallel.axes import EP, TP
 from quatrain.parallel.collectives import (
     all_gather,
@@ -105,7 +105,7 @@ class Experts:
     transposed: bool = False
     """Whether they are then [experts, in, out], with gate and up in turns, and the router is `router`."""
 
-    frozen: ClassVar[frozenset[str]] = frozenset({ROUTER, "shared_gate", "experts_gate_up", "experts_down"})
+    frozen: ClassVar[frozenset[str]] = frozenset({ROUTER, "shared_gate"})
     """Matrices that cannot have adapters."""
 
     def __post_init__(self) -> None:
@@ -144,6 +144,14 @@ class Experts:
             names += linear_tensors(f"{self.module}.shared_expert_gate", "shared_gate", bias=False)
         return names
 
+    @property
+    def rows(self) -> Any:
+        """The index of `experts_gate_up` [E, 2, F, D] that gives the rows of gate and up as one matrix."""
+        if not self.transposed:
+            return ...
+        turns = ((half, column) for column in range(self.width) for half in (0, 1))
+        return (slice(None), *zip(*turns, strict=True))
+
     def _tensors_apart(self) -> list[TensorName]:
         """A tensor for each matrix of each expert."""
         gate, up, down = self.names
@@ -156,10 +164,7 @@ class Experts:
 
     def _stacked_tensors(self) -> list[TensorName]:
         """A tensor for all experts, and one for their biases."""
-        columns = range(self.width)
-        turns = tuple(zip(*((half, column) for column in columns for half in (0, 1)), strict=True))
-        gate_up = [(slice(None), *turns) if self.transposed else ...]
-        gate_up = gate_up if self.names == FUSED else [np.s_[:, 0], np.s_[:, 1]]
+        gate_up = [self.rows] if self.names == FUSED else [np.s_[:, 0], np.s_[:, 1]]
         parts = [*(("experts_gate_up", part) for part in gate_up), ("experts_down", ...)]
         names: list[TensorName] = []
         for name, (param, part) in zip(self.names, parts, strict=True):
@@ -194,33 +199,46 @@ class Experts:
             weights_Nk, all_ND = (all_gather(each, OVER_EP) for each in (weights_Nk, psum_backward(x_ND, TP)))
             groups = self._groups(gather_rows(chosen_Nk, EP))
             rows_PD = to_experts(all_ND, groups)
-            matrix = layer["experts_gate_up"]
-            hidden_PF = expert_product(
-                rows_PD, matrix.reshape(len(matrix), -1, shape[-1]), groups, run.experts
-            )
+            hidden_PF = self._product(rows_PD, layer, "experts_gate_up", groups, run)
             if self.bias:
                 bias = layer["experts_gate_up_bias"]
                 hidden_PF = add_expert_bias(hidden_PF, bias.reshape(len(bias), -1), groups)
             sums = None if counted is None else self._sums(logits_NE, chosen_Nk, routes, counted)
             return hidden_PF, weights_Nk, groups, chosen_Nk, sums
 
-        def down(inputs: tuple[jax.Array, Groups], layer: Layer) -> jax.Array:
-            hidden_PF, groups = inputs
+        def down(inputs: tuple[jax.Array, jax.Array, Groups], layer: Layer) -> jax.Array:
+            hidden_PF, weights_Nk, groups = inputs
             gate, up = jnp.split(hidden_PF, 2, axis=-1)
-            y_PD = expert_product(self._gated(gate, up), layer["experts_down"], groups, run.experts)
-            return add_expert_bias(y_PD, layer["experts_down_bias"], groups) if self.bias else y_PD
+            weights_P1 = to_experts(weights_Nk.reshape(-1, 1), groups)
+            # Weighted before the product, whose result no gradient then needs.
+            weighted_PF = (self._gated(gate, up).astype(jnp.float32) * weights_P1).astype(hidden_PF.dtype)
+            y_PD = self._product(weighted_PF, layer, "experts_down", groups, run)
+            if self.bias:
+                y_PD = add_expert_bias(y_PD, layer["experts_down_bias"], groups, weights_P1)
+            return from_experts(y_PD, groups, len(weights_Nk))
 
         routes_Nk = None if routes_BTk is None else routes_BTk.reshape(-1, self.top_k)
         counted_N = None if counted_BT is None else counted_BT.reshape(-1)
         inputs = x_BTD.reshape(-1, shape[-1]), routes_Nk, counted_N
         hidden_PF, weights_Nk, groups, chosen_Nk, sums = run.part(up, inputs)
-        y_PD = run.part(down, (hidden_PF, groups))
-        y_NkD = to_pairs(y_PD, groups).reshape(*weights_Nk.shape, -1)
-        y_ND = (weights_Nk[..., None] * y_NkD.astype(jnp.float32)).sum(axis=1).astype(x_BTD.dtype)
+        y_ND = run.part(down, (hidden_PF, weights_Nk, groups))
         y_BTD = psum_forward(reduce_scatter_rows(y_ND, EP), TP).reshape(shape)
         if self.shared:
             y_BTD = y_BTD + self._shared(x_BTD, enter, run)
         return y_BTD, Routed(chosen_Nk.reshape(*shape[:2], -1), sums)
+
+    def _product(self, x_PI: jax.Array, layer: Layer, name: str, groups: Groups, run: LayerRun) -> jax.Array:
+        """[P, O]: the product of sorted rows with the matrices `name` [E, *out, I] and their adapters."""
+
+        def times(x: jax.Array, name: str) -> jax.Array:
+            matrix = layer[name]
+            matrix = matrix.reshape(len(matrix), -1, matrix.shape[-1])
+            return expert_product(x, matrix, groups, run.experts)
+
+        y_PO = times(x_PI, name)
+        if name + LORA_A not in layer:
+            return y_PO
+        return y_PO + run.lora_scale * times(times(x_PI, name + LORA_A), name + LORA_B)
 
     def _shared(self, x_BTD: jax.Array, enter: Enter, run: LayerRun) -> jax.Array:
         """The output of the shared expert, times its gate if it has one."""
@@ -300,18 +318,19 @@ class Experts:
         own = Costs(
             weights=d * self.num + 3 * d * f * k // mesh.tp,
             per_key=0,
-            outputs={},
-            kept=rows * (2 * f + d),
+            outputs={"experts_gate_up": rows * 2 * f, "experts_down": rows * d},
+            kept=rows * 2 * f,
             normed=0,
-            working=rows * (2 * d + 6 * f),
-            statistics=k,
+            working=rows * (2 * d + 7 * f) + 2 * self.num,
+            statistics=4 * k,
+            inputs=rows * (d + f),
         )
         if not self.shared:
             return own
         shared = self.shared.costs(d, mesh)
         return own._replace(
             weights=own.weights + shared.weights + d * self.shared_gate,
-            outputs=shared.outputs,
+            outputs={**own.outputs, **shared.outputs},
             kept=own.kept + shared.kept + d * self.shared_gate,
             working=own.working + shared.working,
         )

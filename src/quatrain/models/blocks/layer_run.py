@@ -54,6 +54,8 @@ class Costs(NamedTuple):
     """Columns of temporary arrays in the backward pass, the results of norms left out."""
     statistics: int
     """Further float32 numbers that are kept."""
+    inputs: int = 0
+    """Columns of the rows that kernels multiply, which are kept if nothing is recomputed."""
     states: int = 0
     """Float32 numbers of the states at the beginnings of chunks, kept if a layer is not recomputed whole."""
     chunk: int = 0

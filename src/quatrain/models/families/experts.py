@@ -6,8 +6,22 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.families.common import Json, activation
+from quatrain.models.families.gguf import GGUFKeys
 from quatrain.models.hf_config import HFConfig
 from quatrain.models.spec import require
+
+EXPERT_KEYS = {"expert_count": 0, "expert_used_count": 8, "expert_feed_forward_length": 1}
+"""The metadata of a GGUF file with experts."""
+
+
+def experts_of_gguf(keys: GGUFKeys) -> Json:
+    """The keys of config.json that these become, whose weights do not sum to 1."""
+    return {
+        "num_experts": keys.experts,
+        "num_experts_per_tok": keys.experts_per_token,
+        "moe_intermediate_size": keys.expert_width,
+        "norm_topk_prob": False,
+    }
 
 
 def read_mlps(c: HFConfig, default: int) -> list[Dense | Experts]:

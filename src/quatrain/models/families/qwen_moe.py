@@ -6,7 +6,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
-from quatrain.models.families.experts import read_mlps, write_experts
+from quatrain.models.families.experts import EXPERT_KEYS, experts_of_gguf, read_mlps, write_experts
 from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import FULL, SLIDING, read_rope
 from quatrain.models.hf_config import HFConfig
@@ -53,14 +53,14 @@ def _write_3(arch: Architecture) -> Json:
     }
 
 
-def _of_gguf(keys: GGUFKeys) -> Json:
+def _of_gguf_2(keys: GGUFKeys) -> Json:
+    """llama.cpp has experts in all layers, and weights that are parts of the softmax over all."""
+    return {**experts_of_gguf(keys), "shared_expert_intermediate_size": keys.shared_width}
+
+
+def _of_gguf_3(keys: GGUFKeys) -> Json:
     """llama.cpp has experts in all layers, and weights that sum to 1."""
-    return {
-        "num_experts": keys.experts,
-        "num_experts_per_tok": keys.experts_per_token,
-        "moe_intermediate_size": keys.expert_width,
-        "norm_topk_prob": True,
-    }
+    return {**experts_of_gguf(keys), "norm_topk_prob": True}
 
 
 _DEFAULTS: Json = {"max_position_embeddings": 32768, "sliding_window": 4096}
@@ -77,7 +77,11 @@ QWEN2_MOE = Family(
     },
     _read_2,
     _write_2,
-    None,
+    GGUF(
+        "qwen2moe",
+        keys={**EXPERT_KEYS, "expert_shared_feed_forward_length": 1},
+        config=_of_gguf_2,
+    ),
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
@@ -94,7 +98,7 @@ QWEN3_MOE = Family(
     _write_3,
     GGUF(
         "qwen3moe",
-        keys={"expert_count": 0, "expert_used_count": 8, "expert_feed_forward_length": 1},
-        config=_of_gguf,
+        keys=EXPERT_KEYS,
+        config=_of_gguf_3,
     ),
 )
