@@ -54,6 +54,7 @@ def tokens(texts: list[str]) -> dict[str, Any]:
         "ids": list(range(count)),
         "sampler_logprobs": [-1.0 * i for i in range(count)],
         "trainer_logprobs": [-1.5 * i for i in range(count)],
+        "teacher_logprobs": [-0.25 * i for i in range(count)],
         "advantages": [0.25] * count,
     }
 
@@ -108,7 +109,7 @@ def episode_tokens() -> dict[str, Any]:
     values = tokens(texts)
     numbers = {
         key: [number if own else None for number, own in zip(values[key], sampled, strict=True)]
-        for key in ("sampler_logprobs", "trainer_logprobs", "advantages")
+        for key in ("sampler_logprobs", "trainer_logprobs", "teacher_logprobs", "advantages")
     }
     return values | numbers | {"sampled": sampled}
 

@@ -215,6 +215,11 @@ def test_tokens_are_coloured_with_the_number_under_the_pointer(one):
     colours = one.js(f"return [...document.querySelectorAll('{tokens}')].map((e) => e.style.backgroundColor)")
     assert colours[0] == ""
     assert "--low" in colours[2]
+    one.choose("#colour", "taught")
+    colours = one.js(f"return [...document.querySelectorAll('{tokens}')].map((e) => e.style.backgroundColor)")
+    assert colours[0] == ""
+    assert "--high" in colours[2]
+    assert "gap, teacher − sampler+0.75" in tip
 
 
 def test_samples_of_a_prompt_share_its_head_and_what_has_no_partner_is_counted(browser, tmp_path):

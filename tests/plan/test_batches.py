@@ -444,3 +444,36 @@ def test_more_workers_than_prompts():
     (warning,) = planned({"data.batch_size": 2, "rollout.workers": 3}).warnings
     assert warning.startswith("there are more rollout workers or servers (3) than prompts of a training step")
     assert "1 of 3 are idle" in warning
+
+
+@pytest.mark.parametrize(
+    ("rule", "bounds", "kept"),
+    [
+        ("geometric", [0.999, 1.001], "mean of d is -0.001 to 0.001 nats"),
+        ("product", [0.5, 2.0], "sum of d is -0.693 to 0.693 nats"),
+        ("k3", 0.02, "mean of d^2 / 2 is about 0.02 or less, as of |d| 0.2"),
+        ("negative_kl", 0.5, "tokens with A >= 0, and sequences whose mean of -d is 0.5 nats or less"),
+    ],
+)
+def test_a_rule_of_rejection_is_said_in_the_nats_of_a_metric(rule, bounds, kept):
+    found = plan(load_config(None, [f"update.reject={{{rule}: {bounds}}}"], environ={}).config)
+    [row] = [row for row in found.rows if row.key == f"reject_{rule}"]
+    assert row.value is None
+    assert kept in row.why
+    assert "rollout/logprob_diff_mean" in row.why
+    assert f"reject_{rule}" in render(found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes", "words"),
+    [
+        ((), 1, "log-probabilities of distill.teacher, of the batch, once"),
+        (("distill.loss=jsd", "update.epochs=3"), 3, "hidden states of distill.teacher in micro-batches"),
+        (("distill.loss=jsd", "distill.top_k=8", "update.epochs=3"), 1, "with 8 words each (distill.top_k)"),
+    ],
+)
+def test_the_passes_of_a_teacher(overrides, passes, words):
+    found = plan(load_config(None, ["distill.teacher=x", *overrides], environ={}).config)
+    [row] = [row for row in found.rows if row.key == "teacher_passes"]
+    assert row.value == passes
+    assert words in row.why

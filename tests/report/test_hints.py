@@ -30,6 +30,8 @@ def told(looking, numbers, steps=STEPS_IN_A_ROW):
             ["mean 0.5", "samples/"],
         ),
         ({"batch/padding_fraction": 0.31}, "padding", ["31%", "update.max_tokens_per_device (it is 16384,"]),
+        ({"distill/outside_mass": 2e-4}, "outside_mass", ["gives 0.0002", "distill.loss sampled"]),
+        ({"update/rejected_fraction/k3": 0.5}, "rejected", ["the rule k3", "50%"]),
         ({"update/learning_rate": 0.0}, "learning_rate", ["optimizer.learning_rate is 0.0005", "linear"]),
     ],
 )
@@ -57,6 +59,7 @@ def test_a_usual_step_between_begins_the_count_again():
         {"rollout/truncated_fraction": 0.5, "advantage/zero_signal_fraction": 0.99},
         {"time/step_s": 10.0, "reward/a/seconds": 3.0},
         {"batch/padding_fraction": 0.3, "update/learning_rate": 1e-9},
+        {"distill/outside_mass": 1e-4, "update/rejected_fraction/k3": 0.3},
     ],
 )
 def test_nothing_is_told_of_a_usual_step(numbers):

@@ -351,9 +351,10 @@ def test_metrics_that_a_full_disk_refuses_are_written_later(run, monkeypatch, ca
     assert capsys.readouterr().err.count(message) == 1
 
 
-def test_tokens_of_samples_with_the_log_probabilities_of_sampler_and_trainer(run):
+def test_tokens_of_samples_with_the_log_probabilities_of_sampler_trainer_and_teacher(run):
     advantaged = batch()
     known = {"trainer_logprobs": np.full((2, 4), -0.25, np.float32)}
+    known["teacher_logprobs"] = np.float32([[-0.125] * 4, [np.nan] * 4])
     advantaged = replace(advantaged, rewarded=replace(advantaged.rewarded, token_logprobs=known))
     report = Report(run, LoggingConfig(sample_tokens=True), redact=plain, token_text="<{}>".format)
     report.samples(1, advantaged)
@@ -364,9 +365,11 @@ def test_tokens_of_samples_with_the_log_probabilities_of_sampler_and_trainer(run
         "ids": [3, 4],
         "sampler_logprobs": [-0.5, -0.5],
         "trainer_logprobs": [-0.25, -0.25],
+        "teacher_logprobs": [-0.125, -0.125],
         "advantages": [0.25, 0.25],
     }
     assert second["tokens"]["ids"] == [3]
+    assert second["tokens"]["teacher_logprobs"] == [None]
 
 
 def test_completions_of_evaluations_are_redacted_and_other_values_of_columns_become_text(run):

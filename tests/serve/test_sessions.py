@@ -247,7 +247,8 @@ def test_limits_are_refused_in_the_form_that_agents_know(limits, fields, refused
         ("chat/completions", {"messages": ASK, "quatrain": PLACE}, "leave it out"),
         ("chat/completions", {"messages": ASK, "response_format": {"type": "json_object"}}, "must be"),
         ("completions", {"prompt": ["a", "b"]}, "has one prompt"),
-        ("completions", {"prompt": "a", "echo": True}, "neither echo nor logprobs"),
+        ("completions", {"prompt": "a", "echo": True}, "neither echo, logprobs above 0 nor"),
+        ("completions", {"prompt": "a", "prompt_logprobs": 0}, "nor prompt_logprobs"),
     ],
 )
 def test_what_a_session_refuses(path, body, message):
