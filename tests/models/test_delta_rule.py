@@ -15,6 +15,7 @@ from quatrain.models.delta_rule import (
     DeltaWeights,
     continued,
     delta_rule,
+    inverse_of_unit_lower,
     one_sequence,
     states_at_ends,
     step,
@@ -109,6 +110,33 @@ def test_equal_keys_do_not_make_the_system_overflow():
     x[:], ba[..., :G], ba[..., G:] = x[:, :1], 3.0, -9.0  # beta 0.95, hardly any decay
     y = delta_rule(x, ba, one_sequence(jnp.ones((1, 128), jnp.int32)), weights, E)
     close(y[0], recurrence(x[0], ba[0], weights)[0])
+
+
+@pytest.mark.parametrize("keys", ["random", "equal"])
+def test_the_inverse_reads_what_is_below_the_diagonal(keys):
+    rng = np.random.default_rng(2)
+    shape = (2, 3, CHUNK, CHUNK)
+    below = np.tril(rng.normal(size=shape) / 8 if keys == "random" else np.full(shape, 0.95), -1)
+    x = (below + np.triu(rng.normal(size=below.shape))).astype(np.float32)
+    expected = np.linalg.inv(np.tril(x.astype(np.float64), -1) + np.eye(CHUNK))
+    found, pullback = jax.vjp(inverse_of_unit_lower, jnp.asarray(x))
+    close(found, expected, 1e-6)
+    direction = rng.normal(size=x.shape).astype(np.float32)
+    over = expected.swapaxes(-1, -2)
+    close(pullback(jnp.asarray(direction))[0], np.tril(-over @ direction @ over, -1), 1e-6)
+
+
+def test_a_gradient_calls_no_library_of_the_cpu():
+    """Two triangular solvers at once, as a gradient had them, wait for ever in XLA's pool of two threads."""
+    x, ba, weights = inputs(1, 130)
+    chunks = one_sequence(jnp.ones((1, 130), jnp.int32))
+
+    def loss(x, ba, weights):
+        return jnp.sin(delta_rule(x, ba, chunks, weights, E)).sum()
+
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, ba, weights).compile().as_text()
+    assert "while" in program
+    assert "custom-call" not in program
 
 
 FORESTS = {

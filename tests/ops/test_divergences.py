@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import DEFAULT_FUSION
+from head_gradients import assert_head_gradients
 
 from quatrain.ops.divergences import Head, token_divergences
 from quatrain.ops.logprobs import Tile
@@ -89,12 +90,7 @@ def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
         )
         return (jnp.float32(weights) * found).sum(), found
 
-    (by_head, by_hidden), found = jax.grad(total, argnums=(0, 1), has_aux=True)(
-        jnp.float32(head), jnp.float32(hidden)
-    )
-    np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(by_head, by_logits.T @ hidden, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(by_hidden, by_logits @ head, rtol=1e-4, atol=1e-6)
+    assert_head_gradients(total, head, hidden, value, by_logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)

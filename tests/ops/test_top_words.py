@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import DEFAULT_FUSION
+from head_gradients import assert_head_gradients
 from test_divergences import KINDS, P, Q, dot, given, naive, pick
 
 from quatrain.ops.divergences import Head
@@ -72,12 +73,7 @@ def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
         found = outcome_divergence(kind, outcome_logits(how, head, hidden, words, tile=tile), log_q, beta=0.3)
         return (jnp.float32(weights) * found).sum(), found
 
-    (by_head, by_hidden), found = jax.grad(total, argnums=(0, 1), has_aux=True)(
-        jnp.float32(head), jnp.float32(hidden)
-    )
-    np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(by_head, by_logits.T @ hidden, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(by_hidden, by_logits @ head, rtol=1e-4, atol=1e-6)
+    assert_head_gradients(total, head, hidden, value, by_logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)

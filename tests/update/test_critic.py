@@ -249,7 +249,8 @@ def test_the_update_does_not_compute_log_probabilities_again(
     def again(*args, **kwargs):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("quatrain.update.learner.predict_tokens", again)
+    for module in ("learner", "teacher_scores"):
+        monkeypatch.setattr(f"quatrain.update.{module}.predict_tokens", again)
     after = learner.step(state, advantaged)
     assert after.reward_kl_coef == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))
 
@@ -264,7 +265,8 @@ def test_log_probabilities_for_samples_are_the_old_ones_too(
         passes.append(kwargs["model"])
         return predict_tokens(*args, **kwargs)
 
-    monkeypatch.setattr("quatrain.update.learner.predict_tokens", counted)
+    for module in ("learner", "teacher_scores"):
+        monkeypatch.setattr(f"quatrain.update.{module}.predict_tokens", counted)
     for kl_reward, expected in ((KLReward(0.1, None, 100), 2), (None, 1)):
         learner = make_learner(kl_reward=kl_reward, reference=_copy(small_params), old_logprobs="recompute")
         learner.logs_logprobs = True

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architectures import changed
 
 from quatrain.config.schema import DistillConfig, LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.forward.specs import PolicySpec
 from quatrain.models.decoder import forward, logits
-from quatrain.models.params import init_params
 from quatrain.ops.aggregation import token_weights
 from quatrain.update.distillation import Distillation
 from quatrain.update.learner import Learner
@@ -19,18 +17,6 @@ from quatrain.update.teacher import FrozenModel, WordTeacher
 
 KINDS = ("reverse_kl", "forward_kl", "jsd")
 TEMPERATURE = 0.8
-
-
-@pytest.fixture(scope="module")
-def teacher_arch(small_arch):
-    """Another width, and a padded vocabulary."""
-    return changed(small_arch, hidden_size=48, width=64, vocab_size=small_arch.vocab_size + 10)
-
-
-@pytest.fixture(scope="module")
-def teacher_params(teacher_arch):
-    params = init_params(teacher_arch, jax.random.key(3))
-    return {**params, "embed": params["embed"] * 1.5}
 
 
 @pytest.fixture

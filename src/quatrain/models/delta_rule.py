@@ -5,7 +5,9 @@ sampler, `step` for one token. Of each key head a sequence has a memory S [E, G 
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  y = S^T q
 
-Within a chunk this is a triangular system, solved by forward substitution: powers of its matrix overflow.
+Within a chunk this is a triangular system, solved with the inverse of its matrix, which is found by forward
+substitution in blocks: powers of the matrix overflow, and two solvers of LAPACK at once wait for each other
+for ever in JAX 0.10.2 where XLA's pool has two threads.
 A row of packed tokens is a forest of nodes (a shared prefix, what follows it); chunks begin and end with
 nodes, so that a state at the end of a prefix is that of every sequence that continues it.
 
@@ -25,6 +27,8 @@ from jax import lax
 
 CHUNK = 64
 """Most tokens of a chunk."""
+BLOCK = 8
+"""Rows of the triangular system that are substituted one after another; products join blocks of them."""
 PREFIXES = 2
 """How deep prefixes are nested: that of all sequences, and that of a group."""
 FROM_ZERO, FROM_CHUNK_BEFORE, FROM_SAVED = range(3)
@@ -170,12 +174,10 @@ def _chunk(
     of_memory = of_memory.swapaxes(2, 3)  # [B, K, 2 L, G, F] -> [B, K, G, 2 L, F]
     grown = jnp.exp(since)[..., None]
     system = beta_BKGL[..., None] * of_keys[..., :L, :] * decay
-    new_BKGLF = lax.linalg.triangular_solve(
-        system,
+    new_BKGLF = _matmul(
+        "bkgij,bkgjf->bkgif",
+        inverse_of_unit_lower(system),
         beta_BKGL[..., None] * (v_BKGLF - grown * of_memory[..., :L, :]),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
     )
     y = grown * of_memory[..., L:, :] + _matmul("bkgij,bkgjf->bkgif", of_keys[..., L:, :] * decay, new_BKGLF)
     left = jnp.exp(since[..., -1:] - since)[..., None] * new_BKGLF
@@ -184,6 +186,35 @@ def _chunk(
     memory = whole * begin.memory + _matmul("bkie,bkif->bkef", k_BKLE, left)
     conv = jax.vmap(lambda x, n: lax.dynamic_slice_in_dim(x, n, W - 1))(recent, counts).swapaxes(1, 2)
     return y.transpose(0, 3, 1, 2, 4).reshape(*x_BLKC.shape[:3], GF), DeltaState(conv, memory)
+
+
+@jax.custom_jvp
+def inverse_of_unit_lower(x: jax.Array) -> jax.Array:
+    """[..., L, L]: the inverse of the lower triangular matrices that have 1 on their diagonals and `x` below.
+
+    `L` is `BLOCK` times a power of 2. What `x` has on the diagonal and above is not read.
+    """
+    L, eye = x.shape[-1], jnp.eye(BLOCK, dtype=x.dtype)
+    blocks = jnp.stack([x[..., i : i + BLOCK, i : i + BLOCK] for i in range(0, L, BLOCK)], axis=-3)
+    rows = [jnp.broadcast_to(eye[0], blocks.shape[:-1])]
+    for i in range(1, BLOCK):
+        rows.append(eye[i] - (blocks[..., i, :i, None] * jnp.stack(rows, axis=-2)).sum(axis=-2))
+    inverse, size = jnp.stack(rows, axis=-2), BLOCK
+    while size < L:
+        corners = range(0, L, 2 * size)
+        below = jnp.stack([x[..., i + size : i + 2 * size, i : i + size] for i in corners], axis=-3)
+        first, last = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_matmul("...ij,...jk,...kl->...il", last, below, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([corner, last], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+@inverse_of_unit_lower.defjvp
+def _inverse_jvp(x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    inverse = inverse_of_unit_lower(*x)
+    return inverse, -_matmul("...ij,...jk,...kl->...il", inverse, jnp.tril(dx[0], -1), inverse)
 
 
 def _zeros(rows: int, weights: DeltaWeights, key_size: int) -> DeltaState:
