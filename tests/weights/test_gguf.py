@@ -299,7 +299,6 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (lambda writer: writer.add_expert_count(8), r"has llama.expert_count = 8; give"),
         (lambda writer: writer.add_sliding_window(128), r"attention.sliding_window = 128"),
         (lambda writer: writer.add_attn_logit_softcapping(50.0), r"attn_logit_softcapping = 50.0"),
         (lambda writer: writer.add_final_logit_softcapping(30.0), r"final_logit_softcapping = 30.0"),
@@ -324,6 +323,14 @@ def test_models_the_decoder_does_not_do_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load_gguf(write(tmp_path / "m.gguf", "llama", small_tensors("llama"), more))
+
+
+def test_a_llama_file_with_experts_is_taken_for_mixtral(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m.gguf", "llama", small_tensors("llama"), lambda writer: writer.add_expert_count(8)
+    )
+    with pytest.raises(ValueError, match=r"lacks tensors: blk.0.ffn_down_exps.weight"):
+        load_gguf(path)
 
 
 def test_settings_that_change_nothing_are_accepted(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 CASES = {family: family for family in ARCHITECTURES} | {"phi3_longrope": "phi3"}
@@ -43,8 +44,8 @@ CASES = {family: family for family in ARCHITECTURES} | {"phi3_longrope": "phi3"}
 def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] = lambda writer: None) -> Path:
     """The model as llama.cpp's converter writes it.
 
-    Gemma's and Qwen3.5's norms have 1 added to their weights; the rows of queries and keys of Granite and
-    SmolLM3 are in another rotary order.
+    Gemma's and Qwen3.5's norms have 1 added to their weights; the rows of queries and keys of Granite,
+    SmolLM3 and Mixtral are in another rotary order.
     """
     c, kind = golden.config, ARCHITECTURES[golden.config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
@@ -54,7 +55,7 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
     writer.add_feed_forward_length(c["intermediate_size"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c.get("head_dim", c["hidden_size"] // c["num_attention_heads"]))
+    writer.add_key_length(c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     rope = c["rope_parameters"]
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
@@ -90,10 +91,10 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
         writer.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
         writer.add_full_attention_interval(2)
         writer.add_rope_dimension_sections([1, 1, 0, 0])
-    if c["model_type"] in ("qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss"):
+    if c["model_type"] in ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss"):
         writer.add_expert_count(c.get("num_local_experts", c.get("num_experts")))
         writer.add_expert_used_count(c["num_experts_per_tok"])
-        if c["model_type"] != "olmoe":
+        if c["model_type"] not in ("olmoe", "mixtral"):
             writer.add_expert_feed_forward_length(c.get("moe_intermediate_size", c["intermediate_size"]))
     if "shared_expert_intermediate_size" in c:
         writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
@@ -108,7 +109,10 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
         if "linear_attn" in name:
             name, weight = converted_delta(name, weight, c)
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if c["model_type"] in ("granite", "smollm3") and ours.split(".")[-2] in ("attn_q", "attn_k"):
+        if c["model_type"] in ("granite", "smollm3", "mixtral") and ours.split(".")[-2] in (
+            "attn_q",
+            "attn_k",
+        ):
             halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[-1])
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
         offset = c["model_type"].startswith(("gemma", "qwen3_5")) and ours.endswith("norm.weight")
@@ -126,7 +130,7 @@ def with_stacked_experts(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray
     found: dict[str, np.ndarray] = {}
     apart: dict[str, list[np.ndarray]] = {}
     for name, weight in weights.items():
-        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+_proj)\.weight", name):
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+_proj|w\d)\.weight", name):
             apart.setdefault(f"{match[1]}.{match[2]}.weight", []).append(weight)
         elif match := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?", name):
             kind = "bias" if match[3] else "weight"
@@ -179,6 +183,8 @@ def test_a_converted_model_is_that_of_its_folder(case: str, family: str, tmp_pat
         every = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": family == "qwen3_moe"}
         config = golden.config | every | {"clip_qkv": None}
         golden = replace(golden, config=config, shapes=tensor_shapes(architecture_from_hf(config)))
+    if family == "mixtral":  # nor windows in what it takes for Llama
+        golden = replace(golden, config=golden.config | {"sliding_window": None})
     arch, params = load_hf(golden.write_model(tmp_path / "hf"))
     found, loaded = load_gguf(convert(golden, tmp_path / "m.gguf"))
     if family.startswith("gemma"):  # what the file does not say is that of the published models

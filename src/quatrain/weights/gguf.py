@@ -30,8 +30,13 @@ from quatrain.models.rope import Rope
 from quatrain.models.spec import TensorName
 from quatrain.weights.gguf_header import GGUFHeader, SpecialIds, TensorInfo, read_header
 
-FAMILY_OF = {family.gguf.name: (family, family.gguf) for family in FAMILIES.values() if family.gguf}
-"""The families and what they say of GGUF files, keyed by llama.cpp's names of their architectures."""
+_GGUF_FAMILIES = [(family, family.gguf) for family in FAMILIES.values() if family.gguf]
+FAMILY_OF = {
+    name: {gguf.experts: (family, gguf) for family, gguf in _GGUF_FAMILIES if gguf.name == name}
+    for name in dict.fromkeys(gguf.name for _, gguf in _GGUF_FAMILIES)
+}
+"""The families and what they say of GGUF files, keyed by llama.cpp's names of their architectures and whether
+they have experts: llama.cpp has one name for Llama and Mixtral."""
 
 _ROPE_FACTORS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _ROPE_TENSORS = {_ROPE_FACTORS, _LONG, _SHORT}
@@ -294,7 +299,9 @@ def _architecture(header: GGUFHeader) -> Architecture:
     embeddings = tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ValueError(f"{header.path} lacks the tensor token_embd.weight; it is not a language model")
-    (family, gguf), prefix = FAMILY_OF[name], f"{name}."
+    prefix, families = f"{name}.", FAMILY_OF[name]
+    experts = bool(header.metadata.get(f"{prefix}expert_count"))
+    family, gguf = families.get(experts) or families[not experts]
     # The file stores float32; the shortest decimal form is the number in the model's configuration.
     metadata = {**gguf.keys} | {
         key.removeprefix(prefix): float(str(np.float32(value))) if isinstance(value, float) else value
@@ -334,7 +341,7 @@ def _check_plain(header: GGUFHeader, gguf: GGUF, metadata: Mapping[str, Any], ke
 
     Zero, false and a scale of one have no effect.
     """
-    of_families = {key for _, other in FAMILY_OF.values() for key in other.keys}
+    of_families = {key for _, other in _GGUF_FAMILIES for key in other.keys}
     read = {field.alias or name for name, field in GGUFKeys.model_fields.items()} | _WITHOUT_EFFECT
     read -= of_families - gguf.keys.keys()
     none = {"attention.causal": True, "rope.freq_base_swa": keys.rope_theta}

@@ -81,3 +81,8 @@ class GGUF(NamedTuple):
     """Names of parameters that differ from those of other families."""
     yarn: bool = False
     """Whether its rotary embeddings are `yarn`, with bounds that are no whole elements."""
+
+    @property
+    def experts(self) -> bool:
+        """Whether the family has experts."""
+        return "expert_count" in self.keys
