@@ -1,4 +1,4 @@
-"""A real vLLM samples for a run of SmolLM2-135M: its weights are exchanged after each step.
+"""A real vLLM samples for a run of SmolLM2-135M, with weights exchanged after each step, or is its teacher.
 
 `make test-vllm` installs vLLM and runs this.
 """
@@ -161,3 +161,20 @@ def test_a_server_that_takes_no_weights_is_refused(vllm, folder, tmp_path):
     status, steps, said = train(tmp_path, folder, "fixed", f"rollout.servers=[{url}]")
     assert (status, steps) == (2, [])
     assert "VLLM_SERVER_DEV_MODE=1" in said.splitlines()[-1]
+
+
+def test_a_teacher_that_is_the_policy_is_at_its_policy(vllm, folder, tmp_path):
+    """In float32, per token and over the words of `distill.top_k`."""
+    url = vllm("--max-logprobs", "16")
+    one = (f"distill.teacher={url}", "run.steps=1", "optimizer.learning_rate=0", "update.kl_coef=0")
+    status, (sampled,), said = train(tmp_path, folder, "sampled", *one)
+    assert status == 0, said[-3000:]
+    words = ("distill.loss=forward_kl", "distill.top_k=8")
+    status, (step,), said = train(tmp_path, folder, "words", *one, *words)
+    assert status == 0, said[-3000:]
+    print(f"mean difference {sampled['distill/kl']:.2g}; loss over 8 words {step['distill/loss']:.2g}")
+    assert abs(sampled["distill/kl"]) < 1e-4
+    assert sampled["distill/teacher_logprob"] < -0.1
+    assert abs(step["distill/loss"]) < 1e-4
+    assert step["distill/topk_mass"] == pytest.approx(step["distill/topk_mass_policy"], abs=1e-4)
+    assert 0.3 < step["distill/topk_mass"] < 1
