@@ -116,6 +116,29 @@ def test_a_loss_of_whole_mini_batches_reads_the_mixed_advantages(make_learner, m
     assert state.metrics[name].result() == plain.metrics[name].result() > 0
 
 
+def test_advantages_of_whole_sequences_on_the_host_are_those_of_scored_tokens_alone(make_learner, make_batch):
+    """Sequences with prompts and given tokens, and micro-batches without them, have the same discounts."""
+    batch = _scored(make_batch(6, holes=True), without=(1,))
+    term = make_learner({**TEACHER, "discount": 0.5}).objective
+    r = batch.rewarded.rollouts
+    columns = term.distillation.columns(batch.rewarded, 0, None)
+    table = TokenTable.of(r).with_columns(
+        advantages=batch.advantages, rollout_logprobs=r.rollout_logprobs, **columns
+    )
+    old = np.where(r.completion_mask, r.rollout_logprobs - 0.3, 0).astype(np.float32)
+    found, expected = term.advantages_on_host(table, old), np.zeros(old.shape, np.float32)
+    gap = columns["teacher_weights"] * np.clip(columns["teacher_logprobs"] - old, -2, 2)
+    holes = 0
+    for row, mask in enumerate(r.completion_mask):
+        total, places = 0.0, np.flatnonzero(mask)
+        holes += int((np.diff(places) > 1).sum())
+        for place in places[::-1]:
+            total = gap[row, place] + 0.5 * total
+            expected[row, place] = 0.5 * batch.advantages[row, place] + total
+    np.testing.assert_allclose(found[r.completion_mask], expected[r.completion_mask], rtol=1e-5, atol=1e-6)
+    assert holes > 0
+
+
 def test_a_step_without_rewards_is_not_skipped(make_learner, make_batch, small_params):
     batch = _scored(make_batch(3))
     batch = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
