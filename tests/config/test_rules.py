@@ -71,6 +71,9 @@ def test_conditions_read_attributes_that_exist(module):
         (("distill.teacher=initial", "offload.teacher=true"), "offload.teacher has no effect for"),
         (("reward.functions={}",), "reward.functions must name at least one function"),
         (("advantage.estimator=gdpo", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for"),
+        (("advantage.estimator=maxrl", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for advantage.est"),
+        (("update.loss=dppo", "rollout.top_p=0.9"), "update.loss reads the sampler's log-probabilities"),
+        (("update.loss=dppo", "rollout.min_p=0.1"), "update.loss reads the sampler's log-probabilities"),
     ],
 )
 def test_what_does_not_go_together_is_said(overrides, message):

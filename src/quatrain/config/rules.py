@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from quatrain.config.algorithms import ESTIMATORS, takes
+from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
@@ -443,6 +443,12 @@ RULES: tuple[Rule, ...] = (
         "another; unset these, or set none",
     ),
     Rule(
+        "update.loss",
+        lambda c: _filters(c) and c.update.loss in LOSSES and LOSSES[c.update.loss].reads_sampler,
+        f"reads the sampler's log-probabilities as those of the policy's own distribution, and {FILTERS} "
+        "make the sampler draw from another; unset these, or take another loss",
+    ),
+    Rule(
         "rollout.servers",
         lambda c: _filters(c) and c.rollout.servers,
         f"must be empty with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
@@ -473,6 +479,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.reward.kl_coef and _takes(c, "function_rewards"),
         "must be 0 for advantage.estimator {c.advantage.estimator}, which reads the values of reward "
         "functions and no others; set 0, or update.kl_coef for a KL in the loss",
+    ),
+    Rule(
+        "reward.kl_coef",
+        lambda c: c.reward.kl_coef and c.advantage.estimator == "maxrl",
+        "must be 0 for advantage.estimator maxrl, which divides by a group's mean reward: a group without a "
+        "right answer would have advantages of full size from its KL alone; set 0, or update.kl_coef for a "
+        "KL in the loss",
     ),
     *no_effect(
         ["lora.alpha", "lora.targets", "rollout.lora"],

@@ -125,7 +125,10 @@ class Learner:
             )
         self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
         self.objective = PolicyObjective.of(update, on_policy=True, distillation=distillation)
-        ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in self.objective.check()
+        read = self.objective.check()
+        self.reads_sampler = "rollout_logprobs" in read
+        """Whether the policy loss itself reads the sampler's log-probabilities."""
+        ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in read
         self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
