@@ -218,8 +218,13 @@ class Teacher:
 
     def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
         """What scores each row."""
-        names = rollouts.columns.get(DATA_SOURCE, (DEFAULT,) * len(rollouts))
+        names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
         return [self._sources.get(name, self._sources.get(DEFAULT)) for name in names]
+
+
+def _data_sources(rollouts: RolloutBatch) -> list[str]:
+    """The data source of each row as text, as the configuration names it; [] without the column."""
+    return [str(value) for value in rollouts.columns.get(DATA_SOURCE, ())]
 
 
 def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
@@ -243,7 +248,7 @@ def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
         metrics["distill/topk_mass"] = Metric(float((1 - rest).sum()), count)
     if scores.outside_mass is not None and scores.outside_mass.any():
         metrics["distill/outside_mass"] = Metric(float(scores.outside_mass[scored].sum()), count)
-    of_row = np.array(rollouts.columns.get(DATA_SOURCE, ()), str)
+    of_row = np.array(_data_sources(rollouts))
     sources = np.unique(of_row)
     for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
         if scored[of_row == source].any():
