@@ -37,8 +37,9 @@ class DistillConfig(Section):
     `default` is that of all other values, and null is none. null: no distillation."""
     prompt: Text | None = None
     """What the teacher reads in place of the prompt: a text with names of data columns, as
-    `The answer is {answer}.`, which becomes a system message before the prompt's messages, or a function of
-    the row as `path/file.py:function` that returns messages; null: the prompt."""
+    `The answer is {answer}.` (a literal brace is written twice), which becomes a system message before the
+    prompt's messages, or a function of the row as `path/file.py:function` that returns messages; null: the
+    prompt."""
     loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "sampled"
     """What the policy learns from the teacher: `sampled`: the difference of log-probabilities of the sampled
     token, as an advantage; the others: a divergence over the whole vocabulary, as a loss of its own:
