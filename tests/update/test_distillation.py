@@ -12,6 +12,7 @@ from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
+from quatrain.types.batches import TeacherWords
 from quatrain.update.distillation import Distillation
 from quatrain.update.learner import Learner
 
@@ -149,6 +150,20 @@ def test_a_step_without_rewards_is_not_skipped(make_learner, make_batch, small_p
     nobody = _scored(batch, without=range(len(batch.rollouts)))
     state = _step(make_learner(TEACHER), small_params, nobody)
     assert state.metrics["update/skipped_steps"].result() == 1
+
+
+@pytest.mark.parametrize("loss", ["sampled", "jsd"])
+def test_rewards_that_are_not_trained_on_are_no_signal(make_learner, make_batch, small_params, loss):
+    """A step without teacher and with a weight of rewards of 0 would move weights by momentum alone."""
+    batch = make_batch(3)
+    nobody, width = _scored(batch, without=range(len(batch.rollouts))), batch.rollouts.completion_mask.shape
+    words = TeacherWords(np.full((*width, 2), -1, np.int32), np.zeros((*width, 3), np.float32))
+    nobody = dataclasses.replace(nobody, rewarded=dataclasses.replace(nobody.rewarded, teacher_words=words))
+    distill = {"rl_weight": 0, "loss": loss, "top_k": 2 * (loss == "jsd")}
+    for weight, skipped in ((0, 1), (0.5, 0)):
+        state = _step(make_learner({**distill, "rl_weight": weight}), small_params, nobody)
+        assert state.metrics["update/skipped_steps"].result() == skipped
+        assert state.metrics["update/optimizer_steps"].result() == 1 - skipped
 
 
 def test_the_weight_falls_over_the_last_steps(make_learner, make_batch, small_params):

@@ -60,7 +60,8 @@ update/learning_rate | 1 | last | Learning rate of the last optimizer step, appl
 update/optimizer_steps | steps | sum | Optimizer steps applied in this training step.
 update/bad_steps | steps | sum | Optimizer steps not applied because loss or gradient was not finite.
 update/skipped_steps | steps | sum |
-    Optimizer steps skipped because every advantage was 0, without a KL or entropy term.
+    Optimizer steps skipped because every advantage that is trained on was 0, without a KL or entropy term or
+    a teacher.
 update/masked_sequences | sequences | sum |
     Truncated completions left out of the loss (`update.mask_truncated`).
 update/behaviour_weight_mean | 1 | mean |

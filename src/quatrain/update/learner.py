@@ -376,9 +376,11 @@ class Learner:
         return replace(table, completion_mask=table.completion_mask & trained[:, None])
 
     def _signal(self, table: TokenTable) -> np.ndarray:
-        """[B, T] bool: the tokens with an advantage other than 0, or with a teacher."""
-        signal = table.columns["advantages"] != 0
-        return signal | (table.columns["teacher_weights"] > 0) if self.objective.distillation else signal
+        """[B, T] bool: the tokens with an advantage other than 0 that is trained on, or with a teacher."""
+        signal, distillation = table.columns["advantages"] != 0, self.objective.distillation
+        if distillation is None:
+            return signal
+        return (signal & (distillation.rl_weight != 0)) | (table.columns["teacher_weights"] > 0)
 
     def _without_zero_signal(self, table: TokenTable, totals: StepTotals) -> TokenTable:
         """`table` without the completion tokens of groups without a signal, if configured."""
