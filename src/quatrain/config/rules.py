@@ -15,7 +15,7 @@ from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
 from quatrain.config.sections.distill import DistillConfig
-from quatrain.config.sections.rollout import COLUMN
+from quatrain.config.sections.rollout import COLUMN, is_address
 
 
 class Rule(NamedTuple):
@@ -204,6 +204,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.distill.loss != "sampled" and not c.distill.weight,
         "must be above 0 for distill.loss {c.distill.loss}; set that, or distill.loss to sampled, whose KL "
         "is measured without it",
+    ),
+    Rule(
+        "distill.teacher",
+        lambda c: not all(map(is_address, c.distill.servers)),
+        "must be an address such as http://host:8000 where it begins with http:// or https://; correct it",
     ),
     Rule(
         "distill.temperature",

@@ -24,8 +24,13 @@ class DistillConfig(Section):
     teacher: Annotated[
         Text | dict[Text, Text | None] | None,
         must(
-            "be a teacher, or a mapping from data sources to teachers as {math: A, code: B, default: null}",
-            lambda teacher: teacher is None or (isinstance(teacher, str | dict) and teacher),
+            "be a teacher, or a mapping from data sources to teachers, one of them not null, as "
+            "{math: A, code: B, default: null}",
+            lambda teacher: (
+                teacher is None
+                or (teacher and isinstance(teacher, str))
+                or (isinstance(teacher, dict) and any(teacher.values()))
+            ),
             before=True,
         ),
     ] = None
