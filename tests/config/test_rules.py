@@ -45,10 +45,29 @@ def test_conditions_read_attributes_that_exist(module):
         (("update.reject={k3: 0.01}", "update.old_logprobs=rollout"), "update.reject must be empty for"),
         (("update.reject={k3: 0.01}", "update.rejected=drop"), "update.rejected must be keep unless"),
         (("update.rejected=drop",), "update.rejected has no effect without update.reject"),
-        (("update.reject={k4: 0.01}",), "update.reject must be a mapping of rules to bounds"),
-        (("update.reject={k3: [0.1, 0.2]}",), "update.reject must be a mapping of rules to bounds"),
-        (("update.reject={product: [2.0, 0.5]}",), "update.reject must be a mapping of rules to bounds"),
-        (("update.reject={geometric: 0.5}",), "update.reject must be a mapping of rules to bounds"),
+        (
+            ("update.reject={k4: 0.01}",),
+            "update.reject must name rules of geometric, product, k3, negative_kl",
+        ),
+        (("update.reject={k3: [0.1, 0.2]}",), "update.reject must have for k3 one bound between 2.1e-09 and"),
+        (("update.reject={product: [2.0, 0.5]}",), "product bounds [low, high] with low < 1 < high, between"),
+        (
+            ("update.reject={geometric: 0.5}",),
+            "must have for geometric bounds [low, high] with low < 1 < high",
+        ),
+        (
+            ("update.reject={k3: 0.1, geometric: [2, 3]}",),
+            "for geometric bounds [low, high] with low < 1 < high",
+        ),
+        (
+            ("update.reject={product: [1e-12, 1e12]}",),
+            "product bounds [low, high] with low < 1 < high, between",
+        ),
+        (
+            ("update.reject={k3: 1e9}",),
+            "must have for k3 one bound between 2.1e-09 and 4.9e+08, as 0.01; it has",
+        ),
+        (("update.reject={negative_kl: true}",), "must have for negative_kl one bound between"),
         (
             ("update.correction=none", "update.correction_level=sequence"),
             "update.correction_level has no effect",
