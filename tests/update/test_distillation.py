@@ -81,7 +81,14 @@ def test_a_step_is_one_with_the_mixed_advantages(make_learner, make_batch, small
     plain = _step(make_learner(), small_params, _mixed(batch, small_params, learner))
     _assert_same(state, plain)
     assert _changes(small_params, state) > 1e-3
-    assert 0.05 < state.metrics["distill/clipped_fraction"].result() < 0.95
+    assert "distill/taught" not in state.metrics
+    mask = batch.rollouts.completion_mask.copy()
+    mask[[2, 5]] = False  # the fraction is of the tokens that have a teacher
+    planner = MicroBatchPlanner(rows=7)
+    own = predict_tokens(small_params, TokenTable.of(batch.rollouts), model=learner.policy, planner=planner)
+    gap = np.abs(batch.rewarded.token_logprobs["teacher_logprobs"] - own)[mask]
+    assert state.metrics["distill/clipped_fraction"].result() == pytest.approx((gap > 2).mean(), rel=1e-6)
+    assert 0.05 < (gap > 2).mean() < 0.95
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.9])

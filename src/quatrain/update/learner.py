@@ -26,7 +26,7 @@ from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.types.batches import AdvantagedBatch, PromptPosition, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
-from quatrain.update.distillation import Distillation
+from quatrain.update.distillation import Distillation, over_taught
 from quatrain.update.objective import SQUARES, PolicyObjective
 from quatrain.update.teacher import Teacher, WordTeacher
 from quatrain.update.teacher_scores import Scores, TopWords, model_scores
@@ -267,6 +267,9 @@ class Learner:
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
         table = self._without_zero_signal(self._policy_table(state, batch, on_policy), totals)
         table = self._without_rejected(table, totals)
+        if (teacher := self.trainer.teacher) is not None:
+            unread = batch.rollouts.completion_mask.any(axis=1) & (batch.rollouts.lengths > teacher.longest)
+            totals.combine({"distill/no_teacher": Metric(int(unread.sum()), reduction="sum")})
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
         for place, rows in mini_batches:
@@ -290,6 +293,7 @@ class Learner:
         trained = to_memory(self.policy_memory, self.policy.trained(state.params))
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
+        totals.metrics = over_taught(totals.metrics)
         if squares := totals.metrics.pop(f"update/{SQUARES}", None):
             mean = totals.metrics["update/behaviour_weight_mean"].result()
             effective = mean**2 / squares.result() if squares.result() else 0.0
