@@ -95,6 +95,18 @@ def test_conditions_read_attributes_that_exist(module):
         (("distill.teacher={math: x, code: y}", "distill.loss=jsd"), "distill.loss over all words needs one"),
         (("distill.teacher=x", "distill.top_k=8"), "distill.top_k has no effect for distill.loss sampled"),
         (("distill.teacher=x", "distill.loss=jsd", "distill.prompt=hi"), "distill.prompt must be null for"),
+        (
+            ("distill.teacher=x", "distill.weight=0", "distill.clip=2"),
+            "distill.clip has no effect for distill.w",
+        ),
+        (
+            ("distill.teacher=x", "distill.weight=0", "distill.warmdown_steps=2"),
+            "distill.warmdown_steps has no effect for distill.weight 0; raise distill.weight",
+        ),
+        (
+            ("distill.teacher=x", "distill.loss=jsd", "distill.rl_weight=0", "update.reject={k3: 0.1}"),
+            "update.reject has no effect for update.rejected keep with distill.loss jsd and distill.rl_wei",
+        ),
         (("distill.teacher=initial", "offload.teacher=true"), "offload.teacher has no effect for"),
         (("reward.functions={}",), "reward.functions must name at least one function"),
         (("advantage.estimator=gdpo", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for"),

@@ -240,6 +240,19 @@ RULES: tuple[Rule, ...] = (
         ],
         *without("distill.teacher"),
     ),
+    *no_effect(
+        ["distill.clip", "distill.discount", "distill.warmdown_steps"],
+        lambda c: c.distill.weight,
+        "for distill.weight 0",
+        "raise distill.weight",
+    ),
+    *no_effect(
+        ["update.reject"],
+        lambda c: c.distill.loss == "sampled" or c.distill.rl_weight or c.update.rejected == "drop",
+        "for update.rejected keep with distill.loss {c.distill.loss} and distill.rl_weight 0: the policy "
+        "loss that it multiplies is 0, and the teacher's term stays",
+        "set update.rejected to drop, which leaves that term out too",
+    ),
     Rule(
         "distill.teacher",
         lambda c: _filters(c) and c.distill.teacher is not None,

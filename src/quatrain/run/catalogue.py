@@ -25,7 +25,9 @@ _STATS = {"mean": "Mean", "std": "Standard deviation", "min": "Minimum", "max": 
 # name | unit | reduction | meaning, which may stand in indented lines below. `name/*` is a metric for each of
 # several reductions, whose meaning begins with the reduction's name: `Mean of a sequence's advantage.`
 _TABLE = """
-loss | nats | mean | Complete loss: policy loss, KL and entropy terms, weighted by `update.loss_aggregation`.
+loss | nats | mean |
+    Complete loss: policy loss, KL and entropy terms, and the divergence from a teacher (`distill.loss`),
+    weighted by `update.loss_aggregation`.
 update/policy_loss | nats | mean | Policy loss without KL and entropy terms, mean over tokens.
 update/kl | nats | mean | KL to the frozen reference, mean over tokens; logged if `update.kl_coef` is above 0.
 update/entropy | nats | mean | Entropy of the policy at the sampling temperature, mean over tokens.

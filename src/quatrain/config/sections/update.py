@@ -141,15 +141,16 @@ class UpdateConfig(Section):
     [algorithms.md](algorithms.md#rejected-sequences). Several may stand together."""
     rejected: Literal["keep", "drop"] = "keep"
     """What becomes of a rejected sequence: `keep`: its policy loss has weight 0 and it counts in the
-    denominators of the aggregation; `drop`: it is left out as if it had not been sampled, KL and entropy
-    terms included, which needs `update.old_logprobs: recompute`."""
+    denominators of the aggregation; `drop`: it is left out as if it had not been sampled, which needs
+    `update.old_logprobs: recompute`. The terms of KL, entropy and a `distill.loss` over the vocabulary stay
+    with `keep` and go with `drop`."""
     mask_truncated: bool = False
     """Leave completions that were cut at `rollout.max_new_tokens` out of the loss, numerator and denominator;
     `update/masked_sequences` counts them. The critic's loss leaves them out too."""
     mask_zero_signal: bool = False
     """Leave the groups in which every advantage is 0 out of the policy's loss, numerator and denominator, so
     that the other groups weigh more; `update/masked_groups` counts them. KL and entropy terms leave them out
-    too."""
+    too. A group of which a sequence has a teacher (`distill.teacher`) has a signal and stays."""
     max_bad_steps: Count = 5
     """The run stops after this many optimizer steps in a row with a non-finite loss or gradient."""
 
