@@ -67,6 +67,24 @@ def test_the_settings_of_every_variant_are_a_valid_configuration(script):
         assert (config.seed, config.run.steps, config.optimizer.learning_rate) == (2, 7, 5e-4)
 
 
+def test_the_variants_with_a_teacher_are_valid_configurations(script, load_script, tmp_path):
+    """Those of `distillation.py`, which runs them as this script does, with its student of half the width."""
+    taught = load_script("distillation")
+    for name in (*taught.VARIANTS, *taught.HALF):
+        settings = taught.settings_of(name, 2, tmp_path / "teacher", 7)
+        config = load_config(
+            None, [f"{key}={json.dumps(x)}" for key, x in settings.items()], environ={}
+        ).config
+        assert (config.seed, config.run.steps, config.eval.every_steps) == (2, 7, 5)
+        assert (config.distill.teacher is None) == (name == "GRPO")
+        assert (config.model.path == str(tmp_path / "teacher-half-2")) == (name in taught.HALF)
+    assert settings["distill.top_k"] == 8
+    assert taught.settings_of(name, 2, tmp_path / "teacher")["run.steps"] == 40
+    taught.write_student(tmp_path / "student", 2)
+    written = json.loads((tmp_path / "student" / "config.json").read_text())
+    assert (written["hidden_size"], written["intermediate_size"], written["head_dim"]) == (64, 192, 32)
+
+
 def test_settings_added_last_win(script):
     settings = script.settings_of("estimator/gae", 0, {"critic_optimizer.learning_rate": 1e-4})
     assert settings["critic_optimizer.learning_rate"] == 1e-4

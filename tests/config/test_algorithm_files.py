@@ -83,6 +83,7 @@ def test_the_configuration_knows_what_ops_has():
     assert LOSSES["ppo_clip"].parameters == ("tokens", "clip_low", "clip_high", "dual_clip")
     assert LOSSES["gspo"].aggregation == "seq_mean_token_mean"
     assert ESTIMATORS["dr_grpo"].aggregation == "seq_mean_token_sum_norm"
+    assert [name for name, loss in LOSSES.items() if loss.reads_sampler] == ["dppo"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -45,10 +45,29 @@ def test_conditions_read_attributes_that_exist(module):
         (("update.reject={k3: 0.01}", "update.old_logprobs=rollout"), "update.reject must be empty for"),
         (("update.reject={k3: 0.01}", "update.rejected=drop"), "update.rejected must be keep unless"),
         (("update.rejected=drop",), "update.rejected has no effect without update.reject"),
-        (("update.reject={k4: 0.01}",), "update.reject must be a mapping of rules to bounds"),
-        (("update.reject={k3: [0.1, 0.2]}",), "update.reject must be a mapping of rules to bounds"),
-        (("update.reject={product: [2.0, 0.5]}",), "update.reject must be a mapping of rules to bounds"),
-        (("update.reject={geometric: 0.5}",), "update.reject must be a mapping of rules to bounds"),
+        (
+            ("update.reject={k4: 0.01}",),
+            "update.reject must name rules of geometric, product, k3, negative_kl",
+        ),
+        (("update.reject={k3: [0.1, 0.2]}",), "update.reject must have for k3 one bound between 2.1e-09 and"),
+        (("update.reject={product: [2.0, 0.5]}",), "product bounds [low, high] with low < 1 < high, between"),
+        (
+            ("update.reject={geometric: 0.5}",),
+            "must have for geometric bounds [low, high] with low < 1 < high",
+        ),
+        (
+            ("update.reject={k3: 0.1, geometric: [2, 3]}",),
+            "for geometric bounds [low, high] with low < 1 < high",
+        ),
+        (
+            ("update.reject={product: [1e-12, 1e12]}",),
+            "product bounds [low, high] with low < 1 < high, between",
+        ),
+        (
+            ("update.reject={k3: 1e9}",),
+            "must have for k3 one bound between 2.1e-09 and 4.9e+08, as 0.01; it has",
+        ),
+        (("update.reject={negative_kl: true}",), "must have for negative_kl one bound between"),
         (
             ("update.correction=none", "update.correction_level=sequence"),
             "update.correction_level has no effect",
@@ -59,6 +78,14 @@ def test_conditions_read_attributes_that_exist(module):
             ("distill.teacher=x", "distill.weight=0", "distill.rl_weight=0"),
             "distill.rl_weight must be above 0",
         ),
+        (
+            ("distill.teacher={default: null}", "reward.functions={}"),
+            "distill.teacher must be a teacher, or a",
+        ),
+        (("distill.teacher=http://",), "distill.teacher must be an address such as http://host:8000"),
+        (("distill.teacher=http://h:abc",), "distill.teacher must be an address such as http://host:8000"),
+        (("distill.teacher={a: 'http://h:99999'}",), "distill.teacher must be an address such as"),
+        (("distill.teacher={}",), "distill.teacher must be a teacher, or a"),
         (("distill.teacher=policy",), "distill.prompt must be set for distill.teacher policy"),
         (("distill.teacher=http://h:1", "rollout.temperature=0.9"), "distill.temperature must be 1 for"),
         (("distill.teacher=x", "distill.loss=jsd", "distill.weight=0"), "distill.weight must be above 0"),
@@ -68,9 +95,24 @@ def test_conditions_read_attributes_that_exist(module):
         (("distill.teacher={math: x, code: y}", "distill.loss=jsd"), "distill.loss over all words needs one"),
         (("distill.teacher=x", "distill.top_k=8"), "distill.top_k has no effect for distill.loss sampled"),
         (("distill.teacher=x", "distill.loss=jsd", "distill.prompt=hi"), "distill.prompt must be null for"),
+        (
+            ("distill.teacher=x", "distill.weight=0", "distill.clip=2"),
+            "distill.clip has no effect for distill.w",
+        ),
+        (
+            ("distill.teacher=x", "distill.weight=0", "distill.warmdown_steps=2"),
+            "distill.warmdown_steps has no effect for distill.weight 0; raise distill.weight",
+        ),
+        (
+            ("distill.teacher=x", "distill.loss=jsd", "distill.rl_weight=0", "update.reject={k3: 0.1}"),
+            "update.reject has no effect for update.rejected keep with distill.loss jsd and distill.rl_wei",
+        ),
         (("distill.teacher=initial", "offload.teacher=true"), "offload.teacher has no effect for"),
         (("reward.functions={}",), "reward.functions must name at least one function"),
         (("advantage.estimator=gdpo", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for"),
+        (("advantage.estimator=maxrl", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for advantage.est"),
+        (("update.loss=dppo", "rollout.top_p=0.9"), "update.loss reads the sampler's log-probabilities"),
+        (("update.loss=dppo", "rollout.min_p=0.1"), "update.loss reads the sampler's log-probabilities"),
     ],
 )
 def test_what_does_not_go_together_is_said(overrides, message):

@@ -116,6 +116,19 @@ def test_a_prompt_that_names_no_column_is_refused_before_the_run(tmp_path):
         small_run(tmp_path, "bad", "distill.teacher=policy")
 
 
+def test_a_prompt_of_an_evaluation_that_cannot_be_made_is_an_error_before_the_run(tmp_path):
+    rows = [{"prompt": f"{number} + 3 =", "answer": "5", "hint": "five"} for number in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows[4]["hint"] = None
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [f"data.{name}={tmp_path / name}.jsonl" for name in ("train", "eval")]
+    options += ["distill.teacher=policy", 'distill.prompt="It is {hint}."', "update.kl_coef=0", "sft.steps=0"]
+    with pytest.raises(
+        ValueError, match=r"eval\.jsonl, row 5: distill\.prompt names the column 'hint', which"
+    ):
+        train(small_run(tmp_path, "null", *options))
+
+
 def test_a_critic_and_a_divergence_from_a_teacher(teacher, tmp_path):
     options = (f"distill.teacher={teacher}", "distill.loss=forward_kl", "advantage.estimator=gae")
     run = train(small_run(tmp_path, "gae", *options, "run.steps=2", "eval.every_steps=0")).run

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.loop.build import build_engine, load_policy, rollout_workers
-from quatrain.loop.stages import keeping_environments
+from quatrain.loop.build import build_engine, build_teachers, load_policy, rollout_workers
+from quatrain.loop.stages import build_learner, keeping_environments
 from quatrain.rollout.publish import gathered
+from quatrain.update.teacher import TeacherLoader
 
 
 def _load(*overrides):
@@ -51,6 +52,34 @@ def test_episodes_of_an_evaluation_may_be_longer_than_those_of_training(tmp_path
     loaded = load_policy(config)
     with closing(build_engine(config, loaded)) as engine:
         assert engine._episodes.max_tokens == loaded.arch.max_position
+
+
+def test_a_users_loss_that_reads_the_sampler_needs_the_whole_distribution(tmp_path):
+    """As `dppo`, which a rule of the configuration refuses."""
+    (tmp_path / "mine.py").write_text(
+        "from quatrain.ops.tokens import TokenLoss\n\n"
+        "def own(tokens):\n    return TokenLoss(tokens.logprobs * tokens.rollout_logprobs)\n"
+    )
+    whole, filtered = (
+        load_config(None, [f"update.loss={tmp_path}/mine.py:own", f"rollout.top_p={p}"], environ={}).config
+        for p in (1.0, 0.9)
+    )
+    loaded = load_policy(whole)
+    assert build_learner(whole, loaded, steps=1).reads_sampler
+    with pytest.raises(ValueError, match="reads the sampler's log-probabilities, which must"):
+        build_learner(filtered, loaded, steps=1)
+
+
+def test_a_teacher_is_loaded_for_the_longest_sequence_that_it_reads(monkeypatch):
+    """That of an evaluation, and with a prompt of its own that is longer than the policy's may be."""
+    settings = ["distill.teacher=tiny", "data.max_prompt_length=40", "rollout.max_new_tokens=16"]
+    settings.append("eval.max_new_tokens=24")
+    config = load_config(None, settings, environ={}).config
+    loaded, asked = load_policy(config), []
+    monkeypatch.setattr(TeacherLoader, "load", lambda self, *_, **__: asked.append(self.longest))
+    for longest_prompt in (0, 40, 55):
+        build_teachers(config, loaded, longest_prompt=longest_prompt)
+    assert asked == [64, 64, 79]
 
 
 def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quatrain.config.sections.update import MOST_RATIO
 from quatrain.ops.corrections import behaviour_weights, rejected_tokens
+from quatrain.ops.kl import MAX_LOG_RATIO
 from quatrain.ops.tokens import ScoredTokens
 
 ROLLOUT = jnp.float32([-2.0, -2.0, -2.0, -2.0, -30.0, -1.0])
@@ -81,6 +83,10 @@ def test_a_sequence_is_rejected_where_a_bound_is_crossed(name, below, above):
         assert not found[0, 0]
     kept = rejected_tokens(tokens, ((name, above),))[name]
     assert not (kept & own).any()
+
+
+def test_bounds_of_the_configuration_are_ratios_that_a_rule_can_see():
+    assert pytest.approx(np.exp(MAX_LOG_RATIO)) == MOST_RATIO
 
 
 def test_negative_kl_rejects_what_an_old_policy_discourages():

@@ -54,8 +54,16 @@ def test_sums_are_those_of_a_loop_in_any_order_of_sequences(seed):
             total = 0.0
             for place in reversed(np.flatnonzero(ids[row, :padded] == sequence)):
                 expected[row, place] = total = values[row, place] + 0.9 * total
-    found = sums_from_here_on(jnp.float32(values), jnp.int32(ids), 0.9)
+    mask = jnp.asarray(np.arange(17) < padded)[None].repeat(3, axis=0)
+    found = sums_from_here_on(jnp.float32(values), mask, jnp.int32(ids), 0.9)
     np.testing.assert_allclose(found[:, :padded], expected[:, :padded], rtol=1e-5, atol=1e-6)
+
+
+def test_a_discount_does_not_count_given_tokens():
+    """Two given tokens, one scored, three given, one scored: 1 + 0.5 and 1, as where the given are absent."""
+    mask = jnp.asarray([[False, False, True, False, False, False, True]])
+    found = sums_from_here_on(jnp.ones((1, 7)), mask, jnp.zeros((1, 7), jnp.int32), 0.5)
+    np.testing.assert_array_equal(found[mask], [1.5, 1.0])
 
 
 def test_no_gradient_flows_through_the_advantages():

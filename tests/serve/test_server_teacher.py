@@ -86,6 +86,37 @@ def test_a_server_that_is_gone_ends_the_run_after_a_while(tokenizer):
 def test_what_is_no_such_server_is_refused(address, tokenizer):
     with pytest.raises(ValueError, match="refused a question: status 404"):
         ServerTeacher(f"{address}/nowhere", tokenizer, timeout_s=5)
+    with pytest.raises(ValueError, match=r"status 404.*; give the address of the server itself, up to /v1"):
+        ServerTeacher(f"{address}/v1", tokenizer, timeout_s=5)
+    with pytest.raises(ValueError, match=r"the teacher http://h:abc must be an address such as"):
+        ServerTeacher("http://h:abc", tokenizer, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (200, r"must answer /v1/models in JSON; it answered '<html>hello</html>'; give the address of"),
+        (307, r"refused a question: status 307 to http://elsewhere; give the address of the server itself"),
+        (401, r"refused a question: status 401, <html>hello</html>$"),
+    ],
+)
+def test_pages_and_redirections_are_refused(status, message, tokenizer):
+    with (
+        answering(Table("vllm", tokenizer), pages=[status]) as url,
+        pytest.raises(ValueError, match=f"the teacher at http://127.0.0.1:.* {message}"),
+    ):
+        ServerTeacher(url, tokenizer, timeout_s=5)
+
+
+def test_a_server_with_too_many_requests_is_asked_again(tokenizer, monkeypatch):
+    monkeypatch.setattr("quatrain.update.server_teacher.PAUSE_S", 0.01)
+    with answering(Table("vllm", tokenizer), pages=[429, 408, 503]) as url:
+        assert ServerTeacher(url, tokenizer, timeout_s=60).longest == 63
+    with (
+        answering(Table("vllm", tokenizer), pages=[429] * 1000) as url,
+        pytest.raises(ConnectionError, match=r"did not answer for 0.1 s .*: status 429"),
+    ):
+        ServerTeacher(url, tokenizer, timeout_s=0.1)
 
 
 def test_a_run_with_the_served_model_is_at_its_teacher(
@@ -162,13 +193,17 @@ class Table:
 
 
 @contextmanager
-def answering(table):
-    """The address of `table`."""
+def answering(table, pages=()):
+    """The address of `table`, which first answers with a page of each status of `pages`."""
+    pages = list(pages)
 
     class Handler(BaseHTTPRequestHandler):
         def _send(self, status, value):
             data = json.dumps(value).encode()
+            if pages:
+                status, data = pages.pop(0), b"<html>hello</html>"
             self.send_response(status)
+            self.send_header("Location", "http://elsewhere")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -12,6 +12,7 @@ from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
+from quatrain.types.batches import TeacherWords
 from quatrain.update.distillation import Distillation
 from quatrain.update.learner import Learner
 
@@ -80,7 +81,14 @@ def test_a_step_is_one_with_the_mixed_advantages(make_learner, make_batch, small
     plain = _step(make_learner(), small_params, _mixed(batch, small_params, learner))
     _assert_same(state, plain)
     assert _changes(small_params, state) > 1e-3
-    assert 0.05 < state.metrics["distill/clipped_fraction"].result() < 0.95
+    assert "distill/taught" not in state.metrics
+    mask = batch.rollouts.completion_mask.copy()
+    mask[[2, 5]] = False  # the fraction is of the tokens that have a teacher
+    planner = MicroBatchPlanner(rows=7)
+    own = predict_tokens(small_params, TokenTable.of(batch.rollouts), model=learner.policy, planner=planner)
+    gap = np.abs(batch.rewarded.token_logprobs["teacher_logprobs"] - own)[mask]
+    assert state.metrics["distill/clipped_fraction"].result() == pytest.approx((gap > 2).mean(), rel=1e-6)
+    assert 0.05 < (gap > 2).mean() < 0.95
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.9])
@@ -116,6 +124,29 @@ def test_a_loss_of_whole_mini_batches_reads_the_mixed_advantages(make_learner, m
     assert state.metrics[name].result() == plain.metrics[name].result() > 0
 
 
+def test_advantages_of_whole_sequences_on_the_host_are_those_of_scored_tokens_alone(make_learner, make_batch):
+    """Sequences with prompts and given tokens, and micro-batches without them, have the same discounts."""
+    batch = _scored(make_batch(6, holes=True), without=(1,))
+    term = make_learner({**TEACHER, "discount": 0.5}).objective
+    r = batch.rewarded.rollouts
+    columns = term.distillation.columns(batch.rewarded, 0, None)
+    table = TokenTable.of(r).with_columns(
+        advantages=batch.advantages, rollout_logprobs=r.rollout_logprobs, **columns
+    )
+    old = np.where(r.completion_mask, r.rollout_logprobs - 0.3, 0).astype(np.float32)
+    found, expected = term.advantages_on_host(table, old), np.zeros(old.shape, np.float32)
+    gap = columns["teacher_weights"] * np.clip(columns["teacher_logprobs"] - old, -2, 2)
+    holes = 0
+    for row, mask in enumerate(r.completion_mask):
+        total, places = 0.0, np.flatnonzero(mask)
+        holes += int((np.diff(places) > 1).sum())
+        for place in places[::-1]:
+            total = gap[row, place] + 0.5 * total
+            expected[row, place] = 0.5 * batch.advantages[row, place] + total
+    np.testing.assert_allclose(found[r.completion_mask], expected[r.completion_mask], rtol=1e-5, atol=1e-6)
+    assert holes > 0
+
+
 def test_a_step_without_rewards_is_not_skipped(make_learner, make_batch, small_params):
     batch = _scored(make_batch(3))
     batch = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
@@ -126,6 +157,20 @@ def test_a_step_without_rewards_is_not_skipped(make_learner, make_batch, small_p
     nobody = _scored(batch, without=range(len(batch.rollouts)))
     state = _step(make_learner(TEACHER), small_params, nobody)
     assert state.metrics["update/skipped_steps"].result() == 1
+
+
+@pytest.mark.parametrize("loss", ["sampled", "jsd"])
+def test_rewards_that_are_not_trained_on_are_no_signal(make_learner, make_batch, small_params, loss):
+    """A step without teacher and with a weight of rewards of 0 would move weights by momentum alone."""
+    batch = make_batch(3)
+    nobody, width = _scored(batch, without=range(len(batch.rollouts))), batch.rollouts.completion_mask.shape
+    words = TeacherWords(np.full((*width, 2), -1, np.int32), np.zeros((*width, 3), np.float32))
+    nobody = dataclasses.replace(nobody, rewarded=dataclasses.replace(nobody.rewarded, teacher_words=words))
+    distill = {"rl_weight": 0, "loss": loss, "top_k": 2 * (loss == "jsd")}
+    for weight, skipped in ((0, 1), (0.5, 0)):
+        state = _step(make_learner({**distill, "rl_weight": weight}), small_params, nobody)
+        assert state.metrics["update/skipped_steps"].result() == skipped
+        assert state.metrics["update/optimizer_steps"].result() == 1 - skipped
 
 
 def test_the_weight_falls_over_the_last_steps(make_learner, make_batch, small_params):

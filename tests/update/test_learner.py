@@ -525,12 +525,18 @@ def test_dropped_sequences_are_left_out_of_numerator_and_denominator(make_learne
     gaps = _logprobs(learner, small_params, batch) - batch.rollouts.rollout_logprobs
     lengths = batch.rollouts.completion_lengths
     means = np.where(lengths, gaps.sum(axis=1) / np.maximum(lengths, 1), -np.inf)
+    shift = np.sort(means)[-3] - 0.1  # bounds are around 1
+    mask, sampled = batch.rollouts.completion_mask, batch.rollouts.rollout_logprobs
+    shifted = np.where(mask, sampled + shift, sampled).astype(np.float32)
+    rollouts = replace(batch.rollouts, rollout_logprobs=shifted)
+    batch = replace(batch, rewarded=replace(batch.rewarded, rollouts=rollouts))
+    means -= shift
     high = float(np.exp(np.sort(means)[-3]) * 1.001)  # the two of the greatest mean are rejected
     gone = np.exp(means) > high
     assert gone.sum() == 2
     states = []
     for rejected, each in (("drop", batch), (None, _rows(batch, np.flatnonzero(~gone))), ("keep", batch)):
-        rule = {"reject": {"geometric": [1e-9, high]}, "rejected": rejected} if rejected else {}
+        rule = {"reject": {"geometric": [1e-8, high]}, "rejected": rejected} if rejected else {}
         update = {"old_logprobs": "recompute", "entropy_coef": 0.1, **rule}
         learner = make_learner(update, mini_batch_size=3)
         states.append(learner.step(learner.init(_copy(small_params)), each))

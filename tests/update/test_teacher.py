@@ -127,7 +127,7 @@ class Constant:
 def _with_sources(rewarded, names):
     sources = tuple(names[row % len(names)] for row in range(len(rewarded.rollouts)))
     rollouts = dataclasses.replace(rewarded.rollouts, columns={"data_source": sources})
-    return dataclasses.replace(rewarded, rollouts=rollouts), np.array(sources)
+    return dataclasses.replace(rewarded, rollouts=rollouts), np.array([str(source) for source in sources])
 
 
 def test_each_row_is_scored_by_the_teacher_of_its_source(folder, tokenizer, make_batch):
@@ -145,6 +145,21 @@ def test_each_row_is_scored_by_the_teacher_of_its_source(folder, tokenizer, make
         found.metrics["distill/no_teacher"].result()
         == (mask & (sources == "chat")[:, None]).any(axis=1).sum()
     )
+
+
+def test_data_sources_that_are_no_text_are_found_as_the_configuration_writes_them(make_batch):
+    rewarded, sources = _with_sources(make_batch(6).rewarded, (1, 2, [3, 4], None))
+    teacher = Teacher({"1": Constant(-1), "2": Constant(-2), "default": Constant(-3)})
+    teacher.check_sources([1, 2, None])
+    found, mask = teacher.score(rewarded), rewarded.rollouts.completion_mask
+    expected = np.array([{"1": -1, "2": -2}.get(str(source), -3) for source in sources])
+    np.testing.assert_array_equal(
+        found.token_logprobs["teacher_logprobs"], np.where(mask, np.float32(expected)[:, None], 0)
+    )
+    assert found.metrics["distill/no_teacher"].result() == 0
+    assert {name for name in found.metrics if name.startswith("distill/kl/")} == {
+        f"distill/kl/{source}" for source in ("1", "2", "[3, 4]", "None")
+    }
 
 
 def test_a_model_that_teaches_two_sources_is_loaded_once(folder, tokenizer):

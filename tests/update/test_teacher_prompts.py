@@ -1,11 +1,15 @@
 """Prompts of the teacher's own: how they are written, that ids are aligned, and what does not go together."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
 
+from quatrain.config.schema import DataConfig, DistillConfig
+from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import render
+from quatrain.update.teacher import has_teacher
 from quatrain.update.teacher_prompts import TeacherPrompts
 
 QUESTION = ({"role": "user", "content": "Tom has 2 coins and finds 3 more. How many now?"},)
@@ -18,6 +22,12 @@ def shown(row):
 
 def answered(row):
     return [*row["prompt"], {"role": "assistant", "content": "5"}]
+
+def nothing(row):
+    row.get("answer")
+
+def hint(row):
+    return row["hint"]
 """
 
 
@@ -45,6 +55,54 @@ def test_a_function_of_the_row(tokenizer, tmp_path):
         wrong.ids(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM))[:-1])
     with pytest.raises(ValueError, match="has no attribute 'missing'"):
         TeacherPrompts(f"{tmp_path}/mine.py:missing", tokenizer)
+    for name, problem in (
+        ("nothing", "ValueError: a prompt must be a string or"),
+        ("hint", "KeyError: 'hint'"),
+    ):
+        broken = TeacherPrompts(f"{tmp_path}/mine.py:{name}", tokenizer)
+        with pytest.raises(ValueError, match=rf"distill\.prompt .*mine\.py:{name} must return .*{problem}"):
+            broken.ids(QUESTION, {"answer": 5}, own)
+
+
+def test_a_path_with_a_space_is_a_function(tokenizer, tmp_path):
+    folder = tmp_path / "my dir"
+    folder.mkdir()
+    (folder / "mine.py").write_text(SOURCE)
+    assert TeacherPrompts(f"{folder}/mine.py:hint", tokenizer).text(QUESTION, {"hint": "2 + 3"}) == "2 + 3"
+    with pytest.raises(ValueError, match=r"teacher's prompt \(distill\.prompt\) .*no such file"):
+        TeacherPrompts("Look into the file solution.py:answer", tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text", ["It is {row.answer}.", "It is {answer }.", "{}", "{answer", "a } b", "{{{answer}}"]
+)
+def test_braces_are_around_names(tokenizer, text):
+    with pytest.raises(ValueError, match=r"distill\.prompt must have braces around the names"):
+        TeacherPrompts(text, tokenizer)
+
+
+def test_literal_braces_are_written_twice(tokenizer):
+    prompts = TeacherPrompts("\\boxed{{{answer}}}, not {{x}}", tokenizer)
+    assert prompts.columns == ("answer",)
+    assert prompts.text("?", {"answer": "{5}"}) == "\\boxed{{5}}, not {x}\n?"
+
+
+def test_the_prompts_of_all_rows_are_made_before_a_run(tokenizer):
+    """The longest is found; a null column is an error of its row, if that row has a teacher."""
+    rows = [
+        {"prompt": list(QUESTION), "answer": answer, "data_source": source}
+        for answer, source in (("5", "math"), ("5" * 40, "math"), (None, "chat"))
+    ]
+    source = load_prompts("rows", DataConfig(), tokenizer, seed=0, rows={"rows": rows})
+    prompts = TeacherPrompts(HINT, tokenizer)
+    config = DistillConfig(teacher={"math": "policy", "default": None})
+    taught = partial(has_teacher, config)
+    own = np.array(render(tokenizer, QUESTION))
+    assert prompts.longest("rows", source, taught) == len(prompts.ids(QUESTION, {"answer": "5" * 40}, own))
+    with pytest.raises(
+        ValueError, match=r"rows, row 3: distill\.prompt names the column 'answer', which must"
+    ):
+        prompts.longest("rows", source, partial(has_teacher, DistillConfig(teacher="policy")))
 
 
 def _with_prompts(batch, tokenizer):
@@ -75,7 +133,7 @@ def test_every_token_comes_back_to_its_place(tokenizer, make_batch, seed):
     """Given tokens between sampled ones are read and not scored; the tokens are the policy's, id by id."""
     rollouts = _with_prompts(make_batch(seed, holes=True), tokenizer)
     prompts = TeacherPrompts(HINT, tokenizer)
-    table = prompts.table(rollouts)
+    table = prompts.table(rollouts, [True] * len(rollouts))
     scored = rollouts.completion_mask.any(axis=1)
     assert (table.lengths[scored] > rollouts.lengths[scored]).all()
     for row in np.flatnonzero(scored):
@@ -88,3 +146,15 @@ def test_every_token_comes_back_to_its_place(tokenizer, make_batch, seed):
     values = np.where(table.completion_mask, table.input_ids, 0).astype(np.float32)
     expected = np.where(rollouts.completion_mask, rollouts.input_ids, 0)
     np.testing.assert_array_equal(prompts.back(values, table, rollouts), expected)
+
+
+def test_rows_without_a_teacher_need_no_prompt_of_its_own(tokenizer, make_batch):
+    rollouts = _with_prompts(make_batch(0), tokenizer)
+    scored = rollouts.completion_mask.any(axis=1)
+    row = int(scored.argmax())
+    answers = tuple(None if each == row else "5" for each in range(len(rollouts)))
+    rollouts = dataclasses.replace(rollouts, columns={"answer": answers})
+    table = TeacherPrompts(HINT, tokenizer).table(rollouts, [each != row for each in range(len(rollouts))])
+    np.testing.assert_array_equal((table.lengths > rollouts.lengths)[scored], np.flatnonzero(scored) != row)
+    length = rollouts.lengths[row]
+    np.testing.assert_array_equal(table.input_ids[row, :length], rollouts.input_ids[row, :length])

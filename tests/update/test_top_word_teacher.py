@@ -134,12 +134,17 @@ def test_a_step_is_that_of_the_naive_loss_however_it_is_cut(
 def test_what_is_logged(
     make_learner, make_teacher, make_batch, small_arch, small_params, teacher_arch, teacher_params
 ):
-    """Masses of the four words under both, and that of the ten words that only the teacher has."""
+    """Masses of the four words under both, and that of the ten words that only the teacher has.
+
+    All are means over the tokens that have a teacher, those of sequences of at most 13 tokens.
+    """
     batch = make_batch(1)
-    scored = _scored(batch, make_teacher(4))
+    scored = _scored(batch, make_teacher(4, max_tokens=13))
     state = _step(make_learner("forward_kl", 4), small_params, scored)
     r, words = batch.rollouts, small_arch.vocab_size
-    mask = r.completion_mask[:, 1:]
+    taught = r.lengths <= 13
+    assert 0 < taught.sum() < len(taught)
+    mask = r.completion_mask[:, 1:] & taught[:, None]
     every = np.exp(_log_softmax(teacher_params, teacher_arch, r, words + 10))
     log_q, log_p = (
         _log_softmax(params, arch, r, words)
@@ -152,10 +157,19 @@ def test_what_is_logged(
         assert found[name].result() == pytest.approx(mass[mask].mean(), rel=1e-4)
     outside = every[..., words:].sum(axis=-1)[mask].mean()
     assert found["distill/outside_mass"].result() == pytest.approx(outside, rel=1e-4)
-    model = make_teacher(4)._sources["default"]
-    whole = make_learner("forward_kl", 0, teacher=WordTeacher(model, kind="forward_kl", beta=BETA))
-    same = _step(whole, small_params, batch).metrics["distill/outside_mass"].result()
-    assert same == pytest.approx(outside, rel=1e-4)
+    log_q, log_p = (np.asarray(x, np.float64)[mask] for x in (log_q, log_p))
+    assert found["distill/loss"].result() < (np.exp(log_q) * (log_q - log_p)).sum(axis=-1).mean()
+    model = make_teacher(4, max_tokens=13)._sources["default"]
+    for tokens in (None, 40):
+        teacher = WordTeacher(model, kind="forward_kl", beta=BETA)
+        whole = make_learner("forward_kl", 0, teacher=teacher, tokens=tokens)
+        same = _step(whole, small_params, batch).metrics
+        assert same["distill/outside_mass"].result() == pytest.approx(outside, rel=1e-4)
+        exact = (np.exp(log_q) * (log_q - log_p)).sum(axis=-1).mean()
+        assert same["distill/loss"].result() == pytest.approx(exact, rel=1e-4)
+        untaught = (r.completion_mask.any(axis=1) & ~taught).sum()
+        assert same["distill/no_teacher"].result() == untaught > 0
+        assert found["distill/no_teacher"].result() == untaught
 
 
 @pytest.mark.parametrize("kind", KINDS)

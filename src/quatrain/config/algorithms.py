@@ -27,6 +27,8 @@ class Algorithm:
     """`AGGREGATION`: the aggregation of its paper, if that is not `token_mean`."""
     compares_samples: bool = False
     """`COMPARES_SAMPLES`: whether samples are compared in their group: a group of one has advantage 0."""
+    reads_sampler: bool = False
+    """Whether a loss reads `tokens.rollout_logprobs`."""
 
 
 def _read(folder: Path) -> Mapping[str, Algorithm]:
@@ -37,7 +39,9 @@ def _read(folder: Path) -> Mapping[str, Algorithm]:
 def _algorithm(path: Path) -> Algorithm:
     constants = {}
     parameters = None
-    for node in ast.parse(path.read_text("utf-8")).body:
+    tree = ast.parse(path.read_text("utf-8"))
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == path.stem:
             parameters = tuple(argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -45,7 +49,7 @@ def _algorithm(path: Path) -> Algorithm:
             if name in Algorithm.__dataclass_fields__:
                 constants[name] = ast.literal_eval(node.value)
     assert parameters is not None, f"{path} must define the function {path.stem}"
-    return Algorithm(parameters, **constants)
+    return Algorithm(parameters, **constants, reads_sampler="rollout_logprobs" in read)
 
 
 LOSSES = _read(OPS / "losses")

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from quatrain.config.algorithms import ESTIMATORS, takes
+from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.critic import CriticConfig
 from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
 from quatrain.config.sections.distill import DistillConfig
-from quatrain.config.sections.rollout import COLUMN
+from quatrain.config.sections.rollout import COLUMN, is_address
 
 
 class Rule(NamedTuple):
@@ -206,6 +206,11 @@ RULES: tuple[Rule, ...] = (
         "is measured without it",
     ),
     Rule(
+        "distill.teacher",
+        lambda c: not all(map(is_address, c.distill.servers)),
+        "must be an address such as http://host:8000 where it begins with http:// or https://; correct it",
+    ),
+    Rule(
         "distill.temperature",
         lambda c: c.distill.servers and (c.distill.temperature or c.rollout.temperature) != 1,
         "must be 1 for a teacher behind a server, which gives log-probabilities of prompts at temperature 1; "
@@ -234,6 +239,19 @@ RULES: tuple[Rule, ...] = (
             *("placement.teacher", "offload.teacher"),
         ],
         *without("distill.teacher"),
+    ),
+    *no_effect(
+        ["distill.clip", "distill.discount", "distill.warmdown_steps"],
+        lambda c: c.distill.weight,
+        "for distill.weight 0",
+        "raise distill.weight",
+    ),
+    *no_effect(
+        ["update.reject"],
+        lambda c: c.distill.loss == "sampled" or c.distill.rl_weight or c.update.rejected == "drop",
+        "for update.rejected keep with distill.loss {c.distill.loss} and distill.rl_weight 0: the policy "
+        "loss that it multiplies is 0, and the teacher's term stays",
+        "set update.rejected to drop, which leaves that term out too",
     ),
     Rule(
         "distill.teacher",
@@ -443,6 +461,12 @@ RULES: tuple[Rule, ...] = (
         "another; unset these, or set none",
     ),
     Rule(
+        "update.loss",
+        lambda c: _filters(c) and c.update.loss in LOSSES and LOSSES[c.update.loss].reads_sampler,
+        f"reads the sampler's log-probabilities as those of the policy's own distribution, and {FILTERS} "
+        "make the sampler draw from another; unset these, or take another loss",
+    ),
+    Rule(
         "rollout.servers",
         lambda c: _filters(c) and c.rollout.servers,
         f"must be empty with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
@@ -473,6 +497,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.reward.kl_coef and _takes(c, "function_rewards"),
         "must be 0 for advantage.estimator {c.advantage.estimator}, which reads the values of reward "
         "functions and no others; set 0, or update.kl_coef for a KL in the loss",
+    ),
+    Rule(
+        "reward.kl_coef",
+        lambda c: c.reward.kl_coef and c.advantage.estimator == "maxrl",
+        "must be 0 for advantage.estimator maxrl, which divides by a group's mean reward: a group without a "
+        "right answer would have advantages of full size from its KL alone; set 0, or update.kl_coef for a "
+        "KL in the loss",
     ),
     *no_effect(
         ["lora.alpha", "lora.targets", "rollout.lora"],

@@ -117,6 +117,10 @@ class PromptSource(_Source):
         """The values of a column, each once, of all processes; those that are no text or number are None."""
         return list(dict.fromkeys(chain(*gather_objects(list(self.first_by(column))))))
 
+    def largest(self, size: Callable[[TokenRow], int]) -> int:
+        """The largest `size` of a row, of all processes."""
+        return max(gather_objects(max(map(size, self._table.own.values()), default=0)))
+
     def usual_longest(self, batch_size: int) -> int:
         """Tokens that the longest prompt of USUAL_BATCHES of the batches does not exceed; at least 1.
 

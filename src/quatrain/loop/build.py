@@ -562,12 +562,12 @@ def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | No
 
 
 def build_teachers(
-    config: Config, loaded: LoadedPolicy, *, weights: bool = True
+    config: Config, loaded: LoadedPolicy, *, weights: bool = True, longest_prompt: int = 0
 ) -> tuple[Teacher | None, WordTeacher | None]:
     """(the teacher that is a stage; that of losses over all words, a part of the update).
 
     At most one of them is not None: both are without `distill.teacher`, and without `weights`, after the
-    checks.
+    checks. `longest_prompt`: tokens of the longest of the teacher's own prompts (`TeacherPrompts.longest`).
 
     Raises ValueError for one that cannot be loaded, or has other tokens than the policy.
     """
@@ -578,7 +578,7 @@ def build_teachers(
         loaded.meshes.teacher,
         memory="host" if config.offload.teacher else "device",
         share_prompts=config.update.shares_prompts,
-        longest=longest_sequence(config),
+        longest=longest_of_run(config) + max(longest_prompt - config.data.max_prompt_length, 0),
         longest_own=min(loaded.arch.longest, config.logprob.max_tokens_per_device or loaded.arch.longest),
         seed=config.seed,
         vocab_size=loaded.arch.vocab_size,

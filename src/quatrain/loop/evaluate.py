@@ -152,7 +152,7 @@ class Evaluator:
         """Warnings about the prompts; raises ValueError if no answer of a set can be judged."""
         for each in self.sets:
             name = shown_data_sets(specs[each.name])
-            if self._teaches and not self._taught(each):
+            if self._teaches and not self.taught(each):
                 missing = listed(self._unread.difference(each.prompts(1)[0].columns))
                 yield f"{name}: there is no eval/teacher_kl without the column {missing} of distill.prompt"
             yield from (f"{name}: {warning}" for warning in each.source.warnings)
@@ -166,7 +166,7 @@ class Evaluator:
                     raise
                 yield f"there is no accuracy, because eval.accuracy is null and {error}"
 
-    def _taught(self, each: EvaluationSet) -> bool:
+    def taught(self, each: EvaluationSet) -> bool:
         """Whether a teacher can read the prompts of a set."""
         return self._teaches and not self._unread.difference(each.prompts(1)[0].columns)
 
@@ -193,7 +193,7 @@ class Evaluator:
                 of_set |= _sampled_metrics(nothing, right).keys()
             if right is not None:
                 of_set.add("accuracy_errors")
-            if self._taught(each):
+            if self.taught(each):
                 of_set.add("teacher_kl")
             names += sorted([*(each.prefix + name for name in of_set), *each.skipped_metrics()])
         return names
@@ -234,7 +234,7 @@ class Evaluator:
             usual = len(prompts[:first])
             whole = Evaluation()
             for infix, part in (("", prompts[:usual]), ("final/", prompts[usual:])):
-                for judged, size in self._judged(engine, part, teacher_kl if self._taught(each) else None):
+                for judged, size in self._judged(engine, part, teacher_kl if self.taught(each) else None):
                     whole, done = whole.and_(judged), done + size
                     on_progress(done)
                 if part:

@@ -73,6 +73,7 @@ from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+from quatrain.update.teacher import has_teacher
 from quatrain.update.teacher_prompts import TeacherPrompts
 
 logger = logging.getLogger(__name__)
@@ -432,7 +433,10 @@ def build_run(
     steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
     if saved is not None:
         resume.check_steps(steps, saved["train_step"], folder.path)
-    teacher, of_words = build_teachers(config, loaded, weights=weights) if teaches else (None, None)
+    teacher, of_words = None, None
+    if teaches:
+        longest = _longest_read(config, reads, prompts, evaluator)
+        teacher, of_words = build_teachers(config, loaded, weights=weights, longest_prompt=longest)
     if teacher is not None and isinstance(config.distill.teacher, dict):
         teacher.check_sources(prompts.values_of(DATA_SOURCE))
     learner = build_learner(config, loaded, steps=steps, teacher=of_words or teacher)
@@ -471,14 +475,11 @@ def build_run(
 def _load_prompts(
     config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows, reads: TeacherPrompts | None
 ) -> PromptSource:
-    """The training prompts, with the columns that reward functions, chat template and teacher need.
-
-    Raises ValueError if the teacher's own prompt of the first one does not go with it.
-    """
+    """The training prompts, with the columns that reward functions, chat template and teacher need."""
     needed = {} if reads is None else dict.fromkeys(reads.columns, "the teacher's prompt (distill.prompt)")
     if isinstance(config.distill.teacher, dict):
         needed[DATA_SOURCE] = "distill.teacher"
-    prompts = load_prompts(
+    return load_prompts(
         config.data.train,
         config.data,
         loaded.tokenizer,
@@ -489,10 +490,24 @@ def _load_prompts(
         by_pass_rate=True,
         rows=hub_rows(config, config.data.train, rows),
     )
-    if reads is not None:
-        for prompt in prompts.head(1):
-            reads.ids(prompt.text, prompt.columns, prompt.input_ids)
-    return prompts
+
+
+def _longest_read(
+    config: Config, reads: TeacherPrompts | None, prompts: PromptSource, evaluator: Evaluator
+) -> int:
+    """Tokens of the longest of the teacher's own prompts, which are all made once; 0 without any.
+
+    Raises ValueError, which names data set and row, for one that cannot be made.
+    """
+    if reads is None:
+        return 0
+    sets = [
+        (config.data.eval_sets[each.name], each.source) for each in evaluator.sets if evaluator.taught(each)
+    ]
+    return max(
+        reads.longest(shown_data_sets(spec), source, partial(has_teacher, config.distill))
+        for spec, source in [(config.data.train, prompts), *sets]
+    )
 
 
 def _ahead(

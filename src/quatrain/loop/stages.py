@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quatrain.advantage.estimate import AdvantageEstimator
+from quatrain.config.rules import FILTERS
 from quatrain.config.schema import Config, CriticConfig, UpdateConfig
 from quatrain.loop.build import (
     LoadedPolicy,
@@ -144,6 +145,12 @@ def build_learner(
             f"update.loss {config.update.loss} does not read old log-probabilities, so that "
             "update.old_logprobs rollout corrects nothing; set update.old_logprobs to auto and "
             "update.correction to truncate or mask"
+        )
+    if learner.reads_sampler and not config.rollout.samples_the_policy:
+        raise ValueError(
+            f"update.loss {config.update.loss} reads the sampler's log-probabilities, which must be those of "
+            f"the policy's own distribution; {FILTERS} make the sampler draw from another; unset these, or "
+            "take another loss"
         )
     return learner
 

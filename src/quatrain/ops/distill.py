@@ -31,22 +31,27 @@ def sampled_advantages(
     clipped = (jnp.abs(gap) > clip) & (weights > 0)
     signal = weights * jnp.clip(gap, -clip, clip)
     if discount:
-        signal = sums_from_here_on(jnp.where(tokens.mask, signal, 0.0), tokens.sequence_ids, discount)
+        signal = sums_from_here_on(signal, tokens.mask, tokens.sequence_ids, discount)
     advantages = rl_weight * tokens.advantages + signal
     return jax.lax.stop_gradient((advantages, clipped.astype(jnp.float32)))
 
 
-def sums_from_here_on(values: jax.Array, sequence_ids: jax.Array, discount: float) -> jax.Array:
-    """y_t = values_t + discount y_{t'} with t' the next token of the sequence; all arrays [R, K].
+def sums_from_here_on(
+    values: jax.Array, mask: jax.Array, sequence_ids: jax.Array, discount: float
+) -> jax.Array:
+    """y_t = values_t + discount y_{t'} with t' the next token of the sequence in `mask`; all arrays [R, K].
 
-    Tokens of a sequence are in their order; between them there may be others. Padding is after all tokens of
-    its sequence and has the value 0.
+    Tokens of a sequence are in their order; between them there may be others. Those outside of the mask,
+    given tokens of a whole sequence or padding of a micro-batch, count for nothing: y does not depend on
+    whether they are there.
     """
 
-    def of_row(row: jax.Array, ids: jax.Array) -> jax.Array:
+    def of_row(row: jax.Array, scored: jax.Array, ids: jax.Array) -> jax.Array:
         order = jnp.argsort(ids, stable=True)
-        row, ids = row[order], ids[order]
-        carried = jnp.where(jnp.append(ids[:-1] == ids[1:], False), jnp.float32(discount), jnp.float32(0))
+        row, scored, ids = row[order], scored[order], ids[order]
+        row = jnp.where(scored, row, 0.0)
+        decay = jnp.where(scored, jnp.float32(discount), jnp.float32(1))
+        carried = jnp.where(jnp.append(ids[:-1] == ids[1:], False), decay, jnp.float32(0))
 
         def later_then_earlier(
             later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]
@@ -56,4 +61,4 @@ def sums_from_here_on(values: jax.Array, sequence_ids: jax.Array, discount: floa
         _, summed = jax.lax.associative_scan(later_then_earlier, (carried, row), reverse=True)
         return summed[jnp.argsort(order)]
 
-    return jax.vmap(of_row)(values, sequence_ids)
+    return jax.vmap(of_row)(values, mask, sequence_ids)

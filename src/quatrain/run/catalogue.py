@@ -25,7 +25,9 @@ _STATS = {"mean": "Mean", "std": "Standard deviation", "min": "Minimum", "max": 
 # name | unit | reduction | meaning, which may stand in indented lines below. `name/*` is a metric for each of
 # several reductions, whose meaning begins with the reduction's name: `Mean of a sequence's advantage.`
 _TABLE = """
-loss | nats | mean | Complete loss: policy loss, KL and entropy terms, weighted by `update.loss_aggregation`.
+loss | nats | mean |
+    Complete loss: policy loss, KL and entropy terms, and the divergence from a teacher (`distill.loss`),
+    weighted by `update.loss_aggregation`.
 update/policy_loss | nats | mean | Policy loss without KL and entropy terms, mean over tokens.
 update/kl | nats | mean | KL to the frozen reference, mean over tokens; logged if `update.kl_coef` is above 0.
 update/entropy | nats | mean | Entropy of the policy at the sampling temperature, mean over tokens.
@@ -60,7 +62,8 @@ update/learning_rate | 1 | last | Learning rate of the last optimizer step, appl
 update/optimizer_steps | steps | sum | Optimizer steps applied in this training step.
 update/bad_steps | steps | sum | Optimizer steps not applied because loss or gradient was not finite.
 update/skipped_steps | steps | sum |
-    Optimizer steps skipped because every advantage was 0, without a KL or entropy term.
+    Optimizer steps skipped because every advantage that is trained on was 0, without a KL or entropy term or
+    a teacher.
 update/masked_sequences | sequences | sum |
     Truncated completions left out of the loss (`update.mask_truncated`).
 update/behaviour_weight_mean | 1 | mean |
@@ -82,26 +85,28 @@ update/masked_groups | groups | sum |
     Groups in which every advantage is 0, left out of the loss (`update.mask_zero_signal`).
 distill/kl | nats | mean |
     Sampler's log-probability of a token minus the teacher's, mean over the tokens that have a teacher: an
-    estimate of KL(policy || teacher).
+    estimate of KL(policy || teacher). Neither this nor the next two with a `distill.loss` over all words,
+    which needs no log-probabilities of tokens: `distill/loss` and `eval/teacher_kl` say how far they are.
 distill/kl/<source> | nats | mean |
     The same over the rows with this value of the column `data_source`, where a batch has 2 to 16 of them.
 distill/teacher_logprob | nats | mean | The teacher's log-probability of a token, mean over the same tokens.
 distill/clipped_fraction | fraction | mean |
-    Fraction of tokens whose difference of log-probabilities was bounded by `distill.clip`.
+    Fraction of tokens whose difference of log-probabilities was bounded by `distill.clip`, of those that
+    have a teacher.
 distill/loss | nats | mean |
-    Divergence of the policy from the teacher over the vocabulary (`distill.loss`), mean over tokens, 0 where
-    there is no teacher.
+    Divergence of the policy from the teacher over the vocabulary (`distill.loss`), mean over the tokens that
+    have a teacher.
 distill/topk_mass | fraction | mean |
     The teacher's probability of its `distill.top_k` likeliest words (with a server, of the sampled one too),
     mean over the tokens that have a teacher.
 distill/topk_mass_policy | fraction | mean |
-    The policy's probability of the same words, mean over tokens, 0 where there is no teacher.
+    The policy's probability of the same words, mean over the same tokens.
 distill/outside_mass | fraction | mean |
-    The teacher's probability of words that the policy does not have, where its vocabulary is larger; losses
-    over the vocabulary are about the words that both have.
+    The teacher's probability of words that the policy does not have, where its vocabulary is larger, mean
+    over the tokens that have a teacher; losses over the vocabulary are about the words that both have.
 distill/no_teacher | sequences | sum |
-    Sequences without a teacher's log-probabilities, because they are longer than its positions or
-    `distill.max_tokens_per_device`.
+    Sequences without a teacher: of a data source for which `distill.teacher` names none, or longer than
+    its positions, `distill.max_tokens_per_device` or what its server reads.
 update/compilations | programs | sum |
     Programs compiled or read from the compilation cache in the update; 0 once all shapes occurred. With
     `rollout.max_staleness` above 0, those of the rollout's thread count too.

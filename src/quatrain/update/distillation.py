@@ -6,6 +6,7 @@ Data flow: `RewardedBatch` with the teacher's log-probabilities (`teacher.py`) -
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import jax
@@ -19,10 +20,13 @@ from quatrain.ops.distill import sampled_advantages
 from quatrain.ops.divergences import Divergence
 from quatrain.ops.tokens import TEACHER_WORD_LOGPROBS, TEACHER_WORDS, DistilledTokens, ScoredTokens
 from quatrain.types.batches import RewardedBatch
+from quatrain.types.metrics import Metric
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Entry of `RewardedBatch.token_logprobs`: NaN on the completion tokens of sequences without a teacher."""
 COLUMNS = (TEACHER_LOGPROBS, "teacher_weights")
+TAUGHT = "distill/taught"
+"""Mean that is 1 for a token with a teacher, of which `over_taught` makes the others' denominator."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,15 @@ class Distillation:
         of_tokens = taught.weighted(aggregation, max_new_tokens).columns["weights"]
         return mini.with_columns(teacher_weights=weights * of_tokens)
 
-    def advantages(self, tokens: ScoredTokens) -> tuple[jax.Array, jax.Array]:
-        """(advantages [R, K], 1.0 where the teacher's part was clipped) of `tokens`."""
+    def advantages(self, tokens: ScoredTokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(advantages [R, K], means to log) of `tokens`."""
+        taught = {TAUGHT: (tokens.column("teacher_weights") > 0).astype(jnp.float32)}
         if self.over_words:
-            return self.rl_weight * tokens.advantages, jnp.zeros(tokens.mask.shape)
-        return sampled_advantages(tokens, rl_weight=self.rl_weight, clip=self.clip, discount=self.discount)
+            return self.rl_weight * tokens.advantages, taught
+        mixed, clipped = sampled_advantages(
+            tokens, rl_weight=self.rl_weight, clip=self.clip, discount=self.discount
+        )
+        return mixed, {**taught, "distill/clipped_fraction": clipped}
 
     def term(self, tokens: ScoredTokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(weighted divergence [R, K] of `tokens`, means to log), 0 where there is no teacher."""
@@ -126,3 +134,17 @@ class Distillation:
         divergence, mass = (jnp.where(weights > 0, x, 0.0) for x in (tokens.divergence, tokens.mass))
         name = "distill/topk_mass_policy" if self.top_k else "distill/outside_mass"
         return weights * divergence, {"distill/loss": divergence, name: mass}
+
+
+def over_taught(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The `metrics` of an update, with means of the teacher's term over the tokens that have a teacher."""
+    if TAUGHT not in metrics:
+        return dict(metrics)
+    count = metrics[TAUGHT].value
+    return {
+        name: replace(metric, count=count)
+        if name.startswith("distill/") and metric.reduction == "mean"
+        else metric
+        for name, metric in metrics.items()
+        if name != TAUGHT
+    }

@@ -26,7 +26,7 @@ from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.types.batches import AdvantagedBatch, PromptPosition, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
-from quatrain.update.distillation import Distillation
+from quatrain.update.distillation import Distillation, over_taught
 from quatrain.update.objective import SQUARES, PolicyObjective
 from quatrain.update.teacher import Teacher, WordTeacher
 from quatrain.update.teacher_scores import Scores, TopWords, model_scores
@@ -125,7 +125,10 @@ class Learner:
             )
         self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
         self.objective = PolicyObjective.of(update, on_policy=True, distillation=distillation)
-        ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in self.objective.check()
+        read = self.objective.check()
+        self.reads_sampler = "rollout_logprobs" in read
+        """Whether the policy loss itself reads the sampler's log-probabilities."""
+        ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in read
         self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
@@ -264,6 +267,9 @@ class Learner:
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
         table = self._without_zero_signal(self._policy_table(state, batch, on_policy), totals)
         table = self._without_rejected(table, totals)
+        if (teacher := self.trainer.teacher) is not None:
+            unread = batch.rollouts.completion_mask.any(axis=1) & (batch.rollouts.lengths > teacher.longest)
+            totals.combine({"distill/no_teacher": Metric(int(unread.sum()), reduction="sum")})
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
         for place, rows in mini_batches:
@@ -287,6 +293,7 @@ class Learner:
         trained = to_memory(self.policy_memory, self.policy.trained(state.params))
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
+        totals.metrics = over_taught(totals.metrics)
         if squares := totals.metrics.pop(f"update/{SQUARES}", None):
             mean = totals.metrics["update/behaviour_weight_mean"].result()
             effective = mean**2 / squares.result() if squares.result() else 0.0
@@ -373,9 +380,11 @@ class Learner:
         return replace(table, completion_mask=table.completion_mask & trained[:, None])
 
     def _signal(self, table: TokenTable) -> np.ndarray:
-        """[B, T] bool: the tokens with an advantage other than 0, or with a teacher."""
-        signal = table.columns["advantages"] != 0
-        return signal | (table.columns["teacher_weights"] > 0) if self.objective.distillation else signal
+        """[B, T] bool: the tokens with an advantage other than 0 that is trained on, or with a teacher."""
+        signal, distillation = table.columns["advantages"] != 0, self.objective.distillation
+        if distillation is None:
+            return signal
+        return (signal & (distillation.rl_weight != 0)) | (table.columns["teacher_weights"] > 0)
 
     def _without_zero_signal(self, table: TokenTable, totals: StepTotals) -> TokenTable:
         """`table` without the completion tokens of groups without a signal, if configured."""

@@ -115,12 +115,11 @@ class PolicyObjective:
         teacher: dict[str, jax.Array] = {}
         weighted = None
         if self.distillation is not None:
-            advantages, clipped = self.distillation.advantages(tokens)
+            advantages, teacher = self.distillation.advantages(tokens)
             tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
             if self.distillation.over_words:
-                weighted, teacher = self.distillation.term(tokens)
-            else:
-                teacher["distill/clipped_fraction"] = clipped
+                weighted, of_words = self.distillation.term(tokens)
+                teacher |= of_words
         policy = self._policy_loss(tokens)
         if self.correction is not None or self.rejections:
             policy = self._corrected(policy, tokens)

@@ -18,6 +18,7 @@ import httpx2 as httpx
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main
+from quatrain.config.errors import shown
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.data.tokenizer import encode
 from quatrain.data.vocabulary import TEXTS
@@ -31,6 +32,9 @@ AT_ONCE = 32
 """Sequences that are asked for at one time."""
 CONNECT_S, PAUSE_S = 10.0, 1.0
 """Seconds in which a server must accept a connection, and between two attempts to ask it."""
+TRY_AGAIN = (408, 429)
+"""Statuses below 500 of a server that may answer later: it timed out, or has too many requests."""
+UP_TO_V1 = "give the address of the server itself, up to /v1, as http://host:8000"
 SAME = 1e-2
 """Largest difference, in nats, of the log-probabilities of a text and of its ids when a server is probed."""
 
@@ -53,7 +57,12 @@ class ServerTeacher:
     def _client(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(SERVE_TOKEN)) else {}
         timeout = httpx.Timeout(self._timeout_s, connect=CONNECT_S, pool=None)
-        return httpx.Client(base_url=self.address, headers=headers, timeout=timeout, trust_env=False)
+        try:
+            return httpx.Client(base_url=self.address, headers=headers, timeout=timeout, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ValueError(
+                f"the teacher {self.address} must be an address such as http://host:8000; {error}; correct it"
+            ) from error
 
     def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> Scores:
         """As `Source.scores`, with a word more than `top` asks for: the token itself."""
@@ -126,7 +135,7 @@ class ServerTeacher:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
                 f"distill.teacher {self.address} must be a server with OpenAI's interface; /v1/models names "
-                "no model; give the address up to /v1, as http://host:8000"
+                f"no model; {UP_TO_V1}"
             ) from error
 
     def _probe(self, tokenizer: Any) -> None:
@@ -154,17 +163,29 @@ class ServerTeacher:
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
-                if response.status_code < 400:
-                    return response.json()
-                problem = f"status {response.status_code}, {response.text:.200}"
-                if response.status_code < 500:
-                    raise ValueError(f"the teacher at {self.address} refused a question: {problem}")
+                status, problem = response.status_code, f"status {response.status_code}, {response.text:.200}"
+                if status < 300:
+                    return self._json(response)
+                if status < 400:
+                    problem = f"status {status} to {response.headers.get('Location', 'nowhere')}"
+                if status < 500 and status not in TRY_AGAIN:
+                    remedy = f"; {UP_TO_V1}" if status < 400 or status == 404 else ""
+                    raise ValueError(f"the teacher at {self.address} refused a question: {problem}{remedy}")
             if time.monotonic() > deadline:
                 raise ConnectionError(
                     f"the teacher at {self.address} did not answer for {self._timeout_s:g} s "
                     f"(rollout.timeout_s): {problem}"
                 )
             time.sleep(PAUSE_S)
+
+    def _json(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ValueError(
+                f"the teacher at {self.address} must answer {response.request.url.path} in JSON; it answered "
+                f"{shown(response.text)}; {UP_TO_V1}"
+            ) from error
 
 
 def _outcomes(pairs: Pairs, most: int, num_words: int) -> tuple[list[int], list[float]]:

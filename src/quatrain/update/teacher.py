@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from quatrain.backend import this_backend
 from quatrain.config.errors import listed
 from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
-from quatrain.config.sections.distill import DEFAULT, OWN
+from quatrain.config.sections.distill import DEFAULT
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.forward.micro_batch import MicroBatch
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 MOST_SOURCES = 16
 """Values of the column `data_source` in a batch up to which each has a metric of its own."""
 
+Found = TypeVar("Found")
 
 OwnScores = Callable[[str, TokenTable, float, TopWords | None], Scores]
 """(`policy` or `initial`, table, temperature, which words) -> what these weights say of it."""
@@ -204,9 +205,10 @@ class Teacher:
 
     def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> Scores:
         prompts = self._prompts
-        table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts)
-        gathered = Gathered(table, None if top is None else self._width)
         of_row = self._of_rows(rollouts)
+        taught = [each is not None for each in of_row]
+        table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts, taught)
+        gathered = Gathered(table, None if top is None else self._width)
         for source in {id(each): each for each in of_row if each is not None}.values():
             held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
             if held.size:
@@ -218,8 +220,22 @@ class Teacher:
 
     def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
         """What scores each row."""
-        names = rollouts.columns.get(DATA_SOURCE, (DEFAULT,) * len(rollouts))
-        return [self._sources.get(name, self._sources.get(DEFAULT)) for name in names]
+        names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
+        return [_of_source(self._sources, name) for name in names]
+
+
+def _of_source(sources: Mapping[str, Found | None], name: str) -> Found | None:
+    return sources.get(name, sources.get(DEFAULT))
+
+
+def has_teacher(config: DistillConfig, columns: Mapping[str, Any]) -> bool:
+    """Whether a row with the data `columns` has a teacher."""
+    return _of_source(config.teachers, str(columns.get(DATA_SOURCE, DEFAULT))) is not None
+
+
+def _data_sources(rollouts: RolloutBatch) -> list[str]:
+    """The data source of each row as text, as the configuration names it; [] without the column."""
+    return [str(value) for value in rollouts.columns.get(DATA_SOURCE, ())]
 
 
 def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
@@ -243,7 +259,7 @@ def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
         metrics["distill/topk_mass"] = Metric(float((1 - rest).sum()), count)
     if scores.outside_mass is not None and scores.outside_mass.any():
         metrics["distill/outside_mass"] = Metric(float(scores.outside_mass[scored].sum()), count)
-    of_row = np.array(rollouts.columns.get(DATA_SOURCE, ()), str)
+    of_row = np.array(_data_sources(rollouts))
     sources = np.unique(of_row)
     for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
         if scored[of_row == source].any():
@@ -256,8 +272,8 @@ class TeacherLoader:
     """How the teachers of `config` are loaded: on `mesh`, kept in `memory`, with prompts shared or not.
 
     Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. `longest`: tokens of the
-    longest sequence that a run can produce; `longest_own`: that weights of the run can read. `seed` is that
-    of a built-in teacher.
+    longest sequence that a teacher gets to read, in training or evaluation, with its own prompt if it has
+    one; `longest_own`: that weights of the run can read. `seed` is that of a built-in teacher.
     """
 
     config: DistillConfig
@@ -280,24 +296,32 @@ class TeacherLoader:
         """The teacher, with `prompts` of its own or None.
 
         None if the configuration names none, and without `weights`, after the checks. A warning is logged for
-        a model that cannot read sequences of `longest` tokens. Raises ValueError for a model that is missing,
-        damaged, of an unsupported family, that `mesh` cannot shard, or whose tokens are not those of the
-        policy's `tokenizer`.
+        a teacher that cannot read sequences of `longest` tokens. Raises ValueError for a model that is
+        missing, damaged, of an unsupported family, that `mesh` cannot shard, or whose tokens are not those of
+        the policy's `tokenizer`.
         """
         config = self.config
-        loaded: dict[str | None, Source | None] = {path: self._model(path, weights) for path in config.models}
+        loaded: dict[str, Source | None] = {path: self._model(path, weights) for path in config.models}
         if not config.teachers or not weights:
             return None
+        assert config.temperature is not None, "the temperature is derived before it comes here"
+        for name in config.own:
+            loaded[name] = OwnWeights(name, config.temperature, self.longest_own)
+        for address in config.servers:
+            most = config.top_k if config.loss != "sampled" else 0
+            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s, num_words=most)
+        for path, source in loaded.items():
+            if source is not None and source.longest < self.longest:
+                logger.warning(
+                    "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; "
+                    "sequences that are too long have no teacher (counted in distill/no_teacher)",
+                    *(path, source.longest, self.longest),
+                )
         if config.loss != "sampled" and not config.top_k:
             (model,) = loaded.values()
             assert isinstance(model, FrozenModel), "a rule of the configuration"
             return WordTeacher(model, kind=config.loss, beta=config.beta)
-        assert config.temperature is not None, "the temperature is derived before it comes here"
-        own = {name: OwnWeights(name, config.temperature, self.longest_own) for name in OWN}
-        for address in config.servers:
-            most = config.top_k if config.loss != "sampled" else 0
-            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s, num_words=most)
-        sources = {name: (own | loaded).get(path) for name, path in config.teachers.items()}
+        sources = {name: None if path is None else loaded[path] for name, path in config.teachers.items()}
         return Teacher(sources, prompts, top=self._top(loaded.values()))
 
     def _top(self, sources: Iterable[Source | None]) -> TopWords | None:
@@ -343,17 +367,10 @@ class TeacherLoader:
             mesh=self.mesh,
             temperature=config.temperature,
         )
-        frozen = FrozenModel(
+        return FrozenModel(
             loaded.params,
             spec,
             max_tokens=config.max_tokens_per_device,
             share_prompts=self.share_prompts,
             memory=self.memory,
         )
-        if frozen.longest < self.longest:
-            logger.warning(
-                "the teacher %s reads at most %d tokens, and the longest sequence of this run has %d; "
-                "sequences that are too long have no teacher (counted in distill/no_teacher)",
-                *(path, frozen.longest, self.longest),
-            )
-        return frozen

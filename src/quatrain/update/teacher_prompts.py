@@ -7,60 +7,103 @@ Data flow: `RolloutBatch` -> `TeacherPrompts.table`, the ids that the teacher re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from quatrain.config.errors import listed, shown
+from quatrain.data.messages import checked_messages
+from quatrain.data.prompts import PromptSource
+from quatrain.data.table import TokenRow
 from quatrain.data.tokenizer import encode, fill_template, render
 from quatrain.data.turns import TurnsOfRow
 from quatrain.forward.table import TokenTable
 from quatrain.types.batches import PromptText, RolloutBatch
 from quatrain.workers.user_code import find_function
 
-_FUNCTION = re.compile(r"\S+\.py:\w+|[\w.]+:\w+")
-_COLUMN = re.compile(r"{(\w+)}")
+_FUNCTION = re.compile(r".+\.py:\w+|[\w.]+:\w+")
+_BRACES = re.compile(r"{{|}}|{(\w+)}|[{}]")
+"""In a text: a literal brace, written twice, the name of a column, or a brace that is neither."""
 
 
 class TeacherPrompts:
     """What the teacher reads before a completion: `spec`, a text with {columns}, or a function of the row.
 
-    A text becomes a system message before the messages of a prompt, or the end of the one that it has, or
-    lines before a prompt that is a text. A function gets the row, its data columns and `prompt`, and returns
-    a text or messages. Prompts are rendered with the policy's `tokenizer`, and by `turns` if episodes have
-    several. Raises ValueError for a function that cannot be imported.
+    A text, in which a literal brace is written twice, becomes a system message before the messages of a
+    prompt, or the end of the one that it has, or lines before a prompt that is a text. A function, which a
+    `spec` is that ends in `.py:name`, gets the row, its data columns and `prompt`, and returns a text or
+    messages. Prompts are rendered with the policy's `tokenizer`, and by `turns` if episodes have several.
+    Raises ValueError for a function that cannot be imported, and for braces around anything but a name.
     """
 
     def __init__(self, spec: str, tokenizer: Any, turns: TurnsOfRow | None = None):
         self._spec, self._tokenizer, self._turns = spec, tokenizer, turns
         self._function: Callable[..., Any] | None = None
         if _FUNCTION.fullmatch(spec):
-            self._function = find_function(spec, MappingProxyType({}), "teacher's prompt")
+            self._function = find_function(spec, MappingProxyType({}), "teacher's prompt (distill.prompt)")
+        elif wrong := next((found for found in _BRACES.finditer(spec) if found[0] in ("{", "}")), None):
+            raise ValueError(
+                "distill.prompt must have braces around the names of data columns alone, as {answer}; got "
+                f"{shown(spec[wrong.start() :])}; name a column, write a literal brace twice, or give a "
+                "function as path/file.py:function"
+            )
         self._generation: list[int] | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The data columns that the text names."""
-        return () if self._function else tuple(dict.fromkeys(_COLUMN.findall(self._spec)))
+        return () if self._function else tuple(dict.fromkeys(filter(None, _BRACES.findall(self._spec))))
 
     def text(self, prompt: PromptText, columns: Mapping[str, Any]) -> PromptText:
-        """The teacher's prompt in place of `prompt`, of a row with `columns`."""
+        """The teacher's prompt in place of `prompt`, of a row with `columns`.
+
+        Raises ValueError for a column that is missing or null, and for a function that fails.
+        """
         if self._function is not None:
-            written = self._function({**columns, "prompt": prompt})
-            return written if isinstance(written, str) else tuple(written)
+            return self._written(self._function, {**columns, "prompt": prompt})
         if missing := [name for name in self.columns if name not in columns]:
             raise ValueError(
                 f"distill.prompt names the column {missing[0]!r}; the data has {listed(columns) or 'none'}"
             )
-        own = _COLUMN.sub(lambda found: str(columns[found[1]]), self._spec)
+        if null := [name for name in self.columns if columns[name] is None]:
+            raise ValueError(
+                f"distill.prompt names the column {null[0]!r}, which must not be null; give a value, remove "
+                "the row, or give a function as path/file.py:function"
+            )
+        own = _BRACES.sub(lambda found: str(columns[found[1]]) if found[1] else found[0][0], self._spec)
         if isinstance(prompt, str):
             return f"{own}\n{prompt}"
         first, *rest = prompt
         if first["role"] == "system":
             return ({**first, "content": f"{first['content']}\n\n{own}"}, *rest)
         return ({"role": "system", "content": own}, *prompt)
+
+    def _written(self, function: Callable[..., Any], row: Mapping[str, Any]) -> PromptText:
+        """What `function` makes of `row`; raises ValueError where that is no prompt."""
+        try:
+            written = function(row)
+            return written if isinstance(written, str) else tuple(checked_messages(written))
+        except (Exception, SystemExit) as error:
+            raise ValueError(
+                f"distill.prompt {self._spec} must return messages, or a text; it failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def longest(self, name: str, source: PromptSource, taught: Callable[[Mapping[str, Any]], bool]) -> int:
+        """Tokens of the longest prompt of the data set `name`; all those of rows that are `taught` are made.
+
+        Raises ValueError, which names the row, for a prompt that cannot be made.
+        """
+
+        def size(row: TokenRow) -> int:
+            try:
+                return len(self.ids(row.text, row.columns, row.input_ids)) if taught(row.columns) else 0
+            except ValueError as error:
+                raise ValueError(f"{name}, row {row.number}: {error}") from error
+
+        return source.largest(size)
 
     def ids(self, prompt: PromptText, columns: Mapping[str, Any], policy_ids: np.ndarray) -> np.ndarray:
         """[P'] int32 ids of the teacher's prompt, where the policy's is `policy_ids`.
@@ -89,14 +132,19 @@ class TeacherPrompts:
             self._generation = encode(self._tokenizer, begun.removeprefix(closed), add_special_tokens=False)
         return self._generation
 
-    def table(self, rollouts: RolloutBatch) -> TokenTable:
-        """What the teacher reads: its prompt, then the row's own ids from the first sampled token on."""
+    def table(self, rollouts: RolloutBatch, taught: Sequence[bool]) -> TokenTable:
+        """What the teacher reads: its prompt, then the row's own ids from the first sampled token on.
+
+        Rows that are not `taught` keep the policy's prompt.
+        """
         starts = rollouts.completion_mask.argmax(axis=1)
         rows = []
         for row, start in enumerate(starts):
             columns = {name: values[row] for name, values in rollouts.columns.items()}
             policy_ids = rollouts.input_ids[row, :start]
-            prompt = self.ids(rollouts.prompts[row], columns, policy_ids) if start else np.zeros(1, np.int32)
+            prompt = policy_ids if start else np.zeros(1, np.int32)
+            if start and taught[row]:
+                prompt = self.ids(rollouts.prompts[row], columns, policy_ids)
             rows.append((prompt, rollouts.input_ids[row, start : rollouts.lengths[row]]))
         width = max(len(prompt) + len(rest) for prompt, rest in rows)
         ids = np.zeros((len(rows), width), np.int32)

@@ -24,8 +24,13 @@ class DistillConfig(Section):
     teacher: Annotated[
         Text | dict[Text, Text | None] | None,
         must(
-            "be a teacher, or a mapping from data sources to teachers as {math: A, code: B, default: null}",
-            lambda teacher: teacher is None or (isinstance(teacher, str | dict) and teacher),
+            "be a teacher, or a mapping from data sources to teachers, one of them not null, as "
+            "{math: A, code: B, default: null}",
+            lambda teacher: (
+                teacher is None
+                or (teacher and isinstance(teacher, str))
+                or (isinstance(teacher, dict) and any(teacher.values()))
+            ),
             before=True,
         ),
     ] = None
@@ -37,8 +42,9 @@ class DistillConfig(Section):
     `default` is that of all other values, and null is none. null: no distillation."""
     prompt: Text | None = None
     """What the teacher reads in place of the prompt: a text with names of data columns, as
-    `The answer is {answer}.`, which becomes a system message before the prompt's messages, or a function of
-    the row as `path/file.py:function` that returns messages; null: the prompt."""
+    `The answer is {answer}.` (a literal brace is written twice), which becomes a system message before the
+    prompt's messages, or a function of the row as `path/file.py:function` that returns messages; null: the
+    prompt."""
     loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = "sampled"
     """What the policy learns from the teacher: `sampled`: the difference of log-probabilities of the sampled
     token, as an advantage; the others: a divergence over the whole vocabulary, as a loss of its own:

@@ -27,12 +27,13 @@ COLUMN = "column"
 _ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^/\s?#@:\[\]]+)(:(?P<port>\d{1,9}))?(/[^\s?#]*)?")
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether `text` is the address of a server: http or https, a host, and perhaps a port and a path."""
     parts = _ADDRESS.fullmatch(text)
     return parts is not None and int(parts["port"] or 0) <= LARGEST_PORT
 
 
-Url = Annotated[str, must("be an address such as http://host:8000", _is_address)]
+Url = Annotated[str, must("be an address such as http://host:8000", is_address)]
 
 
 class RolloutConfig(Section):

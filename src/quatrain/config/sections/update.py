@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
 from quatrain.config.algorithms import LOSSES
+from quatrain.config.errors import shown
 from quatrain.config.fields import (
     Argument,
     Count,
@@ -21,16 +24,35 @@ from quatrain.config.fields import (
 
 SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
 """Keys of `update` that are passed to a policy loss if it has a parameter of that name without a default."""
-REJECTIONS = {"geometric": 2, "product": 2, "k3": 1, "negative_kl": 1}
-"""Rules of `update.reject`, with the number of their bounds."""
+REJECTIONS = {"geometric": [0.99, 1.01], "product": [0.5, 2.0], "k3": 0.01, "negative_kl": 0.5}
+"""Rules of `update.reject`, with the form of their bounds."""
+MOST_RATIO = math.exp(20)
+"""Largest ratio that a rule of `update.reject` sees, and the inverse of the smallest: sums are clamped."""
 
 
 def _is_bounds(name: str, bounds: Any) -> bool:
-    """Whether the rule `name` may have `bounds`: a number above 0, or two, the first of which is smaller."""
-    wanted = REJECTIONS.get(name)
-    numbers = [bounds] if wanted == 1 else list(bounds) if isinstance(bounds, list | tuple) else []
-    ordered = len(numbers) == wanted and sorted(set(numbers)) == numbers
-    return ordered and all(type(number) in (int, float) and number > 0 for number in numbers)
+    """Whether the rule `name` may have `bounds`: one number, or two around 1, the ratio of a fresh token.
+
+    Numbers are of what the rule can see, so that each bound rejects something and not everything.
+    """
+    ratios = isinstance(REJECTIONS[name], list)
+    numbers = bounds if ratios else [bounds]
+    if not isinstance(numbers, list | tuple) or {*map(type, numbers)} - {int, float}:
+        return False
+    inside = all(1 / MOST_RATIO < number < MOST_RATIO for number in numbers)
+    return inside and (not ratios or (len(numbers) == 2 and numbers[0] < 1 < numbers[1]))
+
+
+def _rule_of_rejections(rules: Mapping[str, Any]) -> str:
+    """What is wrong with the first of `rules` that cannot be used."""
+    name = next(
+        name for name, bounds in rules.items() if name not in REJECTIONS or not _is_bounds(name, bounds)
+    )
+    if name not in REJECTIONS:
+        return f"name rules of {', '.join(REJECTIONS)}, and {shown(name)} is none; correct the name"
+    ratios, limits = isinstance(REJECTIONS[name], list), f"between {1 / MOST_RATIO:.2g} and {MOST_RATIO:.2g}"
+    form = f"bounds [low, high] with low < 1 < high, {limits}" if ratios else f"one bound {limits}"
+    return f"have for {name} {form}, as {REJECTIONS[name]}; it has {shown(rules[name])}; correct it"
 
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
@@ -110,9 +132,8 @@ class UpdateConfig(Section):
     reject: Annotated[
         dict[Text, Annotated[Any, WithJsonSchema({"const": "number above 0, or [low, high]"})]],
         must(
-            "be a mapping of rules to bounds above 0: [low, high] for geometric and product, one for k3 "
-            "and negative_kl",
-            lambda rules: all(_is_bounds(name, bounds) for name, bounds in rules.items()),
+            _rule_of_rejections,
+            lambda rules: all(name in REJECTIONS and _is_bounds(name, rules[name]) for name in rules),
         ),
     ] = Field({})
     """Rules that reject whole sequences by how far the policy at the start of the training step is from what
@@ -120,15 +141,16 @@ class UpdateConfig(Section):
     [algorithms.md](algorithms.md#rejected-sequences). Several may stand together."""
     rejected: Literal["keep", "drop"] = "keep"
     """What becomes of a rejected sequence: `keep`: its policy loss has weight 0 and it counts in the
-    denominators of the aggregation; `drop`: it is left out as if it had not been sampled, KL and entropy
-    terms included, which needs `update.old_logprobs: recompute`."""
+    denominators of the aggregation; `drop`: it is left out as if it had not been sampled, which needs
+    `update.old_logprobs: recompute`. The terms of KL, entropy and a `distill.loss` over the vocabulary stay
+    with `keep` and go with `drop`."""
     mask_truncated: bool = False
     """Leave completions that were cut at `rollout.max_new_tokens` out of the loss, numerator and denominator;
     `update/masked_sequences` counts them. The critic's loss leaves them out too."""
     mask_zero_signal: bool = False
     """Leave the groups in which every advantage is 0 out of the policy's loss, numerator and denominator, so
     that the other groups weigh more; `update/masked_groups` counts them. KL and entropy terms leave them out
-    too."""
+    too. A group of which a sequence has a teacher (`distill.teacher`) has a signal and stays."""
     max_bad_steps: Count = 5
     """The run stops after this many optimizer steps in a row with a non-finite loss or gradient."""
 
