@@ -1,7 +1,14 @@
 """The plan counts the routes of a step's batches, in the memory of the host."""
 
+import jax
+import jax.numpy as jnp
+import pytest
 from test_placement import SMALL, final
 
+from quatrain.engine.engine import RolloutEngine
+from quatrain.models.families import architecture_from_hf
+from quatrain.models.lora import adapters_of, with_adapters, with_lora
+from quatrain.models.params import init_params
 from quatrain.plan.device_memory import render
 from quatrain.plan.placement import placement
 
@@ -41,3 +48,37 @@ def test_nothing_is_counted_that_is_not_recorded(final):
     dense = placement(final(SMALL, *SIZES))
     assert dense.host == ()
     assert "bytes on the host" not in render(dense)
+
+
+def _rollout_weights(config) -> int:
+    return {part.key: part.num_bytes for part in placement(config).parts}["rollout_weights"]
+
+
+def _num_bytes(tree) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_routers_are_not_copied_for_the_sampler(final):
+    config = final(MOE, "model.dtype=bfloat16", "lora.rank=0")
+    params = init_params(architecture_from_hf(MOE), jax.random.key(0))
+    copies = {
+        jax.tree_util.keystr(path): x.astype(jnp.bfloat16)
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if x.ndim > 1 and path[-1].key != "router"
+    }
+    assert _rollout_weights(config) == _num_bytes(copies)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_beside_adapters_routers_are_frozen(final, lag):
+    """They are float32, as adapters are, but no batch ahead needs a copy of them."""
+    settings = ("lora.rank=4", "sft.steps=0", "lora.targets=[qkv]", "rollout.lora=adapter")
+    config = final(MOE, *settings, f"rollout.max_staleness={lag}")
+    arch = with_lora(architecture_from_hf(MOE), config.lora)
+    params = with_adapters(init_params(architecture_from_hf(MOE), jax.random.key(0)), arch, jax.random.key(0))
+    engine = RolloutEngine(arch, config.rollout, None, stop_ids=(0,), seed=0, dtype="float32")
+    placed = engine.copy_weights(params)
+    assert placed["layers"][1]["router"].unsafe_buffer_pointer() == (
+        params["layers"][1]["router"].unsafe_buffer_pointer()
+    )
+    assert _rollout_weights(config) == lag * 2 * _num_bytes(adapters_of(placed))

@@ -125,22 +125,23 @@ def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
 
 def adapters_of(tree: Any) -> Any:
     """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`."""
-    layers = [{name: layer[name] for name in layer if _is_adapter(name)} for layer in tree["layers"]]
+    layers = [{name: layer[name] for name in layer if is_adapter(name)} for layer in tree["layers"]]
     return {"layers": layers}
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
-    layers = [{name: layer[name] for name in layer if not _is_adapter(name)} for layer in tree["layers"]]
+    layers = [{name: layer[name] for name in layer if not is_adapter(name)} for layer in tree["layers"]]
     return {**tree, "layers": layers}
 
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(_is_adapter(name) for layer in tree.get("layers", ()) for name in layer)
+    return any(is_adapter(name) for layer in tree.get("layers", ()) for name in layer)
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name in a layer is one of a matrix's adapters."""
     return name.endswith((LORA_A, LORA_B))
 
 

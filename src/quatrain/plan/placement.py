@@ -27,9 +27,10 @@ from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
+from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes_per_state
-from quatrain.models.lora import trained_part, with_lora
+from quatrain.models.lora import is_adapter, trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
 from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
@@ -345,7 +346,7 @@ class _Plan:
         return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
 
     def _rollout_weights(self) -> Part:
-        """The sampler's copies of the weights, in the dtype of activations except norms.
+        """The sampler's copies of the weights, in the dtype of activations except norms and routers.
 
         They are freed when a batch is complete. Arrays that training has on the same devices in the same
         dtype are not copied, unless those wait in the host's memory, or batches are sampled ahead: then one
@@ -362,11 +363,11 @@ class _Plan:
         merged = lora.targets if lora and merges else ()
 
         def num_bytes(path: Any, spec: ParamSpec, place: PartitionSpec) -> int:
-            trained_in = spec.dtype or model.param_dtype
-            dtype = model.dtype if len(spec.shape) > 1 else trained_in
-            frozen = bool(lora) and spec.dtype is None
+            name, trained_in = path[-1].key, spec.dtype or model.param_dtype
+            dtype = trained_in if keeps_dtype(name, len(spec.shape)) else model.dtype
+            frozen = bool(lora) and not is_adapter(name)
             there = same and dtype == trained_in and (frozen or not lag) and not self.config.offload.policy
-            if there and getattr(path[-1], "key", None) not in merged:
+            if there and name not in merged:
                 return 0
             return elements_on_device(spec.shape, place, self.rollout_mesh) * jnp.dtype(dtype).itemsize
 
