@@ -865,9 +865,10 @@ def test_a_server_without_routes_is_used_after_one_warning(
         (lambda ids: _routes(ids)[:-1], "array"),
         (lambda ids: _routes(ids, 3), "array"),
         (lambda ids: _routes(ids) + 30, r"from 0 to 39; got \d+ to \d+"),
+        (lambda ids: _routes(ids) * 0, "2 different ones in a layer; got one twice"),
         (lambda ids: "no base64", "a value of type str"),
     ],
-    ids=["a token less", "another number of layers", "another number of experts", "no array"],
+    ids=["a token less", "another number of layers", "another number of experts", "twice", "no array"],
 )
 def test_routes_of_another_model_or_length_are_refused(fake, routed_rules, routes, got):
     fake.routes = routes
