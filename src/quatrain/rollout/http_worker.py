@@ -375,17 +375,26 @@ class HttpWorker:
             )
 
     def _probe_routes(self, asked: Asked) -> None:
-        """Warns if routes are to be recorded, and the server returns none with the tokens of `asked`."""
-        answer = self._probed(asked)
+        """Warns if routes are to be recorded, and the server returns none with the tokens of `asked`.
+
+        It is then asked without them: `quatrain serve` refuses to return what it does not record.
+        """
+        why = ""
+        try:
+            answer = self._probed(asked)
+        except Refusal as refusal:
+            if not asked.routes:
+                raise
+            answer, why = self._probed(asked._replace(routes=False)), f" ({refusal})"
         if self._routes is None:
             return
         if answer.routes is not None:
             self._routes.read(answer.routes, len(asked.prompt) + len(answer.tokens) - 1)
             return
         logger.warning(
-            "%s returns no routes of experts, so that the update chooses them anew: %s; start it with %s, or "
-            "set rollout.record_routes to false",
-            *(self.name, self._routes.gap, self._kind.routes_by),
+            "%s returns no routes of experts%s, so that the update chooses them anew: %s; start it with %s, "
+            "or set rollout.record_routes to false",
+            *(self.name, why, self._routes.gap, self._kind.routes_by),
         )
         self._routes = None
 
