@@ -1,5 +1,7 @@
 """The plan counts the routes of a step's batches, in the memory of the host."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -82,3 +84,19 @@ def test_beside_adapters_routers_are_frozen(final, lag):
         params["layers"][1]["router"].unsafe_buffer_pointer()
     )
     assert _rollout_weights(config) == lag * 2 * _num_bytes(adapters_of(placed))
+
+
+def test_dense_models_beside_a_policy_with_experts_share_its_mesh(final, tmp_path):
+    """To them `ep` is what `fsdp` is."""
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps(SMALL))
+    critic = ("advantage.estimator=gae", f"critic.path={dense}")
+    sizes = []
+    for mesh in ("mesh={ep: 2}", "mesh={fsdp: 2}"):
+        parts = placement(final(MOE, mesh, *critic), devices=2).parts
+        sizes.append({part.key: part.num_bytes for part in parts})
+    for key in ("critic_weights", "critic_optimizer_state", "critic_gradients"):
+        assert sizes[0][key] == sizes[1][key] > 0
+    with pytest.raises(ValueError, match="ep must be 1 in a model without experts"):
+        placement(final(SMALL, "mesh={ep: 2}"), devices=2)

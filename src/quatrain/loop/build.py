@@ -38,7 +38,8 @@ from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.expert_probe import trusted_experts
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
-from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
+from quatrain.models.params import check_policy
+from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -140,6 +141,7 @@ def load_policy(
         mesh=meshes.train,
         weights=weights,
     )
+    check_policy(model.arch, mesh_shape(meshes.train), mesh_shape(meshes.rollout))
     model = replace(model, arch=model.arch.for_length(longest_of_run(config)))
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(

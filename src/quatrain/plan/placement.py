@@ -31,7 +31,7 @@ from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes_per_state
 from quatrain.models.lora import is_adapter, trained_part, with_lora
-from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
+from quatrain.models.params import ParamSpec, abstract_params, check_policy, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
 from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
 from quatrain.plan.device_memory import (
@@ -70,6 +70,7 @@ def placement(
     """
     known = arch or architecture(config)
     plan = _Plan(config, known, resolve_roles(config, devices, processes))
+    check_policy(known, plan.mesh, plan.rollout_mesh)
     update = plan.update_parts(config.update, "gradient", "optimizer_step")
     parts = (*plan.persistent_parts(), *update, *plan.critic_parts())
     result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory, host=tuple(plan.host_parts()))
@@ -79,6 +80,7 @@ def placement(
     elsewhere = f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
     if rollout.workers:
         roles = resolve_roles(worker_config(config), devices_of_worker(config))
+        check_policy(known, roles.rollout.mesh)
         plan = _Plan(worker_config(config), known, roles, num_workers=rollout.workers)
         worker = _with_cache(plan, Placement(roles, (), tuple(plan.worker_parts()), device_memory))
         warnings += worker.warnings
