@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from quatrain.config.schema import LoraConfig
+from quatrain.config.sections.lora import ALL_LINEAR, MODULES
 from quatrain.models.architecture import Architecture, LayerKind, LoRA
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_run import OF_EXPERTS
@@ -36,10 +38,15 @@ STREAM = 0x10FA
 
 
 def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
-    """`arch` with the adapters of `config`; raises ValueError if it cannot have them."""
+    """`arch` with the adapters of `config`; raises ValueError if it cannot have them.
+
+    `all-linear` stands for those of attention's and the MLP's matrices that it has, experts left out.
+    """
     if not config.rank:
         return arch
-    lora = LoRA(config.rank, config.alpha or float(config.rank), config.targets)
+    known = {name for kind in arch.kinds for name in kind.matrices()}
+    words = ([each for each in MODULES if each in known] if w == ALL_LINEAR else [w] for w in config.targets)
+    lora = LoRA(config.rank, config.alpha or float(config.rank), tuple(chain(*words)))
     check_lora(arch, lora)
     return replace(arch, lora=lora)
 
