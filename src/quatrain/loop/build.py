@@ -432,7 +432,13 @@ def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFacto
     rollout = config.rollout
     routes = RouteRules.of(loaded.arch) if records_routes(rollout, loaded.arch) else None
     rules = http_worker.ServerRules(
-        loaded.tokenizer, loaded.stop_ids, loaded.arch.vocab_size, config.seed, Sampling.of(rollout), routes
+        loaded.tokenizer,
+        loaded.stop_ids,
+        loaded.arch.vocab_size,
+        config.seed,
+        Sampling.of(rollout),
+        routes,
+        needs_routes=config.update.router_aux_coef > 0,
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s
