@@ -10,7 +10,7 @@ from test_placement import SMALL, final
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, with_adapters, with_lora
-from quatrain.models.params import init_params
+from quatrain.models.params import init_params, num_params
 from quatrain.plan.device_memory import render
 from quatrain.plan.placement import placement
 
@@ -100,3 +100,20 @@ def test_dense_models_beside_a_policy_with_experts_share_its_mesh(final, tmp_pat
         assert sizes[0][key] == sizes[1][key] > 0
     with pytest.raises(ValueError, match="ep must be 1 in a model without experts"):
         placement(final(SMALL, "mesh={ep: 2}"), devices=2)
+
+
+def test_the_plan_says_what_a_decode_step_reads(final):
+    """3 layers with 8 experts of 3 x 64 x 64 parameters, of which a token chooses 2; 2 sequences."""
+    whole = num_params(architecture_from_hf(MOE))
+    experts = 3 * 8 * 3 * 64 * 64
+    read = whole - experts * (1 - 2 / 8) ** 2
+    sizes = (*SIZES[2:], "data.batch_size=2", "rollout.n=1", "rollout.max_concurrency=2")
+
+    def why(config):
+        return {part.key: part.why for part in placement(config).parts}["rollout_weights"]
+
+    assert (
+        f"; a decode step of 2 sequences reads about {4 * read / 2**20:.2f} MiB of a device's "
+        f"{4 * whole / 2**20:.2f} MiB"
+    ) in why(final(MOE, *sizes))
+    assert "decode step" not in why(final(SMALL, *sizes))

@@ -6,6 +6,7 @@ Data flow: `Config` and the number of devices -> `placement` -> `plan.device_mem
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
+from quatrain.models.flops import parameters_read
 from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes_per_state
 from quatrain.models.lora import is_adapter, trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, check_policy, is_spec, param_specs, partition
@@ -169,7 +171,7 @@ class _Plan:
         """The parts that exist during the whole run."""
         yield from self._policy(("gradient", "optimizer_step") if self.config.offload.policy else None)
         if not self.config.rollout.has_fleet:
-            yield self._rollout_weights()
+            yield self._sampler()
         elif self.config.rollout.servers and self.arch.lora:
             yield self._merged_for_servers()
         yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, "optimizer_step")
@@ -180,7 +182,7 @@ class _Plan:
 
     def worker_parts(self) -> Iterator[Part]:
         """The parts of a rollout worker beside the KV cache: it has a base only if adapters are sent."""
-        parts = (*(self._policy(None) if self.arch.lora else ()), self._rollout_weights())
+        parts = (*(self._policy(None) if self.arch.lora else ()), self._sampler())
         yield from (replace(part, phases=("rollout",)) for part in parts)
 
     def _policy(self, phases: tuple[Phase, ...] | None) -> Iterator[Part]:
@@ -274,9 +276,7 @@ class _Plan:
         The sequences of a training step decode at once, each with the longest completion; where the cache may
         have `room` bytes alone, as many as fit in it with the lengths that they have.
         """
-        rollout, slots = self.config.rollout, round_up(self._share(), minimum=1)
-        if rollout.max_concurrency is not None:
-            slots = min(slots, rollout.max_concurrency // self.rollout_mesh.num_data_shards)
+        rollout, slots = self.config.rollout, self._slots()
         # Between the turns of an episode, a prefix slot has its prompt and the turns before.
         prefix_slots = slots if rollout.has_episodes else min(power_of_two(-(-slots // rollout.n)), slots)
         prompt, own = self._cache_positions()
@@ -298,6 +298,11 @@ class _Plan:
         twice = min(max(slots * own, prefix_slots * prompt), size // self._position_bytes()) * largest
         why += f"; and {in_units(twice)}, the largest layer, which is in memory twice while it grows"
         return Part("kv_cache", size + twice, why, self.sampling_phases, "rollout")
+
+    def _slots(self) -> int:
+        """Sequences that a replica decodes at once, where the memory lets it."""
+        most, slots = self.config.rollout.max_concurrency, round_up(self._share(), minimum=1)
+        return slots if most is None else min(slots, most // self.rollout_mesh.num_data_shards)
 
     def _share(self) -> int:
         """Sequences of a training step per replica; of a worker's, if all workers have as many groups."""
@@ -346,6 +351,20 @@ class _Plan:
         why, host = f"{used}; on mesh {mesh}", config.offload.reference
         size = self._weights(mesh, config.model.param_dtype)
         return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
+
+    def _sampler(self) -> Part:
+        """The sampler's copies of the weights, with what a decode step reads if it leaves experts out."""
+        part = self._rollout_weights()
+        if self.arch.routes is None:
+            return part
+        slots, arch = self._slots(), replace(self.arch, lora=None)
+        itemsize = jnp.dtype(self.config.model.dtype).itemsize
+        read, whole = (
+            in_units(round(itemsize * parameters_read(arch, tokens, self.rollout_mesh)))
+            for tokens in (slots, math.inf)
+        )
+        why = f"; a decode step of {slots} sequences reads about {read} of a device's {whole}"
+        return replace(part, why=f"{part.why}{why}, if they choose experts evenly")
 
     def _rollout_weights(self) -> Part:
         """The sampler's copies of the weights, in the dtype of activations except norms and routers.
