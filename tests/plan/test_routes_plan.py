@@ -36,6 +36,7 @@ def test_routes_of_a_step_are_counted(final):
     config = final(MOE, *SIZES)
     assert _routes(config) == 6 * 5 * 128 * 3 * 2
     text = render(placement(config))
+    assert "estimate, error -10 % to +10 % on a CPU" in " ".join(text.split())
     assert "bytes on the host of each process\nroutes  22.50 KiB" in text
     assert "30 sequences x 128 tokens x 6 B" in " ".join(text.split())
 

@@ -35,7 +35,13 @@ from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes
 from quatrain.models.lora import is_adapter, trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, check_policy, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
-from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
+from quatrain.plan.activations import (
+    OFF_BY,
+    OFF_BY_WITH_EXPERTS,
+    activations,
+    elements_on_device,
+    sum_on_device,
+)
 from quatrain.plan.device_memory import (
     CRITIC_PHASES,
     PHASES,
@@ -452,7 +458,7 @@ class _Plan:
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"
         working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
         rest = f"gradients not yet accumulated {in_units(size.gradients)}"
-        off_by = "not measured for experts" if self.arch.routes else OFF_BY
+        off_by = OFF_BY_WITH_EXPERTS if self.arch.routes else OFF_BY
         why = f"estimate, error {off_by}, for {words}: {layers} + {working} + {rest}"
         return Part("activations", size.total, why, (phase,))
 
