@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from goldens import CASES, read_golden
 
-from quatrain.config.schema import LoraConfig
+from quatrain.config.sections.lora import MODULES
 from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.rope import Rope
 
-ADAPTED = LoraConfig().targets
+ADAPTED = tuple(MODULES)
 """All matrices of a layer that may have adapters."""
 
 

@@ -131,8 +131,6 @@ def test_what_is_computed_again_takes_the_recorded_experts(model, tokenizer):
         session.advance(model[1], 0)
         completion = session.completion(ticket)
         if changes:
-            for part in completion.routes:
-                part.setflags(write=True) if part.flags.owndata else None
             completion.routes[:] = [(np.array(part) + 3) % 8 for part in completion.routes]
         (who,) = session._scheduler.placed
         session._scheduler.preempt(*who)

@@ -13,10 +13,10 @@ import numpy as np
 from tiny_qwen2 import tiny_qwen2
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from architectures import of_golden
+from architectures import ADAPTED, of_golden
 
 from quatrain.config.mesh import MeshShape
-from quatrain.config.schema import LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
@@ -31,7 +31,7 @@ from quatrain.update.gradient import init_optimizer, optimizer_step, sum_gradien
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
 
-ADAPTERS = LoRA(rank=4, alpha=6.0, targets=LoraConfig().targets)
+ADAPTERS = LoRA(rank=4, alpha=6.0, targets=ADAPTED)
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 

@@ -24,6 +24,7 @@ LAYOUTS = (
     "mesh=2,2,2",
     QUICK,
     "mesh=2,1,1,4",
+    "mesh=1,2,1,1,4",
     "mesh=2,1,4 rollout.mesh=1,4,2",
     "mesh=1,4,2 rollout.mesh=2,1,4",
     f"mesh=1,8,1 {OFFLOADED} offload.policy=true",

@@ -15,8 +15,12 @@ ONE = "1,1,1,1"
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param(("1,2,2,1",), id="fsdp and tp"),
-        pytest.param(("2,1,1,1", "1,1,4,1", "1,1,1,4", "1,2,2,2"), marks=pytest.mark.slow, id="more"),
+        pytest.param(("1,2,2,1,2",), id="fsdp, tp and ep"),
+        pytest.param(
+            ("1,2,2,1", "2,1,1,1", "1,1,4,1", "1,1,1,4", "1,2,2,2", "1,1,1,1,2", "1,2,1,1,2", "1,1,2,1,2"),
+            marks=pytest.mark.slow,
+            id="more",
+        ),
     ],
 )
 def test_routes_and_what_they_decide_do_not_depend_on_the_mesh(tmp_path, meshes):
@@ -26,7 +30,7 @@ def test_routes_and_what_they_decide_do_not_depend_on_the_mesh(tmp_path, meshes)
     target = tmp_path / "results.npz"
     subprocess.run([sys.executable, WORKER, target, ONE, *meshes], env=environment, check=True)
     with np.load(target) as results:
-        names = {name.removeprefix(f"{ONE} ") for name in results.files if name.startswith(ONE)}
+        names = {name.removeprefix(f"{ONE} ") for name in results.files if name.startswith(f"{ONE} ")}
         assert results[f"{ONE} routers changed"] > 0.5 * results[f"{ONE} routers replayed"] > 0
         assert results[f"{ONE} routers balance_loss"] > 0.1
         for mesh in meshes:

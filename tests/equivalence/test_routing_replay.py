@@ -48,7 +48,7 @@ def _sampled(arch, params, tokenizer, *, dtype="float32", n=4, new=24, **options
 
 def _gap(arch, params, batch, *, dtype="float32", planner=CUTTINGS[1], replayed=True) -> np.ndarray:
     """Absolute differences of the trainer's log-probabilities from the sampler's, of sampled tokens."""
-    table = TokenTable.of_policy(batch) if replayed else TokenTable.of(batch)
+    table = TokenTable.of_policy(batch, arch) if replayed else TokenTable.of(batch)
     own = predict_tokens(params, table, model=PolicySpec(arch, dtype), planner=planner)
     return np.abs(own - batch.rollout_logprobs)[batch.completion_mask]
 
@@ -107,10 +107,10 @@ def _gradient(arch, params, table, planner, **settings):
     return jax.tree.map(np.asarray, (grads, stats))
 
 
-def _mini_batch(batch: RolloutBatch, coef: float = 0.0) -> TokenTable:
+def _mini_batch(arch, batch: RolloutBatch, coef: float = 0.0) -> TokenTable:
     advantages = np.where(batch.completion_mask, np.random.default_rng(0).normal(size=(len(batch), 1)), 0)
     columns = {"advantages": advantages.astype(np.float32), "rollout_logprobs": batch.rollout_logprobs}
-    table = TokenTable.of_policy(batch).with_columns(**columns).weighted("token_mean", 24)
+    table = TokenTable.of_policy(batch, arch).with_columns(**columns).weighted("token_mean", 24)
     return table.balanced(coef, 8) if coef else table
 
 
@@ -137,12 +137,12 @@ def _assert_same(got, expected):
 )
 def test_no_cut_changes_gradient_auxiliary_loss_or_metrics(model, sampled, coef, remat):
     """With experts that the routers would not choose, so that replay is seen; prompts shared or not."""
-    table = _mini_batch(_forced(sampled), coef)
+    table = _mini_batch(model[0], _forced(sampled), coef)
     whole = _gradient(*model, table, WHOLE)
     assert whole[1]["routers"]["changed"] > 0.5 * whole[1]["routers"]["replayed"] > 0
     if coef:
         assert whole[1]["routers"]["balance_loss"] == pytest.approx(coef, rel=0.2)
-        plain = _gradient(*model, _mini_batch(_forced(sampled)), WHOLE)
+        plain = _gradient(*model, _mini_batch(model[0], _forced(sampled)), WHOLE)
         router = [grads["layers"][0]["router"] for grads, _ in (whole, plain)]
         assert np.abs(router[0] - router[1]).max() > 1e-3
     for planner in CUTTINGS:
@@ -164,7 +164,7 @@ def test_the_auxiliary_loss_is_that_of_the_whole_batch(model, sampled):
     chosen = np.stack([np.bincount(routes[:, layer].reshape(-1), minlength=8) for layer in (0, 1)])
     parts = chosen / chosen.sum(axis=1, keepdims=True)
     expected = 0.7 / 2 * (8 * parts * probabilities).sum()
-    stats = _gradient(*model, _mini_batch(sampled, 0.7), CUTTINGS[1])[1]
+    stats = _gradient(*model, _mini_batch(model[0], sampled, 0.7), CUTTINGS[1])[1]
     assert stats["routers"]["balance_loss"] == pytest.approx(expected, rel=1e-5)
     np.testing.assert_array_equal(stats["routers"]["expert_tokens"], chosen)
 
@@ -231,6 +231,35 @@ def test_without_recorded_routes_the_update_chooses_anew(model, sampled):
         _stepped(model, replace(sampled, routes=None), router_aux_coef=0.1)
 
 
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda routes: np.concatenate([routes, routes[:, :, :1]], axis=2), r"got uint8 \[16, \d+, 3, 2\]"),
+        (lambda routes: routes[:, :, :1], r"got uint8 \[16, \d+, 1, 2\]"),
+        (lambda routes: routes[..., :1], r"got uint8 \[16, \d+, 2, 1\]"),
+        (
+            lambda routes: np.where(routes < LIVE, routes.astype(np.uint16), 2**16 - 1),
+            r"got uint16 \[16, \d+, 2, 2\]",
+        ),
+        (lambda routes: np.where(routes == LIVE, LIVE, routes + 1), "from 0 to 7; got expert 8"),
+    ],
+    ids=["layers", "layer", "k", "dtype", "experts"],
+)
+def test_routes_of_another_model_are_refused(model, sampled, change, got):
+    other = replace(sampled, routes=change(sampled.routes))
+    with pytest.raises(
+        ValueError, match=rf"must be those of the model .* uint8 \[B, T, 2, 2\].*{got}; train on"
+    ):
+        _stepped(model, other)
+
+
+def test_routes_are_refused_by_a_model_without_experts(small_arch, small_params, sampled):
+    learner = _learner(small_arch)
+    state = learner.init(jax.tree.map(jnp.copy, small_params))
+    with pytest.raises(ValueError, match=r"it has no experts \(family llama\), got routes \[16, "):
+        learner.step(state, _advantaged(sampled))
+
+
 @pytest.mark.slow
 def test_the_auxiliary_loss_is_trained(model, sampled):
     """With the recorded loads, after an epoch it is smaller than in a run without it."""
@@ -238,7 +267,7 @@ def test_the_auxiliary_loss_is_trained(model, sampled):
     for coef in (0.0, 10.0):
         state = _stepped(model, sampled, router_aux_coef=coef)
         assert ("update/router_aux_loss" in state.metrics) == bool(coef)
-        stats = _gradient(model[0], state.params, _mini_batch(sampled, 1.0), WHOLE)[1]["routers"]
+        stats = _gradient(model[0], state.params, _mini_batch(model[0], sampled, 1.0), WHOLE)[1]["routers"]
         losses.append(float(stats["balance_loss"]))
     assert losses[1] < losses[0] - 0.05
 

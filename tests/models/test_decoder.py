@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architectures import changed
+from architectures import changed, of_golden
 from goldens import CASES, read_golden, weights_crc
 
 from quatrain.models.architecture import BOTH
@@ -176,6 +176,18 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
     assert rough.dtype == jnp.float32
     error = np.abs(np.asarray(rough) - np.asarray(exact)).max()
     assert 0 < error < 0.1 * np.asarray(exact).std() + 0.05
+
+
+def test_sinks_in_bfloat16_are_read_as_float32():
+    arch = of_golden("gpt_oss")
+    half = init_params(arch, jax.random.key(0), jnp.bfloat16)
+    inputs = rows(5, 8, vocab=arch.vocab_size)
+    expected = run(jax.tree.map(lambda x: x.astype(jnp.float32), half), arch, *inputs, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(run(half, arch, *inputs, dtype=jnp.bfloat16), expected)
+    loss = jax.grad(lambda p: jnp.square(whole(p, arch, *inputs, dtype=jnp.bfloat16)).sum())
+    found = jax.jit(loss)(half)["layers"][0]["sinks"]
+    assert found.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(found, np.float32)).min() > 0
 
 
 def test_tied_logits_use_the_embeddings():

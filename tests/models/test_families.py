@@ -552,9 +552,21 @@ def test_which_layers_have_experts(fields, sparse):
     assert architecture_from_hf(architecture_to_hf(arch)) == arch
 
 
+@pytest.mark.parametrize("fields", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_every_layer_of_qwen3_5_with_experts_has_them(fields):
+    """As in transformers, which does not read these keys there."""
+    config = read_golden("qwen3_5_moe_text").config
+    assert architecture_from_hf({**config, **fields}) == architecture_from_hf(config)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
+        (
+            "qwen3_5_moe_text",
+            {"num_experts": 0},
+            "num_experts_per_tok must be from 1 to num_experts = 0; got 3",
+        ),
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts must be equal to num_local"),
         (
             "mixtral",

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from architectures import of_golden
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.flops import forward_flops, linear_parameters, parameters_read
 from quatrain.models.params import init_params, num_params
 
@@ -37,3 +38,5 @@ def test_a_decode_step_reads_the_experts_that_its_tokens_choose(small_arch):
     chosen = [len({*np.concatenate([rng.permutation(8)[:3] for _ in range(4)])}) for _ in range(draws)]
     assert parameters_read(arch, 4) == pytest.approx(others + experts * np.mean(chosen) / 8, rel=0.01)
     assert parameters_read(arch, 1000) == pytest.approx(num_params(arch))
+    own = parameters_read(arch, 2, MeshShape(1, 1, 2, 1, 2))  # 2 tokens of each of two shards
+    assert own * 2 == pytest.approx(others + (parameters_read(arch, 4) - others) / 2)

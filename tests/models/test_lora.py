@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architectures import ADAPTED
+from architectures import ADAPTED, of_golden
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig
@@ -129,6 +129,26 @@ def test_merged_into_bfloat16_small_changes_arrive_in_the_mean(adapted, param_dt
             whole += float((change**2).sum())
     assert arrived / whole == pytest.approx(1, abs=0.1)
     assert nearest / whole < 0.5
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        *((case, ("qkv", "o")) for case in ("mixtral", "olmoe", "gpt_oss")),
+        *((case, ADAPTED) for case in ("llama", "qwen2_moe", "qwen3_5_text")),
+    ],
+)
+def test_by_default_the_linear_matrices_that_a_model_has_are_adapted(case, targets):
+    arch = of_golden(case)
+    assert with_lora(arch, LoraConfig(rank=2)).lora == LoRA(2, 2.0, targets)
+    if arch.routes:
+        more = with_lora(arch, LoraConfig(rank=2, targets=("all-linear", "experts_down"))).lora.targets
+        assert more == (*targets, "experts_down")
+    if "down" not in targets:
+        with pytest.raises(
+            ValueError, match="has no down; choose from qkv, o, experts_gate_up, experts_down"
+        ):
+            with_lora(arch, LoraConfig(rank=2, targets=("qkv", "down")))
 
 
 def test_models_that_cannot_have_the_adapters(small_arch):

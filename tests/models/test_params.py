@@ -11,7 +11,15 @@ from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import BOTH
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.families import builtin_architecture
-from quatrain.models.params import abstract_params, init_params, is_spec, num_params, param_specs, partition
+from quatrain.models.params import (
+    abstract_params,
+    check_policy,
+    init_params,
+    is_spec,
+    num_params,
+    param_specs,
+    partition,
+)
 
 ARCH = builtin_architecture("tiny", 64, (1,))
 
@@ -96,8 +104,15 @@ def test_ep_divides_the_experts_of_a_device(small_arch, tp, ep, valid):
         partition(arch, MeshShape(1, 1, tp, 1, ep))
 
 
-def test_ep_needs_experts(small_arch):
+def test_ep_of_a_policy_needs_experts_and_is_fsdp_to_other_models(small_arch):
     with pytest.raises(
         ValueError, match=r"must be 1 in a model without experts .*give these devices to fsdp"
     ):
-        partition(small_arch, MeshShape(1, 1, 1, 1, 2))
+        check_policy(small_arch, MeshShape(1, 2), MeshShape(1, 1, 1, 1, 2))
+    check_policy(of_golden("qwen3_moe"), MeshShape(1, 1, 1, 1, 2))
+    own, other = (
+        partition(small_arch, mesh)["layers"] for mesh in (MeshShape(1, 1, 1, 1, 4), MeshShape(1, 4))
+    )
+    assert [{k: str(v).replace("'ep'", "'fsdp'") for k, v in layer.items()} for layer in own] == (
+        [{k: str(v) for k, v in layer.items()} for layer in other]
+    )

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from routed_models import routed_model
 
-from quatrain.config.schema import LoraConfig
+from quatrain.config.schema import LoraConfig, RolloutConfig
+from quatrain.engine.engine import RolloutEngine
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.weights import hf
@@ -70,6 +72,16 @@ def test_matrices_get_the_dtype_and_vectors_keep_theirs(small_params):
     dtypes = {leaf.ndim == 1: leaf.dtype for leaf in jax.tree.leaves(found)}
     assert dtypes == {True: np.float32, False: jnp.bfloat16}
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
+
+
+def test_routers_keep_their_dtype_as_in_the_sampler_of_the_same_process():
+    arch, params = routed_model()
+    found = gathered(params, jnp.bfloat16)
+    router = found["layers"][0]["router"]
+    assert router.dtype == np.float32
+    np.testing.assert_array_equal(router, params["layers"][0]["router"])
+    engine = RolloutEngine(arch, RolloutConfig(), None, stop_ids=(0,), seed=0, dtype="bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, found, engine.copy_weights(params))
 
 
 def test_of_a_model_with_adapters_these_alone_are_sent(small_arch, small_params):

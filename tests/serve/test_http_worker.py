@@ -846,10 +846,10 @@ def test_routes_of_servers_stand_beside_their_tokens(
     assert not caplog.records
 
 
-def test_a_server_without_routes_is_used_after_one_warning(
+def test_servers_without_routes_are_used_after_one_warning(
     fake, routed_rules, small_arch, small_params, tmp_path, caplog
 ):
-    with listening(fake) as url, fleet_of([url], routed_rules, tmp_path, small_arch) as fleet:
+    with listening(fake) as url, fleet_of([url, url], routed_rules, tmp_path, small_arch) as fleet:
         fleet.sync_weights(small_params, 4)
         batch, _ = (fleet.generate(PROMPTS, step=step) for step in (3, 4))
     assert batch.routes is None
@@ -859,15 +859,38 @@ def test_a_server_without_routes_is_used_after_one_warning(
     assert "start it with --enable-return-routed-experts" in warning
 
 
+def test_a_server_without_routes_is_refused_where_the_auxiliary_loss_needs_them(fake, routed_rules):
+    rules = replace(routed_rules, needs_routes=True)
+    with (
+        listening(fake) as url,
+        pytest.raises(WorkerRefused, match=r"for update\.router_aux_coef; got none; st"),
+    ):
+        HttpWorker(url, rules, num_slots=None, timeout_s=20)
+    fake.routes = _routes
+    with listening(fake) as url:
+        HttpWorker(url, rules, num_slots=None, timeout_s=20).close()
+
+
+def test_a_run_with_the_auxiliary_loss_ends_before_it_samples_without_routes(tmp_path):
+    tokenizer = load_tokenizer("builtin:tiny")
+    with listening(Fake("vllm", tokenizer, len(tokenizer))) as url:
+        settings = ("model.path=builtin:tiny_moe", f"rollout.servers=[{url}]", "update.router_aux_coef=0.1")
+        with pytest.raises(
+            ValueError, match=r"must return the experts .* for update\.router_aux_coef; got none"
+        ):
+            train(small_run(tmp_path, "r", *settings))
+
+
 @pytest.mark.parametrize(
     ("routes", "got"),
     [
         (lambda ids: _routes(ids)[:-1], "array"),
         (lambda ids: _routes(ids, 3), "array"),
         (lambda ids: _routes(ids) + 30, r"from 0 to 39; got \d+ to \d+"),
+        (lambda ids: _routes(ids) * 0, "2 different ones in a layer; got one twice"),
         (lambda ids: "no base64", "a value of type str"),
     ],
-    ids=["a token less", "another number of layers", "another number of experts", "no array"],
+    ids=["a token less", "another number of layers", "another number of experts", "twice", "no array"],
 )
 def test_routes_of_another_model_or_length_are_refused(fake, routed_rules, routes, got):
     fake.routes = routes

@@ -67,21 +67,42 @@ def test_a_model_without_experts_has_none_to_return(small_arch, small_params, to
     assert "routes are those of a model with experts" in answer.json()["error"]["message"]
 
 
-def test_routes_of_a_server_are_those_of_an_engine_in_process(model, tokenizer, tmp_path, monkeypatch):
+@pytest.fixture
+def fleet_of(model, tokenizer, tmp_path, monkeypatch):
+    """fleet_of(url): a fleet of this server, which records routes."""
     monkeypatch.setenv("QUATRAIN_SERVE_TOKEN", "token")
-    arch, params = model
+    arch = model[0]
     sampling = Sampling(n=3, max_new_tokens=12, temperature=0.9)
+    rules = ServerRules(tokenizer, (0, 7), arch.vocab_size, 11, sampling, RouteRules.of(arch))
+
+    def make(url):
+        factories = workers([url], rules, max_concurrency=None, timeout_s=60.0)
+        options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
+        return closing(Fleet(factories, Folder(tmp_path / "weights", arch), **options), 120)
+
+    return make
+
+
+def test_a_server_that_records_no_routes_is_used_after_a_warning(model, tokenizer, fleet_of, caplog):
+    arch, params = model
+    service = service_of(arch, params, tokenizer, record_routes=False)
+    with served(service, arch, tokenizer, token="token") as url, fleet_of(url) as fleet:
+        fleet.sync_weights(params, 5)
+        assert fleet.generate(PROMPTS[:1], step=3).routes is None
+    (warning,) = [each.getMessage() for each in caplog.records if "returns no routes" in each.getMessage()]
+    assert "(status 400, routes are those of a model with experts" in warning
+    assert "start it with rollout.record_routes auto" in warning
+
+
+def test_routes_of_a_server_are_those_of_an_engine_in_process(model, tokenizer, fleet_of):
+    arch, params = model
     config = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
     engine = RolloutEngine(arch, config, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
     engine.sync_weights(params, 5)
-    rules = ServerRules(tokenizer, (0, 7), arch.vocab_size, 11, sampling, RouteRules.of(arch))
     service = service_of(arch, params, tokenizer, seed=99)
-    with served(service, arch, tokenizer, token="token") as url:
-        factories = workers([url], rules, max_concurrency=None, timeout_s=60.0)
-        options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
-        with closing(Fleet(factories, Folder(tmp_path / "weights", arch), **options), 120) as fleet:
-            fleet.sync_weights(params, 5)
-            batch = fleet.generate(PROMPTS, step=3)
+    with served(service, arch, tokenizer, token="token") as url, fleet_of(url) as fleet:
+        fleet.sync_weights(params, 5)
+        batch = fleet.generate(PROMPTS, step=3)
     expected = engine.generate(PROMPTS, step=3)
     np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
     np.testing.assert_array_equal(batch.routes, expected.routes)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import DictKey
 
 from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import gather_objects
@@ -28,7 +27,7 @@ from quatrain.engine.decode import Program
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Sampler, Session
-from quatrain.models.blocks.layer_run import ROUTER
+from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
 from quatrain.models.lora import adapters_of, copies_if_aliased, merged
 from quatrain.models.params import partition
@@ -206,8 +205,8 @@ class RolloutEngine:
 
         def place(path: Any, array: jax.Array, target: NamedSharding) -> jax.Array:
             here = to_memory("device", array)
-            cast = here.ndim > 1 and path[-1] != DictKey(ROUTER)
-            moved = reshard(here.astype(self.dtype) if cast else here, target)
+            keeps = keeps_dtype(path[-1].key, here.ndim)
+            moved = reshard(here if keeps else here.astype(self.dtype), target)
             return moved if here is array else jax.block_until_ready(moved)
 
         placed = jax.block_until_ready(jax.tree_util.tree_map_with_path(place, params, self._places))

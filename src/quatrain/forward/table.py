@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quatrain.models.architecture import Architecture
 from quatrain.ops.losses import token_weights
 from quatrain.ops.packing import common_tokens
 from quatrain.types.batches import RolloutBatch
@@ -47,8 +48,13 @@ class TokenTable:
         return cls(ids, *masks, {}, rollouts.group_ids, episodes)
 
     @classmethod
-    def of_policy(cls, rollouts: RolloutBatch) -> TokenTable:
-        """As `of`, with the sampler's routes: for every pass of the router that sampled `rollouts`."""
+    def of_policy(cls, rollouts: RolloutBatch, arch: Architecture) -> TokenTable:
+        """As `of`, with the sampler's routes: for every pass of the router that sampled `rollouts`.
+
+        Raises ValueError for routes of another model than `arch`.
+        """
+        if rollouts.routes is not None:
+            arch.check_routes(rollouts.routes)
         return replace(cls.of(rollouts), routes=rollouts.routes)
 
     def with_columns(self, **columns: np.ndarray) -> TokenTable:

@@ -38,7 +38,8 @@ from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.expert_probe import trusted_experts
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
-from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
+from quatrain.models.params import check_policy
+from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -140,6 +141,7 @@ def load_policy(
         mesh=meshes.train,
         weights=weights,
     )
+    check_policy(model.arch, mesh_shape(meshes.train), mesh_shape(meshes.rollout))
     model = replace(model, arch=model.arch.for_length(longest_of_run(config)))
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
@@ -430,7 +432,13 @@ def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFacto
     rollout = config.rollout
     routes = RouteRules.of(loaded.arch) if records_routes(rollout, loaded.arch) else None
     rules = http_worker.ServerRules(
-        loaded.tokenizer, loaded.stop_ids, loaded.arch.vocab_size, config.seed, Sampling.of(rollout), routes
+        loaded.tokenizer,
+        loaded.stop_ids,
+        loaded.arch.vocab_size,
+        config.seed,
+        Sampling.of(rollout),
+        routes,
+        needs_routes=config.update.router_aux_coef > 0,
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s

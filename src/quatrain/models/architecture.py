@@ -236,6 +236,25 @@ class Architecture:
         experts = [kind.mlp for kind in self.layers if isinstance(kind.mlp, Experts)]
         return Routes(len(experts), experts[0].top_k, experts[0].num) if experts else None
 
+    def check_routes(self, recorded: np.ndarray) -> None:
+        """Raises ValueError if the routes [B, T, layers, experts_per_token] are not of this model."""
+        remedy = (
+            "train on batches that this model sampled, or without their routes (RolloutBatch.routes None)"
+        )
+        if self.routes is None:
+            raise ValueError(
+                "recorded routes must be those of the model that is trained; it has no experts (family "
+                f"{self.family}), got routes {list(recorded.shape)}; {remedy}"
+            )
+        layers, k, num = self.routes
+        dtype, live = self.routes.dtype, self.routes.live
+        rule = f"recorded routes must be those of the model that is trained, {dtype} [B, T, {layers}, {k}]"
+        if recorded.shape[2:] != (layers, k) or recorded.dtype != dtype:
+            raise ValueError(f"{rule}; got {recorded.dtype} {list(recorded.shape)}; {remedy}")
+        greatest = (row.max(axis=-1)[(row != live).any(axis=-1)].max(initial=0) for row in recorded)
+        if (found := max(greatest, default=0)) >= num:
+            raise ValueError(f"{rule}, of experts from 0 to {num - 1}; got expert {found}; {remedy}")
+
     @property
     def num_layers(self) -> int:
         """The number of layers."""

@@ -15,6 +15,8 @@ from quatrain.models.blocks.layer_run import Costs
 from quatrain.models.params import num_params, param_specs
 from quatrain.ops.packing import PackingCost
 
+ONE = MeshShape()
+
 
 def linear_parameters(arch: Architecture) -> int:
     """Elements of the weight matrices of all layers; the embedding and the output head do not count."""
@@ -33,18 +35,19 @@ def _costs(arch: Architecture) -> list[Costs]:
     return [block.costs(arch.hidden_size, MeshShape()) for block in blocks]
 
 
-def parameters_read(arch: Architecture, tokens: int) -> float:
-    """Parameters that a decode step of so many tokens reads, on average.
+def parameters_read(arch: Architecture, tokens: float, mesh: MeshShape = ONE) -> float:
+    """Parameters that a device reads in a decode step of so many tokens of each data shard, on average.
 
-    Of a layer's E experts, of which k compute a token, it reads E (1 - (1 - k / E)^tokens), if tokens choose
-    evenly and independently.
+    Of a layer's E experts, of which k compute a token, the devices of `ep` read E (1 - (1 - k / E)^n) in all,
+    if the n tokens of their shards choose evenly and independently.
     """
     unread = 0.0
     for kind, specs in zip(arch.layers, param_specs(arch)["layers"], strict=True):
         if isinstance(kind.mlp, Experts):
             of_experts = sum(math.prod(spec.shape) for spec in specs.values() if "experts" in spec.axes)
-            unread += of_experts * (1 - kind.mlp.top_k / kind.mlp.num) ** tokens
-    return num_params(arch) - unread
+            read = 1 - (1 - kind.mlp.top_k / kind.mlp.num) ** (tokens * mesh.ep)
+            unread += of_experts * (1 - read / mesh.ep)
+    return (num_params(arch) - unread) / mesh.tp
 
 
 def forward_flops(arch: Architecture, *, tokens: float, keys: float, scored: float) -> float:

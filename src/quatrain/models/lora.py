@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from quatrain.config.schema import LoraConfig
+from quatrain.config.sections.lora import ALL_LINEAR, MODULES
 from quatrain.models.architecture import Architecture, LayerKind, LoRA
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_run import OF_EXPERTS
@@ -36,10 +38,15 @@ STREAM = 0x10FA
 
 
 def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
-    """`arch` with the adapters of `config`; raises ValueError if it cannot have them."""
+    """`arch` with the adapters of `config`; raises ValueError if it cannot have them.
+
+    `all-linear` stands for those of attention's and the MLP's matrices that it has, experts left out.
+    """
     if not config.rank:
         return arch
-    lora = LoRA(config.rank, config.alpha or float(config.rank), config.targets)
+    known = {name for kind in arch.kinds for name in kind.matrices()}
+    words = ([each for each in MODULES if each in known] if w == ALL_LINEAR else [w] for w in config.targets)
+    lora = LoRA(config.rank, config.alpha or float(config.rank), tuple(chain(*words)))
     check_lora(arch, lora)
     return replace(arch, lora=lora)
 
@@ -125,22 +132,23 @@ def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
 
 def adapters_of(tree: Any) -> Any:
     """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`."""
-    layers = [{name: layer[name] for name in layer if _is_adapter(name)} for layer in tree["layers"]]
+    layers = [{name: layer[name] for name in layer if is_adapter(name)} for layer in tree["layers"]]
     return {"layers": layers}
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
-    layers = [{name: layer[name] for name in layer if not _is_adapter(name)} for layer in tree["layers"]]
+    layers = [{name: layer[name] for name in layer if not is_adapter(name)} for layer in tree["layers"]]
     return {**tree, "layers": layers}
 
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(_is_adapter(name) for layer in tree.get("layers", ()) for name in layer)
+    return any(is_adapter(name) for layer in tree.get("layers", ()) for name in layer)
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name in a layer is one of a matrix's adapters."""
     return name.endswith((LORA_A, LORA_B))
 
 

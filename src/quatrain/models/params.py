@@ -86,7 +86,8 @@ def is_spec(leaf: object) -> bool:
 def partition(arch: Architecture, mesh: MeshShape) -> Params:
     """The tree of `PartitionSpec`s with which the parameters of `arch` are sharded over `mesh`.
 
-    Raises ValueError if a layer cannot be split over the devices of `tp`, `cp` or `ep`.
+    Without experts, the devices of `ep` share parameters as those of `fsdp` do. Raises ValueError if a layer
+    cannot be split over the devices of `tp`, `cp` or `ep`.
     """
     blocks = [block for kind in arch.kinds for block in kind.blocks]
     if not all(block.splits(mesh.tp) for block in blocks):
@@ -117,14 +118,22 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
 
 
+def check_policy(arch: Architecture, *meshes: MeshShape) -> None:
+    """Raises ValueError if the policy has no experts, and one of its meshes has `ep` for them.
+
+    Other models of a run may be dense on the mesh of a policy with experts.
+    """
+    for mesh in meshes:
+        if mesh.ep > 1 and arch.routes is None:
+            raise ValueError(
+                f"ep must be 1 in a model without experts (family {arch.family}); got ep {mesh.ep}; give "
+                "these devices to fsdp"
+            )
+
+
 def _check_experts(arch: Architecture, mesh: MeshShape) -> None:
     """Raises ValueError if the devices of `ep` cannot share the experts."""
     blocks = {kind.mlp for kind in arch.kinds if isinstance(kind.mlp, Experts)}
-    if not blocks:
-        raise ValueError(
-            f"ep must be 1 in a model without experts (family {arch.family}); got ep {mesh.ep}; give these "
-            "devices to fsdp"
-        )
     if not all(block.spreads(mesh.tp, mesh.ep) for block in blocks):
         most = min(block.num for block in blocks)
         valid = [str(ep) for ep in range(1, most + 1) if all(b.spreads(mesh.tp, ep) for b in blocks)]

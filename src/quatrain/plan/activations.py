@@ -28,6 +28,8 @@ from quatrain.parallel.axes import EP, TP, axes_of
 
 OFF_BY = "-4 % to +12 %, with tp up to +54 %"
 """Difference of the estimate from the memory analysis of XLA's compiler for TPUs (docs/scaling.md)."""
+OFF_BY_WITH_EXPERTS = "-10 % to +10 % on a CPU, with a shared expert up to +23 %"
+"""That of models with experts, from the analysis of its compiler for CPUs."""
 FLOAT32 = 4
 """Bytes of a float32."""
 

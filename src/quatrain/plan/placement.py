@@ -6,6 +6,7 @@ Data flow: `Config` and the number of devices -> `placement` -> `plan.device_mem
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,12 +28,20 @@ from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
+from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
+from quatrain.models.flops import parameters_read
 from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes_per_state
-from quatrain.models.lora import trained_part, with_lora
-from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
+from quatrain.models.lora import is_adapter, trained_part, with_lora
+from quatrain.models.params import ParamSpec, abstract_params, check_policy, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
-from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
+from quatrain.plan.activations import (
+    OFF_BY,
+    OFF_BY_WITH_EXPERTS,
+    activations,
+    elements_on_device,
+    sum_on_device,
+)
 from quatrain.plan.device_memory import (
     CRITIC_PHASES,
     PHASES,
@@ -69,6 +78,7 @@ def placement(
     """
     known = arch or architecture(config)
     plan = _Plan(config, known, resolve_roles(config, devices, processes))
+    check_policy(known, plan.mesh, plan.rollout_mesh)
     update = plan.update_parts(config.update, "gradient", "optimizer_step")
     parts = (*plan.persistent_parts(), *update, *plan.critic_parts())
     result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory, host=tuple(plan.host_parts()))
@@ -78,6 +88,7 @@ def placement(
     elsewhere = f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
     if rollout.workers:
         roles = resolve_roles(worker_config(config), devices_of_worker(config))
+        check_policy(known, roles.rollout.mesh)
         plan = _Plan(worker_config(config), known, roles, num_workers=rollout.workers)
         worker = _with_cache(plan, Placement(roles, (), tuple(plan.worker_parts()), device_memory))
         warnings += worker.warnings
@@ -166,7 +177,7 @@ class _Plan:
         """The parts that exist during the whole run."""
         yield from self._policy(("gradient", "optimizer_step") if self.config.offload.policy else None)
         if not self.config.rollout.has_fleet:
-            yield self._rollout_weights()
+            yield self._sampler()
         elif self.config.rollout.servers and self.arch.lora:
             yield self._merged_for_servers()
         yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, "optimizer_step")
@@ -177,7 +188,7 @@ class _Plan:
 
     def worker_parts(self) -> Iterator[Part]:
         """The parts of a rollout worker beside the KV cache: it has a base only if adapters are sent."""
-        parts = (*(self._policy(None) if self.arch.lora else ()), self._rollout_weights())
+        parts = (*(self._policy(None) if self.arch.lora else ()), self._sampler())
         yield from (replace(part, phases=("rollout",)) for part in parts)
 
     def _policy(self, phases: tuple[Phase, ...] | None) -> Iterator[Part]:
@@ -271,9 +282,7 @@ class _Plan:
         The sequences of a training step decode at once, each with the longest completion; where the cache may
         have `room` bytes alone, as many as fit in it with the lengths that they have.
         """
-        rollout, slots = self.config.rollout, round_up(self._share(), minimum=1)
-        if rollout.max_concurrency is not None:
-            slots = min(slots, rollout.max_concurrency // self.rollout_mesh.num_data_shards)
+        rollout, slots = self.config.rollout, self._slots()
         # Between the turns of an episode, a prefix slot has its prompt and the turns before.
         prefix_slots = slots if rollout.has_episodes else min(power_of_two(-(-slots // rollout.n)), slots)
         prompt, own = self._cache_positions()
@@ -295,6 +304,11 @@ class _Plan:
         twice = min(max(slots * own, prefix_slots * prompt), size // self._position_bytes()) * largest
         why += f"; and {in_units(twice)}, the largest layer, which is in memory twice while it grows"
         return Part("kv_cache", size + twice, why, self.sampling_phases, "rollout")
+
+    def _slots(self) -> int:
+        """Sequences that a replica decodes at once, where the memory lets it."""
+        most, slots = self.config.rollout.max_concurrency, round_up(self._share(), minimum=1)
+        return slots if most is None else min(slots, most // self.rollout_mesh.num_data_shards)
 
     def _share(self) -> int:
         """Sequences of a training step per replica; of a worker's, if all workers have as many groups."""
@@ -344,8 +358,22 @@ class _Plan:
         size = self._weights(mesh, config.model.param_dtype)
         return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
 
+    def _sampler(self) -> Part:
+        """The sampler's copies of the weights, with what a decode step reads if it leaves experts out."""
+        part = self._rollout_weights()
+        if self.arch.routes is None:
+            return part
+        slots, arch = self._slots(), replace(self.arch, lora=None)
+        itemsize = jnp.dtype(self.config.model.dtype).itemsize
+        read, whole = (
+            in_units(round(itemsize * parameters_read(arch, tokens, self.rollout_mesh)))
+            for tokens in (slots, math.inf)
+        )
+        why = f"; a decode step of {slots} sequences reads about {read} of a device's {whole}"
+        return replace(part, why=f"{part.why}{why}, if they choose experts evenly")
+
     def _rollout_weights(self) -> Part:
-        """The sampler's copies of the weights, in the dtype of activations except norms.
+        """The sampler's copies of the weights, in the dtype of activations except norms and routers.
 
         They are freed when a batch is complete. Arrays that training has on the same devices in the same
         dtype are not copied, unless those wait in the host's memory, or batches are sampled ahead: then one
@@ -362,11 +390,11 @@ class _Plan:
         merged = lora.targets if lora and merges else ()
 
         def num_bytes(path: Any, spec: ParamSpec, place: PartitionSpec) -> int:
-            trained_in = spec.dtype or model.param_dtype
-            dtype = model.dtype if len(spec.shape) > 1 else trained_in
-            frozen = bool(lora) and spec.dtype is None
+            name, trained_in = path[-1].key, spec.dtype or model.param_dtype
+            dtype = trained_in if keeps_dtype(name, len(spec.shape)) else model.dtype
+            frozen = bool(lora) and not is_adapter(name)
             there = same and dtype == trained_in and (frozen or not lag) and not self.config.offload.policy
-            if there and getattr(path[-1], "key", None) not in merged:
+            if there and name not in merged:
                 return 0
             return elements_on_device(spec.shape, place, self.rollout_mesh) * jnp.dtype(dtype).itemsize
 
@@ -430,7 +458,7 @@ class _Plan:
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"
         working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
         rest = f"gradients not yet accumulated {in_units(size.gradients)}"
-        off_by = "not measured for experts" if self.arch.routes else OFF_BY
+        off_by = OFF_BY_WITH_EXPERTS if self.arch.routes else OFF_BY
         why = f"estimate, error {off_by}, for {words}: {layers} + {working} + {rest}"
         return Part("activations", size.total, why, (phase,))
 

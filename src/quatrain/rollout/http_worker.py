@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class ServerRules:
     sampling: Sampling
     routes: RouteRules | None = None
     """The routes of experts that are to be recorded, if any are."""
+    needs_routes: bool = False
+    """Whether a server that returns none cannot serve the run (`update.router_aux_coef`)."""
+    warning: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    """Held from the warning about the first such server on: a run has one, however many servers start."""
 
 
 def workers(
@@ -375,18 +379,33 @@ class HttpWorker:
             )
 
     def _probe_routes(self, asked: Asked) -> None:
-        """Warns if routes are to be recorded, and the server returns none with the tokens of `asked`."""
-        answer = self._probed(asked)
+        """Warns, once in a run, if routes are to be recorded, and none come with the tokens of `asked`.
+
+        The server is then asked without them: `quatrain serve` refuses to return what it does not record.
+        """
+        why = ""
+        try:
+            answer = self._probed(asked)
+        except Refusal as refusal:
+            if not asked.routes:
+                raise
+            answer, why = self._probed(asked._replace(routes=False)), f" ({refusal})"
         if self._routes is None:
             return
         if answer.routes is not None:
             self._routes.read(answer.routes, len(asked.prompt) + len(answer.tokens) - 1)
             return
-        logger.warning(
-            "%s returns no routes of experts, so that the update chooses them anew: %s; start it with %s, or "
-            "set rollout.record_routes to false",
-            *(self.name, self._routes.gap, self._kind.routes_by),
-        )
+        if self._rules.needs_routes:
+            raise WorkerRefused(
+                f"it must return the experts of each token for update.router_aux_coef; got none{why}; start "
+                f"it with {self._kind.routes_by}, or set update.router_aux_coef to 0"
+            )
+        if self._rules.warning.acquire(blocking=False):
+            logger.warning(
+                "%s returns no routes of experts%s, so that the update chooses them anew: %s; start it with "
+                "%s, or set rollout.record_routes to false (said once, of the first such server)",
+                *(self.name, why, self._routes.gap, self._kind.routes_by),
+            )
         self._routes = None
 
     def _probed(self, asked: Asked) -> Answer:

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.errors import disk_is_full
 from quatrain.models.architecture import Architecture
+from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.lora import adapters_of, has_adapters
 from quatrain.parallel.mesh import to_host
 from quatrain.weights.hf import save_hf
@@ -137,15 +138,16 @@ class Folder:
 def gathered(params: Any, dtype: DTypeLike) -> Any:
     """`params` as arrays of the host, which training does not overwrite; with adapters, these alone.
 
-    One parameter after another, with matrices in `dtype` (adapters keep theirs, because they are merged
-    before the result is rounded). In a run of several processes all must call this, and only the main process
-    gets values; others get None.
+    One parameter after another, with matrices in `dtype` except routers (adapters keep theirs, because they
+    are merged before the result is rounded). In a run of several processes all must call this, and only the
+    main process gets values; others get None.
     """
     adapters = has_adapters(params)
     tree = adapters_of(params) if adapters else params
 
-    def whole(array: jax.Array) -> np.ndarray | None:
-        found = to_host(array if adapters or array.ndim == 1 else array.astype(dtype))
+    def whole(path: Any, array: jax.Array) -> np.ndarray | None:
+        keeps = adapters or keeps_dtype(path[-1].key, array.ndim)
+        found = to_host(array if keeps else array.astype(dtype))
         return np.array(found) if is_main_process() else None
 
-    return jax.tree.map(whole, tree)
+    return jax.tree_util.tree_map_with_path(whole, tree)

@@ -40,7 +40,7 @@ class RouteRules(NamedTuple):
         """[tokens, L, k] of the first `tokens` tokens of a sequence, all but its last.
 
         Servers have them for all layers, or for those with experts. Raises WorkerRefused for routes of
-        another model or length.
+        another model or length, and for those in which a token has an expert twice.
         """
         k, all_layers, own = self.experts_per_token, self.num_layers, len(self.layers)
         form = f"[{tokens}, {own} or {all_layers}, {k}]"
@@ -59,6 +59,9 @@ class RouteRules(NamedTuple):
             raise WorkerRefused(
                 f"{rule}, from 0 to {self.num_experts - 1}; got {routes.min()} to {routes.max()}; {remedy}"
             )
+        ordered = np.sort(routes, axis=-1)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise WorkerRefused(f"{rule}, {k} different ones in a layer; got one twice; {remedy}")
         return routes.astype(self.dtype)
 
     @property

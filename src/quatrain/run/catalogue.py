@@ -54,7 +54,8 @@ moe/dead_experts | experts | mean | Experts that no token of the training step h
 moe/replay_changed | fraction | mean |
     Fraction of choices, one for each token and layer, in which the trainer's router would have chosen other
     experts than those the sampler recorded, which are taken (`rollout.record_routes`); of the first optimizer
-    step, before which the weights are those that sampled. Much more than rounding makes of it: the routes are
+    step, before which the weights are those that sampled, unless batches are sampled ahead
+    (`rollout.max_staleness`): then older weights chose. A value far above what these explain: the routes are
     those of other weights or other tokens.
 update/router_aux_loss | 1 | mean | Auxiliary loss of the routers' loads, times `update.router_aux_coef`.
 update/grad_norm | 1 | mean | Global norm of the gradient before clipping, mean over optimizer steps.

@@ -287,7 +287,8 @@ def _routed_experts(choice: Choice) -> str:
     inputs = len(choice.prompt_ids) + len(choice.tokens) - 1
     if not choice.tokens or not (routes := routes_between(choice.routes, 0, inputs)):
         raise BadRequest(
-            "routes are those of a model with experts, of which tokens are sampled; leave this out",
+            "routes are those of a model with experts, of which tokens are sampled, and there are none with "
+            "rollout.record_routes false; leave this out",
             "return_routed_experts",
         )
     return routes_to_text(np.concatenate(routes))

@@ -372,7 +372,10 @@ class Learner:
         if self.objective.distillation is not None:
             longest = self.trainer.teacher.longest if self.trainer.teacher else None
             columns |= self.objective.distillation.columns(batch.rewarded, state.train_step, longest)
-        return self._without_truncated(TokenTable.of_policy(rollouts), rollouts).with_columns(**columns)
+        return self._without_truncated(self._table(rollouts), rollouts).with_columns(**columns)
+
+    def _table(self, rollouts: RolloutBatch) -> TokenTable:
+        return TokenTable.of_policy(rollouts, self.policy.arch)
 
     def _without_truncated(self, table: TokenTable, rollouts: RolloutBatch) -> TokenTable:
         """The `table` of `rollouts`, with the tokens that are trained on as the completion mask."""
@@ -427,10 +430,8 @@ class Learner:
         return Metric(float(gap[known].sum(dtype=np.float64)), float(known.sum())) if known.any() else None
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
-        params = to_memory("device", params)
-        return predict_tokens(
-            params, TokenTable.of_policy(rollouts), model=self.policy, planner=self.logprob_planner
-        )
+        params, table = to_memory("device", params), self._table(rollouts)
+        return predict_tokens(params, table, model=self.policy, planner=self.logprob_planner)
 
     def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
         """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
@@ -456,7 +457,7 @@ class Learner:
         return model_scores(params, table, model=policy, planner=self.logprob_planner, top=top)
 
     def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
-        return self._by_reference(params, TokenTable.of_policy(rollouts), self.policy).logprobs
+        return self._by_reference(params, self._table(rollouts), self.policy).logprobs
 
     def _by_reference(
         self, params: Any, table: TokenTable, policy: PolicySpec, top: TopWords | None = None

@@ -201,7 +201,9 @@ class Attention:
 
         heads_BTKXH = run.part(heads, x_BTD)
         q_BTNH, k_BTKH, v_BTKH = run.part(queries_keys_values, heads_BTKXH)
-        sinks_N = GatheredLayer(run.layer, run.specs, run.dtype)["sinks"] if self.sinks else None
+        sinks_N = None
+        if self.sinks:
+            sinks_N = GatheredLayer(run.layer, run.specs, run.dtype)["sinks"].astype(jnp.float32)
         y_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, sinks_N, cache)
         if self.gate:
             return run.part(gated, (y_BTNH, heads_BTKXH)), cache

@@ -267,7 +267,7 @@ class Experts:
         """[N, k]: the experts of `routes`, or where there are none those with the greatest logits."""
         chosen_Nk = lax.top_k(logits_NE, self.top_k)[1]
         if routes_Nk is not None:
-            chosen_Nk = jnp.where(routes_Nk >= 0, jnp.minimum(routes_Nk, self.num - 1), chosen_Nk)
+            chosen_Nk = jnp.where(routes_Nk >= 0, routes_Nk, chosen_Nk)
         return checkpoint_name(chosen_Nk, ROUTES)
 
     def _weights(self, logits_NE: jax.Array, chosen_Nk: jax.Array) -> jax.Array:

@@ -29,6 +29,11 @@ Enter = Callable[[jax.Array, Layer], jax.Array]
 """What a block's first part does before its product: the norm before the block."""
 
 
+def keeps_dtype(name: str, num_dims: int) -> bool:
+    """Whether a parameter has its own dtype in products, not `model.dtype`: vectors and routers have."""
+    return num_dims < 2 or name == ROUTER
+
+
 def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, which the backward pass computes again from its inputs; but experts are not chosen again.
 
@@ -90,7 +95,7 @@ class GatheredLayer(UserDict[str, jax.Array]):
         self._specs, self._dtype = specs, dtype
 
     def __getitem__(self, name: str) -> jax.Array:
-        dtype = None if name == ROUTER else self._dtype
+        dtype = None if keeps_dtype(name, self.data[name].ndim) else self._dtype
         over = (FSDP, CP) if name.startswith(OF_EXPERTS) else (FSDP, CP, EP)
         whole: jax.Array = gather_params(self.data[name], self._specs[name], dtype, over)
         return whole

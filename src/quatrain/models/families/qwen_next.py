@@ -3,15 +3,17 @@ rotary embeddings of a part of each head in the others. Experts take the place o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.blocks.experts import FUSED, Experts
+from quatrain.models.blocks.mlp import Dense
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
-from quatrain.models.families.experts import read_mlps, write_experts
+from quatrain.models.families.experts import num_experts, read_experts, read_mlps, write_experts
 from quatrain.models.families.gguf import GGUF, GGUFKeys
 from quatrain.models.families.ropes import FULL, read_rope, write_rope
 from quatrain.models.hf_config import HFConfig
@@ -44,13 +46,12 @@ def _read(c: HFConfig, *, family: str, experts: int, grouped: bool = False) -> A
     delta = GatedDeltaNet(*heads, *sizes, c.linear_conv_kernel_dim, grouped)
     full = common.read_attention(c, read_rope(c, partial=True), qk_norm=True, gate=True)
     mixers = [delta if kind == LINEAR else full for kind in types]
-    mlps = read_mlps(c, experts) if experts else ()
-    if family == QWEN3_5_MOE.model_type:
-        mlps = [
-            replace(mlp, names=FUSED, stacked=True, renormalise=True)
-            for mlp in mlps
-            if isinstance(mlp, Experts)
-        ]
+    mlps: Sequence[Dense | Experts] = read_mlps(c, experts) if experts else ()
+    if family == QWEN3_5_MOE.model_type:  # in every layer, whatever mlp_only_layers says
+        stacked = replace(
+            read_experts(c, num_experts(c, experts)), names=FUSED, stacked=True, renormalise=True
+        )
+        mlps = [stacked] * c.num_hidden_layers
     return common.architecture(family, c, mixers, mlps, norm=Norm(c.rms_norm_eps, 1.0))
 
 
