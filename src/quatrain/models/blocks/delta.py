@@ -20,7 +20,7 @@ import numpy as np
 
 from quatrain.config.mesh import MeshShape
 from quatrain.models.blocks.layer_run import Costs, Enter, GatheredLayer, LayerRun
-from quatrain.models.delta_rule import CHUNK, DeltaWeights
+from quatrain.models.delta_rule import BLOCK, CHUNK, DeltaWeights
 from quatrain.models.layers import Layer, Norm, rms_norm
 from quatrain.models.rope import Angles
 from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, require
@@ -163,7 +163,7 @@ class GatedDeltaNet:
         """Of a block for hidden states of `d` elements; the rule's products count as weights."""
         K, V = self.num_key_heads // mesh.tp, self.num_heads // mesh.tp
         E, F = self.key_size, self.value_size
-        rule = V * (3 * E * F + CHUNK * F * 3 // 2) + K * 2 * CHUNK * E
+        rule = V * (3 * E * F + 2 * CHUNK * F + (CHUNK**2 - BLOCK**2) // 3) + K * 2 * CHUNK * E
         inputs, ba = K * self._inputs, 2 * V
         padded = K * self.channels  # the inputs of the convolution, of which the compiler keeps a padded copy
         return Costs(
