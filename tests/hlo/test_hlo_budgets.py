@@ -25,18 +25,11 @@ SIZES = ("0.5B", "1.5B")
 
 
 @cache
-def counts(
-    target: str,
-    program: str,
-    size: str,
-    layers: int = 2,
-    attention: str | None = None,
-    mesh: str = "1,1,1",
-) -> dict[str, Any]:
-    """The counts of a program; skips where there is no compiler."""
+def counts(target: str, *program: Any, **options: Any) -> dict[str, Any]:
+    """The counts of a program, as `compiled`; skips where there is no compiler."""
     if reason := TARGETS[target].missing:
         pytest.skip(reason)
-    return compiled(target, program, size, layers, attention, mesh)
+    return compiled(target, *program, **options)
 
 
 @dataclass(frozen=True)

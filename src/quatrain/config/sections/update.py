@@ -31,10 +31,12 @@ MOST_RATIO = math.exp(20)
 
 
 def _is_bounds(name: str, bounds: Any) -> bool:
-    """Whether the rule `name` may have `bounds`: one number, or two around 1, the ratio of a fresh token.
+    """Whether the rule `name` exists and may have `bounds`: one number, or two around 1, a fresh ratio.
 
     Numbers are of what the rule can see, so that each bound rejects something and not everything.
     """
+    if name not in REJECTIONS:
+        return False
     ratios = isinstance(REJECTIONS[name], list)
     numbers = bounds if ratios else [bounds]
     if not isinstance(numbers, list | tuple) or {*map(type, numbers)} - {int, float}:
@@ -45,9 +47,7 @@ def _is_bounds(name: str, bounds: Any) -> bool:
 
 def _rule_of_rejections(rules: Mapping[str, Any]) -> str:
     """What is wrong with the first of `rules` that cannot be used."""
-    name = next(
-        name for name, bounds in rules.items() if name not in REJECTIONS or not _is_bounds(name, bounds)
-    )
+    name = next(name for name, bounds in rules.items() if not _is_bounds(name, bounds))
     if name not in REJECTIONS:
         return f"name rules of {', '.join(REJECTIONS)}, and {shown(name)} is none; correct the name"
     ratios, limits = isinstance(REJECTIONS[name], list), f"between {1 / MOST_RATIO:.2g} and {MOST_RATIO:.2g}"
@@ -133,7 +133,7 @@ class UpdateConfig(Section):
         dict[Text, Annotated[Any, WithJsonSchema({"const": "number above 0, or [low, high]"})]],
         must(
             _rule_of_rejections,
-            lambda rules: all(name in REJECTIONS and _is_bounds(name, rules[name]) for name in rules),
+            lambda rules: all(_is_bounds(name, bounds) for name, bounds in rules.items()),
         ),
     ] = Field({})
     """Rules that reject whole sequences by how far the policy at the start of the training step is from what

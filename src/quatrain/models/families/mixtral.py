@@ -7,8 +7,8 @@ from dataclasses import replace
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
-from quatrain.models.families.experts import num_experts, read_experts, write_experts
-from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.experts import experts_of_gguf, num_experts, read_experts, write_experts
+from quatrain.models.families.gguf import GGUF
 from quatrain.models.families.ropes import read_rope
 from quatrain.models.hf_config import HFConfig
 
@@ -37,10 +37,6 @@ def _write(arch: Architecture) -> Json:
     }
 
 
-def _of_gguf(keys: GGUFKeys) -> Json:
-    return {"num_local_experts": keys.experts, "num_experts_per_tok": keys.experts_per_token}
-
-
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -56,5 +52,5 @@ MIXTRAL = Family(
     },
     _read,
     _write,
-    GGUF("llama", permuted=True, keys={"expert_count": 0, "expert_used_count": 2}, config=_of_gguf),
+    GGUF("llama", permuted=True, keys={"expert_count": 0, "expert_used_count": 2}, config=experts_of_gguf),
 )

@@ -8,7 +8,7 @@ from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
 from quatrain.models.families.experts import experts_of_gguf, num_experts, read_experts, write_experts
-from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.gguf import GGUF
 from quatrain.models.families.ropes import FULL, SLIDING, read_rope, read_sliding_rope, write_rope
 from quatrain.models.hf_config import HFConfig
 from quatrain.models.rope import Rope
@@ -37,11 +37,6 @@ def _read_experts(c: HFConfig) -> Architecture:
     mixer = common.read_attention(c, read_rope(c), clip=c.clip_qkv, **_NORMS)
     experts = read_experts(c, num_experts(c, 64))
     return common.architecture("olmoe", c, [mixer] * c.num_hidden_layers, [experts] * c.num_hidden_layers)
-
-
-def _of_gguf(keys: GGUFKeys) -> Json:
-    experts = {**experts_of_gguf(keys), "moe_intermediate_size": None}
-    return {key: value for key, value in experts.items() if value is not None}
 
 
 def _write_experts(arch: Architecture) -> Json:
@@ -88,5 +83,5 @@ OLMOE = Family(
     _DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False},
     _read_experts,
     _write_experts,
-    GGUF("olmoe", keys={"expert_count": 0, "expert_used_count": 8}, config=_of_gguf),
+    GGUF("olmoe", keys={"expert_count": 0, "expert_used_count": 8}, config=experts_of_gguf),
 )
