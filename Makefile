@@ -38,7 +38,7 @@ test-hlo: $(STAMP) ## compile for an H100 and a TPU v5e, without either, and che
 
 test-vllm: $(STAMP) ## train with a real vLLM on this CPU (installs 4 GB into .vllm/; needs make smollm2)
 	$(BIN)/python scripts/install_vllm.py
-	$(BIN)/python -m pytest -m vllm tests/vllm -rs -s --durations=5
+	$(BIN)/python -m pytest -m vllm tests/vllm -rs -s --durations=5 -o faulthandler_timeout=3600
 
 test-hubs: $(STAMP) ## train with real environments of verifiers and openenv (installs 600 MB into .hubs/)
 	$(BIN)/python scripts/install_hubs.py

@@ -22,11 +22,15 @@ class Reload:
     def load_quatrain_weights(self, path: str) -> None:
         """Loads the safetensors in the folder `path` in place of the model's weights.
 
-        vLLM's own reload passes over an output head that is tied to the embeddings, of which a CPU computes
-        with a packed copy: without more, the head keeps the weights that the server was started with.
+        A CPU computes with packed copies, of which vLLM's own reload misses two: that of an output head that
+        is tied to the embeddings, and those of experts, which are packed with their first kernel only.
         """
-        self.reload_weights(weights_path=path)
         model = self.model_runner.get_model()
+        for layer in model.modules():
+            experts = getattr(layer, "w13_weight", None)
+            if experts is not None and experts.device.type == "cpu":
+                layer.quant_method.moe_kernel = None
+        self.reload_weights(weights_path=path)
         head = getattr(model, "lm_head", None)
         embeddings = getattr(getattr(model, "model", None), "embed_tokens", None)
         tied = getattr(model.config, "tie_word_embeddings", False)
