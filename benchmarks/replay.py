@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quatrain.config.layers import QUICKSTART
 from quatrain.report.plot import style_axes
 from quatrain.run.metrics import read_metrics
 
@@ -45,7 +46,7 @@ def run(folder: Path, name: str, seed: int, steps: int, more: list[str]) -> Rows
     if not path.is_file() or read_metrics(path)[-1]["step"] < steps:
         settings = [*VARIANTS[name][1], f"seed={seed}", f"run.steps={steps}", "checkpoint.every_steps=0"]
         settings += [f"run.dir={folder}", f"run.name={name}_s{seed}", *more]
-        command = [sys.executable, "-c", "from quatrain.cli.main import main; main()", "train"]
+        command = [sys.executable, "-m", "quatrain.cli", "train", str(QUICKSTART)]
         subprocess.run([*command, *(part for each in settings for part in ("--set", each))], check=True)
     return read_metrics(path)
 

@@ -63,6 +63,14 @@ def test_repeated_keys_are_refused_with_their_line():
     assert parse_yaml("a: {n: 1}\nb: {n: 2}", "here") == {"a": {"n": 1}, "b": {"n": 2}}
 
 
+def test_a_colon_without_a_space_is_no_key():
+    rule = r"'ep:2' is a key without a value; a colon needs a space after it: ep: 2"
+    with pytest.raises(ConfigError, match=rf"here, line 1: not valid YAML: {rule}"):
+        parse_yaml("{dp: 1, ep:2}", "here")
+    assert parse_yaml("{'ep:2': ''}", "here") == {"ep:2": ""}
+    assert parse_yaml("{a.py:f, b: }", "here") == {"a.py:f": None, "b": None}
+
+
 def test_merged_mappings_may_be_overridden():
     text = "base: &base {n: 1, m: 2}\nrollout:\n  <<: *base\n  n: 3\n"
     assert parse_yaml(text, "here")["rollout"] == {"n": 3, "m": 2}

@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
-        for key_node, _ in node.value:
+        for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
                     None, None, "a key must be text, but this one is a list or a mapping", key_node.start_mark
@@ -60,6 +60,15 @@ class _Loader(yaml.SafeLoader):
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} is given twice; keep one", key_node.start_mark
+                )
+            missing = value_node.value == "" and not value_node.style
+            if missing and (words := re.fullmatch(r"(\w+):(\S+)", key_node.value)):
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f"{key_node.value!r} is a key without a value; a colon needs a space after it: "
+                    f"{words[1]}: {words[2]}",
+                    key_node.start_mark,
                 )
             # `<<` may occur twice: each merges another mapping, and explicit keys override both.
             if key_node.tag != "tag:yaml.org,2002:merge":
