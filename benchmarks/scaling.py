@@ -96,13 +96,22 @@ class Collective:
         return rounds * self.payload * (self.size - 1) / self.size
 
     def axis(self, mesh: MeshShape) -> str:
-        """The axis of `mesh` that the group is: one of its own, `data` for dp, fsdp and ep, or `all`."""
+        """The axis of `mesh` that the group is: one of its own, `data` for dp, fsdp and ep, `params` for all
+        that split parameters, or `all`."""
         axes, stride = {}, 1
         for name, size in reversed(mesh._asdict().items()):
             axes[size, stride] = name  # of two axes with one device, the outer
             stride *= size
-        wider = {(mesh.num_data_shards, mesh.tp * mesh.cp): "data", (mesh.num_devices, 1): "all"}
-        return (wider | axes).get((self.size, self.stride), "other")
+        wider = {group: name for name, group in joint_groups(mesh).items()}
+        return (wider | {(mesh.num_devices, 1): "all"} | axes).get((self.size, self.stride), "other")
+
+
+def joint_groups(mesh: MeshShape) -> dict[str, tuple[int, int]]:
+    """(devices, stride) of the groups of several axes."""
+    return {
+        "params": (mesh.fsdp * mesh.ep * mesh.cp, 1 if mesh.cp > 1 else mesh.tp),
+        "data": (mesh.num_data_shards, mesh.tp * mesh.cp),
+    }
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -326,14 +335,13 @@ def expected(case: Case, part: str, num_metrics: int) -> Sent:
     if part == "gradient":
         rings["all-reduce", "data"] = 4.0 * num_metrics
     mesh = case.rollout if part == "decode" else case.mesh
-    sizes = {**mesh._asdict(), "data": mesh.num_data_shards}
-    total: Counter[tuple[str, str]] = Counter()
+    joint, total = joint_groups(mesh), Counter[tuple[str, str]]()
     for (kind, axis), payload in rings.items():
-        stride = mesh.tp * mesh.cp if axis == "data" else 0
-        name = Collective(kind, "", 0, sizes[axis], stride, 0).axis(mesh)
-        sent = Collective(kind, "", 1, sizes[axis], 0, 0).sent * payload
+        size, stride = joint.get(axis) or (getattr(mesh, axis), 0)
+        sent = Collective(kind, "", 1, size, 0, 0).sent * payload
         if sent:
-            total[kind, name if axis == "data" else axis] += sent  # type: ignore[assignment]
+            name = Collective(kind, "", 0, size, stride, 0).axis(mesh) if axis in joint else axis
+            total[kind, name] += sent  # type: ignore[assignment]
     return dict(total)
 
 
@@ -345,7 +353,7 @@ def _expected_gradient(case: Case) -> Sent:
 
     Over ep a layer of experts gathers hidden states, routes and weights forward and once more when it is
     computed again, and the gradient of its result; it reduce-scatters its result and the gradients of hidden
-    states and weights, these in float32. Other parameters are split over fsdp and ep together.
+    states and weights, these in float32. Other parameters are split over fsdp, ep and cp together.
 
     Over cp a layer exchanges queries, keys, values and its result forward, once more when it is computed
     again, and backward; of the T tokens of a data shard a device has T / cp.
@@ -356,16 +364,15 @@ def _expected_gradient(case: Case) -> Sent:
         2 * (mixer.num_heads // mesh.tp + max(mixer.num_kv_heads // mesh.tp, mesh.cp)) * mixer.head_dim
         for mixer in (layer.mixer for layer in arch.layers)
     )
-    split = "fsdp" if mesh.ep == 1 else "ep" if mesh.fsdp == 1 else "data"
     gathered = 2 * (compute * (layers * sizes.layer + sizes.table) + 4 * layers * sizes.router)
     sent = {
-        ("all-gather", split): gathered,
-        ("reduce-scatter", split): 4 * (layers * (sizes.layer + sizes.router) + 2 * sizes.table),
+        ("all-gather", "params"): gathered,
+        ("reduce-scatter", "params"): 4 * (layers * (sizes.layer + sizes.router) + 2 * sizes.table),
         **{
             ("all-reduce", axis): stored * (layers * sizes.layer_copied + arch.hidden_size)
             for axis in ("fsdp", "ep")
         },
-        ("all-reduce", "tp"): compute * case.tokens * arch.hidden_size * (5 * layers + 2)
+        ("all-reduce", "tp"): compute * case.tokens // mesh.cp * arch.hidden_size * (5 * layers + 2)
         + 4 * 4 * scored_places(case),
         ("all-to-all", "cp"): 3 * compute * exchanged * case.tokens // mesh.cp,
     }
