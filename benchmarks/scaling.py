@@ -107,7 +107,7 @@ class Collective:
 
 
 def joint_groups(mesh: MeshShape) -> dict[str, tuple[int, int]]:
-    """(devices, stride) of the groups of several axes."""
+    """(devices, stride) of the groups of several axes; of two equal ones, the last has the name."""
     return {
         "params": (mesh.fsdp * mesh.ep * mesh.cp, 1 if mesh.cp > 1 else mesh.tp),
         "data": (mesh.num_data_shards, mesh.tp * mesh.cp),
@@ -338,10 +338,9 @@ def expected(case: Case, part: str, num_metrics: int) -> Sent:
     joint, total = joint_groups(mesh), Counter[tuple[str, str]]()
     for (kind, axis), payload in rings.items():
         size, stride = joint.get(axis) or (getattr(mesh, axis), 0)
-        sent = Collective(kind, "", 1, size, 0, 0).sent * payload
-        if sent:
-            name = Collective(kind, "", 0, size, stride, 0).axis(mesh) if axis in joint else axis
-            total[kind, name] += sent  # type: ignore[assignment]
+        ring = Collective(kind, "", 1, size, stride, 0)  # of one byte
+        if sent := ring.sent * payload:
+            total[kind, ring.axis(mesh) if axis in joint else axis] += sent  # type: ignore[assignment]
     return dict(total)
 
 
