@@ -7,7 +7,8 @@
 train: 64 sequences (8 prompts x 8 samples) of the lengths that item `update` has, float32 master weights,
 bfloat16 autocast, sdpa attention, sequences of like lengths padded together, fused AdamW; the loss is that
 of a policy gradient over completion tokens. Tokens a second count real tokens of prompt and completion, as
-item `update` does. generate: 256 prompts of 256 tokens. Needs torch and transformers; writes OUT/peer-WHAT.json.
+item `update` does. generate: 256 prompts of 256 tokens. Needs torch and
+transformers; writes OUT/peer-WHAT.json.
 """
 
 import json
