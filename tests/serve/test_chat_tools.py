@@ -341,7 +341,7 @@ def test_a_begun_call_that_is_malformed_stays_text_with_its_beginning():
 def test_a_call_cannot_be_begun_in_other_forms():
     with answering("4", "gemma3") as (client, _, service):
         for choice in ("required", NAMED):
-            with pytest.raises(openai.BadRequestError, match="only in the forms of Qwen and Hermes") as error:
+            with pytest.raises(openai.BadRequestError, match="in a form that is read") as error:
                 ask(client, tool_choice=choice)
             assert error.value.param == "tool_choice"
     assert service.prompts == []

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,11 +31,6 @@ STAND_IN = "STANDIN"
 """What is rendered in place of the assistant's text; letters that no template changes."""
 CALL_ID = "call00000"
 """Id of a tool call: nine letters and digits, which Mistral's templates ask for."""
-_CALLS = (
-    (re.compile(r'<tool_call>\s*{\s*(?="(?:name|arguments)":)'), "arguments"),
-    (re.compile(rf'{{(?="name": "{STAND_IN}", "parameters":)'), "parameters"),
-)
-"""The beginning of a call of STAND_IN in the forms of Qwen and Hermes and of Llama 3; the arguments' name."""
 _QUESTION = {"role": "user", "content": "QUESTION"}
 _RESULT = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": "RESULT"}
 
@@ -163,35 +157,6 @@ def warn_of_unwritten(tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mappin
             "describe them in a system message (of a run: data.system_prompt), or use a model whose template "
             "writes them"
         )
-
-
-def begun_call(
-    tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]], name: str | None
-) -> str:
-    """The text with which a call of the tool `name` begins, up to its arguments; None: any, up to the name.
-
-    It ends before white space, which vocabularies mostly join with what follows. Raises ValueError if the
-    chat template writes calls in another form than those of Qwen and Hermes or of Llama 3.
-    """
-    call = {"id": CALL_ID, "type": "function", "function": {"name": STAND_IN, "arguments": {}}}
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    messages: list[dict[str, Any]] = [dict(_QUESTION), answer]
-    reason = "another form"
-    try:
-        text = fill_template(tokenizer, messages, add_generation_prompt=False, tools=tools)
-    except ValueError as error:
-        text, reason = "", f"none: {error}"
-    _, _, written = text.rpartition(_QUESTION["content"])
-    for form, key in _CALLS:
-        if found := form.search(written):
-            begun = f'{found[0]}"name": "'
-            if name is None:
-                return begun
-            return f'{begun}{json.dumps(name, ensure_ascii=False)[1:-1]}", "{key}":'
-    raise ValueError(
-        "a call can be begun only in the forms of Qwen and Hermes and of Llama 3; the chat template writes "
-        f"{reason}; let tool_choice be auto, or set data.chat_template to one that writes these"
-    )
 
 
 def conversation(prompt: PromptText) -> tuple[Message, ...]:
