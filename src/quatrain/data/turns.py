@@ -10,6 +10,7 @@ earlier turns (Qwen3's removes thoughts).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,7 @@ class TurnTemplate:
 
         Raises ValueError if the template rejects the messages, or leaves out the assistant's text.
         """
-        after = self._after_stand_in(conversation(prompt), checked_messages(messages))
+        after = self._after_turn(conversation(prompt), checked_messages(messages))
         end = sampled[-1] if len(sampled) and sampled[-1] in self._stop_ids else None
         if end is None:
             return self._encode(after)
@@ -88,7 +89,45 @@ class TurnTemplate:
             written = written if written == alone else None
         if written is not None:
             after = after.lstrip().removeprefix(self._ends[written])
+        elif end is not None and self._ends.get(end) == "<|return|>":
+            after = after.removeprefix("<|end|>")  # Harmony writes it where the last message had <|return|>
         return self._encode_after(end, after)
+
+    def _after_turn(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
+        """What the template writes after the assistant's turn, whose text it may ask to be a call.
+
+        gpt-oss' template takes results of tools after a call alone, and names the tool by it.
+        """
+        try:
+            return self._after_stand_in(prompt, new)
+        except ValueError as error:
+            if not new or new[0]["role"] != "tool":
+                raise
+            try:
+                return self._after_calls(prompt, new)
+            except ValueError:
+                raise error from None
+
+    def _after_calls(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
+        """What the template writes from the end token of calls on, which the first of `new` answer."""
+        results = itertools.takewhile(lambda message: message["role"] == "tool", new)
+        calls = [
+            {
+                "id": result.get("tool_call_id") or CALL_ID,
+                "type": "function",
+                "function": {"name": result.get("name") or STAND_IN, "arguments": {"text": STAND_IN}},
+            }
+            for result in results
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = self._fill([*checked_messages(prompt), turn], add_generation_prompt=False)
+        before = text.rpartition(STAND_IN)[0]
+        text = self._fill([*checked_messages(prompt), turn, *new], add_generation_prompt=True)
+        after = text.removeprefix(before)
+        ends = [place for end in self._ends.values() if (place := after.find(end)) >= 0]
+        if after == text or not ends:
+            raise ValueError("the chat template writes no end of calls")
+        return after[min(ends) :]
 
     def _after_stand_in(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
         """What the template writes after the assistant's text; up to its next turn, if anything is new."""
@@ -132,7 +171,7 @@ class TurnTemplate:
 
     def _check_results(self) -> None:
         try:
-            written = _RESULT["content"] in self._after_stand_in([_QUESTION], [_RESULT])
+            written = _RESULT["content"] in self._after_turn([_QUESTION], [_RESULT])
             reason = "leaves their text out"
         except ValueError as error:
             written, reason = False, f"does not: {error}"

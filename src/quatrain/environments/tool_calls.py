@@ -228,7 +228,7 @@ def warn_of_unread(tokenizer: Any, *, has_tools: bool = True) -> None:
 
 
 def _written_call(
-    tokenizer: Any, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = (_TOOL,)
+    tokenizer: Any, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[str, str]:
     """What the chat template writes of an answer that calls a tool, and what stands before the answer."""
     call = {"id": CALL_ID, "type": "function", "function": {"name": STAND_IN, "arguments": dict(arguments)}}

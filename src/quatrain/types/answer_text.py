@@ -102,6 +102,8 @@ class Channels:
         self._spoken = {"thoughts": False, "text": False}
         """Whether there was any, so that another message of the kind begins a paragraph."""
         self._is_anew = False
+        self._begun = ""
+        """What the prompt has begun of a call."""
         if tokens.markers and len(context):
             self._resume(tokens.pieces(context[-CONTEXT:]))
         self._given = len(self._header or "")
@@ -113,12 +115,13 @@ class Channels:
         last = places[-1] if places else len(pieces)
         rest = "".join(pieces[last + 1 :]).strip()
         if self._is_harmony or rest in ("", "thought"):  # a question may hold the letters of a marker
-            self.push(pieces[last:])
+            begun = self.push(pieces[last:])
+            self._begun = begun.text if self._kind == "call" else ""
         self._spoken, self._is_anew = {"thoughts": False, "text": False}, False
 
     def push(self, pieces: Sequence[str]) -> Said:
         """What further pieces say."""
-        said: list[Said] = []
+        said, self._begun = [Said(text=self._begun)], ""
         for piece in pieces:
             if not isinstance(piece, Marker):
                 said.append(self._text(piece))
@@ -164,10 +167,13 @@ class Channels:
             header, self._header = self._header or f"{START}assistant", None
             self._kind, self._is_anew = _kind_of(header), True
             return self._text(header + marker) if self._kind == "call" else Said()
-        elif self._header is not None:
+        elif self._header is not None and marker in (CHANNEL, "<|constrain|>"):
             self._header += marker
+        elif self._header is not None:  # the message ends in its header
+            return self.end()
         else:
-            closing = self._text(marker) if self._kind == "call" else Said()
+            is_closed = self._kind == "call" and marker != "<|return|>"
+            closing = self._text(marker) if is_closed else Said()
             self._kind = "text"
             return closing
         return Said()

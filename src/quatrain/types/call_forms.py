@@ -631,7 +631,7 @@ _PYTHON = "name(key=value)"
 
 # Rows with the same opening are tried in this order.
 FORMS = (
-    Form("Qwen3-Coder, Qwen3.5", _XML, _parameters, **_TAGS, follows=r"\s*<function="),
+    Form("Qwen3-Coder, Qwen3.5", _XML, _parameters, **_TAGS, follows=r"\s*<function=[^>\n]+>"),
     Form("the same without <tool_call>", _XML, _parameters, "<function=", ("</tool_call>",), r"[^<>\n]+>"),
     Form(
         "GLM-4.5",
@@ -699,9 +699,12 @@ MARKERS = frozenset(
     token
     for form in FORMS
     for token in (form.opening, *form.closing, *form.tokens)
-    if token and FENCE not in token
+    if token and FENCE not in token and form.read is not _harmony
 )
-"""Texts of tokens that a call has, which are special tokens in some vocabularies."""
+"""Texts of tokens that a call has, which are special tokens in some vocabularies.
+
+Those of Harmony's messages are other models' ends of turns, and markers where it has all of them.
+"""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 MARKUP = re.compile("|".join(map(re.escape, (THOUGHT, THOUGHT_END, *OPENINGS))))
 
