@@ -69,6 +69,7 @@ from quatrain.run.checkpoint import Checkpointer, SaveFailed
 from quatrain.run.description import describe, describe_end
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.saved_state import check_saved_state
+from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.update.critic import critic_params
@@ -589,10 +590,10 @@ def _try_rewards(
         sources = [prompts, *(data_set.source for data_set in evaluator.sets)]
         scorer.check_sources([value for source in sources for value in source.values_of(DATA_SOURCE)])
     tokenizer, first = loaded.tokenizer, prompts.first_by(DATA_SOURCE)
+    answers = AnswerTokens(tokenizer)
 
     def said(text: str) -> str:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
+        return answers.text(tokenizer.encode(text, add_special_tokens=False))
 
     ids = tokenizer.encode(MADE_UP, add_special_tokens=False)
     return [*scorer.check_format(first.values(), said), *scorer.try_on(first, ids)]
