@@ -25,6 +25,7 @@ ENDS_WITHIN_S = 2.0
 """Seconds after which processes that are not ended by SIGKILL, those of another user, are left."""
 _POLL_S = 0.002
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _PROC = Path("/proc")
 _IS_LINUX = sys.platform == "linux"
 
@@ -38,8 +39,11 @@ def guarded(parent: int, *files: int) -> int:
     if not _IS_LINUX:
         return parent
     guard = os.getpid()
-    # SIGCHLD, which waits until it is asked for, tells of both ends: of a child, and of the parent.
+    # SIGCHLD, which waits until it is asked for, tells of both ends: of a child, and of the parent. Signals
+    # that stop a run may come to all its processes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)
     child = os.fork()
@@ -47,6 +51,8 @@ def guarded(parent: int, *files: int) -> int:
         _guard(child, parent, files)
     # What the child sends to its process group does not reach the guard.
     os.setsid()
+    for number, handler in before.items():
+        signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     return guard
 
@@ -69,8 +75,6 @@ def is_stopped(process: int) -> bool:
 
 def _guard(child: int, parent: int, files: Sequence[int]) -> NoReturn:
     faulthandler.disable()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # they may come to all processes of a run
-        signal.signal(number, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in (0, 1, 2):
         os.dup2(nothing, file)

@@ -277,11 +277,11 @@ class WorkerProcess:
 
     def _take(self, reply: Mapping[str, Any]) -> None:
         """Settles the call that a line answers."""
-        self._heard, self._pinged = time.monotonic(), False
         number = reply["call"]
-        if "process" in reply:
+        if "process" in reply:  # its first words, before it loads
             self._worker = int(reply["process"])
             return None
+        self._heard, self._pinged = time.monotonic(), False
         if "died" in reply:  # the process goes on as another
             return self._settle_all(self._how_ended(reply["died"]))
         if number is None:
