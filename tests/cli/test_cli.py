@@ -109,7 +109,7 @@ say, seen = start_up._say, []
 
 def noted(current):
     say(current)
-    seen.append([current.stage, *(name in sys.modules for name in ("pydantic", "jax"))])
+    seen.append([current.stage, *(name in sys.modules for name in ("yaml", "jax"))])
 
 start_up._say = noted
 from quatrain.cli.main import main
@@ -336,6 +336,7 @@ def test_a_traceback_never_shows_a_secret(quatrain, monkeypatch, capsys):
     stand_in(monkeypatch, "loop.train", "train", fail)
     with pytest.raises(KeyError) as fault:
         quatrain("train")
+    capsys.readouterr()  # its start
     sys.excepthook(fault.type, fault.value, fault.tb)
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")

@@ -334,7 +334,7 @@ def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_
 def test_a_run_ahead_that_is_stopped_between_two_fences_goes_on_and_says_what_differs(ahead, tmp_path):
     whole, options = ahead
     resolved = small_run(tmp_path, "stopped", *options)
-    update = (Learner, "step", lambda learner, state, batch: state.train_step == 3)
+    update = (Learner, "step", lambda learner, state, batch: state.train_step == 4)
     with _signalled(signal.SIGTERM, *update), pytest.raises(Stopped, match="step 4 is saved"):
         train(resolved)
     run = train(resolved, resume="stopped").run
