@@ -22,9 +22,11 @@ import quatrain
 from quatrain.cli import runs
 from quatrain.cli.words import Given, RunWords, SetOption, Words, examples, given, run_to_resume
 from quatrain.cluster.launcher import end_with_launcher
+from quatrain.report.start_up import stage, starting
 from quatrain.run.streams import console_messages, fitted, guarded_output
 
 if TYPE_CHECKING:
+    from quatrain.cluster.stop import Stopped
     from quatrain.config.load import Resolved
     from quatrain.config.schema import Config
 
@@ -111,25 +113,27 @@ def train(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train a model by reinforcement learning: rollout, reward, advantage, update."""
-    config, overrides, _ = given(words, set_)
-    if config is None and resume is not None:
-        config, resume = run_to_resume(resume, overrides)
-    resolved = _resolve(Given(config, overrides))
-    if print_config:
-        _print_config(resolved)
-        return
-    with _together(resolved, coordinator, num_processes, process_id) as resolved:
-        from quatrain.loop.train import train as run
+    with starting(speaks=process_id in (None, 0) and not print_config):
+        stage("configuration")
+        config, overrides, _ = given(words, set_)
+        if config is None and resume is not None:
+            config, resume = run_to_resume(resume, overrides)
+        resolved = _resolve(Given(config, overrides))
+        if print_config:
+            _print_config(resolved)
+            return
+        with _together(resolved, coordinator, num_processes, process_id) as resolved:
+            from quatrain.loop.train import train as run
 
-        if dry_run:
-            from quatrain.loop.train import dry_run as check
+            if dry_run:
+                from quatrain.loop.train import dry_run as check
 
-            plan, warnings = check(resolved, resume=resume)
-            typer.echo(plan)
-            for warning in warnings:
-                _complain("warning", warning)
-        else:
-            run(resolved, resume=resume)
+                plan, warnings = check(resolved, resume=resume)
+                typer.echo(plan)
+                for warning in warnings:
+                    _complain("warning", warning)
+            else:
+                run(resolved, resume=resume)
 
 
 @app.command(
@@ -155,14 +159,16 @@ def evaluate(
             "a model's folder is evaluated on the prompts and with the lengths of a configuration; got none; "
             f"give it too: quatrain eval CONFIG.yaml {folder}"
         )
-    resolved = _resolve(Given(config, overrides), trains=False)
-    with _together(resolved, coordinator, num_processes, process_id) as resolved:
-        from quatrain.cluster.processes import is_main_process
-        from quatrain.loop.evaluate import evaluate_run
+    with starting(speaks=process_id in (None, 0)):
+        stage("configuration")
+        resolved = _resolve(Given(config, overrides), trains=False)
+        with _together(resolved, coordinator, num_processes, process_id) as resolved:
+            from quatrain.cluster.processes import is_main_process
+            from quatrain.loop.evaluate import evaluate_run
 
-        numbers = evaluate_run(resolved)
-        if is_main_process():
-            _print_numbers(numbers)
+            numbers = evaluate_run(resolved)
+            if is_main_process():
+                _print_numbers(numbers)
 
 
 @app.command(epilog=examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
@@ -174,11 +180,13 @@ def sft(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train on demonstrations: run only the supervised warm start."""
-    resolved = _resolve(given(words, set_))
-    with _together(resolved, coordinator, num_processes, process_id) as resolved:
-        from quatrain.loop.train import train_sft
+    with starting(speaks=process_id in (None, 0)):
+        stage("configuration")
+        resolved = _resolve(given(words, set_))
+        with _together(resolved, coordinator, num_processes, process_id) as resolved:
+            from quatrain.loop.train import train_sft
 
-        train_sft(resolved)
+            train_sft(resolved)
 
 
 @app.command(
@@ -443,8 +451,9 @@ def _together(
     A run of one process connects to nothing. Within the block, compiled programs are kept as
     `run.compilation_cache` says.
     """
+    stage("libraries")
     from quatrain.cluster import processes as hosts
-    from quatrain.cluster.stop import Stopped
+    from quatrain.cluster.stop import Stopped, leaving
 
     settings = resolved.config.distributed
     hosts.initialize(
@@ -459,7 +468,7 @@ def _together(
 
     try:
         resolved = _one_configuration(resolved)
-        with compilation_cache(resolved.config.run.compilation_cache):
+        with compilation_cache(resolved.config.run.compilation_cache), leaving(_leave):
             yield resolved
     except Stopped as stopped:  # in all processes at once
         speaks = hosts.is_main_process()
@@ -470,6 +479,13 @@ def _together(
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted")
     hosts.shutdown()
+
+
+def _leave(stopped: Stopped) -> NoReturn:
+    """Ends the process while its main thread computes."""
+    _complain("stopped", str(stopped))
+    sys.stdout.flush()
+    os._exit(stopped.status)
 
 
 def _one_configuration(resolved: Resolved) -> Resolved:

@@ -40,6 +40,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.models.params import check_policy
 from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
+from quatrain.report.start_up import stage
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -127,11 +128,14 @@ def load_policy(
     tokens than the model has positions, the kernel `model.attention` cannot run the model, it cannot have
     the adapters of `lora`, or environments or tools cannot be used, with this chat template or at all.
     """
+    stage("devices")
     meshes = role_meshes(config)
     if any(config.offload.model_dump().values()):
         to_memory("host", {})
+    stage("tokenizer")
     tokenizer = with_chat_template(load_tokenizer(config.model.tokenizer or config.model.path), config.data)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    stage(f"{'weights' if weights else 'architecture'} of {config.model.path}")
     model = load_model(
         config.model.path,
         dtype=config.model.param_dtype,
@@ -536,10 +540,13 @@ def build_scorer(
     config: Config,
     loaded: LoadedPolicy,
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    *,
+    imported: RewardScorer | None = None,
 ) -> RewardScorer:
     """The reward stage, with its reward models loaded on their mesh.
 
-    `functions` are Python functions for entries of `reward.functions`, called in this process.
+    `functions` are Python functions for entries of `reward.functions`, called in this process. `imported` is
+    what `import_rewards` made of them, whose worker processes are used.
 
     In a run of several processes, only the main process calls the reward functions, and all compute the
     scores of reward models together. Raises ValueError for a function that cannot be imported or called, and
@@ -560,7 +567,31 @@ def build_scorer(
         episodes=config.rollout.has_episodes,
         opening=begun_answer(loaded.tokenizer),
         faults_abstain=config.rollout.agent_failure == "abstain",
+        workers_of=imported,
     )
+
+
+def import_rewards(
+    config: Config, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> RewardScorer:
+    """The reward functions alone, imported, their signatures checked: before there is a tokenizer.
+
+    Raises ValueError for a function that cannot be imported or called.
+    """
+    return RewardScorer(
+        without_reward_models(config).reward,
+        functions=functions,
+        decide=decided_by_main,
+        episodes=config.rollout.has_episodes,
+    )
+
+
+def without_reward_models(config: Config) -> Config:
+    """`config` without the entries of `reward.functions` that are reward models."""
+    functions = {
+        name: entry for name, entry in config.reward.functions.items() if name not in config.reward.models
+    }
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
 def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | None:

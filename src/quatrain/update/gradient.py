@@ -234,6 +234,12 @@ def sum_gradients(
     return total
 
 
+def abstract_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """Shapes and dtypes of `init_optimizer`, of arrays or of `ShapeDtypeStruct`s."""
+    masters = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    return jax.eval_shape(optimizer.init, masters)
+
+
 def init_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """Optimizer state as for float32 parameters, whatever the dtype of `params`, each where its one lies."""
     masters = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)

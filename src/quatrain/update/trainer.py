@@ -21,7 +21,7 @@ from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import brief
 from quatrain.types.metrics import Metric, combine
-from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
+from quatrain.update.gradient import Objective, abstract_optimizer, init_optimizer, optimizer_step
 from quatrain.update.optimizer import build_optimizer, learning_rate
 from quatrain.update.residuals import residual_memory
 from quatrain.update.teacher import WordTeacher
@@ -124,6 +124,10 @@ class Trainer:
         """A state at step 0; the trained part of `params` is the trainer's from here on (it is donated)."""
         opt_state = init_optimizer(self.optimizer, self.model.trained(params))
         return ModelState(params, to_memory(self.optimizer_memory, opt_state))
+
+    def abstract(self, params: Any) -> ModelState:
+        """The state of `init` as `ShapeDtypeStruct`s, for parameters that are some."""
+        return ModelState(params, abstract_optimizer(self.optimizer, self.model.trained(params)))
 
     def step(
         self, state: State, mini: TokenTable, objective: Objective, totals: StepTotals, schedule_step: int
