@@ -22,6 +22,7 @@ import quatrain
 from quatrain.cli import runs
 from quatrain.cli.words import Given, RunWords, SetOption, Words, examples, given, run_to_resume
 from quatrain.cluster.launcher import end_with_launcher
+from quatrain.config.errors import installation
 from quatrain.run.streams import console_messages, fitted, guarded_output
 
 if TYPE_CHECKING:
@@ -349,8 +350,7 @@ def serve(
         from quatrain.loop.serve import serve as run
     except ImportError as error:
         raise ValueError(
-            f"quatrain serve needs starlette and uvicorn: {error}; install them with "
-            "`pip install 'quatrain[serve]'`"
+            f"quatrain serve needs starlette and uvicorn: {error}; install them with {installation('serve')}"
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 
@@ -388,8 +388,7 @@ def agent(
         from quatrain.loop.agent import play_rows
     except ImportError as error:
         raise ValueError(
-            f"quatrain agent needs starlette and uvicorn: {error}; install them with "
-            "`pip install 'quatrain[serve]'`"
+            f"quatrain agent needs starlette and uvicorn: {error}; install them with {installation('serve')}"
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 

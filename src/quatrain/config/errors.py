@@ -92,6 +92,11 @@ def listed(names: Iterable[object]) -> str:
     return (f"{first} and {more} more" if more > 0 else first) or "none"
 
 
+def installation(*extras: str) -> str:
+    """The command that installs optional packages of quatrain, for messages; it is in no package registry."""
+    return f"`pip install -e '.[{','.join(extras)}]'` in the repository of quatrain"
+
+
 def shown(value: object) -> str:
     """`value` as text for an error message, redacted and truncated to SHOWN_VALUE_LENGTH characters."""
     try:
