@@ -6,12 +6,13 @@ docs/coming_from.md explains the differences behind the names; a test reads its 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from quatrain.config.schema import valid_keys
 
 _NAMES = {
-    "data.train": ("dataset_name", "datasets", "train_files", "train_dataset", "train_ds"),
+    "data.train": ("dataset_name", "train_files", "train_dataset", "train_ds"),
     "data.answer_column": ("reward_model.ground_truth",),
     "data.on_long_prompt": ("data.truncation", "filter_overlong_prompts"),
     "data.max_prompt_length": ("rollout.max_prompt_length",),
@@ -181,10 +182,7 @@ _NAMES = {
     "optimizer.eps": ("adam_epsilon",),
     "optimizer.name": ("opt_type",),
     "update.correction_floor": ("vllm_importance_sampling_clip_min",),
-    "rollout.servers": (
-        "vllm_server_base_url",
-        "vllm_server_host",
-    ),
+    "rollout.servers": ("vllm_server_host",),
 }
 NAMES_ELSEWHERE = {name: key for key, names in _NAMES.items() for name in names}
 """The last part, or the last parts, of another library's key -> the key here."""
@@ -310,6 +308,29 @@ _VALUES = {
     },
 }
 """Values of other libraries for the key here -> the value here."""
+
+LIBRARIES = {"verl": "verl", "trl": "TRL", "tunix": "Tunix"}
+"""The name of each library as an option's value, and as it writes itself."""
+_SIGNS = {
+    "verl": {"actor_rollout_ref", "algorithm", "trainer", "custom_reward_function", "reward_model"},
+    "tunix": {
+        *("grpo_config", "agentic_grpo_config", "ppo_config", "rl_training_config", "actor_model_config"),
+        *("rollout_model_config", "cluster_config", "kl_loss_mode", "loss_algo", "policy_loss_fn"),
+    },
+    "trl": {
+        *("per_device_train_batch_size", "model_name_or_path", "num_generations", "max_completion_length"),
+        *("gradient_accumulation_steps", "use_vllm", "vllm_mode", "scale_rewards", "reward_funcs"),
+        *("steps_per_generation", "generation_batch_size", "num_train_epochs", "lr_scheduler_type"),
+        *("dataset_name", "lora_r", "use_peft", "report_to"),
+    },
+}
+"""Keys at the top of a file that say whose it is; quatrain has none of these."""
+
+
+def library_of(keys: Mapping[str, Any]) -> str | None:
+    """Whose file has these keys at its top (or dotted keys that begin so); None: none that is known."""
+    tops = {str(key).partition(".")[0] for key in keys}
+    return next((name for name, signs in _SIGNS.items() if tops & signs), None)
 
 
 def suggestion(name: str) -> str | None:

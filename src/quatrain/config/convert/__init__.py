@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from quatrain.config.aliases import LIBRARIES, library_of
 from quatrain.config.convert import trl, tunix, verl
-from quatrain.config.convert.read import LIBRARIES, library_of, read_theirs
+from quatrain.config.convert.read import read_theirs
 from quatrain.config.convert.translation import Translation
 from quatrain.config.errors import ConfigError, listed, shown
 
@@ -64,9 +65,9 @@ def convert(
         f"{source} does not say {each}: the default of quatrain stands until you set it" for each in missing
     ]
     header = [
-        f"Translated by `quatrain convert` from {source}, a configuration of {shown_name}. Behind each value: "
-        f"the key that it comes from, or a default of {shown_name} that differs from quatrain's. At the end: "
-        "keys that are not translated, with the reason. Keys that are null there are left out.",
+        f"Translated by `quatrain convert` from {source}, a configuration of {shown_name}. Behind each "
+        f"value: the key that it comes from, or a default of {shown_name} that differs from quatrain's. At "
+        "the end: keys that are not translated, with the reason. Keys that are null there are left out.",
         *(f"To fill in: {each}." for each in missing),
     ]
     return Converted(translation.render(header), warnings)

@@ -11,35 +11,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from quatrain.config.aliases import LIBRARIES
 from quatrain.config.errors import ConfigError, listed, shown
 from quatrain.config.layers import parse_yaml
 
-LIBRARIES = {"verl": "verl", "trl": "TRL", "tunix": "Tunix"}
-"""The name of each library as an option's value, and as it writes itself."""
-_SIGNS = {
-    "verl": {"actor_rollout_ref", "algorithm", "trainer", "custom_reward_function", "reward_model"},
-    "tunix": {
-        *("grpo_config", "agentic_grpo_config", "ppo_config", "rl_training_config", "actor_model_config"),
-        *("rollout_model_config", "cluster_config", "kl_loss_mode", "loss_algo", "policy_loss_fn"),
-    },
-    "trl": {
-        *("per_device_train_batch_size", "model_name_or_path", "num_generations", "max_completion_length"),
-        *("gradient_accumulation_steps", "use_vllm", "vllm_mode", "scale_rewards", "reward_funcs"),
-        *("steps_per_generation", "generation_batch_size", "num_train_epochs", "lr_scheduler_type"),
-        *("dataset_name", "lora_r", "use_peft", "report_to"),
-    },
-}
-"""Keys at the top of a file that say whose it is; quatrain has none of these."""
 _OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*[\w.]+)\s*(?:,\s*(.*?))?\}")
 _MAX_FILLED = 10
-
-
-def library_of(keys: Mapping[str, Any]) -> str | None:
-    """Whose file has these keys at its top (or dotted keys that begin so); None: none that is known."""
-    tops = {str(key).partition(".")[0] for key in keys}
-    return next((name for name, signs in _SIGNS.items() if tops & signs), None)
 
 
 def read_theirs(text: str, source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:

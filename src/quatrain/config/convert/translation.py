@@ -29,6 +29,7 @@ _ROLES = {
     "distillation": ("distill",),
 }
 """Sections of verl for another model than the policy -> where their keys may go here."""
+_READ = "read for the values above, or with this value there is nothing to set here"
 _SECRET = re.compile(r"token$|password|secret|api_key")
 
 
@@ -51,6 +52,8 @@ class Translation:
     left: dict[str, str] = field(default_factory=dict)
     """Key there -> why it is not translated."""
     taken: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
+    """Keys there that the output names, as the origin of a value or as not translated."""
 
     def take(self, name: str, default: Any = None) -> Any:
         """The value of their key `name`, which counts as dealt with; `default` if it is null or absent."""
@@ -82,6 +85,7 @@ class Translation:
         A value that is our default, and that the file does not give, is left out.
         """
         self.taken |= set(names)
+        self.named |= set(names)
         given = [name for name in names if self.given.get(name) is not None]
         if not given and value == value_at(Config(), key) and not remark:
             return
@@ -93,6 +97,7 @@ class Translation:
     def leave(self, why: str, *names: str) -> None:
         """Writes their keys `names`, those that the file gives, as comments with the reason."""
         self.taken |= set(names)
+        self.named |= set(names)
         self.left |= {name: why for name in names if self.given.get(name) is not None}
 
     def put_the_rest(self, defaults: Mapping[str, Any]) -> None:
@@ -107,6 +112,7 @@ class Translation:
                 whole = ".".join(parts[:inside]) + ".*" * (inside < len(parts))
                 if parts[inside - 1] != "_target_":  # the class that Hydra makes of the section
                     self.left[whole] = INSIDE[parts[inside - 1]]
+                self.named.add(name)
                 continue
             key = key_for(name)
             if parts[0] in _ROLES and not (key or "").startswith(_ROLES[parts[0]]):
@@ -122,6 +128,10 @@ class Translation:
                 self.put(key, value, name)
             else:
                 self.leave(f"here it is {key!r}, whose values are others", name)
+
+        for name in sorted(self.taken - self.named):
+            if self.given.get(name) not in (None, {}, []):
+                self.leave(_READ, name)
 
     def refuse(self) -> None:
         """Makes each line that our rules refuse a comment with what they say."""
