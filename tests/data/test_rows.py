@@ -234,7 +234,7 @@ def test_what_is_no_data_set(spec, message):
 
 def test_the_hub_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'quatrain\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[hub\]'"):
         read_rows("openai/gsm8k:main")
 
 

@@ -167,4 +167,4 @@ def test_a_dry_run_names_packages_that_are_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     options = ("logging.trackio=mine", "data.system_prompt=S")
     _, warnings = dry_run(small_run(tmp_path, "dry", *options))
-    assert any("pip install 'quatrain[trackio]'" in warning for warning in warnings)
+    assert any("pip install -e '.[trackio]'" in warning for warning in warnings)

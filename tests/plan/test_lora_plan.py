@@ -4,8 +4,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from architectures import ADAPTED
-from test_placement import MIDDLE, QWEN_7B, SMALL, compiled_bytes, on_a_cpu
+from architectures import ADAPTED, QWEN_7B
+from test_placement import MIDDLE, SMALL, compiled_bytes, on_a_cpu
 
 from quatrain.config.load import load_config
 from quatrain.config.mesh import MeshShape

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architectures import changed
+from architectures import QWEN_7B, changed
 from compiling import DEFAULT_FUSION
 from jax.sharding import AbstractMesh, NamedSharding
 
@@ -30,16 +30,6 @@ from quatrain.update.gradient import _zero_total, gradient_program, init_optimiz
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
 SMALL = {
     "model_type": "llama",
     "hidden_size": 64,

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -22,6 +23,7 @@ import quatrain
 from quatrain.cli import runs
 from quatrain.cli.words import Given, RunWords, SetOption, Words, examples, given, run_to_resume
 from quatrain.cluster.launcher import end_with_launcher
+from quatrain.config.errors import installation
 from quatrain.report.start_up import stage, starting
 from quatrain.run.streams import console_messages, fitted, guarded_output
 
@@ -236,6 +238,57 @@ def config(
 
 
 @app.command(
+    name="convert",
+    epilog=examples(
+        "convert verl.yaml > mine.yaml",
+        "convert grpo_trl.yaml --devices 4 > mine.yaml",
+        "convert actor_rollout_ref.rollout.n=5 data.train_batch_size=256 > mine.yaml",
+    ),
+)
+def convert_(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[THEIRS] [KEY=VALUE …]",
+            show_default=False,
+            help="The other library's file: YAML, JSON, or a script with Hydra's overrides; and overrides.",
+        ),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="LIBRARY", show_default=False, help="verl, trl or tunix; default: by its keys."
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Devices of the run, for sizes given per device; default: as the file says, else 1.",
+        ),
+    ] = None,
+) -> None:
+    """Translate a configuration of verl, TRL or Tunix."""
+    from quatrain.config.convert import convert, read_file
+
+    files = [word for word in words or () if ("=" not in word and word[0] != "~") or os.path.exists(word)]
+    if len(files) > 1 or not words:
+        raise ValueError(
+            f"quatrain convert takes one file, or KEY=VALUE; got {', '.join(files) or 'none'}; give it as "
+            "quatrain convert theirs.yaml > mine.yaml"
+        )
+    path = Path(files[0]) if files else None
+    overrides = [word for word in words if word not in files]
+    text, source = (read_file(path), path.name) if path else ("", "the command line")
+    converted = convert(text, source, overrides, library=from_, devices=devices)
+    typer.echo(converted.text, nl=False)
+    for warning in converted.warnings:
+        _complain("warning", warning)
+
+
+@app.command(
     epilog=examples(
         "plan",
         "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --set rollout.mesh=-1,1,2",
@@ -357,8 +410,7 @@ def serve(
         from quatrain.loop.serve import serve as run
     except ImportError as error:
         raise ValueError(
-            f"quatrain serve needs starlette and uvicorn: {error}; install them with "
-            "`pip install 'quatrain[serve]'`"
+            f"quatrain serve needs starlette and uvicorn: {error}; install them with {installation('serve')}"
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 
@@ -396,8 +448,7 @@ def agent(
         from quatrain.loop.agent import play_rows
     except ImportError as error:
         raise ValueError(
-            f"quatrain agent needs starlette and uvicorn: {error}; install them with "
-            "`pip install 'quatrain[serve]'`"
+            f"quatrain agent needs starlette and uvicorn: {error}; install them with {installation('serve')}"
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 

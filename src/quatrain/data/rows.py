@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.config.errors import shown
+from quatrain.config.errors import installation, shown
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.config.values import REASONING_GYM
 from quatrain.data.builtin import builtin_rows
@@ -322,13 +322,13 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"data set {spec!r} is on the Hub, which needs `datasets`: pip install 'quatrain[hub]', or give "
-            "a local file"
+            f"data set {spec!r} is on the Hub, which needs `datasets`: {installation('hub')}, or "
+            "give a local file"
         ) from error
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ValueError(
             f"data sets on the Hub need `datasets` 4.0 or later, which runs no code from a repository; "
-            f"{datasets.__version__} is installed; pip install 'quatrain[hub]'"
+            f"{datasets.__version__} is installed; {installation('hub')}"
         )
     try:
         return _of_dataset(datasets.load_dataset(path, config, split=split))

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
 from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
+from quatrain.config.errors import installation
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config
@@ -359,7 +360,7 @@ def agent_rollouts(
         from quatrain.agents.workers import check_agent  # other runs need no HTTP server
     except ImportError as error:
         raise ValueError(
-            f"rollout.agent needs the packages of an HTTP server ({error}); install quatrain[serve]"
+            f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"
         ) from None
 
     rollout = config.rollout
