@@ -1,5 +1,5 @@
-import re
 import math
+import re
 from pathlib import Path
 
 import pytest
