@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from quatrain.config.load import Resolved
     from quatrain.config.schema import Config
 
+PROGRESS_S = 2.0
+"""Seconds between lines of what goes on, where a command computes for longer."""
 USER_ERROR, FAILED_RUN, INTERRUPTED = 2, 1, 130
 UsageError: Any = typer.BadParameter.__base__
 """Click's class, of the copy of click that typer has or of the package."""
@@ -325,8 +328,8 @@ def plan(
         typer.Option(
             metavar="SIZE",
             show_default=False,
-            help="With --params or --fit: memory of a device, e.g. 80GB, 24GiB or 16e9; --params warns of "
-            "what does not fit, and says with what it fits.",
+            help="Memory of a device, e.g. 80GB, 24GiB or 16e9: --params, which it implies without --fit, "
+            "warns of what does not fit, and says with what it fits.",
         ),
     ] = None,
     as_json: Annotated[
@@ -334,11 +337,7 @@ def plan(
     ] = False,
 ) -> None:
     """Print every batch size of a training step, with unit and formula; or the memory on each device."""
-    if device_memory is not None and not (params or fit):
-        raise ValueError(
-            f"--device-memory is compared with the bytes that --params prints; got {device_memory} without "
-            "--params; add --params, or --fit"
-        )
+    params = params or (device_memory is not None and not fit)
     if fit and (device_memory is None or params):
         raise ValueError(
             "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
@@ -360,15 +359,25 @@ def plan(
     def with_further(further: Sequence[str]) -> Config:
         return load_config(config, [*overrides, *further], os.environ).config
 
+    last = time.monotonic()
+
+    def progress(tried: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= PROGRESS_S:
+            last = now
+            typer.echo(f"{tried} combinations of mesh and switches computed", err=True)
+
     memory = None if device_memory is None else report.parse_bytes(device_memory)
     if fit:
         assert memory is not None
-        found = fits.fit(with_further, devices=devices, processes=processes, device_memory=memory)
+        found = fits.fit(
+            with_further, devices=devices, processes=processes, device_memory=memory, progress=progress
+        )
         typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fits.render(found))
         return
     placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
     if memory is not None and placed.largest > memory:
-        remedy = fits.remedy(with_further, placed, devices=devices, processes=processes)
+        remedy = fits.remedy(with_further, placed, devices=devices, processes=processes, progress=progress)
         placed = replace(placed, remedy=remedy)
     typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
 

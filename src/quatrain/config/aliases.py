@@ -175,10 +175,7 @@ _NAMES = {
         "model_name_or_path",
         "model_id",
     ),
-    "model.tokenizer": (
-        "tokenizer_path",
-        "data.tokenizer",
-    ),
+    "model.tokenizer": ("tokenizer_path",),
     "optimizer.eps": ("adam_epsilon",),
     "optimizer.name": ("opt_type",),
     "update.correction_floor": ("vllm_importance_sampling_clip_min",),

@@ -51,7 +51,7 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None if a row lacks it).
 
     `spec` is a name in `given`, `builtin:<name>`, `reasoning_gym:<name>?<configuration>`, a file (.jsonl: an
-    object per line; .json: a list of objects; .parquet; .csv, see `_read_csv`), a file pattern
+    object per line; .json: a list of objects, or as .jsonl; .parquet; .csv, see `_read_csv`), a file pattern
     (`data/part-*.jsonl`, read in the order of file names), or `owner/name:config[:split]` on the Hub (needs
     the extra `hub`; the default split is
     `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
@@ -162,10 +162,21 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 def _read_json(path: Path) -> list[Row]:
     text = _text(path.read_bytes(), str(path), "utf-8-sig")
+    # Many a .json file has an object per line; one in a single line is a file of one row.
+    if text.lstrip().startswith("{") and ("\n" not in text.strip() or not _is_json(text)):
+        return _read_jsonl(path)
     rows = _parsed(text, str(path)) if text.strip() else []
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of objects, got {type(rows).__name__}")
     return [_checked_object(row, f"{path}, item {number}") for number, row in enumerate(rows, start=1)]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _text(content: bytes, where: str, encoding: str) -> str:
