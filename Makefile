@@ -8,7 +8,7 @@ STAMP   := $(VENV)/.installed
 # What runs need, without what development needs: a newcomer waits for half as many packages.
 RUNS    := $(VENV)/.installed-to-run
 
-.PHONY: help setup train test test-slow test-browser test-hlo test-vllm test-hubs test-dist check bench docs site dist release smollm2 oracles
+.PHONY: help setup train test test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -72,6 +72,9 @@ site: $(STAMP)  ## build the pages as a site in site/; a link that leads nowhere
 
 dist: $(STAMP)  ## build wheel and sdist into dist/
 	rm -rf dist && $(BIN)/python -m build >/dev/null
+
+test-faults: $(STAMP) ## sow 40 faults into copies of src, one by one: the quick tests catch all
+	$(BIN)/python tests/faults/sow.py
 
 test-dist: dist ## install the wheel alone, with the oldest and with the newest dependencies, and train with it
 	$(BIN)/python scripts/try_wheel.py dist/*.whl oldest
