@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from architectures import changed
 from compiling import CHEAP_COMPILATION
+from durations import file_of, measure, read_durations
 
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.models.families import builtin_architecture
@@ -28,6 +29,10 @@ jax.config.update("jax_enable_compilation_cache", False)
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Sets XLA's flags before it reads them, which it does when JAX asks for its devices.
 
@@ -38,40 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
         given = os.environ.get("XLA_FLAGS", "").split()
         cheap = [flag for flag in CHEAP_COMPILATION if flag not in given]
         os.environ["XLA_FLAGS"] = " ".join([*cheap, *given])
-
-
-LONG_FILES = (
-    "e2e/test_tutorial.py",
-    "engine/test_engine.py",
-    "e2e/test_quickstart.py",
-    "update/test_learner.py",
-    "equivalence/test_partition.py",
-    "e2e/test_train.py",
-    "equivalence/test_meshes.py",
-    "multihost/test_training.py",
-    "multihost/test_processes.py",
-    "equivalence/test_sampler_trainer.py",
-    "e2e/test_qwen_config.py",
-    "models/attention/test_kernels.py",
-    "models/attention/test_blockwise.py",
-    "ops/test_logprobs.py",
-    "update/test_residuals.py",
-    "plan/test_placement.py",
-    "cli/test_cli.py",
-    "fuzz/test_fuzz.py",
-)
+    measure(config, config.getoption("--record-durations"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first.
+    """Puts the files that took longest first, as `durations.json` has them.
 
     A file goes to one of two workers as a whole; a long one begun last would leave the other worker idle.
     """
-    folder = Path(__file__).parent
-    ranks = {folder / name: rank for rank, name in enumerate(LONG_FILES)}
-    if missing := [str(path) for path in ranks if not path.is_file()]:
-        raise pytest.UsageError(f"LONG_FILES in tests/conftest.py names files that are gone: {missing}")
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    seconds = {name: figures["seconds"] for name, figures in read_durations().items()}
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
 
 
 def pytest_collection_finish() -> None:
