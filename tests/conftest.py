@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,9 +26,6 @@ from quatrain.models.params import init_params
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# No test reads programs that an earlier run kept, but those that ask for a folder; nor do their processes.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
-jax.config.update("jax_enable_compilation_cache", False)
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -44,6 +45,26 @@ def pytest_configure(config: pytest.Config) -> None:
         cheap = [flag for flag in CHEAP_COMPILATION if flag not in given]
         os.environ["XLA_FLAGS"] = " ".join([*cheap, *given])
     measure(config, config.getoption("--record-durations"))
+    if not hasattr(config, "workerinput"):  # xdist's workers have the folder from the process that starts them
+        config.add_cleanup(_share_programs())
+
+
+def _share_programs() -> Callable[[], None]:
+    """Gives this process and all that it starts one new folder for compiled programs; returns its removal.
+
+    No test reads programs that an earlier run kept: they might hide what no longer compiles.
+    """
+    folder = tempfile.mkdtemp(prefix="quatrain-programs-")
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_enable_compilation_cache": True,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_enable_xla_caches": "none",
+    }
+    for name, value in settings.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+    return partial(shutil.rmtree, folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
