@@ -21,6 +21,7 @@ from compiling import CHEAP_COMPILATION
 from durations import file_of, measure, read_durations
 
 from quatrain.data.builtin import builtin_tokenizer
+from quatrain.models import families
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
@@ -124,6 +125,16 @@ def small_params(small_arch):
     params = init_params(small_arch, jax.random.key(7))
     # Logits of standard deviation about 1.5: far from uniform, and well conditioned in float32.
     return {**params, "embed": params["embed"] * 1.5}
+
+
+@pytest.fixture(scope="module")
+def narrow_model():
+    """`builtin:tiny` and `builtin:tiny_moe` have two narrow layers, which compile faster than their four."""
+    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tiny", "tiny_moe"):
+            patch.setitem(families._BUILTIN, name, families._BUILTIN[name] | narrow)
+        yield
 
 
 @pytest.fixture
