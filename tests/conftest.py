@@ -46,7 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
         cheap = [flag for flag in CHEAP_COMPILATION if flag not in given]
         os.environ["XLA_FLAGS"] = " ".join([*cheap, *given])
     measure(config, config.getoption("--record-durations"))
-    if not hasattr(config, "workerinput"):  # xdist's workers have the folder from the process that starts them
+    if not hasattr(
+        config, "workerinput"
+    ):  # xdist's workers have the folder from the process that starts them
         config.add_cleanup(_share_programs())
 
 

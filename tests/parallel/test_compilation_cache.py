@@ -221,6 +221,9 @@ def test_programs_unused_for_longest_are_deleted(tmp_path, monkeypatch):
 PROGRAM = """
 import json, sys
 import jax
+from quatrain.models import families
+narrow = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+families._BUILTIN["tiny"] |= narrow
 events = []
 jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
 from quatrain.cli import main as cli
