@@ -40,7 +40,7 @@ def measure(config: pytest.Config, record: bool) -> None:
 
 
 class _Clock:
-    """Gives each report what its phase took of processors and of compiling; xdist carries it to the recorder."""
+    """Gives each report what its phase took of processors and of compiling; xdist carries it."""
 
     def __init__(self) -> None:
         self._at = (0.0, 0.0)
