@@ -143,7 +143,8 @@ def narrow_model():
 def make_batch(small_arch):
     """make_batch(seed, groups, n) -> AdvantagedBatch of ragged sequences, completions of 0 to 9 tokens.
 
-    With `holes`, three in ten of these are no part of the completion mask, as if an environment wrote them.
+    Its rows are as wide for every seed, so that one program computes them all: the first prompt, whose third
+    sample is the longest, has 6 tokens, and others have fewer or as many. With `holes`, three in ten of these are no part of the completion mask, as if an environment wrote them.
     """
 
     def make(
@@ -151,7 +152,9 @@ def make_batch(small_arch):
     ) -> AdvantagedBatch:
         rng = np.random.default_rng(seed)
         rows = groups * n
-        prompts = np.repeat(rng.integers(1, 7, groups), n)
+        prompts = rng.integers(1, 7, groups)
+        prompts[0] = 6
+        prompts = np.repeat(prompts, n)
         completions = rng.integers(0, longest + 1, rows)
         completions[: min(3, rows)] = (0, 1, longest)[: min(3, rows)]
         columns = np.arange((prompts + completions).max())
