@@ -8,7 +8,7 @@ STAMP   := $(VENV)/.installed
 # What runs need, without what development needs: a newcomer waits for half as many packages.
 RUNS    := $(VENV)/.installed-to-run
 
-.PHONY: help setup train test test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check bench docs site dist release smollm2 oracles
+.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -29,6 +29,9 @@ train: $(RUNS)  ## run the quickstart: a small model learns by reinforcement lea
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
+
+durations: $(STAMP) ## the test suite, and what each of its files takes into tests/durations.json
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --record-durations
 
 test-slow: $(STAMP) ## the long proofs
 	$(INSTALL) -e '.[ray,reasoning-gym]' nbclient ipykernel

@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,18 +18,21 @@ import numpy as np
 import pytest
 from architectures import changed
 from compiling import CHEAP_COMPILATION
+from durations import file_of, measure, read_durations
 
 from quatrain.data.builtin import builtin_tokenizer
+from quatrain.models import families
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# No test reads programs that an earlier run kept, but those that ask for a folder; nor do their processes.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
-jax.config.update("jax_enable_compilation_cache", False)
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,40 +45,38 @@ def pytest_configure(config: pytest.Config) -> None:
         given = os.environ.get("XLA_FLAGS", "").split()
         cheap = [flag for flag in CHEAP_COMPILATION if flag not in given]
         os.environ["XLA_FLAGS"] = " ".join([*cheap, *given])
+    measure(config, config.getoption("--record-durations"))
+    if not hasattr(
+        config, "workerinput"
+    ):  # xdist's workers have the folder from the process that starts them
+        config.add_cleanup(_share_programs())
 
 
-LONG_FILES = (
-    "e2e/test_tutorial.py",
-    "engine/test_engine.py",
-    "e2e/test_quickstart.py",
-    "update/test_learner.py",
-    "equivalence/test_partition.py",
-    "e2e/test_train.py",
-    "equivalence/test_meshes.py",
-    "multihost/test_training.py",
-    "multihost/test_processes.py",
-    "equivalence/test_sampler_trainer.py",
-    "e2e/test_qwen_config.py",
-    "models/attention/test_kernels.py",
-    "models/attention/test_blockwise.py",
-    "ops/test_logprobs.py",
-    "update/test_residuals.py",
-    "plan/test_placement.py",
-    "cli/test_cli.py",
-    "fuzz/test_fuzz.py",
-)
+def _share_programs() -> Callable[[], None]:
+    """Gives this process and all that it starts one new folder for compiled programs; returns its removal.
+
+    No test reads programs that an earlier run kept: they might hide what no longer compiles.
+    """
+    folder = tempfile.mkdtemp(prefix="quatrain-programs-")
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_enable_compilation_cache": True,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_enable_xla_caches": "none",
+    }
+    for name, value in settings.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+    return partial(shutil.rmtree, folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first.
+    """Puts the files that took longest first, as `durations.json` has them.
 
     A file goes to one of two workers as a whole; a long one begun last would leave the other worker idle.
     """
-    folder = Path(__file__).parent
-    ranks = {folder / name: rank for rank, name in enumerate(LONG_FILES)}
-    if missing := [str(path) for path in ranks if not path.is_file()]:
-        raise pytest.UsageError(f"LONG_FILES in tests/conftest.py names files that are gone: {missing}")
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    seconds = {name: figures["seconds"] for name, figures in read_durations().items()}
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
 
 
 def pytest_collection_finish() -> None:
@@ -124,11 +129,22 @@ def small_params(small_arch):
     return {**params, "embed": params["embed"] * 1.5}
 
 
+@pytest.fixture(scope="module")
+def narrow_model():
+    """`builtin:tiny` and `builtin:tiny_moe` have two narrow layers, which compile faster than their four."""
+    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tiny", "tiny_moe"):
+            patch.setitem(families._BUILTIN, name, families._BUILTIN[name] | narrow)
+        yield
+
+
 @pytest.fixture
 def make_batch(small_arch):
     """make_batch(seed, groups, n) -> AdvantagedBatch of ragged sequences, completions of 0 to 9 tokens.
 
-    With `holes`, three in ten of these are no part of the completion mask, as if an environment wrote them.
+    Its rows are as wide for every seed, so that one program computes them all: the first prompt, whose third
+    sample is the longest, has 6 tokens, and others have fewer or as many. With `holes`, three in ten of these are no part of the completion mask, as if an environment wrote them.
     """
 
     def make(
@@ -136,7 +152,9 @@ def make_batch(small_arch):
     ) -> AdvantagedBatch:
         rng = np.random.default_rng(seed)
         rows = groups * n
-        prompts = np.repeat(rng.integers(1, 7, groups), n)
+        prompts = rng.integers(1, 7, groups)
+        prompts[0] = 6
+        prompts = np.repeat(prompts, n)
         completions = rng.integers(0, longest + 1, rows)
         completions[: min(3, rows)] = (0, 1, longest)[: min(3, rows)]
         columns = np.arange((prompts + completions).max())

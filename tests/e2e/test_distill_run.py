@@ -29,9 +29,8 @@ def teacher(tmp_path_factory, tokenizer, narrow_model):
 @pytest.mark.parametrize(
     ("loss", "top_k"),
     [
-        ("reverse_kl", 0),
         ("forward_kl", 12),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("jsd", 0),)),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("reverse_kl", 0), ("jsd", 0))),
     ],
 )
 def test_a_run_learns_from_whole_distributions_and_goes_on_to_the_bit(teacher, tmp_path, loss, top_k):
@@ -55,6 +54,7 @@ def _options(teacher, *more):
     return (f"distill.teacher={teacher}", *own, *more)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_its_teacher_without_rewards_and_goes_on_to_the_bit(teacher, tmp_path):
     options = _options(
         teacher, "run.steps=6", "sft.steps=0", "eval.every_steps=0", "distill.warmdown_steps=2"
@@ -93,7 +93,11 @@ def test_the_plan_and_the_dry_run_know_the_teacher(teacher, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("which", "loss"), [("policy", "sampled"), ("initial", "sampled"), ("policy", "jsd")]
+    ("which", "loss"),
+    [
+        ("initial", "sampled"),
+        *(pytest.param("policy", loss, marks=pytest.mark.slow) for loss in ("sampled", "jsd")),
+    ],
 )
 def test_the_run_teaches_itself_with_a_prompt_that_knows_the_answer(which, loss, tmp_path):
     hint = 'distill.prompt="The answer is {answer}."'
@@ -129,6 +133,7 @@ def test_a_prompt_of_an_evaluation_that_cannot_be_made_is_an_error_before_the_ru
         train(small_run(tmp_path, "null", *options))
 
 
+@pytest.mark.slow
 def test_a_critic_and_a_divergence_from_a_teacher(teacher, tmp_path):
     options = (f"distill.teacher={teacher}", "distill.loss=forward_kl", "advantage.estimator=gae")
     run = train(small_run(tmp_path, "gae", *options, "run.steps=2", "eval.every_steps=0")).run

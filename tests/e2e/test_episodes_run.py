@@ -116,6 +116,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(whole, options, tmp_p
     assert steady_metrics(run) == steady_metrics(whole)
 
 
+@pytest.mark.slow
 def test_a_run_with_rollouts_ahead_resumes_to_the_bit(options, tmp_path):
     ahead = (*options, "rollout.max_staleness=1")
     whole = train(small_run(tmp_path, "whole", *ahead)).run
@@ -128,6 +129,7 @@ def test_a_run_with_rollouts_ahead_resumes_to_the_bit(options, tmp_path):
     assert max(row["async/staleness_max"] for row in rows_of(whole)) == 1
 
 
+@pytest.mark.slow
 def test_worker_processes_and_weights_exchanged_in_flight(options, tmp_path):
     more = ("rollout.max_staleness=2", "rollout.in_flight=true", "rollout.environment_workers=2")
     run = train(small_run(tmp_path, "flight", *options, *more)).run

@@ -202,11 +202,20 @@ CRITIC = ("advantage.estimator=gae", "critic.warmup_steps=2")
 @pytest.mark.parametrize(
     ("more", "versions"),
     [
-        (("sft.steps=0",), [0, 0, 2, 2, 4, 4, 6]),
-        (("sft.steps=1", *CRITIC), [0, 0, 0, 0, 0, 0, 2]),
-        (("sft.steps=0", "update.max_bad_steps=9", "update.loss=loss.py:not_a_number"), [0] * 7),
+        pytest.param(("sft.steps=0",), [0, 0, 2, 2, 4, 4, 6], id="two optimizer steps each"),
+        pytest.param(
+            ("sft.steps=1", *CRITIC),
+            [0, 0, 0, 0, 0, 0, 2],
+            id="the policy rests",
+            marks=pytest.mark.slow,  # `update/test_critic.py` counts its steps
+        ),
+        pytest.param(
+            ("sft.steps=0", "update.max_bad_steps=9", "update.loss=loss.py:not_a_number"),
+            [0] * 7,
+            id="steps that are not applied",
+            marks=pytest.mark.slow,  # `update/test_learner.py` counts them
+        ),
     ],
-    ids=["two optimizer steps each", "the policy rests", "steps that are not applied"],
 )
 def test_weights_of_a_version_are_the_same_also_in_evaluations(tmp_path, synced, monkeypatch, more, versions):
     """Because a fleet's workers load each version once."""

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from runs import small_run
 
+from quatrain.loop.train import train
 from quatrain.run.metrics import read_metrics
 
 ACCURACY = "eval/accuracy_strict"
@@ -43,6 +45,25 @@ def learning(quickstart):
     return quickstart("learning", "run.steps=12")
 
 
+@pytest.mark.usefixtures("narrow_model")
+def test_rewards_alone_teach_a_small_model(tmp_path):
+    """The quick form: from random weights, a reward that each token earns by itself is earned more often."""
+    (tmp_path / "digits.py").write_text(
+        "def digits(completions):\n"
+        "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
+    )
+    options = (
+        f"reward.functions={{'{tmp_path}/digits.py:digits': 1.0}}", "sft.steps=0", "run.steps=8",
+        "data.eval=null", "checkpoint.every_steps=0", "optimizer.learning_rate=1e-2",
+        "optimizer.warmup_steps=0", "data.batch_size=8", "rollout.n=8", "update.kl_coef=0",
+    )  # fmt: skip
+    run = train(small_run(tmp_path, "digits", *options)).run
+    rewards = [row["reward/mean"] for row in read_metrics(run / "metrics.jsonl") if "reward/mean" in row]
+    assert len(rewards) == 8
+    assert rewards[-1] > rewards[0] + 0.3, rewards
+
+
+@pytest.mark.slow
 def test_the_quickstart_learns(learning):
     before, after = learning
     assert before <= 0.5

@@ -13,6 +13,8 @@ from quatrain.models import families
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 SMALL = (
     "data.batch_size=4",
     "rollout.n=16",
@@ -27,17 +29,8 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _smaller():
-    """`builtin:tiny` has two narrow layers in these tests, which compile faster than its four."""
-    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families._BUILTIN, "tiny", families._BUILTIN["tiny"] | narrow)
-        yield
-
-
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory, tokenizer):
+def judge(tmp_path_factory, tokenizer, narrow_model):
     arch = families.builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
     return save_classifier(tmp_path_factory.mktemp("models") / "judge", arch, tokenizer, seed=6)
 

@@ -14,6 +14,8 @@ from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
 from quatrain.update.learner import Learner
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 MOE = ("model.path=builtin:tiny_moe", "sft.steps=2", "run.steps=3", "eval.every_steps=0")
 AHEAD = (*MOE, "rollout.max_staleness=1", "checkpoint.every_steps=2", "run.steps=4", "eval.num_prompts=4")
 
@@ -38,7 +40,7 @@ def test_a_run_replays_what_it_samples(tmp_path, trained_batches):
     rows = read_metrics(run / "metrics.jsonl")
     assert not unknown_metrics({name for row in rows for name in row} - {"step"})
     for batch, row in zip(trained_batches, rows[-3:], strict=True):
-        assert batch.routes.shape[2:] == (4, 2)
+        assert batch.routes.shape[2:] == (2, 2)
         recorded = (batch.routes != 255).any(axis=(2, 3))
         np.testing.assert_array_equal(recorded.sum(axis=1), batch.lengths - 1)
         assert row["moe/replay_changed"] == 0

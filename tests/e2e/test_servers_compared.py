@@ -71,7 +71,7 @@ def config_of(folder, *settings):
     return small_run(folder, "r", *few, f"rollout.servers=[{','.join(SERVERS)}]", *settings)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_one_server_that_is_wrong_is_named(tmp_path, servers, number):
     servers({number})
     message = rf"{SERVERS[number]} differs by (1|1\.0.*|0\.99.*) nats on average on the first 4 prompts"
@@ -80,7 +80,9 @@ def test_the_one_server_that_is_wrong_is_named(tmp_path, servers, number):
     assert SERVERS[1 - number] not in str(error.value)
 
 
-@pytest.mark.parametrize(("limit", "told"), [("0.05", False), ("null", True)])
+@pytest.mark.parametrize(
+    ("limit", "told"), [pytest.param("0.05", False, marks=pytest.mark.slow), ("null", True)]
+)
 def test_servers_that_agree_train_and_without_a_limit_it_is_told_that_nothing_is_compared(
     tmp_path, servers, limit, told
 ):

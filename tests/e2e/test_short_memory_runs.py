@@ -11,9 +11,11 @@ from quatrain.engine import engine
 from quatrain.loop.train import train
 from quatrain.run.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 AHEAD = ("rollout.max_staleness=1", "eval.every_steps=0", "rollout.max_new_tokens=48")
 """Samples of steps 2 to 4 are drawn while the step before is learned."""
-FEW_BYTES = 3 << 17
+FEW_BYTES = 3 << 14
 
 
 def short_memory(patch):
@@ -21,18 +23,11 @@ def short_memory(patch):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """With memory for all, with little, and with little, interrupted and resumed."""
-    folder = tmp_path_factory.mktemp("runs")
-    enough = train(small_run(folder, "enough", *AHEAD)).run
+def little(tmp_path_factory, narrow_model):
+    """A run with little memory."""
     with pytest.MonkeyPatch.context() as patch:
         short_memory(patch)
-        little = train(small_run(folder, "little", *AHEAD)).run
-        stopped = small_run(folder, "stopped", *AHEAD)
-        with interrupted_after(3), pytest.raises(KeyboardInterrupt):
-            train(stopped)
-        resumed = train(stopped, resume="stopped").run
-    return enough, little, resumed
+        return train(small_run(tmp_path_factory.mktemp("runs"), "little", *AHEAD)).run
 
 
 def completions(run, step):
@@ -44,8 +39,8 @@ def preempted(run):
     return [row["rollout/preempted"] for row in read_metrics(run / "metrics.jsonl")[1:]]
 
 
-def test_samples_ahead_that_are_preempted_train_the_same(runs):
-    enough, little, _ = runs
+def test_samples_ahead_that_are_preempted_train_the_same(little, tmp_path):
+    enough = train(small_run(tmp_path, "enough", *AHEAD)).run
     assert preempted(enough) == [0] * 4
     assert min(preempted(little)) > 0
     for step in range(1, 5):
@@ -55,13 +50,19 @@ def test_samples_ahead_that_are_preempted_train_the_same(runs):
         np.testing.assert_allclose(other[name], weight, atol=2e-5, err_msg=name)
 
 
-def test_a_resumed_run_preempts_what_the_uninterrupted_one_does(runs):
-    _, little, resumed = runs
+@pytest.mark.slow
+def test_a_resumed_run_preempts_what_the_uninterrupted_one_does(little, tmp_path, monkeypatch):
+    short_memory(monkeypatch)
+    stopped = small_run(tmp_path, "stopped", *AHEAD)
+    with interrupted_after(3), pytest.raises(KeyboardInterrupt):
+        train(stopped)
+    resumed = train(stopped, resume="stopped").run
     assert steady_metrics(resumed) == steady_metrics(little)
     one, other = (run / "final" / "model.safetensors" for run in (little, resumed))
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_samples_in_flight_may_be_preempted(tmp_path, monkeypatch):
     """What was sampled of them before new weights came keeps its tokens, log-probabilities and versions."""
     short_memory(monkeypatch)

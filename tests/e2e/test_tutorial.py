@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from test_readme import ROOT
 
+from quatrain.config.load import load_config
+from quatrain.loop.train import dry_run
 from quatrain.run.metrics import read_metrics
 
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -116,6 +118,21 @@ def test_every_block_has_a_role():
     assert runs == ["bash", "text"] * (len(runs) // 2)
 
 
+def test_the_files_of_the_page_pass_the_dry_run(tmp_path, monkeypatch):
+    """The quick form of what follows: no model is trained, and the first command prints what is shown."""
+    monkeypatch.chdir(tmp_path)
+    for file, _, text in blocks():
+        if file is not None:
+            Path(file).write_text(text, "utf-8")
+    done = subprocess.run([sys.executable, "make_people.py"], capture_output=True, text=True, check=True)
+    for said in (*done.stdout.splitlines(), Path("train.jsonl").read_text("utf-8").splitlines()[0]):
+        assert f"{said}\n" in PAGE.read_text("utf-8")
+    plan, warnings = dry_run(load_config(Path("people.yaml"), [], environ={}))
+    assert f"```text\n{plan.splitlines()[0]}\n```" in PAGE.read_text("utf-8")
+    assert warnings == []
+
+
+@pytest.mark.slow
 def test_the_commands_print_what_the_page_shows(followed):
     folder, page = followed
     new = folder / "tutorial.md"
@@ -123,6 +140,7 @@ def test_the_commands_print_what_the_page_shows(followed):
     assert form(page) == form(PAGE.read_text("utf-8")), f"the page with the new output: {new}"
 
 
+@pytest.mark.slow
 def test_the_model_has_learned_the_task(followed):
     folder, _ = followed
     rows = read_metrics(folder / "runs" / "first" / "metrics.jsonl")

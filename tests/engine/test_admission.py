@@ -109,7 +109,7 @@ def test_sequences_are_admitted_by_their_lengths_and_give_way_to_longer_ones(mak
     assert short.stats.recomputed_tokens > 0
 
 
-@pytest.mark.parametrize("memory", [2, 4, 6])
+@pytest.mark.parametrize("memory", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
 def test_a_sequence_moves_to_longer_rings_as_it_grows(make, memory):
     expected = make(1 << 20, rings=(32, 64)).run()
     rings = make(memory * SEQUENCE, rings=(32, 64))
@@ -148,14 +148,14 @@ def test_the_cache_takes_no_more_than_its_memory_and_a_layer_while_it_changes(
     assert positions * position / 2 < most[0] - before <= positions * (position + layer) + 4096
 
 
-@pytest.mark.parametrize("memory", [1, 2, 3])
+@pytest.mark.parametrize("memory", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_down_to_one_sequence(make, memory):
     expected = make(1 << 20).run()
     least = make(memory * SEQUENCE)
     same(least.run(), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(1, 300), min_size=3, max_size=3), min_size=1, max_size=12),
     st.integers(1, 40),
@@ -234,9 +234,19 @@ def test_long_completions_need_few_more_steps_in_a_quarter_of_the_memory(decode)
 
 
 @pytest.mark.parametrize(
-    ("positions", "rings"), [(1 << 20, ()), (4 * SEQUENCE, ()), (4 * SEQUENCE, (32, 64))]
+    ("positions", "rings", "seed"),
+    [
+        (4 * SEQUENCE, (32, 64), 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((1 << 20, (), seed) for seed in (0, 1)),
+                *((4 * SEQUENCE, (), seed) for seed in (0, 1)),
+                (4 * SEQUENCE, (32, 64), 1),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("seed", [0, 1])
 def test_samples_that_are_preempted_in_any_round_have_the_same_tokens(make, positions, rings, seed):
     expected, forced = make(1 << 20).run(), make(positions, rings=rings)
     draw, taken = np.random.default_rng(seed), []
@@ -280,7 +290,7 @@ def test_what_was_sampled_before_new_weights_stays_as_it_was(make):
             np.testing.assert_allclose(completion.logprobs[kept:], rest.logprobs[: 40 - kept], atol=2e-5)
 
 
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 24])
 def test_a_long_prompt_is_computed_in_parts(make, monkeypatch, window):
     """Of three: one in parts, one that goes on after a part is full, one that is packed as usual."""
     draw, options = np.random.default_rng(0), {"window": window, "max_new_tokens": 12}
@@ -300,7 +310,10 @@ def test_a_part_of_a_long_prompt_needs_no_more_memory_than_a_row_of_short_ones(d
     assert part <= 1.2 * usual < cache
 
 
-@pytest.mark.parametrize("window", [2048, 23])  # of no other test, which would have compiled the programs
+@pytest.mark.parametrize(
+    "window",  # of no other test, which would have compiled the programs
+    [pytest.param(2048, marks=pytest.mark.slow), 23],
+)
 def test_keys_that_are_read_in_blocks_give_the_same_tokens(make, monkeypatch, window):
     """Of sequences that are preempted; the sizes are those of short sequences."""
     expected = make(1 << 20, window=window).run()
@@ -311,7 +324,7 @@ def test_keys_that_are_read_in_blocks_give_the_same_tokens(make, monkeypatch, wi
     assert blocks.stats.recomputed_tokens > 40
 
 
-@pytest.mark.parametrize("rings", [(), (16,)])
+@pytest.mark.parametrize("rings", [pytest.param((), marks=pytest.mark.slow), (16,)])
 def test_a_limit_between_two_calls(make, rings):
     """The last call of a sequence ends at its limit, and its slot has no room for a whole one."""
     options = {"max_new_tokens": 20, "stop_ids": ()}

@@ -86,7 +86,8 @@ def _family(small_arch, case):
 
 
 @pytest.mark.parametrize(
-    "case", family_cases("llama", "gemma2", "gemma3_text", "ministral3", "olmo3", "phi3", "gpt_oss")
+    "case",
+    family_cases("gemma2", "gpt_oss"),  # windows, soft caps, norms behind; sinks, biases, experts
 )
 def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, case):
     """With prompts shared, slots refilled, and a window that cuts into the prompt and the completion."""

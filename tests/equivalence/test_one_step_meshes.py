@@ -49,6 +49,7 @@ def test_adapters_on_every_mesh_are_trained_as_on_one_device(tmp_path):
     _assert_as_on_one_device(tmp_path, "1,2,1,2", "1,1,1,2")
 
 
+@pytest.mark.slow
 def test_norms_of_all_heads_where_devices_share_a_key_head(tmp_path):
     _assert_as_on_one_device(tmp_path, "1,2,2", FAMILY="olmo3", SHARED_HEADS="1")
 

@@ -84,6 +84,7 @@ def test_a_recording_shifted_by_one_token_is_noticed(model, sampled):
         assert _gap(*model, replace(sampled, routes=routes)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_gap_is_that_of_a_model_without_choices(model, tokenizer):
     """The largest difference is at most twice that of the same model with one expert of one."""
     dtype = "bfloat16"
@@ -272,6 +273,7 @@ def test_the_auxiliary_loss_is_trained(model, sampled):
     assert losses[1] < losses[0] - 0.05
 
 
+@pytest.mark.slow
 def test_the_reference_of_adapters_takes_the_routes_and_another_model_its_own(model, sampled):
     """The base has the policy's routers. Forced experts change its log-probabilities, and not the other's."""
     forced, arch = _forced(sampled), with_lora(model[0], LoraConfig(rank=2))

@@ -12,6 +12,7 @@ WORKER = Path(__file__).parent / "short_memory_worker.py"
 ENOUGH = "1,1,1/1000000//0"
 
 
+@pytest.mark.slow
 def test_states_of_delta_layers_go_with_samples_on_a_mesh(tmp_path):
     _assert_as_with_enough(tmp_path, ["2,1,2/3300/32,64/0.1"], FAMILY="qwen3_5_text")
 

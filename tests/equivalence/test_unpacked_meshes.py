@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 WORKER = Path(__file__).parent / "unpacked_mesh_worker.py"
+MESHES = ("2,2,2", "1,1,1", "8,1,1", "1,8,1", "2,1,4")
 
 
-@pytest.mark.parametrize(
-    "meshes", [("2,2,2",), pytest.param(("1,1,1", "8,1,1", "1,8,1", "2,1,4"), marks=pytest.mark.slow)]
-)
-def test_unpacked_attention_on_a_mesh_is_that_of_one_device(tmp_path, meshes):
+@pytest.mark.slow
+def test_unpacked_attention_on_a_mesh_is_that_of_one_device(tmp_path):
+    """`test_partition.py` has the same on one device."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     target, expected = tmp_path / "results.npz", "1,1,1/xla"
-    cases = [f"{mesh}/cudnn" for mesh in meshes]
+    cases = [f"{mesh}/cudnn" for mesh in MESHES]
     subprocess.run([sys.executable, WORKER, target, expected, *cases], env=environment, check=True)
     with np.load(target) as results:
         assert np.abs(results[f"{expected} gradient"]).max() > 1e-3

@@ -16,6 +16,8 @@ from quatrain.loop import run as run_module
 from quatrain.loop.train import train
 from quatrain.reward.scorer import RewardScorer
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 REWARD = """
 import os
 print(os.getpid(), file=open({path!r}, "w"))

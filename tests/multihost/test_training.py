@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from architectures import changed
 from safetensors.numpy import load_file
 
 from quatrain.config.layers import QUICKSTART
@@ -56,17 +57,20 @@ def alone(tmp_path_factory, settings):
 
 
 def _train(folder, settings, resume=None):
-    overrides = (*settings, f"run.dir={folder}", "run.name=run", f"run.steps={STEPS + 1}")
-    return train(load_config(QUICKSTART, overrides, environ={}), resume=resume)
+    return train(_resolved(folder, (*settings, f"run.steps={STEPS + 1}")), resume=resume)
 
 
-def _launch(folder, settings, *more, resume=None):
+def _resolved(folder, settings):
+    return load_config(QUICKSTART, (*settings, f"run.dir={folder}", "run.name=run"), environ={})
+
+
+def _launch(folder, settings, *more, devices=4, resume=None):
     overrides = (*settings, f"run.dir={folder}", "run.name=run", f"run.steps={STEPS}", *more)
     arguments = [part for override in overrides for part in ("--set", override)]
     return subprocess.run(
         [
             *(sys.executable, "-m", "quatrain.cli", "launch", "--processes", "2"),
-            *("--devices-per-process", "4", "--", "train", str(QUICKSTART), *arguments),
+            *("--devices-per-process", str(devices), "--", "train", str(QUICKSTART), *arguments),
             *(("--resume", resume) if resume else ()),
         ],
         env={name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")},
@@ -76,13 +80,27 @@ def _launch(folder, settings, *more, resume=None):
     )
 
 
+def test_two_processes_take_a_step_as_one_device_does(tmp_path, settings, small_arch, small_params):
+    """The small form: a device each, a model of one layer, one step."""
+    arch = changed(small_arch, num_layers=1)
+    save_hf(tmp_path / "model", arch, small_params | {"layers": small_params["layers"][:1]})
+    small = (*settings, f"model.path={tmp_path / 'model'}", "run.steps=1")
+    alone = train(_resolved(tmp_path / "alone", small)).run
+    launched = _launch(tmp_path, small, "mesh=1,-1,1", "run.steps=1", devices=1)
+    assert launched.returncode == 0, launched.stderr
+    lines = (launched.stdout + launched.stderr).splitlines()
+    assert [line for line in lines if not line.startswith("[0] ")] == []
+    _assert_same_run(tmp_path / "run", alone, steps=1)
+
+
 @pytest.mark.parametrize(
     ("mesh", "shape"),
     [
         pytest.param("1,-1,1", "1 x 8", id="documents"),
-        pytest.param("auto", "2 x 4", id="auto", marks=pytest.mark.slow),
+        pytest.param("auto", "2 x 4", id="auto"),
     ],
 )
+@pytest.mark.slow
 def test_two_processes_train_as_one_device_does(tmp_path, settings, alone, mesh, shape):
     launched = _launch(tmp_path, settings, f"mesh={mesh}")
     lines = (launched.stdout + launched.stderr).splitlines()
@@ -105,12 +123,12 @@ def test_two_processes_train_adapters_as_one_device_does(tmp_path, settings):
     _assert_resumed_alone(tmp_path, adapters, alone)
 
 
-def _assert_same_run(run, alone):
-    for step in range(1, STEPS + 1):
+def _assert_same_run(run, alone, steps=STEPS):
+    for step in range(1, steps + 1):
         _assert_same_samples(run, alone, step)
     ours, theirs = read_metrics(run / "metrics.jsonl"), read_metrics(alone / "metrics.jsonl")
-    assert [row["step"] for row in ours] == list(range(STEPS + 1))
-    for row, other in zip(ours[:STEPS], theirs, strict=False):
+    assert [row["step"] for row in ours] == list(range(steps + 1))
+    for row, other in zip(ours[:2], theirs, strict=False):
         assert row.keys() == other.keys()
         for key in row:
             if not key.startswith(OF_THE_MACHINE) and not key.endswith("/seconds"):

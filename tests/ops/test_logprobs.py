@@ -75,7 +75,7 @@ def eleven_words():
 
 
 SIZES = [(tokens, words) for tokens in (1, 3, 5, 7) for words in (1, 2, 3, 4, 5, 10, 11, 16)]
-QUICK_SIZES = [(1, 1), (3, 2), (5, 3), (7, 4), (3, 5), (5, 10), (1, 11), (7, 16)]
+QUICK_SIZES = [(1, 1), (5, 3), (3, 5), (7, 16)]
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4 * 7 * 11], ids=["made twice", "kept"])
@@ -303,7 +303,7 @@ def test_tokens_past_the_live_ones_are_not_computed(num_live, kept_bytes):
 
 
 PARTS = [(words, forbidden) for words in (3, 4, 11, 16) for forbidden in (False, True)]
-QUICK_PARTS = [(3, True), (4, False), (11, True), (16, False)]
+QUICK_PARTS = [(3, True), (16, False)]
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4 * 7 * 11], ids=["made twice", "kept"])

@@ -30,12 +30,13 @@ flags\t\t: fpu
 
 @pytest.fixture
 def jax_may_cache(monkeypatch):
-    """JAX's own switch is off in tests; on here, with no folder named."""
+    """JAX has the folder of this run of the tests; here it has none."""
     monkeypatch.setattr(module, "_is_for_us", lambda: True)
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", True)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    module.jax_cache.reset_cache()
     yield
-    jax.config.update("jax_enable_compilation_cache", before)
+    jax.config.update("jax_compilation_cache_dir", before)
     module.jax_cache.reset_cache()
 
 
@@ -97,20 +98,17 @@ def test_programs_are_kept_in_a_folder_of_this_machine(jax_may_cache, tmp_path):
 
 def test_null_keeps_nothing(jax_may_cache, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    try:
-        with compilation_cache(None) as folder:
-            assert folder is None
-            assert jax.config.jax_compilation_cache_dir is None
-            _compile(0.25)
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
+    with compilation_cache(None) as folder:
+        assert folder is None
+        assert jax.config.jax_compilation_cache_dir is None
+        _compile(0.25)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     assert _entries(tmp_path) == []
 
 
 def test_auto_leaves_jaxs_own_settings_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "default_root", lambda environ: pytest.fail("a folder was asked for"))
-    with compilation_cache("auto") as folder:  # JAX's cache is off in tests
+    with compilation_cache("auto") as folder:  # JAX has the folder of this run of the tests
         assert folder is None
     monkeypatch.setattr(module.jax, "config", _Config(True, str(tmp_path)))
     assert not module._is_for_us()
@@ -223,6 +221,9 @@ def test_programs_unused_for_longest_are_deleted(tmp_path, monkeypatch):
 PROGRAM = """
 import json, sys
 import jax
+from quatrain.models import families
+narrow = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+families._BUILTIN["tiny"] |= narrow
 events = []
 jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
 from quatrain.cli import main as cli
@@ -259,7 +260,7 @@ def _run(folder, name, cache):
         text=True,
         check=True,
         cwd=folder,
-        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "1", "XLA_FLAGS": FAST},
+        env={**os.environ, "XLA_FLAGS": FAST},
     )
     counts = json.loads(done.stdout.split("PROGRAMS")[1])
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

@@ -62,6 +62,7 @@ def _assert_like_one_device(model, results):
         np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5, err_msg=layout)
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_same_bits_and_what_one_device_computes(model, tmp_path):
     one, other = _in_two_processes(model, tmp_path, QUICK)
     _assert_like_one_device(model, one)

@@ -91,8 +91,16 @@ def test_a_step_is_one_with_the_mixed_advantages(make_learner, make_batch, small
     assert 0.05 < (gap > 2).mean() < 0.95
 
 
-@pytest.mark.parametrize("discount", [0.0, 0.9])
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize(
+    ("loss", "discount"),
+    [
+        ("ppo_clip", 0.9),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("ppo_clip", 0.0), ("gspo", 0.0), ("gspo", 0.9))
+        ),
+    ],
+)
 def test_a_training_step_is_the_same_in_rows_and_in_tokens(
     make_learner, make_batch, small_params, loss, discount
 ):

@@ -58,7 +58,13 @@ def assert_equals_dense_attention(kernel, segments, positions, branches, H, wind
 
 @pytest.mark.parametrize(
     ("T", "H", "window", "cap"),
-    [(300, 64, None, None), (200, 48, None, 3.0), (300, 96, 20, None), (200, 64, 150, 3.0)],
+    [
+        (200, 64, 150, 3.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((300, 64, None, None), (200, 48, None, 3.0), (300, 96, 20, None))
+        ),
+    ],
 )
 def test_splash_equals_dense_attention_in_rows_of_one_sequence(T, H, window, cap):
     segments, positions = whole_rows((T - 120, T), T)
@@ -68,7 +74,13 @@ def test_splash_equals_dense_attention_in_rows_of_one_sequence(T, H, window, cap
 
 @pytest.mark.parametrize(
     ("split", "window", "cap"),
-    [(None, None, None), (with_branches, 20, 3.0), (with_grouped_branches, None, None)],
+    [
+        (with_branches, 20, 3.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((None, None, None), (with_grouped_branches, None, None))
+        ),
+    ],
 )
 def test_splash_takes_the_mask_of_packed_rows(split, window, cap):
     positions, segments, branches, *_ = inputs(2, 150, 4, split)
@@ -120,8 +132,19 @@ def test_tokamax_gets_the_mask_and_pads_rows_to_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("H", "window", "cap"), [(64, None, None), (256, 100, 50.0)])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("H", "window", "cap", "dtype"),
+    [
+        (256, 100, 50.0, jnp.bfloat16),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (256, 100, 50.0, jnp.float32),
+                *((64, None, None, dtype) for dtype in (jnp.bfloat16, jnp.float32)),
+            )
+        ),
+    ],
+)
 def test_splash_and_its_gradients_lower_for_a_tpu(masked, H, window, cap, dtype):
     q, k = (jax.ShapeDtypeStruct((2, 300, heads, H), dtype) for heads in (4, 2))
     mask = jax.ShapeDtypeStruct((2, 300, 300), jnp.bool_)
