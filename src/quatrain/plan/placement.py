@@ -52,7 +52,7 @@ from quatrain.plan.device_memory import (
     RoleName,
     in_units,
 )
-from quatrain.update.optimizer import build_optimizer
+from quatrain.update.optimizer import OptimizerForm
 from quatrain.weights.load import BUILTIN, classifier_architecture, load_architecture
 
 FROZEN = "; frozen"
@@ -515,9 +515,9 @@ def _weight_bytes(arch: Architecture, mesh: MeshShape, dtype: str, trained: bool
 @lru_cache(maxsize=1024)
 def _optimizer_bytes(config: OptimizerConfig, arch: Architecture, mesh: MeshShape) -> int:
     """Bytes on one device of the optimizer's state."""
-    optimizer, state = _abstract_state(config, arch)
+    form, state = _abstract_state(config, arch)
     sizes = optax.tree_map_params(
-        optimizer,
+        form,
         lambda x, spec: elements_on_device(x.shape, spec, mesh) * x.dtype.itemsize,
         state,
         trained_part(partition(arch, mesh), arch),
@@ -527,7 +527,7 @@ def _optimizer_bytes(config: OptimizerConfig, arch: Architecture, mesh: MeshShap
 
 
 @lru_cache(maxsize=8)
-def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[optax.GradientTransformation, Any]:
-    """The optimizer, and its state as shapes and dtypes; `fit.py` asks for the same few many times."""
-    optimizer = build_optimizer(config, total_steps=1)
-    return optimizer, jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
+def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[OptimizerForm, Any]:
+    """The optimizer's form, and its state as shapes and dtypes; `fit.py` asks for the same few many times."""
+    form = OptimizerForm.of(config)
+    return form, jax.eval_shape(form.init, trained_part(abstract_params(arch, jnp.float32), arch))

@@ -305,7 +305,7 @@ class Learner:
             effective = mean**2 / squares.result() if squares.result() else 0.0
             totals.combine({"update/effective_sample_fraction": Metric(effective)})
         return state, totals.metrics | totals.load_metrics | {
-            "update/learning_rate": Metric(float(self.trainer.learning_rate(place))),
+            "update/learning_rate": Metric(self.trainer.optimizer.learning_rate(place)),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
