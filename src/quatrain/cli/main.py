@@ -645,14 +645,14 @@ def _about_platforms(error: BaseException, platforms: str | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not platforms or not any(Path(frame.filename).name == "xla_bridge.py" for frame in frames):
         return ""
-    reason = (str(error).partition(" (set JAX_PLATFORMS")[0].splitlines() or [""])[0].strip()
+    reason = (str(error).partition(" (set JAX_PLATFORMS")[0].splitlines() or [""])[0].strip(" .")
     named = {name.strip() for name in platforms.split(",")}
     extra = "cuda" if {"cuda", "gpu"} & named else "tpu" if "tpu" in named else ""
     remedy = f", or install the extra for such devices: pip install '.[{extra}]'" * bool(extra)
     return (
-        f"JAX_PLATFORMS must name platforms that JAX finds here; got {platforms}"
-        f"{f': {reason.rstrip('.')}' if reason else ', for which JAX has no plugin'}; unset it, so that JAX "
-        f"takes the best that there is, set it to cpu{remedy}"
+        f"JAX_PLATFORMS must name platforms that JAX finds here; got {platforms}: "
+        f"{reason or 'JAX has no plugin for it'}; unset it, so that JAX takes the best that there is, set it "
+        f"to cpu{remedy}"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from quatrain.config.layers import SCALARS
-from quatrain.config.load import Resolved
+from quatrain.config.load import DEFAULT, DERIVED, Resolved
 from quatrain.config.schema import Config, sections
 from quatrain.config.secrets import redact, redact_values
 
@@ -27,7 +27,7 @@ HEADER = "# The final configuration; after each value, a comment names its layer
 def dump_yaml(resolved: Resolved, *, changed: bool = False) -> str:
     """YAML that can be loaded again, `# layer` after each value; values of secret variables are redacted.
 
-    `changed`: only values of which a layer, or what is derived, makes another than the default.
+    `changed`: only values that a layer sets to another than the default; what is derived is left out.
     """
     layers = redact_values(resolved.provenance, os.environ)
     return "\n".join([HEADER, *_lines(_shown(resolved, changed), layers, "", 0)]) + "\n"
@@ -54,13 +54,18 @@ def _shown(resolved: Resolved, changed: bool) -> dict[str, Any]:
     if not changed:
         return values
     defaults = Config().model_dump(mode="json")
+    layers = (DEFAULT, DERIVED)
+    chosen = {key for key, layer in resolved.provenance.items() if layer not in layers}
     kept: dict[str, Any] = {}
     for name, value in values.items():
-        if name in sections():
-            inner = {key: each for key, each in value.items() if each != defaults[name][key]}
-            kept |= {name: inner} if inner else {}
-        elif value != defaults[name]:
-            kept[name] = value
+        inner = value if name in sections() else {}
+        found = {
+            key: each
+            for key, each in inner.items()
+            if each != defaults[name][key] and any(f"{c}.".startswith(f"{name}.{key}.") for c in chosen)
+        }
+        if found or (name not in sections() and name in chosen and value != defaults[name]):
+            kept[name] = found or value
     return kept
 
 
