@@ -349,8 +349,8 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
             f"data set {spec!r} cannot be loaded from the Hub (config {config!r}, split {split!r}): "
-            f"{unreachable or f'{type(error).__name__}: {error!s:.500}'}. Check the name and the network, or "
-            "give a local file"
+            f"{unreachable and f'{unreachable}; '}{type(error).__name__}: {error!s:.500}. Check the name and "
+            "the network, or give a local file"
         ) from error
 
 

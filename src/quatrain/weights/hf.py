@@ -194,7 +194,8 @@ def _downloading(model_id: str) -> Iterator[None]:
 
 
 def _hub_error(model_id: str, error: Exception, unreachable: str) -> ValueError:
-    reason = unreachable or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    reason = "; ".join(filter(None, (unreachable, said)))
     return ValueError(
         f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
         f"({reason}): check the name and the network, log in if the model is gated, or give the path of a "

@@ -29,12 +29,12 @@ def hub_without_retries() -> Iterator[str]:
     settings = [constants, *filter(None, [sys.modules.get("datasets.config")])]
     before = [module.HF_HUB_OFFLINE for module in settings]
     for module in settings:
-        module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+        module.HF_HUB_OFFLINE = True
     try:
         yield unreachable
     finally:
         for module, offline in zip(settings, before, strict=True):
-            module.HF_HUB_OFFLINE = offline  # type: ignore[attr-defined]
+            module.HF_HUB_OFFLINE = offline
 
 
 def _unresolved(host: str) -> str:
