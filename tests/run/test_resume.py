@@ -13,9 +13,9 @@ DATA = {"the prompts": "0a", "the tokens of the prompts": "1b", "the column `ans
 
 @pytest.fixture
 def identity(tmp_path):
-    def make(num_prompts=10, data=DATA, base=None, **sections):
+    def make(num_prompts=10, digests=DATA, **sections):
         folder = SimpleNamespace(path=tmp_path, reference=tmp_path / "reference")
-        return Identity(Config(**sections), folder, num_prompts, data, base)
+        return Identity(Config(**sections), folder, num_prompts, digests, None)
 
     return make
 
