@@ -5,20 +5,26 @@ ORACLES ?= .venv-oracles
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP   := $(VENV)/.installed
+# What runs need, without what development needs: a newcomer waits for half as many packages.
+RUNS    := $(VENV)/.installed-to-run
 
-.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-dist check bench docs site dist release smollm2 oracles
+.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "quatrain needs Python >= 3.11, found " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[plot]'
+	@touch $@
+
+$(STAMP): $(RUNS)
 	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 setup: $(STAMP) ## create .venv and install quatrain and its development tools
 
-train: $(STAMP) ## run the quickstart: a small model learns by reinforcement learning, offline, in minutes
+train: $(RUNS)  ## run the quickstart: a small model learns by reinforcement learning, offline, in minutes
 	$(BIN)/quatrain train
 
 test: $(STAMP)  ## the test suite
@@ -69,6 +75,9 @@ site: $(STAMP)  ## build the pages as a site in site/; a link that leads nowhere
 
 dist: $(STAMP)  ## build wheel and sdist into dist/
 	rm -rf dist && $(BIN)/python -m build >/dev/null
+
+test-faults: $(STAMP) ## sow 40 faults into copies of src, one by one: the quick tests catch all
+	$(BIN)/python tests/faults/sow.py
 
 test-dist: dist ## install the wheel alone, with the oldest and with the newest dependencies, and train with it
 	$(BIN)/python scripts/try_wheel.py dist/*.whl oldest

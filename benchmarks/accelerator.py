@@ -45,7 +45,7 @@ from quatrain.models.params import init_params
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.update.gradient import init_optimizer, optimizer_step
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.optimizer import build_optimizer
+from quatrain.update.optimizer import Optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = (("xla", "shared"), ("cudnn", "shared"), ("tokamax", "shared"), ("xla", "packed"))
@@ -144,7 +144,7 @@ class Bench:
     limits: dict[str, float] = field(default_factory=dict)
     sampled: dict[Architecture, RolloutBatch] = field(default_factory=dict)
     """What `decode` sampled."""
-    optimizer: Any = field(default_factory=lambda: build_optimizer(OptimizerConfig(learning_rate=1e-6), 1000))
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(OptimizerConfig(learning_rate=1e-6), 1000))
 
     def machine(self, figures: Figures) -> None:
         """Rate of large bfloat16 products of random matrices, and of copying (bytes read and written)."""
@@ -238,12 +238,18 @@ class Bench:
     def _optimizer_steps(self, policy: PolicySpec, batches: list[MicroBatch]) -> tuple[list[float], float]:
         """Seconds of each optimizer step, the first of which compiles, and the norm of the last gradient."""
         params = init_params(policy.arch, _key())
-        state, seconds = init_optimizer(self.optimizer, params), []
+        state, seconds = init_optimizer(self.optimizer.form, params), []
         objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
-        for _ in range(self.scale.steps + 1):
+        for step in range(self.scale.steps + 1):
             began = time.perf_counter()
             params, state, applied, metrics, _ = optimizer_step(
-                params, state, batches, model=policy, objective=objective, optimizer=self.optimizer
+                params,
+                state,
+                batches,
+                model=policy,
+                objective=objective,
+                optimizer=self.optimizer,
+                schedule_step=step,
             )
             jax.block_until_ready((params, state))
             seconds.append(time.perf_counter() - began)
@@ -359,7 +365,7 @@ def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[MicroBatc
     return forward_flops(arch, tokens=tokens, keys=keys / tokens, scored=scored)
 
 
-def chained(function: Callable[..., jax.Array], x: jax.Array, repeats: int, *others: jax.Array) -> float:
+def chained(function: Callable[..., jax.Array], x: jax.Array, repeats: int, *others: Any) -> float:
     """Seconds of one call of x = function(x, ...), among `repeats` that the device is handed at once."""
     x = jax.block_until_ready(function(x, *others))
     best = float("inf")

@@ -13,6 +13,17 @@ from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.rope import Rope
 
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+"""What config.json of Qwen2.5-7B says of its shape."""
 ADAPTED = tuple(MODULES)
 """All matrices of a layer that may have adapters."""
 

@@ -1,4 +1,4 @@
-"""Chat templates of seven families in short, and small tokenizers that have their special tokens.
+"""Chat templates of families in short, and small tokenizers that have their special tokens.
 
 A template here writes what its model's writes, apart from long instructions about tools and what only some
 arguments bring. Qwen3's removes the thoughts of earlier turns, Llama 3.1's trims texts and quotes results,
@@ -235,6 +235,157 @@ MISTRAL = """\
 """
 
 
+QWEN_CODER = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {%- set is_text = value is string or not (value is mapping or value is iterable) %}
+                {%- set value = value | string if is_text else value | tojson %}
+                {{- '<parameter=' + key + '>\\n' + value + '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+MINISTRAL = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
+    {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+MISTRAL_LIST = MINISTRAL.replace(
+    "{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}",
+    """{{- '[TOOL_CALLS] [' if loop.first else ', ' }}
+            {{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}
+            {{- ']' if loop.last else '' }}""",
+)
+GLM45 = """\
+{{- '[gMASK]<sop>' }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|>\\n' + m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+                {{- value if value is string else value | tojson }}{{- '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- else %}
+        {{- '<|observation|>\\n' if m.role == 'tool' else '<|user|>\\n' }}{{- m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
+"""
+GEMMA4 = """\
+{%- macro write(value) -%}
+    {%- if value is string -%}{{ '<|"|>' + value + '<|"|>' }}
+    {%- elif value is boolean -%}{{ 'true' if value else 'false' }}
+    {%- elif value is mapping -%}
+        {%- for key, each in value.items() -%}
+            {{ '{' if loop.first else ',' }}{{ key }}:{{ write(each) }}
+        {%- endfor -%}{{ '}' if value else '{}' }}
+    {%- elif value is iterable -%}
+        [{%- for each in value -%}{{ '' if loop.first else ',' }}{{ write(each) }}{%- endfor -%}]
+    {%- else -%}{{ 'null' if value is none else value }}
+    {%- endif -%}
+{%- endmacro -%}
+{{ bos_token }}
+{%- for m in messages -%}
+    {{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
+    {%- for call in m.tool_calls or [] -%}
+        {{ '<|tool_call>call:' + call.function.name }}{{ write(call.function.arguments) }}{{ '<tool_call|>' }}
+    {%- endfor -%}
+    {{ m.content + '<turn|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|turn>model\\n' }}{%- endif -%}
+"""
+OLMO3 = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + ('environment' if m.role == 'tool' else m.role) + '\\n' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<function_calls>' if loop.first else '\\n' }}{{- call.function.name + '(' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- '' if loop.first else ', ' }}{{- key + '=' + value | tojson }}
+        {%- endfor %}
+        {{- ')' + ('</function_calls>' if loop.last else '') }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+PHI4 = """\
+{%- for m in messages %}
+    {{- '<|' + m.role + '|>' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<|tool_call|>[' if loop.first else ', ' }}{{- call.function | tojson }}
+        {{- ']<|/tool_call|>' if loop.last else '' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+GPT_OSS = """\
+{%- set last = namespace(name=none) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- set call = m.tool_calls[0].function %}
+        {%- if m.content %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson + '<|call|>' }}
+        {%- set last.name = call.name %}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+        {%- set last.name = none %}
+    {%- elif m.role == 'tool' %}
+        {%- if last.name is none %}{{- raise_exception('a result needs a call before it') }}{%- endif %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+DEEPSEEK = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<｜Assistant｜>' + m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
+            {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}
+            {{- '<｜tool▁calls▁end｜>' if loop.last else '' }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- else %}{{- '<｜User｜>' + m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}
+"""
+
+
 @dataclass(frozen=True)
 class Family:
     """A chat template, and the special tokens that it writes."""
@@ -293,6 +444,50 @@ FAMILIES = {
         adds_space=True,
     ),
 }
+
+_CHATML = ("<|endoftext|>", "<|im_end|>", "<|endoftext|>", ("<|im_start|>",))
+_OF_MISTRAL = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+_THINK = ("[THINK]", "[/THINK]")
+CALLING = {
+    "qwen3-coder": Family(QWEN_CODER, *_CHATML, **_QWEN),
+    "ministral": Family(MINISTRAL, "<s>", "</s>", "<unk>", (*_OF_MISTRAL, *_THINK)),
+    "mistral's list": Family(MISTRAL_LIST, "<s>", "</s>", "<unk>", _OF_MISTRAL),
+    "glm-4.5": Family(
+        GLM45,
+        "<sop>",
+        "<|observation|>",
+        "<|user|>",
+        ("[gMASK]", "<|assistant|>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
+        ("<arg_value>", "</arg_value>"),
+    ),
+    "gemma4": Family(
+        GEMMA4,
+        "<bos>",
+        "<turn|>",
+        "<eos>",
+        ("<|turn>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    ),
+    "olmo3": Family(OLMO3, *_CHATML, ("<function_calls>", "</function_calls>")),
+    "phi4-mini": Family(
+        PHI4, "<|endoftext|>", "<|end|>", "<|endoftext|>", ("<|user|>", "<|tool_call|>", "<|/tool_call|>")
+    ),
+    "gpt-oss": Family(
+        GPT_OSS,
+        "<|startoftext|>",
+        "<|return|>",
+        "<|call|>",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+    ),
+    "deepseek": Family(
+        DEEPSEEK,
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜User｜>",
+        ("<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    ),
+}
+"""Templates of models that write calls in forms of their own, also without instructions about tools."""
 
 
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:

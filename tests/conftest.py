@@ -144,7 +144,8 @@ def make_batch(small_arch):
     """make_batch(seed, groups, n) -> AdvantagedBatch of ragged sequences, completions of 0 to 9 tokens.
 
     Its rows are as wide for every seed, so that one program computes them all: the first prompt, whose third
-    sample is the longest, has 6 tokens, and others have fewer or as many. With `holes`, three in ten of these are no part of the completion mask, as if an environment wrote them.
+    sample is the longest, has 6 tokens, and others have fewer or as many. With `holes`, three in ten of these
+    are no part of the completion mask, as if an environment wrote them.
     """
 
     def make(

@@ -1,12 +1,29 @@
-"""The pages that `scripts/document.py` makes from the code."""
+"""The pages that `scripts/document.py` makes from the code, and those that are compared with it."""
 
 import importlib.util
+import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from quatrain.agents import hubs
+from quatrain.config.algorithms import ESTIMATORS, LOSSES
+from quatrain.config.axes import AXES
 from quatrain.config.layers import valid_keys
+from quatrain.config.schema import sections
+from quatrain.config.sections.rollout import RolloutConfig
+from quatrain.config.sections.update import REJECTIONS
+from quatrain.data.rows import _READERS
+from quatrain.models.families import _BUILTIN, FAMILIES
+from quatrain.models.families.multimodal import MODEL_TYPES
+from quatrain.models.families.ropes import ROPE_TYPES
+from quatrain.ops.aggregation import LOSS_AGGREGATIONS
+from quatrain.ops.kl import KL_ESTIMATORS
+from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
+from quatrain.rollout import server_kinds
+from quatrain.types.rollouts import Sampling
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -70,3 +87,81 @@ def test_the_page_for_other_libraries_names_keys_that_exist():
     assert len(keys) > 50
     assert {key for key in keys - files if key.split(".")[0] in sections} <= {*valid_keys()}
     assert {key.split(".")[0] for key in keys - files} <= sections
+
+
+def choices(section, key):
+    """The texts that a key of the configuration may have as its value."""
+    schema = sections()[section].model_json_schema()["properties"][key]
+    texts = set()
+
+    def look(part):
+        if isinstance(part, dict):
+            texts.update(part.get("enum", ()))
+            part = list(part.values())
+        for inner in part if isinstance(part, list) else ():
+            look(inner)
+
+    look(schema)
+    return texts
+
+
+def features():
+    """The tables in the code behind each row of docs/features.md."""
+    kinds = {kind for kind in vars(server_kinds).values() if isinstance(kind, type)}
+    dialogue = inspect.getsource(RolloutConfig.has_episodes.fget)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    return {
+        "families": set(FAMILIES),
+        "text parts": MODEL_TYPES,
+        "rope scaling": set(ROPE_TYPES),
+        "models without": {f"builtin:{name}" for name in _BUILTIN},
+        "attention kernels": choices("model", "attention"),
+        "products of experts": choices("model", "experts"),
+        "adapters": choices("lora", "targets"),
+        "mesh axes": {axis.name for axis in AXES},
+        "roles with": set(sections()["placement"].model_fields),
+        "moved to host": set(sections()["offload"].model_fields),
+        "sampling": {*Sampling.__dataclass_fields__} - {"n", "max_new_tokens"},
+        "inference servers": {kind.name for kind in kinds if isinstance(getattr(kind, "name", None), str)},
+        "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),
+        "agents of hubs": {hubs.VERIFIERS, hubs.OPENENV},
+        "files": set(_READERS),
+        "built-in reward": {*BUILTIN_FUNCTIONS, *IN_WORKERS},
+        "advantage estimators": set(ESTIMATORS),
+        "policy losses": set(LOSSES),
+        "aggregations": set(LOSS_AGGREGATIONS),
+        "KL estimators": set(KL_ESTIMATORS),
+        "corrections": choices("update", "correction"),
+        "rules that": set(REJECTIONS),
+        "distillation": choices("distill", "loss"),
+        "optimizers": choices("optimizer", "name"),
+        "schedules": choices("optimizer", "schedule"),
+        "services": extras & set(sections()["logging"].model_fields),
+        "optional packages": extras,
+    }
+
+
+def test_the_features_are_those_of_the_code():
+    """A family, axis, algorithm or kind that the page lacks or that does not exist, and an unknown row."""
+    page = (REPOSITORY / "docs/features.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line[:1] == "|"]
+    tables = features()
+    named = {name: set() for name in tables}
+    for _, label, names, *_ in rows:
+        if label.strip("-"):
+            (name,) = [name for name in tables if label.startswith(name)]
+            named[name] |= set(re.findall(r"`([^`]+)`", names))
+    assert named == tables
+
+
+def test_the_families_of_the_page_on_models_are_those_of_the_code():
+    """A family that docs/models.md lacks, and one whose GGUF files it says are read and are not."""
+    page = (REPOSITORY / "docs/models.md").read_text("utf-8")
+    table = page.partition("| `model_type` |")[2].partition("\n\n")[0].splitlines()[2:]
+    of_gguf = {}
+    for row in table:
+        names, *_, gguf = (cell.strip() for cell in row.strip("| ").split("|"))
+        for name in re.findall(r"`(\w+)`", names):
+            of_gguf[name] = f"`{name}`" in gguf if "`" in gguf else gguf == "yes"
+    assert of_gguf == {name: family.gguf is not None for name, family in FAMILIES.items()}

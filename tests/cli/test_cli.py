@@ -44,7 +44,7 @@ def _alone(monkeypatch, tmp_path):
 
 
 def call(monkeypatch, capsys, *arguments):
-    """Exit status, stdout and stderr of `quatrain ARGUMENTS`."""
+    """Exit status, stdout, and stderr of `quatrain ARGUMENTS` without the lines of its start."""
     monkeypatch.setattr(sys, "argv", ["quatrain", *arguments])
     status = 0
     try:
@@ -52,7 +52,8 @@ def call(monkeypatch, capsys, *arguments):
     except SystemExit as stop:
         status = int(stop.code or 0)
     captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    err = "".join(line for line in captured.err.splitlines(True) if not line.startswith("start | "))
+    return status, captured.out, err
 
 
 @pytest.fixture
@@ -99,6 +100,47 @@ def test_configuration_and_help_import_nothing_heavy():
     assert imported == [f"IMPORTED {' '.join(arguments)} []" for arguments in commands]
     # A second on an idle machine; this one may be busy.
     assert seconds < 10
+
+
+START = """
+import sys
+from quatrain.report import start_up
+say, seen = start_up._say, []
+
+def noted(current):
+    say(current)
+    seen.append([current.stage, *(name in sys.modules for name in ("yaml", "jax"))])
+
+start_up._say = noted
+from quatrain.cli.main import main
+sys.argv = ["quatrain", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print(seen[:2])
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_a_command_says_its_first_line_before_it_imports_what_takes_seconds(tmp_path, command):
+    (tmp_path / "bad.yaml").write_text("data: {train: gone.jsonl, eval: gone.jsonl}\nsft: {steps: 1}\n")
+    run = [sys.executable, "-c", START, command, str(tmp_path / "bad.yaml")]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.startswith("start | configuration | 0:00 elapsed\nstart | libraries | ")
+    assert "no such file" in done.stderr
+    assert done.stdout == "[['configuration', False, False], ['libraries', True, False]]\n"
+
+
+def test_the_quickstart_installs_what_runs_need_and_tests_add_to_it():
+    folder = Path(__file__).parents[2]
+    made = ["make", "--no-print-directory", "-n", "-C", str(folder), "VENV=none"]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    said = [
+        subprocess.run([*made, target], capture_output=True, text=True, check=True, env=plain).stdout
+        for target in ("train", "setup")
+    ]
+    assert ["[dev]" in text for text in said] == [False, True]
+    assert all("-e '.[plot]'" in text for text in said)
 
 
 def test_config_prints_values_with_their_layers(quatrain):
@@ -157,7 +199,8 @@ def test_plan_prints_json(quatrain):
 
 def test_plan_of_parameters(quatrain):
     layout = ("plan", "--params", "--devices", "8", "--set", "mesh=1,8,1")
-    status, out, err = quatrain(*layout, "--device-memory", "1MiB")
+    implied = [word for word in layout if word != "--params"]
+    status, out, err = quatrain(*implied, "--device-memory", "1MiB")
     assert (status, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "layers.o x 4 32.00 KiB embed=128/fsdp, heads=128" in lines
@@ -203,11 +246,6 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
             ("plan", "--params", "--device-memory", "much"),
             "error: a memory size must be at least 1MB, a number with a unit, e.g. 80GB, 24GiB or 16e9; got "
             "'much'",
-        ),
-        (
-            ("plan", "--device-memory", "8GB"),
-            "error: --device-memory is compared with the bytes that --params prints; got 8GB without "
-            "--params; add --params, or --fit",
         ),
         (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
         (
@@ -294,6 +332,7 @@ def test_a_traceback_never_shows_a_secret(quatrain, monkeypatch, capsys):
     stand_in(monkeypatch, "loop.train", "train", fail)
     with pytest.raises(KeyError) as fault:
         quatrain("train")
+    capsys.readouterr()  # its start
     sys.excepthook(fault.type, fault.value, fault.tb)
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")

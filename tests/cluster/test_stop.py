@@ -129,6 +129,61 @@ def test_a_second_signal_ends_a_process_whose_main_thread_computes():
     assert out == "open\nfirst 15\nended at once by a second signal, SIGINT\n"
 
 
+def test_a_second_signal_says_how_to_go_on():
+    code = (
+        "import hashlib\nwith Stop() as stop:\n    stop.advice = lambda: 'go on with:\\n  quatrain train'\n"
+        "    print('open', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    )
+    status, out = run_script(code, signal.SIGTERM, signal.SIGTERM, after_s=1.2)
+    assert status == 143
+    assert out.endswith("ended at once by a second signal, SIGTERM; go on with:\n  quatrain train\n")
+
+
+DEAF = """
+import hashlib, threading
+from quatrain.cluster import stop as module
+module.DEAF_S = 0.1
+def leave(stopped):
+    print('left', flush=True)
+    os._exit(stopped.status)
+with Stop() as stop:
+    stop.save = lambda: print('saved', flush=True)
+    stop.conclude = lambda stopped: print('concluded', stopped, flush=True)
+    try:
+        with {leaving}, stop.interruptible_while(lambda: {whole}):
+            threading.Timer(0.2, print, ('open',), dict(flush=True)).start()
+            hashlib.pbkdf2_hmac('sha256', b'', b'', {rounds})
+            time.sleep(0.1)
+            print('went on', flush=True)
+        stop.safe_point()
+    except Stopped as stopped:
+        print('raised', stopped, flush=True)
+"""
+LONG, SHORT = 2**31 - 1, 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("leaving", "whole", "rounds", "status", "lines"),
+    [
+        ("leaving(leave)", True, LONG, 143, ["saved", "concluded SIGTERM", "left"]),
+        ("module.suppress()", True, SHORT, 0, ["saved", "raised SIGTERM"]),
+        ("leaving(leave)", False, SHORT, 0, ["went on", "raised SIGTERM"]),
+    ],
+    ids=["the process is the run's", "the process is another's", "the state is given away"],
+)
+def test_a_thread_that_hears_no_signal_does_not_keep_the_last_step_from_being_saved(
+    leaving, whole, rounds, status, lines
+):
+    """Of a thread that compiles, Python's handlers run when it has compiled, minutes later."""
+    code = DEAF.format(leaving=leaving, whole=whole, rounds=rounds)
+    ended, out = run_script(code, signal.SIGTERM)
+    assert ended == status
+    first, announced, *said = out.splitlines()
+    assert first == "open"
+    assert announced.startswith("SIGTERM: the run stops")
+    assert said == lines
+
+
 def test_a_signal_that_is_sent_twice_at_once_is_one():
     code = BUSY + "    time.sleep(0.5)\nprint('went on')\n"
     status, out = run_script(code, signal.SIGTERM, signal.SIGTERM, after_s=0.05)

@@ -5,17 +5,21 @@ import pytest
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
 from quatrain.config.aliases import NAMES_ELSEWHERE, key_for, suggestion, value_for
+from quatrain.config.convert.read import read_theirs
 from quatrain.config.errors import ConfigError
 from quatrain.config.layers import valid_keys
 from quatrain.config.load import load_config
 
+THEIRS = Path(__file__).with_name("theirs")
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 
 
-def test_every_name_has_a_valid_key_and_is_on_the_page_that_explains_it():
+def test_every_name_has_a_valid_key_and_is_on_the_page_that_explains_it_or_in_a_sample():
     assert set(NAMES_ELSEWHERE.values()) <= set(valid_keys())
     assert not NAMES_ELSEWHERE.keys() & set(valid_keys())
-    page = PAGE.read_text("utf-8")
+    page = PAGE.read_text("utf-8") + " `".join(
+        key for path in THEIRS.iterdir() for key in read_theirs(path.read_text("utf-8"), path.name)
+    )
     last_parts = [name.rpartition(".")[2] for name in NAMES_ELSEWHERE]
     assert [name for name in last_parts if not re.search(rf"[`.:]\s?{re.escape(name)}\b", page)] == []
 

@@ -1,4 +1,5 @@
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -195,9 +196,23 @@ def test_a_tag_that_does_not_fit_its_value():
         override_layer(["rollout.n=!!int x"])
 
 
-@pytest.mark.parametrize("key", ["rollout.n.x", "rollout.", ".n", "n", "data.foo", "reward.function.correct"])
-def test_unknown_overrides(key):
-    with pytest.raises(ConfigError, match=r"unknown key .* the nearest valid key is"):
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("rollout.n.x", "the nearest valid key is 'rollout.n'"),
+        ("rollout.", "the keys of rollout are n, max_new_tokens"),
+        (".n", "the nearest valid key is 'rollout.n' or 'eval.n'"),
+        ("n", "the nearest valid key is 'rollout.n' or 'eval.n'"),
+        ("data.foo", "the keys of data are train, eval"),
+        ("optimizer.xyz", "the keys of optimizer are name, learning_rate"),
+        ("banana", "the keys and sections are seed, mesh, run"),
+        ("optimizr.beta1", "the nearest valid key is 'optimizer.beta1'"),
+        ("reward.function.correct", "the nearest valid key is 'reward.functions'"),
+    ],
+)
+def test_an_unknown_key_has_advice_that_fits(key, advice):
+    """Catches the nearest of all keys offered for a word that is near none."""
+    with pytest.raises(ConfigError, match=rf"unknown key .* {re.escape(advice)}"):
         override_layer([f"{key}=1"])
 
 

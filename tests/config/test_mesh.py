@@ -1,6 +1,10 @@
 import pytest
 
+from quatrain.config.axes import AXES
+from quatrain.config.errors import ConfigError
+from quatrain.config.load import load_config
 from quatrain.config.mesh import MAX_DEVICES, MeshShape, device_numbers, resolve_mesh
+from quatrain.config.schema import Config
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def test_what_a_mesh_comes_to(spec, devices, processes, shape):
         ("-1,-1,1", "-1 for at most one axis; got dp -1, fsdp -1, tp 1"),
         ("0,-1,1", "at least 1, or -1 for at most one axis; got dp 0, fsdp -1, tp 1"),
         ("1,-2,1", "must be at least 1"),
-        ("1,8", 'mesh must be "auto" or sizes "dp,fsdp,tp" such as "1,-1,1"; got \'1,8\''),
+        ("1,8", r'mesh must be "auto" or sizes "dp,fsdp,tp\[,cp\[,ep\]\]" such as "1,-1,1"; got \'1,8\''),
         ("eight", "or sizes .* got 'eight'"),
         ("", "or sizes .* got ''"),
         ({"dp": 2, "pp": 4}, "the axes of mesh are dp, fsdp, tp, cp, ep; got pp"),
@@ -74,3 +78,18 @@ def test_devices_of_another_form_are_refused(spec):
         device_numbers(spec)
     assert "write e.g. 0-3 or 0,2,5" in str(error.value)
     assert len(str(error.value)) < 400
+
+
+def test_what_is_said_of_a_mesh_names_every_axis():
+    """A form with three of the five axes, in the description of the key or in its errors, is caught."""
+    said = {"key": Config.model_fields["mesh"].description}
+    for name, spec in (("form", "1,8"), ("numbers", "a,b,c"), ("mapping", {"pp": 2})):
+        with pytest.raises(ValueError, match="mesh") as error:
+            resolve_mesh(spec, 8)
+        said[name] = str(error.value)
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["mesh=1,8"], environ={})
+    said["configuration"] = str(error.value)
+    assert {name: [axis.name for axis in AXES if axis.name not in text] for name, text in said.items()} == {
+        name: [] for name in said
+    }

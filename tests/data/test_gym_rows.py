@@ -64,7 +64,7 @@ def test_what_is_no_data_set_of_the_package_is_one_error(gym, spec, message):
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'quatrain\[reasoning-gym\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[reasoning-gym\]'"):
         read_rows("reasoning_gym:sums")
 
 

@@ -21,9 +21,11 @@ def write(path, text):
 def test_all_file_formats_read_alike(tmp_path):
     jsonl = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, ROWS)) + "\n\n")
     array = write(tmp_path / "a.json", json.dumps(ROWS))
+    lines = write(tmp_path / "lines.json", "\ufeff" + "\n".join(map(json.dumps, ROWS)) + "\n\n")
+    assert read_rows(write(tmp_path / "one.json", json.dumps(ROWS[0]))) == ROWS[:1]
     table = write(tmp_path / "a.csv", 'prompt,answer\n"What is 3+4?\nThink.",7\n"Say ""1,2""",12\n')
     pa.parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    for spec in (jsonl, array, table, str(tmp_path / "a.parquet")):
+    for spec in (jsonl, array, lines, table, str(tmp_path / "a.parquet")):
         assert read_rows(spec) == ROWS
 
 
@@ -131,7 +133,8 @@ def test_rows_of_a_program_that_are_none(rows, message):
         ("a.jsonl", "[" * 100_000, "line 1: not valid JSON"),
         ("a.json", "", "is empty"),
         ("a.json", "[]", "is empty"),
-        ("a.json", '{"prompt": "a"}', "expected a list of objects, got dict"),
+        ("a.json", '{\n"data": [{"prompt": "a"}]\n}', "expected a list of objects, got dict"),
+        ("a.json", '{"prompt": "a"}\n{"prompt": ', "line 2: not valid JSON"),
         ("a.json", '[{"prompt": "a"}, 3]', "item 2: expected a JSON object, got int"),
         ("a.json", "[{", "not valid JSON"),
         ("a.csv", "", "is empty"),
@@ -234,7 +237,7 @@ def test_what_is_no_data_set(spec, message):
 
 def test_the_hub_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'quatrain\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[hub\]'"):
         read_rows("openai/gsm8k:main")
 
 

@@ -165,3 +165,31 @@ def test_a_list_of_data_sets_is_shared_by_file_and_checked_by_data_set(
         _together(
             monkeypatch, 2, lambda: load_prompts(specs, data, tokenizer, seed=3, required_columns=needed)
         )
+
+
+def _digests(*rows, first=None):
+    own = {
+        number: table.TokenRow(number + 1, text, np.array(ids, np.int32), {"answer": answer})
+        for number, (text, ids, answer) in enumerate(rows)
+    }
+    return table.Table(own, len(own)).digests(first)
+
+
+def test_digests_tell_the_order_and_every_part_of_the_rows():
+    """They decide whether a run may be resumed with its data; `first`: of so many rows."""
+    one, two, three = ("a", [1, 2], "x"), ("b", [3], "y"), ("c", [4], "z")
+    names = ["the prompts", "the tokens of the prompts", "the column `answer`"]
+    usual = _digests(one, two)
+    assert list(usual) == names
+
+    def changed(*rows):
+        now = _digests(*rows)
+        return [name for name in names if now[name] != usual[name]]
+
+    assert changed(one, two) == []
+    assert changed(two, one) == names
+    assert changed(("A", [1, 2], "x"), two) == names[:1]
+    assert changed(("a", [1, 9], "x"), two) == names[1:2]
+    assert changed(("a", [1, 2], "X"), two) == names[2:]
+    assert changed(one, two, three) == names
+    assert _digests(one, two, three, first=2) == usual

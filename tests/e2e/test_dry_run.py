@@ -6,6 +6,7 @@ import sys
 import pytest
 from runs import small_run
 
+from quatrain.loop import build
 from quatrain.loop.build import load_policy
 from quatrain.loop.train import dry_run, train
 
@@ -28,6 +29,29 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
     assert "IndexError" in warning
     assert "rewards.py" in {path.name for path in tmp_path.iterdir()}
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "data", "message"),
+    [
+        ("def f(completions, /):\n    return 0.0", "builtin:arithmetic", "positional-only arguments"),
+        ("def f(completions, colour):\n    return 0.0", "builtin:arithmetic", "needs the column `colour`"),
+        ("def f(completions):\n    return 0.0", "rows.jsonl", "no column `prompt`"),
+        ("def f(completions):\n    return 0.0", "gone.jsonl", "no such file"),
+    ],
+)
+def test_rewards_and_columns_are_checked_before_there_is_a_tokenizer(
+    tmp_path, monkeypatch, reward, data, message
+):
+    """A mistake in a user's own files was found after a model's tokenizer and weights were there."""
+    monkeypatch.setattr(build, "load_policy", lambda *a, **k: pytest.fail("it comes later"))
+    monkeypatch.setattr("quatrain.loop.run.load_policy", build.load_policy)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(reward)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1"}\n')
+    options = ("reward.functions={mine.py:f: 1}", f"data.train={data}", "data.eval=null")
+    with pytest.raises(ValueError, match=message):
+        dry_run(small_run(tmp_path / "runs", "dry", *options))
 
 
 def test_answers_prompts_and_formats_are_checked(tmp_path):
@@ -88,27 +112,59 @@ def test_a_dry_run_without_resume_is_of_a_new_run(tmp_path):
         dry_run(small_run(tmp_path, "taken"))
 
 
-def test_a_dry_run_of_a_run_to_resume_checks_what_must_agree_and_changes_nothing(tmp_path):
-    whole = train(small_run(tmp_path, "first", "run.steps=2", "eval.before=false"))
-    before = {
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, narrow_model):
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    return train(small_run(folder, "first", "run.steps=2", "eval.before=false", "sft.steps=0")).run
+
+
+def files_of(run):
+    return {
         path: path.stat().st_mtime_ns
-        for path in whole.run.rglob("*")
+        for path in run.rglob("*")
         if path.is_file() and path.name[:5] != ".lock"
     }
-    plan, _ = dry_run(small_run(tmp_path, "first"), resume="first")
-    assert plan.startswith(f"resuming {whole.run} from step 2\n4 steps of 4 prompts")
-    with pytest.raises(ValueError, match="seed"):
-        dry_run(small_run(tmp_path, "first", "seed=5"), resume="first")
-    after = {
-        path: path.stat().st_mtime_ns
-        for path in whole.run.rglob("*")
-        if path.is_file() and path.name[:5] != ".lock"
-    }
-    assert after == before
+
+
+def test_a_dry_run_of_a_run_to_resume_changes_nothing(first):
+    before = files_of(first)
+    plan, _ = dry_run(small_run(first.parent, "first"), resume="first")
+    assert plan.startswith(f"resuming {first} from step 2\n4 steps of 4 prompts")
+    assert files_of(first) == before
+
+
+OTHER_ARRAYS = "the arrays of a checkpoint must have the names, shapes and dtypes of this run's: at "
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["seed=5"], "seed of a resumed run must not change"),
+        (["optimizer.name=lion"], OTHER_ARRAYS),
+        (["optimizer.name=sgd", "optimizer.beta1=0"], OTHER_ARRAYS),
+        (["optimizer.max_grad_norm=null"], OTHER_ARRAYS + "'opt_state"),
+        (["model.path=builtin:tiny_moe"], OTHER_ARRAYS + "'params"),
+        (["model.param_dtype=bfloat16", "model.dtype=bfloat16"], OTHER_ARRAYS + "'params.*bfloat16"),
+        (["advantage.estimator=gae"], OTHER_ARRAYS + "'critic"),
+        (["lora.rank=2"], r"lora\.rank of a resumed run must not change"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_resume_would(first, options, message):
+    """No weights are read for it: the description of the checkpoint tells."""
+    with pytest.raises(ValueError, match=message):
+        dry_run(small_run(first.parent, "first", "sft.steps=0", *options), resume="first")
+
+
+def test_a_resume_with_other_arrays_is_refused_before_anything_is_changed(first):
+    before = files_of(first)
+    with pytest.raises(ValueError, match=OTHER_ARRAYS):
+        train(small_run(first.parent, "first", "sft.steps=0", "optimizer.name=lion"), resume="first")
+    assert files_of(first) == before
 
 
 def test_a_dry_run_names_packages_that_are_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     options = ("logging.trackio=mine", "data.system_prompt=S")
     _, warnings = dry_run(small_run(tmp_path, "dry", *options))
-    assert any("pip install 'quatrain[trackio]'" in warning for warning in warnings)
+    assert any("pip install -e '.[trackio]'" in warning for warning in warnings)

@@ -120,7 +120,7 @@ def test_what_a_resumed_run_must_keep(whole, override, message):
         ),
         (
             ("checkpoint.best_metric=eval/mean_at_n",),
-            r"nearest is eval/reward/length; got eval/mean_at_n",
+            r"every evaluation has; got eval/mean_at_n; they are eval/accuracy_errors, ",
         ),
         (
             ("reward.functions={length: {data_source: gsm8k}}",),

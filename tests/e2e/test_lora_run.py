@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from quatrain.loop import run as run_module
 from quatrain.loop.export import export
-from quatrain.loop.train import train
+from quatrain.loop.train import dry_run, train
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.metrics import read_metrics
 from quatrain.weights.hf import load_hf
@@ -129,6 +129,15 @@ def test_a_resumed_run_keeps_its_adapters(whole):
         resolved = small_run(whole.parent, "whole", *LORA, "run.steps=5", change)
         with pytest.raises(ValueError, match=f"{change.partition('=')[0]} of a resumed run must not change"):
             train(resolved, resume="whole")
+
+
+def test_a_dry_run_finds_that_the_base_has_another_form(whole):
+    """Without its weights: their fingerprint alone tells another base of the same form."""
+    resolved = small_run(whole.parent, "whole", *LORA, "run.steps=5")
+    dry_run(resolved, resume="whole")
+    resolved = small_run(whole.parent, "whole", *LORA, "run.steps=5", "model.param_dtype=bfloat16")
+    with pytest.raises(ValueError, match="builtin:tiny in bfloat16 have other names, shapes or dtypes"):
+        dry_run(resolved, resume="whole")
 
 
 def test_a_reference_without_warm_start_is_the_base(tmp_path):

@@ -1,5 +1,6 @@
 """Whole runs through the command's own functions, small enough for a test."""
 
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from quatrain.run.run_lock import FILES as LOCK_FILES
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
 from quatrain.update.sft import SupervisedLearner
+from quatrain.update.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -171,8 +173,8 @@ def _checkpoints(run):
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, capfd):
     """Invariant 5, with the reference model, epochs and mini-batches in play.
 
-    A signal comes in a rollout, another in an update before an evaluation that is due; then the run is killed
-    in a step after its last checkpoint.
+    Signals come in a rollout, at the begin of an update, and after its first optimizer step, before an
+    evaluation that is due; then the run is killed in a step after its last checkpoint.
     """
     whole, options = finished
     run, settings = tmp_path / "stopped", ("checkpoint.every_steps=0", *options)
@@ -192,7 +194,12 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     assert "Traceback" not in log
     assert "SIGTERM: the run stops as soon as its state is whole" in capfd.readouterr().err
 
-    update = (Learner, "step", lambda learner, state, batch: state.train_step == 1)
+    begin = (Learner, "step", lambda learner, state, batch: state.train_step == 1)
+    with _signalled(signal.SIGTERM, *begin), pytest.raises(Stopped, match="step 1 is saved"):
+        train(resolved, resume="stopped")
+    assert _checkpoints(run) == [1]
+
+    update = (Trainer, "step", lambda trainer, state, *arguments: state.step == 5)
     with _signalled(signal.SIGHUP, *update), pytest.raises(Stopped) as second:
         train(resolved, resume="stopped")
     assert second.value.status == 129
@@ -205,7 +212,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     summary = train(resolved, resume="stopped")
 
     starts = json.loads((run / "run.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, 1, 2, 2]
+    assert [start["step"] for start in starts] == [0, 1, 1, 2, 2]
 
     # The steps before the checkpoint took more prompts than two batches of four.
     rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
@@ -219,6 +226,26 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
         name = f"samples/step_{step:06d}.jsonl"
         assert (whole.run / name).read_text() == (summary.run / name).read_text()
     assert not any(thread.name == "signals" for thread in threading.enumerate())
+
+
+def test_the_last_step_is_saved_while_the_next_one_compiles(tmp_path, monkeypatch):
+    """And a process that is not the run's own goes on: its `train` raises when it has compiled."""
+    resolved = small_run(tmp_path, "deaf", "run.steps=2", "sft.steps=0", "eval.before=false")
+    run, plain, saved = tmp_path / "deaf", Learner.step, []
+    monkeypatch.setattr("quatrain.cluster.stop.DEAF_S", 0.05)
+
+    def compiles(self, state, batch):
+        if state.train_step == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000_000)  # hears no signal
+            saved.append(_checkpoints(run))
+        return plain(self, state, batch)
+
+    monkeypatch.setattr(Learner, "step", compiles)
+    with pytest.raises(Stopped, match="SIGTERM; step 1 is saved; go on with"):
+        train(resolved)
+    assert _checkpoints(run) == [1]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1]
 
 
 def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
@@ -307,7 +334,7 @@ def test_rollouts_ahead_are_the_same_again_after_an_interruption(ahead, tmp_path
 def test_a_run_ahead_that_is_stopped_between_two_fences_goes_on_and_says_what_differs(ahead, tmp_path):
     whole, options = ahead
     resolved = small_run(tmp_path, "stopped", *options)
-    update = (Learner, "step", lambda learner, state, batch: state.train_step == 3)
+    update = (Learner, "step", lambda learner, state, batch: state.train_step == 4)
     with _signalled(signal.SIGTERM, *update), pytest.raises(Stopped, match="step 4 is saved"):
         train(resolved)
     run = train(resolved, resume="stopped").run

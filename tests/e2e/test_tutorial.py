@@ -33,7 +33,7 @@ SAFELY = "set -e -o pipefail; trap 'kill $(jobs -p) 2>&- || true' EXIT\n"
 ACCURACY = "eval/accuracy_lenient"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 NEEDS_TORCH = "ask.py"
-PROGRESS = re.compile(r"([a-z ]+) \d+/\d+ \| ")
+PROGRESS = re.compile(r"(start|[a-z ]+(?= \d))(?: \d+/\d+)? \| ")
 LEFT_OUT = "…\n"
 HOME = "/home/me/people"
 VARYING = {

@@ -29,11 +29,11 @@ from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
 from quatrain.update.gradient import init_optimizer, optimizer_step, sum_gradients
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.optimizer import build_optimizer
+from quatrain.update.optimizer import Optimizer
 
 ADAPTERS = LoRA(rank=4, alpha=6.0, targets=ADAPTED)
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
-OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
+OPTIMIZER = Optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 
 
 def table() -> TokenTable:
@@ -79,9 +79,9 @@ def results(shape: MeshShape, arch: Architecture, *, rounded: bool = False) -> d
     found = {"logprobs": logprobs}
     found |= _named("gradient", jax.tree.map(lambda g: g.sum(axis=0), grads))
     found |= _named("merged", merged(params, arch)) | _named("placed", engine.copy_weights(params))
-    opt_state = init_optimizer(OPTIMIZER, trained_part(params, arch))
+    opt_state = init_optimizer(OPTIMIZER.form, trained_part(params, arch))
     params, *_ = optimizer_step(
-        params, opt_state, batches, model=model, objective=OBJECTIVE, optimizer=OPTIMIZER
+        params, opt_state, batches, model=model, objective=OBJECTIVE, optimizer=OPTIMIZER, schedule_step=0
     )
     return found | _named("params", params)
 

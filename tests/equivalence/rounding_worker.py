@@ -13,7 +13,7 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import device_put, make_mesh, shardings, to_host
 from quatrain.update.gradient import _apply, _copies, init_optimizer
-from quatrain.update.optimizer import build_optimizer
+from quatrain.update.optimizer import Optimizer
 
 ARCH = tiny_qwen2(num_layers=1)
 CONFIG = OptimizerConfig(name="sgd", beta1=0.0, learning_rate=2.0**-10, max_grad_norm=None)
@@ -23,7 +23,7 @@ CONFIG = OptimizerConfig(name="sgd", beta1=0.0, learning_rate=2.0**-10, max_grad
 def results(shape: MeshShape) -> dict[str, np.ndarray]:
     """The parameters after a step with and without stochastic rounding."""
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
-    optimizer = build_optimizer(CONFIG, 1)
+    optimizer = Optimizer(CONFIG, 1)
     params = init_params(ARCH, jax.random.key(0), jnp.bfloat16, mesh)
     rng, found = np.random.default_rng(0), {}
     places = shardings(mesh, _copies(PolicySpec(ARCH, mesh=mesh)))
@@ -31,7 +31,13 @@ def results(shape: MeshShape) -> dict[str, np.ndarray]:
     for name, draw in (("stochastic", np.array([5, 0, 3], np.uint32)), ("nearest", None)):
         own = jax.tree.map(jnp.copy, params)
         new, *_ = _apply(
-            own, init_optimizer(optimizer, own), total, jnp.float32(1), draw, optimizer=optimizer
+            own,
+            init_optimizer(optimizer.form, own),
+            total,
+            jnp.float32(1),
+            optimizer.numbers(0),
+            draw,
+            form=optimizer.form,
         )
         for path, leaf in jax.tree_util.tree_flatten_with_path(new)[0]:
             found[f"{name} {jax.tree_util.keystr(path)}"] = to_host(leaf).view(np.uint16)

@@ -80,7 +80,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, caplog):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO, module.logger.name):
         assert choose("auto") == "blocks"
-    assert "not tokamax: it needs the extra quatrain[gpu]" in caplog.text
+    assert "not tokamax: it needs `pip install -e '.[gpu]'`" in caplog.text
     with pytest.raises(ValueError, match=r"needs the extra quatrain\[gpu\].*; set model\.experts to auto"):
         choose("tokamax")
 

@@ -18,6 +18,7 @@ from quatrain.models.families.cousins import _COUSINS
 from quatrain.models.params import is_spec, param_specs, tensor_names
 from quatrain.models.rope import Rope
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -420,11 +421,45 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
             {**LLAMA_32_1B, "rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "yarn needs a rope_theta above 1; got 1.0",
         ),
+        (
+            {**LLAMA_32_1B, "rope_scaling": {**YARN, "orignal_max_position_embeddings": 1024}},
+            r"not known here: orignal_max_position_embeddings \(did you mean original_max_position",
+        ),
+        (
+            {**LLAMA_32_1B, "rope_scaling": None, "rope_parameters": {**YARN, "extrapolation_factor": 0.5}},
+            "not known here: extrapolation_factor",
+        ),
+        (
+            {**LLAMA_32_1B, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "attn_factor": 0.9}},
+            "attn_factor in rope settings of type linear, which does not read it",
+        ),
+        (
+            {**LLAMA_32_1B, "rope_scaling": {**YARN, "attention_factor": 1.0, "attn_factor": 0.5}},
+            r"attention_factor \(1\) and attn_factor \(0.5, times yarn's own factor 0.569315\)",
+        ),
     ],
 )
 def test_what_the_decoder_lacks_is_an_error(config, message):
     with pytest.raises(ValueError, match=message):
         architecture_from_hf(config)
+
+
+def test_attn_factor_multiplies_yarns_own_factor_and_is_exported_for_transformers_too():
+    """DeepSeek-R1-0528-Qwen3-8B, as vLLM reads it: 0.8782 x (0.1 ln 4 + 1) = 1."""
+    scaling = {**YARN, "attn_factor": 0.8782488562869419, "original_max_position_embeddings": 32768}
+    arch = architecture_from_hf({**LLAMA_32_1B, "rope_scaling": scaling, "finetuned": True})
+    assert arch.attentions[0].rope.scale == pytest.approx(1.0, abs=1e-12)
+    exported = architecture_to_hf(arch)
+    assert exported["rope_scaling"]["attention_factor"] == pytest.approx(1.0)
+    assert exported["rope_scaling"]["attn_factor"] == scaling["attn_factor"]
+    assert architecture_from_hf(exported) == arch
+
+
+def test_keys_of_rope_settings_without_effect_on_text_are_read_over():
+    scaling = {**YARN, "finetuned": True, "mrope_section": [16, 24, 24]}
+    assert architecture_from_hf({**LLAMA_32_1B, "rope_scaling": scaling}) == architecture_from_hf(
+        {**LLAMA_32_1B, "rope_scaling": YARN}
+    )
 
 
 def test_minus_one_is_no_padding_id():

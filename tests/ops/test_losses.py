@@ -315,3 +315,103 @@ def test_weights_of_many_tokens_are_exact():
 def test_bad_input(name, mask, longest, message):
     with pytest.raises(ValueError, match=message):
         token_weights(name, mask, longest)
+
+
+def _of_papers(name, d, rollout_gap, old, advantages, mean, chosen, moved):
+    """The loss of each token by the formula of its paper, with the arguments of `ARGUMENTS`, in float64.
+
+    `d` is the log-ratio to the old policy, `rollout_gap` that to the sampler; `mean` is over a sequence.
+    """
+    r, logprobs = np.exp(d), old + d
+    up, down = advantages > 0, advantages < 0
+    surrogate = np.maximum(-r * advantages, -np.clip(r, 0.8, 1.3) * advantages)
+    surrogate = np.where(down, np.minimum(surrogate, -1.6 * advantages), surrogate)
+    if name in ("reinforce", "gpg"):
+        return -advantages * logprobs
+    if name == "cispo":
+        return -np.clip(r, 0.8, 1.3) * advantages * logprobs
+    if name == "gspo":
+        s = np.exp(mean(d))
+        return np.maximum(-s * advantages, -np.clip(s, 0.9, 1.2) * advantages)
+    if name == "gmpo":
+        bounded = np.where(up, np.minimum(d, 0.3), np.where(down, np.maximum(d, -0.2), d))
+        return -np.exp(mean(bounded)) * advantages
+    if name == "sapo":
+        tau = np.where(up, 0.7, 1.4)
+        return -4 / tau / (1 + np.exp(-tau * (r - 1))) * advantages
+    if name == "dppo":
+        moved_by = np.exp(logprobs) * (1 - np.exp(-rollout_gap))
+        left = (up & (moved_by > 0.03)) | (down & (moved_by < -0.02))
+        return np.where(left, 0, -r * advantages)
+    if name == "kl_cov":
+        return -r * advantages + 0.5 * moved * d
+    return np.where(chosen > 0, 0, surrogate) if name == "clip_cov" else surrogate
+
+
+ARGUMENTS = {
+    "cispo": {"clip_low": 0.2, "clip_high": 0.3},
+    "gspo": {"clip_low": 0.1, "clip_high": 0.2},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.3},
+    "sapo": {"tau_pos": 0.7, "tau_neg": 1.4},
+    "dppo": {"clip_low": 0.02, "clip_high": 0.03},
+    "kl_cov": {"ppo_kl_coef": 0.5},
+    "ppo_clip": CLIP | {"dual_clip": 1.6},
+    "clip_cov": CLIP | {"dual_clip": 1.6},
+}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_loss_is_the_formula_of_its_paper(name):
+    """On ragged tokens with padding, whose old and sampled log-probabilities differ, some without advantage.
+
+    It would notice a bound or a column in the place of another, and a comparison that is not strict.
+    """
+    rng = np.random.default_rng(5)
+    shape, ids = (2, 40), np.stack([rng.permutation(np.repeat(np.arange(5), 8)), np.arange(40) // 10])
+    mask = np.arange(40) < np.array([[40], [33]])
+    old = np.where(mask, -rng.exponential(1.5, shape), 0)
+    d = np.where(mask, rng.normal(0, 0.5, shape), 0)
+    rollout_gap = np.where(mask, rng.normal(0, 0.5, shape), 0)
+    advantages = np.where(mask & (rng.random(shape) < 0.8), rng.normal(0, 1, shape), 0)
+    chosen = np.where(mask, rng.random(shape) < 0.3, 0).astype(np.float64)
+    moved = chosen * rng.choice([-1, 1], shape)
+
+    def mean(values):
+        means = np.zeros(shape)
+        for row in range(2):
+            for of in range(5):
+                here = mask[row] & (ids[row] == of)
+                means[row, here] = values[row, here].mean() if here.any() else 0
+        return means
+
+    columns = {"old_logprobs": old, "rollout_logprobs": old + d - rollout_gap, "advantages": advantages}
+    columns |= {"high_covariance": chosen, "moved": moved}
+    columns = {key: jnp.asarray(values, jnp.float32) for key, values in columns.items()}
+    logprobs = jnp.asarray(old + d, jnp.float32)
+    tokens = ScoredTokens(logprobs, logprobs, jnp.asarray(mask), jnp.asarray(ids), columns)
+    result = POLICY_LOSSES[name](tokens, **ARGUMENTS.get(name, {}))
+    expected = _of_papers(name, d, rollout_gap, old, advantages, mean, chosen, moved)
+    np.testing.assert_allclose(np.where(mask, result.loss, 0), expected * mask, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_without_an_advantage_are_not_clipped_by_gmpo():
+    """They are a part of the mean, as they are: their log-ratio is not bounded, and they are not counted."""
+    value, _, means = measured(gmpo, [2.0, -2.0, 0.3], [0, 0, 1])
+    np.testing.assert_allclose(value, [0, 0, -np.exp(0.1)], atol=1e-6)
+    assert means == {
+        "clip_fraction": [0, 0, 0],
+        "clip_low_fraction": [0, 0, 0],
+        "clip_high_fraction": [0, 0, 0],
+    }
+
+
+def test_dppo_measures_the_way_from_the_sampler_and_not_from_the_old_policy():
+    tokens = jnp.log(jnp.array([[0.5, 0.5]]))
+    zeros = jnp.zeros((1, 2), jnp.int32)
+    columns = {
+        "old_logprobs": jnp.log(jnp.array([[0.5, 0.2]])),
+        "rollout_logprobs": jnp.log(jnp.array([[0.2, 0.5]])),
+        "advantages": jnp.ones((1, 2)),
+    }
+    result = dppo(ScoredTokens(tokens, tokens, zeros == 0, zeros, columns))
+    np.testing.assert_allclose(result.loss, [[0, -2.5]], rtol=1e-6)

@@ -32,7 +32,7 @@ from quatrain.plan import batches, device_memory  # noqa: E402
 from quatrain.plan.placement import placement  # noqa: E402
 from quatrain.update.gradient import init_optimizer, optimizer_step  # noqa: E402
 from quatrain.update.objective import PolicyObjective  # noqa: E402
-from quatrain.update.optimizer import build_optimizer  # noqa: E402
+from quatrain.update.optimizer import Optimizer  # noqa: E402
 
 ARCH = architecture_from_hf(
     {
@@ -67,9 +67,15 @@ params = init_params(ARCH, jax.random.key(0), mesh=mesh)
 planner = MicroBatchPlanner(max_tokens=40, num_shards=role.mesh.num_data_shards, share_prompts=False)
 parts = [part for _, part in micro_batches(table(), planner, mesh, model.forms)]
 objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
-optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-2), 1)
+optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2), 1)
 new, _, applied, metrics, _ = optimizer_step(
-    params, init_optimizer(optimizer, params), parts, model=model, objective=objective, optimizer=optimizer
+    params,
+    init_optimizer(optimizer.form, params),
+    parts,
+    model=model,
+    objective=objective,
+    optimizer=optimizer,
+    schedule_step=0,
 )
 assert applied
 planned = batches.plan(config, devices=8)

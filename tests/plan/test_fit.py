@@ -7,6 +7,7 @@ import pytest
 
 from quatrain.cli import main as cli
 from quatrain.config.load import load_config
+from quatrain.parallel.axes import partition_spec
 from quatrain.plan.fit import ROOM, fit, render
 from quatrain.plan.placement import placement
 
@@ -62,9 +63,7 @@ def test_micro_batches_in_sequences_are_halved_too():
     assert any(o.startswith("update.micro_batch_size=") for o in found[0].overrides)
 
 
-@pytest.mark.parametrize(
-    "options", [["--fit"], ["--fit", "--params", "--device-memory", "1GB"], ["--device-memory", "1GB"]]
-)
+@pytest.mark.parametrize("options", [["--fit"], ["--fit", "--params", "--device-memory", "1GB"]])
 def test_options_that_do_not_go_together(options, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["quatrain", "plan", *options])
     with pytest.raises(SystemExit) as stop:
@@ -113,7 +112,7 @@ def test_switches_are_tried_in_the_order_of_their_costs():
         chosen = set(found.found[0].overrides)
         assert ("model.param_dtype=bfloat16" in chosen) == (switches is steps[-1])
         assert chosen >= set(switches) or switches is not steps[-1]
-    assert found.smallest.peak == needed
+    assert found.smallest is None
 
 
 def test_the_policy_waits_where_the_rollout_has_a_copy():
@@ -124,7 +123,7 @@ def test_the_policy_waits_where_the_rollout_has_a_copy():
     found = fits(int(memory / ROOM) + 1, *SMALL, *options, devices=1).found
     assert found[0].overrides[-1] == "offload.policy=true"
     ahead = fits(int(memory / ROOM) + 1, *SMALL, *options, "rollout.max_staleness=1", devices=1)
-    every = [*ahead.found, ahead.smallest]
+    every = [*ahead.found, *filter(None, [ahead.smallest])]
     assert not any("offload.policy" in override for each in every for override in each.overrides)
 
 
@@ -142,6 +141,34 @@ def test_with_workers_their_devices_must_fit_too_and_the_policy_never_waits():
 def test_an_optimizer_without_a_first_moment_has_none_in_bfloat16():
     found = fits(10**6, *SMALL, "optimizer.name=sgd", "optimizer.beta1=0.0", devices=1)
     assert found.smallest.state_dtype == "float32"
+
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
+    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "eos_token_id": 128009,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_model_of_70b_on_64_devices_needs_few_plans_each_of_few_layers(tmp_path):
+    """Catches the search that plans all 450 combinations, each with 80 layers sharded anew (minutes)."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    told = []
+    options = (f"model.path={tmp_path}", "data.batch_size=128", "rollout.max_new_tokens=4096")
+
+    def resolve(further):
+        return load_config(None, (*options, *further), {}).config
+
+    partition_spec.cache_clear()
+    found = fit(resolve, devices=64, processes=8, device_memory=80 * 10**9, most_rows=1, progress=told.append)
+    assert found.found[0].overrides == (
+        "mesh=1,16,4",
+        "model.remat=dots",
+        "update.max_tokens_per_device=4096",
+    )
+    assert told == list(range(1, len(told) + 1))
+    assert len(told) < 120
+    assert partition_spec.cache_info().misses < 30 * len(told)
 
 
 def run_plan(monkeypatch, capsys, *arguments):

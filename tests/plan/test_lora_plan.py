@@ -4,8 +4,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from architectures import ADAPTED
-from test_placement import MIDDLE, QWEN_7B, SMALL, compiled_bytes, on_a_cpu
+from architectures import ADAPTED, QWEN_7B
+from test_placement import MIDDLE, SMALL, compiled_bytes, on_a_cpu
 
 from quatrain.config.load import load_config
 from quatrain.config.mesh import MeshShape
@@ -18,7 +18,7 @@ from quatrain.plan.activations import activations
 from quatrain.plan.fit import fit
 from quatrain.plan.placement import placement
 from quatrain.update.gradient import init_optimizer
-from quatrain.update.optimizer import build_optimizer
+from quatrain.update.optimizer import OptimizerForm
 
 MEMORY_80_GB = 80 * 10**9
 
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_arrays(final):
     found = parts(config)
     assert found["weights"] == size(without_adapters(params))
     assert found["adapters"] == found["gradients"] == size(adapters_of(params))
-    state = init_optimizer(build_optimizer(config.optimizer, 1), adapters_of(params))
+    state = init_optimizer(OptimizerForm.of(config.optimizer), adapters_of(params))
     assert found["optimizer_state"] == size(state)
     assert found["reference"] == 0
     copies = merged(params, arch)["layers"]

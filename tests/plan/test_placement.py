@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architectures import changed
+from architectures import QWEN_7B, changed
 from compiling import DEFAULT_FUSION
 from jax.sharding import AbstractMesh, NamedSharding
 
@@ -28,18 +28,8 @@ from quatrain.plan.device_memory import PHASES, parse_bytes, render, totals_tabl
 from quatrain.plan.placement import placement
 from quatrain.update.gradient import _zero_total, gradient_program, init_optimizer
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.optimizer import build_optimizer
+from quatrain.update.optimizer import OptimizerForm
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
 SMALL = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -90,7 +80,7 @@ def test_bytes_are_those_of_the_arrays(final):
     arch = architecture_from_hf(SMALL)
     params = init_params(arch, jax.random.key(0))
     copies = [x.astype(jnp.bfloat16) for x in jax.tree.leaves(params) if x.ndim > 1]
-    state = init_optimizer(build_optimizer(config.optimizer, 1), params)
+    state = init_optimizer(OptimizerForm.of(config.optimizer), params)
     found = parts(config)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     assert found["weights"] == found["reference"] == found["gradients"] == weights
@@ -122,7 +112,7 @@ def test_a_first_moment_in_bfloat16_is_counted(final, name):
     whole = parts(final(SMALL, f"optimizer.name={name}"))
     config = final(SMALL, f"optimizer.name={name}", "optimizer.state_dtype=bfloat16")
     params = init_params(architecture_from_hf(SMALL), jax.random.key(0))
-    state = init_optimizer(build_optimizer(config.optimizer, 1), params)
+    state = init_optimizer(OptimizerForm.of(config.optimizer), params)
     size = parts(config)["optimizer_state"]
     assert size == sum(x.nbytes for x in jax.tree.leaves(state))
     assert size == whole["optimizer_state"] - whole["weights"] // 2

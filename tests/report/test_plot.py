@@ -55,5 +55,5 @@ def test_a_run_without_either_is_an_error(tmp_path):
 
 def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "can_plot", lambda: False)
-    with pytest.raises(ValueError, match=r"pip install 'quatrain\[plot\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[plot\]'"):
         plot_run(tmp_path, tmp_path / "plot.png")

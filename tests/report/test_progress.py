@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from quatrain.report import progress as module
+from quatrain.report import start_up
 from quatrain.report.progress import Progress
 
 
@@ -264,6 +265,25 @@ def test_a_plain_line_says_once_of_a_stage_that_it_compiles(clock, compiler):
     ]
 
 
+def test_the_first_step_says_at_once_that_it_compiles(clock):
+    """A program that begins to compile at the begin of a stage was silent for half a minute."""
+    out = io.StringIO()
+    with Progress(3, console=Console(file=out)) as progress:
+        progress.phase("train")
+        progress._begins_to_compile()
+        for done in range(3):
+            progress.stage(f"evaluation {done}/8")
+            progress._begins_to_compile()
+        progress.step(1)
+        progress.stage("update")
+        progress._begins_to_compile()
+    assert out.getvalue().splitlines() == [
+        "train 0/3 | 0:00 elapsed | compiling",
+        "train 0/3 | 0:00 elapsed | evaluation 0/8: compiling",
+        "train 1/3 | 0:00 elapsed | 0:00 left",
+    ]
+
+
 def test_a_compilation_is_told_to_the_display_that_is_open(monkeypatch):
     told = []
     monkeypatch.setattr(Progress, "_begins_to_compile", lambda self: told.append(1))
@@ -289,15 +309,25 @@ def test_a_silent_stage_says_that_it_goes_on(clock, monkeypatch):
     ]
 
 
-def test_loading_says_that_it_goes_on(clock, monkeypatch):
+def test_the_start_says_its_stages_and_that_one_goes_on(clock, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(module, "_every_second", _by_hand(calls))
-    out = io.StringIO()
-    with module.waiting("loading the model", console=Console(file=out)):
+    start_up.stage("nobody has begun")
+    with start_up.starting(), start_up.starting(), module.waiting():
+        start_up.stage("tokenizer")
+        clock[0] += 3
+        start_up.stage("weights")
         for _ in range(65):
             clock[0] += 1
             calls[0]()
-    assert out.getvalue().splitlines() == [f"loading the model | {at} elapsed" for at in ("0:30", "1:00")]
+    with start_up.starting(speaks=False):
+        start_up.stage("of another process")
+    assert capsys.readouterr().err.splitlines() == [
+        "start | tokenizer | 0:00 elapsed",
+        "start | weights | 0:03 elapsed",
+        "start | weights | 0:33 elapsed",
+        "start | weights | 1:03 elapsed",
+    ]
 
 
 def _by_hand(calls):

@@ -243,7 +243,7 @@ def test_a_missing_package_is_reported_once(run, monkeypatch, capsys):
     console = capsys.readouterr().err
     assert console.count("W&B failed to start") == 1
     assert console.count("TensorBoard failed to start") == 1
-    assert "pip install 'quatrain[wandb,trackio,tensorboard]'" in console
+    assert "pip install -e '.[wandb,trackio,tensorboard]'" in console
 
 
 def test_disabled_services_are_not_imported(run, monkeypatch):

@@ -36,6 +36,7 @@ def test_a_metric_that_is_missing(tmp_path, caplog):
     [
         (4, [3, 4], 1, 3),  # the file's
         (2, [1, 2], 1, 1),  # the file knows of a step that is gone
+        (2, [1, 2, 3], 1, 1),  # the same, whatever checkpoints there are
         (4, [1, 4], 1, 1),  # the file's checkpoint was not completed
         (2, [2], None, None),
     ],

@@ -314,3 +314,15 @@ def test_a_full_disk_costs_that_checkpoint_only(tmp_path):
     assert done.stdout.startswith(f"the checkpoint of step 2 cannot be written to {tmp_path}")
     assert len(done.stdout.splitlines()) == 1
     assert "Traceback" not in done.stderr
+
+
+def test_the_last_pinned_checkpoint_is_kept_beside_the_newest(checkpointer):
+    checkpointer.pinned = [1, 2, 9]  # of 9 there is none yet
+    for step in (1, 2, 3, 4, 5):
+        checkpointer.save(step, {"w": jnp.full((2,), float(step))}, {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [2, 4, 5]
+    checkpointer.pinned = []
+    checkpointer.save(6, {"w": jnp.ones((2,))}, {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [5, 6]

@@ -496,9 +496,47 @@ def test_unknown_paths_and_methods_get_errors_in_openais_form(http, method, path
     answer = http.request(method, path)
     assert answer.status_code == status
     error = answer.json()["error"]
-    assert (error["code"], error["param"]) == (status, None)
+    assert (error["code"], error["param"]) == (None, None)  # not the status: OpenAI's is text or null
     assert named in error["message"]
     assert ("allow" in answer.headers) == (status == 405)
+
+
+LONG = {
+    "/v1/completions": {"prompt": [3] * 10**5},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "1 + 2 " * 10**5}]},
+    "/inference/v1/generate": {"token_ids": [3] * 10**5},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", LONG)
+def test_too_long_a_prompt_says_so_in_the_words_that_agents_look_for(http, path, stream):
+    if stream and path not in ("/v1/completions", "/v1/chat/completions"):
+        return
+    body = {**LONG[path], "model": MODEL, "max_tokens": 4, **({"stream": True} if stream else {})}
+    answer = http.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length" in error["message"]
+    assert error["param"] in body
+
+
+@pytest.mark.parametrize(
+    ("status", "request_"),
+    [
+        (401, {"method": "GET", "url": "/v1/models", "headers": {"Authorization": "Bearer no"}}),
+        (404, {"method": "GET", "url": "/v1/models/other"}),
+        (400, {"method": "POST", "url": "/v1/chat/completions", "json": {"model": MODEL, "messages": []}}),
+        (400, {"method": "POST", "url": "/v1/completions", "json": []}),
+        (400, {"method": "POST", "url": "/weights", "json": {"path": "/none", "version": 1}}),
+        (415, {"method": "POST", "url": "/v1/completions", "content": b"{}"}),
+        (413, {"method": "POST", "url": "/v1/completions", "json": {"prompt": "a" * 33 * 2**20}}),
+    ],
+)
+def test_other_errors_have_no_code(http, status, request_):
+    answer = http.request(**request_)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] is None  # OpenAI's schema: text or null
 
 
 GOOD = {"model": MODEL, "prompt": PROMPT}
@@ -566,7 +604,9 @@ def test_a_bad_request_gets_one_error_in_openais_form(http, name):
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert named in error["message"]
-    assert error["code"] == status
+    is_long = "positions" in named or "characters" in named
+    assert error["code"] == ("context_length_exceeded" if is_long else None)
+    assert ("maximum context length" in error["message"]) == is_long
     assert "\n" not in error["message"]
     assert_it_goes_on(http)
 

@@ -4,13 +4,14 @@ import json
 import logging
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2 as httpx
 import openai
 import pytest
-from chat_templates import FAMILIES, tokenizer_of
+from chat_templates import CALLING, FAMILIES, tokenizer_of
 from servers import MODEL, served
 
 from quatrain.engine.service import Progress
@@ -26,8 +27,9 @@ ADD = {
 LOOK = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 TOOLS = [ADD, LOOK]
 ASK = [{"role": "user", "content": "How many?"}]
+NAMED = {"type": "function", "function": {"name": "add"}}
 NESTED = {"a": 1, "b": [{"c": None}, 'ü 🙂 "x" </tool_call>'], "d": {"e": {"f": [1.5, True]}}}
-TOKENIZERS = {name: tokenizer_of(family) for name, family in FAMILIES.items()}
+TOKENIZERS = {name: tokenizer_of(family) for name, family in (FAMILIES | CALLING).items()}
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
@@ -149,11 +151,179 @@ ANSWERS = {
 }
 
 
+HARMONY = "<|channel|>analysis<|message|>%s<|end|><|start|>assistant"
+TO_ADD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+ANSWERS |= {
+    "Ministral": ("ministral", '[TOOL_CALLS]add[ARGS]{"a": 1}', None, [("add", '{"a": 1}')]),
+    "Ministral after text": (
+        "ministral",
+        '[THINK]I "add"[/THINK]Both.[TOOL_CALLS]add[ARGS]{"a": {"b": "[TOOL_CALLS]"}}'
+        "[TOOL_CALLS]look_up[ARGS]{}",
+        "Both.",
+        [("add", '{"a": {"b": "[TOOL_CALLS]"}}'), ("look_up", "{}")],
+    ),
+    "Mistral's list": (
+        "ministral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "look_up", "arguments": {}}]',
+        None,
+        [("add", '{"a": 1}'), ("look_up", "{}")],
+    ),
+    "Qwen3-Coder": (
+        "qwen3-coder",
+        "I add.\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "I add.",
+        [("add", '{"a": 1}')],
+    ),
+    "GLM-4.5": (
+        "glm-4.5",
+        "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "\n<think></think>",
+        [("add", '{"a": 1}')],
+    ),
+    "Gemma 4": (
+        "gemma4",
+        '<|channel>thought\nadd?<channel|><|tool_call>call:add{a:1,s:<|"|>{"<|"|>}<tool_call|>',
+        None,
+        [("add", '{"a": 1, "s": "{\\""}')],
+    ),
+    "OLMo 3": (
+        "olmo3",
+        "<function_calls>add(a=1)\nlook_up()</function_calls>",
+        None,
+        [("add", '{"a": 1}'), ("look_up", "{}")],
+    ),
+    "Phi-4-mini": (
+        "phi4-mini",
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>',
+        None,
+        [("add", '{"a": 1}')],
+    ),
+    "Harmony": (
+        "gpt-oss",
+        HARMONY % "hm" + ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        None,
+        [("add", '{"a": 1}')],
+    ),
+    "Harmony, the header's other order": (
+        "gpt-oss",
+        HARMONY % "hm" + TO_ADD + '{"a": 1}<|call|>',
+        None,
+        [("add", '{"a": 1}')],
+    ),
+    "Harmony, a word before": (
+        "gpt-oss",
+        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant" + TO_ADD + '{"a": 1}',
+        "I add.",
+        [("add", '{"a": 1}')],
+    ),
+}
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_calls_are_parsed_and_streamed_whole(name):
     family, text, content, calls = ANSWERS[name]
     with answering(text, family) as (client, _, _):
         assert asked_twice(client) == (content, calls, "tool_calls")
+
+
+FINALS = {
+    "the final channel": ("<|channel|>final<|message|>4 < 5", "4 < 5", None),
+    "after thoughts": (HARMONY % "2 + 2\n" + "<|channel|>final<|message|>4", "4", "2 + 2\n"),
+    "thoughts alone": ("<|channel|>analysis<|message|>2 +", "", "2 +"),
+    "cut in a header": (HARMONY % "so" + "<|channel|>fin", "", "so"),
+    "without a channel": ("4", "4", None),
+    "twice": (HARMONY % "a" + HARMONY % "b" + "<|channel|>final<|message|>4", "4", "a\n\nb"),
+    "without an end": (
+        "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>4",
+        "4",
+        "a",
+    ),
+}
+
+
+@pytest.mark.parametrize("tools", [TOOLS, []])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", FINALS)
+def test_the_content_of_harmony_is_its_final_channel(name, size, tools):
+    """No header, name of a channel or thought reaches the content; thoughts have a field of their own."""
+    text, content, thoughts = FINALS[name]
+    with answering(text, "gpt-oss", size=size) as (client, http, _):
+        body = {"model": MODEL, "messages": ASK, "tools": tools, "logprobs": True}
+        [choice] = http.post("/v1/chat/completions", json=body).json()["choices"]
+        message = choice["message"]
+        assert (message["content"], message.get("reasoning_content")) == (content, thoughts)
+        names = "".join(each["token"] for each in choice["logprobs"]["content"])
+        assert names == f"{text}<|return|>"  # of every token, thoughts and markers too
+        deltas = [event.choices[0].delta for event in ask(client, tools=tools, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == content
+    said = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(said) == (thoughts or "")
+
+
+def test_without_tools_a_call_of_harmony_stays_text_and_raw_completions_are_as_they_were():
+    text = HARMONY % "hm" + TO_ADD + '{"a": 1}'
+    with answering(text, "gpt-oss") as (client, http, _):
+        [choice] = ask(client, tools=[]).choices
+        assert choice.message.content == "<|start|>assistant" + TO_ADD + '{"a": 1}'
+        raw = http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).json()["choices"][0]["text"]
+        assert raw == 'analysishmassistantcommentary to=functions.add json{"a": 1}'
+
+
+@pytest.mark.parametrize("family", ["ministral", "gemma4"])
+def test_thoughts_between_special_tokens_have_a_field_of_their_own(family):
+    begin, end = {"ministral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought\n", "<channel|>")}[
+        family
+    ]
+    with answering(f"{begin}2 + 2{end}4", family, size=1) as (client, _, _):
+        message = ask(client).choices[0].message
+        assert (message.content, message.reasoning_content) == ("4", "2 + 2")
+        deltas = [event.choices[0].delta for event in ask(client, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == "4"
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "2 + 2"
+
+
+@pytest.mark.parametrize("name", ["ministral", "qwen3-coder", "gpt-oss", "glm-4.5", "gemma4", "olmo3"])
+def test_calls_are_begun_in_the_form_of_the_template(name):
+    rest = {
+        "ministral": '{"a": 7}',
+        "qwen3-coder": "\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>",
+        "gpt-oss": '{"a": 7}<|call|>',
+        "glm-4.5": "\n<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n</tool_call>",
+        "gemma4": "{a:7}<tool_call|>",
+        "olmo3": "a=7)</function_calls>",
+    }[name]
+    with answering(rest, name) as (client, _, _):
+        assert asked_twice(client, tool_choice=NAMED) == (None, [("add", '{"a": 7}')], "tool_calls")
+
+
+def test_a_dialogue_of_harmony_goes_on_after_a_call():
+    text = TO_ADD + '{"a": 1}<|call|>'
+    with answering([text, "<|channel|>final<|message|>2"], "gpt-oss") as (client, _, service):
+        said = ask(client).choices[0].message
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "2"}
+        assert ask(client, messages=[*ASK, said, result]).choices[0].message.content == "2"
+    assert (
+        TOKENIZERS["gpt-oss"]
+        .decode(service.prompts[-1])
+        .endswith(
+            ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|><|start|>functions.add '
+            'to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
+        )
+    )
+
+
+def test_a_server_warns_at_its_start_of_calls_that_are_not_read(caplog):
+    odd = (
+        FAMILIES["qwen2.5"]
+        .template.replace("'<tool_call>\\n{", "'<<call>>\\n{")
+        .replace("}\\n</tool_call>'", "}'")
+    )
+    TOKENIZERS["odd"] = tokenizer_of(replace(FAMILIES["qwen2.5"], template=odd))
+    with caplog.at_level(logging.WARNING), answering("4", "odd"):
+        assert "calls of tools may not be found in this model's answers" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), answering("4", "smollm2"), answering("4", "gpt-oss"):
+        assert caplog.text == ""
 
 
 NO_CALLS = {
@@ -301,7 +471,6 @@ def test_the_example_of_the_page_runs(capsys):
     assert f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response>" in said
 
 
-NAMED = {"type": "function", "function": {"name": "add"}}
 FORCED = {
     "qwen2.5": ('<tool_call>\n{"name": "add", "arguments":', ' {"a": 7}}\n</tool_call>'),
     "qwen3": ('<tool_call>\n{"name": "add", "arguments":', ' {"a": 7}}\n</tool_call>'),
@@ -341,7 +510,7 @@ def test_a_begun_call_that_is_malformed_stays_text_with_its_beginning():
 def test_a_call_cannot_be_begun_in_other_forms():
     with answering("4", "gemma3") as (client, _, service):
         for choice in ("required", NAMED):
-            with pytest.raises(openai.BadRequestError, match="only in the forms of Qwen and Hermes") as error:
+            with pytest.raises(openai.BadRequestError, match="in a form that is read") as error:
                 ask(client, tool_choice=choice)
             assert error.value.param == "tool_choice"
     assert service.prompts == []

@@ -161,6 +161,7 @@ def test_max_tokens_is_clipped_to_what_the_prompt_leaves(kind):
     with pytest.raises(BadRequest, match="must leave room for a token in the model's 100 positions") as error:
         most(100, max_tokens=1)
     assert error.value.field in GOOD[kind]
+    assert error.value.code == "context_length_exceeded"
 
 
 def test_the_page_names_every_field():

@@ -106,6 +106,68 @@ def test_stopped_at_any_moment_and_resumed_is_uninterrupted(
     assert_same(whole(stopped, *launcher, resume=True), uninterrupted)
 
 
+COMPILES = """
+import hashlib, os, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from quatrain.cli.main import main
+{where}
+plain = getattr(owner, name)
+
+def compiles(self, *arguments, **options):
+    if {when}:
+        Path(os.environ["MARK"]).touch()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # in C, for half an hour
+    return plain(self, *arguments, **options)
+
+setattr(owner, name, compiles)
+main()
+"""
+ROLLOUT = "from quatrain.engine.engine import RolloutEngine as owner\nname = 'generate'"
+UPDATE = "from quatrain.update.trainer import Trainer as owner\nname = 'step'"
+
+
+@pytest.mark.parametrize(
+    ("where", "when", "number"),
+    [(ROLLOUT, "self._version == 2", signal.SIGTERM), (UPDATE, "arguments[0].step == 2", signal.SIGINT)],
+    ids=["rollout", "update"],
+)
+def test_a_signal_while_a_program_is_compiled_leaves_the_last_step(
+    tmp_path: Path, where: str, when: str, number: signal.Signals
+) -> None:
+    """Within the 30 s that a preempted machine gives; the run then goes on as if nothing had been."""
+    settings = ("sft.steps=0", "run.steps=4", "eval.every_steps=0", "eval.before=false")
+    options = [x for s in (*SETTINGS, *settings, f"run.dir={tmp_path}") for x in ("--set", s)]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
+    mark = tmp_path / "compiles"
+    environ["MARK"] = str(mark)
+
+    def train(name: str, code: str = QUATRAIN, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, "train", *options, "--set", f"run.name={name}", *more]
+        return subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    running = train("stopped", COMPILES.format(where=where, when=when))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not mark.exists():
+        assert running.poll() is None, running.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    running.send_signal(number)
+    output, _ = running.communicate(timeout=30)
+    assert running.returncode == 128 + number, output
+    assert f"stopped: {number.name}; step 2 is saved; go on with:\n  cd " in output
+    log = (tmp_path / "stopped" / "run.log").read_text()
+    assert f"stopped: {number.name}; step 2 is saved" in log
+    for name, more in (("stopped", ("--resume", "stopped")), ("whole", ())):
+        again = train(name, QUATRAIN, *more)
+        output, _ = again.communicate(timeout=TIMEOUT_S)
+        assert again.returncode == 0, output
+    assert_same(tmp_path / "stopped", tmp_path / "whole")
+
+
 def test_a_run_whose_reader_leaves_finishes(tmp_path: Path) -> None:
     options = [x for s in (*SETTINGS, f"run.dir={tmp_path}", "run.name=run") for x in ("--set", s)]
     quatrain = [sys.executable, "-m", "quatrain.cli", "train", *options]

@@ -13,7 +13,7 @@ WITHOUT_AN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cub
 
 @pytest.mark.slow
 def test_the_gold_answer_of_each_data_set_is_right():
-    factory = pytest.importorskip("reasoning_gym.factory", reason="needs quatrain[reasoning-gym]")
+    factory = pytest.importorskip("reasoning_gym.factory", reason="needs the extra reasoning-gym")
     names = sorted(factory.DATASETS.keys() - {"composite"})
     rows = {name: read_rows(f"reasoning_gym:{name}?size=2&seed=1") for name in names}
     scorer = RewardScorer(RewardConfig(functions={"reasoning_gym": 1.0}, workers=1, timeout_s=120))

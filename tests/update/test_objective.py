@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import UpdateConfig
+from quatrain.forward.table import TokenTable
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.tokens import ScoredTokens
 from quatrain.update.objective import PolicyObjective
@@ -280,3 +281,36 @@ def test_a_loss_that_cannot_be_found(loss, message):
         PolicyObjective.of(
             load_config(None, [f"update.loss={loss}"], environ={}).config.update, on_policy=True
         )
+
+
+def test_the_kl_to_the_reference_is_a_term_of_its_own():
+    """Where the reference is not the old policy; the correction does not weigh it, and it is no bonus."""
+    logprobs = jnp.array([OLD]) + jnp.array([[0.1, -0.2, 0.0, 0.3]])
+    gap = np.array([0.1, -0.2, 0.0, 0.3])  # to the reference, which is as the old policy here
+    plain = _corrected("truncate", logprobs)
+    for estimator, kl in (("k1", gap), ("k2", gap**2 / 2), ("k3", np.exp(-gap) - 1 + gap)):
+        found = _corrected("truncate", logprobs, kl_coef=0.5, kl_estimator=estimator)
+        np.testing.assert_allclose(found.loss - plain.loss, [0.5 * kl], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.means["update/kl"], [kl], rtol=1e-4, atol=1e-6)
+
+
+def test_a_rejected_sequence_counts_nothing_although_it_is_corrected():
+    found = _corrected("truncate", jnp.array([OLD]), reject={"geometric": [0.5, 1.38]})
+    assert not found.loss.any()
+    assert not found.means["update/behaviour_weight_mean"].any()
+    kept = _corrected("truncate", jnp.array([OLD]), reject={"geometric": [0.5, 1.39]})
+    weights = np.array([1.0, np.exp(0.3), 2.0, np.exp(-0.5)])
+    np.testing.assert_allclose(kept.loss[0], -weights * ADVANTAGES, rtol=1e-6)
+    np.testing.assert_allclose(kept.means["update/behaviour_weight_squares"][0], weights**2, rtol=1e-6)
+
+
+def test_what_one_rule_rejects_is_dropped_whatever_the_others_say():
+    """Of two sequences with mean gaps of 0.4 and -0.4, the second is rejected by `geometric` alone."""
+    gaps = np.float32([[0.4, 0.4, 0], [-0.4, -0.4, 0]])
+    mask = np.array([[True, True, False]] * 2)
+    rollout = np.where(mask, np.float32(-2), np.float32(0))
+    columns = {"rollout_logprobs": rollout, "old_logprobs": rollout + gaps, "advantages": gaps}
+    table = TokenTable(np.ones((2, 3), np.int32), np.ones((2, 3), bool), mask, columns)
+    config = UpdateConfig(reject={"geometric": [0.7, 2.0], "k3": 5.0}, rejected="drop")
+    rejected = PolicyObjective.of(config, on_policy=False).rejected_on_host(table)
+    assert rejected.tolist() == [[False] * 3, [True, True, False]]

@@ -4,12 +4,16 @@ import numpy as np
 import optax
 import pytest
 from architectures import changed
+from jax.sharding import NamedSharding, PartitionSpec
 
 from quatrain.config.schema import OptimizerConfig
 from quatrain.models.architecture import BOTH, LoRA
 from quatrain.models.lora import trained_part
 from quatrain.models.params import init_params
-from quatrain.update.optimizer import build_optimizer, clip_by_global_norm, learning_rate
+from quatrain.parallel.compilations import num_compilations
+from quatrain.parallel.mesh import one_device
+from quatrain.update.gradient import _apply, init_optimizer
+from quatrain.update.optimizer import Optimizer, OptimizerForm, clip_by_global_norm
 
 
 @pytest.mark.parametrize(
@@ -22,13 +26,24 @@ from quatrain.update.optimizer import build_optimizer, clip_by_global_norm, lear
 )
 def test_schedules(schedule, expected):
     config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=4, final_fraction=0.2)
-    rate = learning_rate(config, total_steps=8)
-    np.testing.assert_allclose([float(rate(step)) for step in range(9)], expected, rtol=1e-5)
+    rates = [Optimizer(config, total_steps=8).learning_rate(step) for step in range(10)]
+    np.testing.assert_allclose(rates, [*expected, expected[-1]], rtol=1e-5)
 
 
 def test_one_step_of_warm_up_is_the_peak():
-    rate = learning_rate(OptimizerConfig(learning_rate=2.0, warmup_steps=1), total_steps=5)
-    assert [float(rate(step)) for step in range(3)] == [2.0, 2.0, 2.0]
+    optimizer = Optimizer(OptimizerConfig(learning_rate=2.0, warmup_steps=1), total_steps=5)
+    assert [optimizer.learning_rate(step) for step in range(3)] == [2.0, 2.0, 2.0]
+
+
+def updates_of(config, grads, params=None, total_steps=1):
+    """The updates of steps with these gradients, one after the other, and the last state."""
+    optimizer = Optimizer(config, total_steps)
+    params = jnp.zeros_like(grads[0]) if params is None else params
+    update, state, found = jax.jit(optimizer.form.update), optimizer.form.init(params), []
+    for step, grad in enumerate(grads):
+        updates, state = update(grad, state, params, optimizer.numbers(step))
+        found.append(updates)
+    return found, state
 
 
 @pytest.mark.parametrize(
@@ -41,26 +56,23 @@ def test_one_step_of_warm_up_is_the_peak():
 )
 def test_first_update(name, expected):
     config = OptimizerConfig(name=name, learning_rate=1.0, max_grad_norm=0.5)
-    optimizer = build_optimizer(config, total_steps=1)
-    params = jnp.zeros(2)
-    updates, _ = optimizer.update(jnp.array([6.0, 8.0]), optimizer.init(params), params)
+    [updates], _ = updates_of(config, [jnp.array([6.0, 8.0])])
     np.testing.assert_allclose(updates, expected, rtol=1e-5)
 
 
 def test_no_clipping_without_a_bound():
-    optimizer = build_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0, max_grad_norm=None), 1)
-    params = jnp.zeros(2)
-    updates, _ = optimizer.update(jnp.array([6.0, 8.0]), optimizer.init(params), params)
+    config = OptimizerConfig(name="sgd", learning_rate=1.0, max_grad_norm=None)
+    [updates], _ = updates_of(config, [jnp.array([6.0, 8.0])])
     np.testing.assert_allclose(updates, [-6.0, -8.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e6])
 def test_clipping_is_that_of_optax(scale):
     grads = {"a": scale * jax.random.normal(jax.random.key(0), (5, 7)), "b": scale * jnp.arange(3.0)}
-    ours, theirs = (
-        clip.update(grads, clip.init(grads), None)
-        for clip in (clip_by_global_norm(0.5), optax.clip_by_global_norm(0.5))
-    )
+    ours, theirs = clip_by_global_norm(), optax.clip_by_global_norm(0.5)
+    numbers = Optimizer(OptimizerConfig(learning_rate=1.0, max_grad_norm=0.5), 1).numbers(0)
+    ours = ours.update(grads, ours.init(grads), None, numbers=numbers)
+    theirs = theirs.update(grads, theirs.init(grads), None)
     assert jax.tree.structure(ours[1]) == jax.tree.structure(theirs[1])
     for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -73,10 +85,8 @@ def test_the_first_moment_in_bfloat16(name, moments):
     grads = jax.random.normal(jax.random.key(0), (3, 64))
     for dtype in ("float32", "bfloat16"):
         config = OptimizerConfig(name=name, learning_rate=1.0, state_dtype=dtype)
-        optimizer = build_optimizer(config, total_steps=4)
-        state = optimizer.init(params)
-        for grad in grads:
-            updates[dtype], state = optimizer.update(grad, state, params)
+        found, state = updates_of(config, grads, params)
+        updates[dtype] = found[-1]
         kept = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
         assert [leaf.dtype for leaf in kept][:1] == [dtype]
         sizes[dtype] = sum(leaf.nbytes for leaf in kept)
@@ -97,9 +107,7 @@ def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
     )
     params = trained_part(jax.tree.map(jnp.ones_like, init_params(arch, jax.random.key(0))), arch)
     config = OptimizerConfig(name=name, learning_rate=0.5, weight_decay=0.1)
-    optimizer = build_optimizer(config, total_steps=1)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    [updates], _ = updates_of(config, [jax.tree.map(jnp.zeros_like, params)], params)
     layer = {"qkv", "o", "gate_up", "down"}
     if rank:
         layer = {"qkv_lora_a", "qkv_lora_b", "down_lora_a", "down_lora_b"}
@@ -110,14 +118,78 @@ def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
         np.testing.assert_allclose(leaf, -0.05 if leaf.any() else 0, rtol=1e-6)
 
 
+def of_optax(config, total_steps):
+    """The optimizer with its numbers built into it, as optax has it."""
+    peak, final, b1, b2 = config.learning_rate, config.final_fraction, config.beta1, config.beta2
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup_steps, total_steps, peak * final)
+    moment, decay = config.state_dtype, config.weight_decay
+    steps = {
+        "adamw": [optax.scale_by_adam(b1, b2, config.eps, mu_dtype=moment), optax.add_decayed_weights(decay)],
+        "lion": [optax.scale_by_lion(b1, b2, mu_dtype=moment), optax.add_decayed_weights(decay)],
+        "sgd": [optax.trace(b1, accumulator_dtype=moment)],
+    }[config.name]
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    return optax.chain(clip, optax.chain(*steps, optax.scale_by_learning_rate(rate)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
-def test_the_place_in_the_schedule_is_not_the_number_of_applied_steps(name):
-    config = OptimizerConfig(name=name, learning_rate=1.0, schedule="linear")
-    optimizer = build_optimizer(config, total_steps=8)
-    params, grads = jnp.zeros(2), jnp.array([0.3, 0.4])
-    state = optimizer.init(params)
-    first, _ = optimizer.update(grads, state, params)
-    sixth, state = optimizer.update(grads, state, params, schedule_step=np.int32(6))
-    np.testing.assert_allclose(sixth, 0.25 * first, rtol=1e-6)
-    counts = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
-    assert counts == [1, 7] if name != "sgd" else [7]  # those of the moments, and of the schedule
+def test_numbers_as_data_are_those_of_optax(name, dtype):
+    """Decays near 1 too, whose complement float32 would get wrong in the fifth digit if it subtracted."""
+    config = OptimizerConfig(
+        name=name,
+        learning_rate=1e-3,
+        schedule="cosine",
+        final_fraction=0.1,
+        beta1=0.95,
+        beta2=0.9999,
+        eps=1e-6,
+        weight_decay=0.0 if name == "sgd" else 0.1,
+        max_grad_norm=2.0,
+        state_dtype=dtype,
+    )
+    theirs, params = of_optax(config, 6), {"w": jnp.linspace(-1.0, 1.0, 32)}
+    grads = [{"w": jax.random.normal(jax.random.key(i), (32,))} for i in range(6)]
+    found, ours = updates_of(config, grads, params, 6)
+    update, state = jax.jit(theirs.update), theirs.init(params)
+    for grad, updates in zip(grads, found, strict=True):
+        expected, state = update(grad, state, params)
+        np.testing.assert_allclose(updates["w"], expected["w"], rtol=2e-6, atol=1e-9)
+    counts = [[int(x) for x in jax.tree.leaves(s) if x.dtype == jnp.int32] for s in (ours, state)]
+    assert counts[0] == counts[1]
+    names = [
+        {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(s)}
+        for s in (ours, state)
+    ]
+    assert names[0] == names[1]  # the names of a checkpoint's arrays
+
+
+def test_optimizers_of_one_form_share_their_programs():
+    """A program of its own for each learning rate, decay or bound would be compiled for seconds each time."""
+    one = OptimizerConfig(learning_rate=1e-3)
+    other = OptimizerConfig(
+        learning_rate=0.1,
+        schedule="cosine",
+        warmup_steps=3,
+        final_fraction=0.5,
+        weight_decay=0.1,
+        beta1=0.5,
+        beta2=0.9,
+        eps=1e-3,
+        max_grad_norm=7.0,
+    )
+    mesh = one_device()
+
+    def stepped(config, step):
+        optimizer, place = Optimizer(config, 10), NamedSharding(mesh, PartitionSpec())
+        params = {"w": jax.device_put(np.ones(5, np.float32), place)}
+        total = {"w": jax.device_put(np.full((1, 5), 0.5, np.float32), place)}
+        state = init_optimizer(optimizer.form, params)
+        loss = jax.device_put(np.float32(1), place)
+        new, *_ = _apply(params, state, total, loss, optimizer.numbers(step), form=optimizer.form)
+        return float(new["w"][0])
+
+    first, before = stepped(one, 0), num_compilations()
+    assert stepped(other, 3) != first
+    assert num_compilations() == before
+    assert OptimizerForm.of(one) == OptimizerForm.of(other)

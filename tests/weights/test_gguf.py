@@ -411,5 +411,5 @@ def test_without_the_gguf_package_the_error_names_the_extra(
 ) -> None:
     path = write(tmp_path / "m.gguf", "llama", small_tensors("llama"))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install quatrain\[gguf\]"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[gguf\]'"):
         load_gguf(path)

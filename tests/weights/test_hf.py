@@ -68,6 +68,36 @@ def test_what_an_export_holds(tmp_path):
     assert "lm_head.weight" not in tensors
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": 50.0, "top_p": 1, "temperature": None}, {"top_k": 50, "top_p": 1.0}),
+        ({"top_k": -1.0, "no_repeat_ngram_size": 0.0}, {"top_k": 0, "no_repeat_ngram_size": 0}),
+        ({"eos_token_id": [2.0, 7], "unk_token_id": 0.0}, {"unk_token_id": 0}),
+    ],
+)
+def test_settings_of_sampling_as_other_tools_write_them(tmp_path, written, read):
+    """Catches a model that does not load because of a number that training does not read."""
+    (tmp_path / hf.GENERATION).write_text(json.dumps(written))
+    assert hf.read_sampling(tmp_path) == read
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"top_k": -2}, "top_k must be greater than or equal to 0, not -2"),
+        ({"top_k": 50.5}, "top_k must be a whole number, not 50.5"),
+        ({"top_p": 1.5}, "top_p must be less than or equal to 1, not 1.5"),
+        ({"eos_token_id": ["2"]}, "eos_token_id must be a token id, a list of token ids, or null"),
+    ],
+)
+def test_settings_of_sampling_that_mean_nothing(tmp_path, written, message):
+    (tmp_path / hf.GENERATION).write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=rf"generation_config.json: {message}"):
+        hf.read_sampling(tmp_path)
+
+
 def index_of(directory, file):
     """An index that names `file` for each tensor of model.safetensors, which is moved away."""
     tensors = load_file(directory / "model.safetensors")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from quatrain.workers.pool import Failure, Pool
-from quatrain.workers.process import LONGEST_OUTPUT
+from quatrain.workers.process import LONGEST_OUTPUT, WorkerProcess
+from quatrain.workers.threads import LoopThread
 
 FUNCTIONS = """
 import os, signal, threading, time
@@ -42,6 +43,22 @@ def forked_child_gets(number):
     time.sleep(0.1)
     os.kill(child, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def starts_programs(then="nothing"):
+    # A program in a session of its own, and one whose parent has ended; `then` the process may end.
+    import subprocess
+    orphan = subprocess.run(
+        ["sh", "-c", "sleep 1000 >&- 2>&- & echo $!"], start_new_session=True, capture_output=True, text=True
+    )
+    own = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    programs = [own.pid, int(orphan.stdout)]
+    with open("programs", "w") as file:
+        file.write(" ".join(map(str, programs)))
+    if then == "hangs": time.sleep(1000)
+    if then == "leaves": os._exit(7)
+    if then == "is killed": os.kill(os.getpid(), signal.SIGKILL)
+    if then == "kills its group": os.killpg(0, signal.SIGKILL)
+    if then == "crashes": os.kill(os.getpid(), signal.SIGSEGV)
+    return programs
 def starts_a_child(): return __import__("subprocess").Popen(["sleep", "1000"]).pid
 def in_c(): __import__("re").match(r"(a+)+$", "a" * 40 + "b")
 """
@@ -146,6 +163,60 @@ def test_children_of_a_process_end_with_it(pool, file):
     assert ended(child)
 
 
+@pytest.mark.parametrize(
+    ("then", "kind"),
+    [
+        ("hangs", "timeout"),
+        ("leaves", "exit"),
+        ("is killed", "crash"),
+        ("kills its group", "crash"),
+        ("crashes", "crash"),
+    ],
+)
+def test_programs_with_sessions_of_their_own_end_with_the_process(tmp_path, file, monkeypatch, then, kind):
+    """A process group does not have them, and a parent that has ended no longer leads to them."""
+    monkeypatch.chdir(tmp_path)
+    with closing(Pool("function", 1)) as pool:
+        failure = call(pool, f"{file}:starts_programs", 1.5, then=then)
+        assert failure.kind == kind
+        if kind == "exit":
+            assert failure.detail == "its process exited with status 7"
+        for program in Path("programs").read_text().split():
+            assert ended(program)
+
+
+def test_programs_go_on_between_calls_and_end_with_the_pool(tmp_path, file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with closing(Pool("function", 1)) as pool:
+        programs = call(pool, f"{file}:starts_programs")
+        assert call(pool, f"{file}:takes", data=b"x") == 1
+        assert not any(ended(program, 0.05) for program in programs)
+    assert all(ended(program, 0.1) for program in programs)
+
+
+def test_programs_end_with_a_host_that_is_let_end(tmp_path, file, monkeypatch):
+    """Processes of environments, tools and agents are not killed but let end: they leave by themselves."""
+    monkeypatch.chdir(tmp_path)
+    ends = threading.Event()
+
+    def starts_a_process():
+        settings = Pool("function", 1)._settings
+        process = WorkerProcess(thread.loop, "a host", settings, lambda what, text: None)
+        programs = process.call("call", 9.0, 0.0, f"{file}:starts_programs", pickle.dumps({}))
+        programs.add_done_callback(lambda _: process.let_end(9.0))
+
+        def look():
+            thread.loop.call_later(0.02, look if process.failure is None else ends.set)
+
+        look()
+
+    thread = LoopThread("a-test", "closed", lambda: None)
+    with closing(thread):
+        thread.do(starts_a_process)
+        assert ends.wait(20)
+    assert all(ended(program, 0.1) for program in Path("programs").read_text().split())
+
+
 def test_closing_ends_calls_that_run_and_refuses_others(file):
     pool = Pool("function", 1)
     process = call(pool, f"{file}:process")
@@ -184,6 +255,7 @@ from quatrain.workers.pool import Pool
 
 pool = Pool("function", 1)
 print(pool.submit(sys.argv[1] + ":process", pickle.dumps({}), 5.0).result(), flush=True)
+print(*pool.submit(sys.argv[1] + ":starts_programs", pickle.dumps({}), 5.0).result(), flush=True)
 pool.submit(sys.argv[1] + ":in_c", pickle.dumps({}), 20.0)
 print("hangs", flush=True)
 try:
@@ -194,7 +266,8 @@ finally:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_workers_end_with_their_program_however_it_ends(file, number):
+def test_workers_end_with_their_program_however_it_ends(file, tmp_path, number):
+    """With what they have started, also where nobody is left that could end it."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(file)],
@@ -202,16 +275,19 @@ def test_workers_end_with_their_program_however_it_ends(file, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
         start_new_session=True,
     )
     with program:
         assert program.stdout is not None
         worker = int(program.stdout.readline())
+        programs = program.stdout.readline().split()
         assert program.stdout.readline() == "hangs\n"
         time.sleep(0.2)
         os.killpg(program.pid, number)  # as a terminal does on Ctrl-C
         _, printed = program.communicate(timeout=20)
     assert ended(worker)
+    assert all(ended(each) for each in programs)
     assert "worker.py" not in printed
     assert printed.count("Traceback") == (number == signal.SIGINT)
 

@@ -37,6 +37,8 @@ from quatrain.workers.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
+CLOSE_S = 3.0
+"""Seconds that closing waits for what samples: a run that is stopped does not wait for a compilation."""
 LOOK_S = 0.5
 """Seconds between two calls of `on_progress`."""
 MOST_PLAYED = 2
@@ -202,7 +204,7 @@ class TurnService(Protocol):
 
     def release(self) -> None: ...
 
-    def close(self) -> Any: ...
+    def close(self, timeout_s: float | None = None) -> Any: ...
 
 
 class AgentRollouts:
@@ -328,7 +330,7 @@ class AgentRollouts:
         """Ends the agents' processes, the server and the engine."""
         self._thread.close()
         self._listening.close()
-        self._service.close()
+        self._service.close(CLOSE_S)
 
     # In the thread:
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -22,12 +24,17 @@ import quatrain
 from quatrain.cli import runs
 from quatrain.cli.words import Given, RunWords, SetOption, Words, examples, given, run_to_resume
 from quatrain.cluster.launcher import end_with_launcher
+from quatrain.config.errors import installation
+from quatrain.report.start_up import stage, starting
 from quatrain.run.streams import console_messages, fitted, guarded_output
 
 if TYPE_CHECKING:
+    from quatrain.cluster.stop import Stopped
     from quatrain.config.load import Resolved
     from quatrain.config.schema import Config
 
+PROGRESS_S = 2.0
+"""Seconds between lines of what goes on, where a command computes for longer."""
 USER_ERROR, FAILED_RUN, INTERRUPTED = 2, 1, 130
 UsageError: Any = typer.BadParameter.__base__
 """Click's class, of the copy of click that typer has or of the package."""
@@ -111,25 +118,27 @@ def train(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train a model by reinforcement learning: rollout, reward, advantage, update."""
-    config, overrides, _ = given(words, set_)
-    if config is None and resume is not None:
-        config, resume = run_to_resume(resume, overrides)
-    resolved = _resolve(Given(config, overrides))
-    if print_config:
-        _print_config(resolved)
-        return
-    with _together(resolved, coordinator, num_processes, process_id) as resolved:
-        from quatrain.loop.train import train as run
+    with starting(speaks=process_id in (None, 0) and not print_config):
+        stage("configuration")
+        config, overrides, _ = given(words, set_)
+        if config is None and resume is not None:
+            config, resume = run_to_resume(resume, overrides)
+        resolved = _resolve(Given(config, overrides))
+        if print_config:
+            _print_config(resolved)
+            return
+        with _together(resolved, coordinator, num_processes, process_id) as resolved:
+            from quatrain.loop.train import train as run
 
-        if dry_run:
-            from quatrain.loop.train import dry_run as check
+            if dry_run:
+                from quatrain.loop.train import dry_run as check
 
-            plan, warnings = check(resolved, resume=resume)
-            typer.echo(plan)
-            for warning in warnings:
-                _complain("warning", warning)
-        else:
-            run(resolved, resume=resume)
+                plan, warnings = check(resolved, resume=resume)
+                typer.echo(plan)
+                for warning in warnings:
+                    _complain("warning", warning)
+            else:
+                run(resolved, resume=resume)
 
 
 @app.command(
@@ -155,14 +164,16 @@ def evaluate(
             "a model's folder is evaluated on the prompts and with the lengths of a configuration; got none; "
             f"give it too: quatrain eval CONFIG.yaml {folder}"
         )
-    resolved = _resolve(Given(config, overrides), trains=False)
-    with _together(resolved, coordinator, num_processes, process_id) as resolved:
-        from quatrain.cluster.processes import is_main_process
-        from quatrain.loop.evaluate import evaluate_run
+    with starting(speaks=process_id in (None, 0)):
+        stage("configuration")
+        resolved = _resolve(Given(config, overrides), trains=False)
+        with _together(resolved, coordinator, num_processes, process_id) as resolved:
+            from quatrain.cluster.processes import is_main_process
+            from quatrain.loop.evaluate import evaluate_run
 
-        numbers = evaluate_run(resolved)
-        if is_main_process():
-            _print_numbers(numbers)
+            numbers = evaluate_run(resolved)
+            if is_main_process():
+                _print_numbers(numbers)
 
 
 @app.command(epilog=examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
@@ -174,11 +185,13 @@ def sft(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train on demonstrations: run only the supervised warm start."""
-    resolved = _resolve(given(words, set_))
-    with _together(resolved, coordinator, num_processes, process_id) as resolved:
-        from quatrain.loop.train import train_sft
+    with starting(speaks=process_id in (None, 0)):
+        stage("configuration")
+        resolved = _resolve(given(words, set_))
+        with _together(resolved, coordinator, num_processes, process_id) as resolved:
+            from quatrain.loop.train import train_sft
 
-        train_sft(resolved)
+            train_sft(resolved)
 
 
 @app.command(
@@ -228,6 +241,57 @@ def config(
 
 
 @app.command(
+    name="convert",
+    epilog=examples(
+        "convert verl.yaml > mine.yaml",
+        "convert grpo_trl.yaml --devices 4 > mine.yaml",
+        "convert actor_rollout_ref.rollout.n=5 data.train_batch_size=256 > mine.yaml",
+    ),
+)
+def convert_(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[THEIRS] [KEY=VALUE …]",
+            show_default=False,
+            help="The other library's file: YAML, JSON, or a script with Hydra's overrides; and overrides.",
+        ),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="LIBRARY", show_default=False, help="verl, trl or tunix; default: by its keys."
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Devices of the run, for sizes given per device; default: as the file says, else 1.",
+        ),
+    ] = None,
+) -> None:
+    """Translate a configuration of verl, TRL or Tunix."""
+    from quatrain.config.convert import convert, read_file
+
+    files = [word for word in words or () if ("=" not in word and word[0] != "~") or os.path.exists(word)]
+    if len(files) > 1 or not words:
+        raise ValueError(
+            f"quatrain convert takes one file, or KEY=VALUE; got {', '.join(files) or 'none'}; give it as "
+            "quatrain convert theirs.yaml > mine.yaml"
+        )
+    path = Path(files[0]) if files else None
+    overrides = [word for word in words if word not in files]
+    text, source = (read_file(path), path.name) if path else ("", "the command line")
+    converted = convert(text, source, overrides, library=from_, devices=devices)
+    typer.echo(converted.text, nl=False)
+    for warning in converted.warnings:
+        _complain("warning", warning)
+
+
+@app.command(
     epilog=examples(
         "plan",
         "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --set rollout.mesh=-1,1,2",
@@ -264,8 +328,8 @@ def plan(
         typer.Option(
             metavar="SIZE",
             show_default=False,
-            help="With --params or --fit: memory of a device, e.g. 80GB, 24GiB or 16e9; --params warns of "
-            "what does not fit, and says with what it fits.",
+            help="Memory of a device, e.g. 80GB, 24GiB or 16e9: --params, which it implies without --fit, "
+            "warns of what does not fit, and says with what it fits.",
         ),
     ] = None,
     as_json: Annotated[
@@ -273,11 +337,7 @@ def plan(
     ] = False,
 ) -> None:
     """Print every batch size of a training step, with unit and formula; or the memory on each device."""
-    if device_memory is not None and not (params or fit):
-        raise ValueError(
-            f"--device-memory is compared with the bytes that --params prints; got {device_memory} without "
-            "--params; add --params, or --fit"
-        )
+    params = params or (device_memory is not None and not fit)
     if fit and (device_memory is None or params):
         raise ValueError(
             "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
@@ -299,15 +359,25 @@ def plan(
     def with_further(further: Sequence[str]) -> Config:
         return load_config(config, [*overrides, *further], os.environ).config
 
+    last = time.monotonic()
+
+    def progress(tried: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= PROGRESS_S:
+            last = now
+            typer.echo(f"{tried} combinations of mesh and switches computed", err=True)
+
     memory = None if device_memory is None else report.parse_bytes(device_memory)
     if fit:
         assert memory is not None
-        found = fits.fit(with_further, devices=devices, processes=processes, device_memory=memory)
+        found = fits.fit(
+            with_further, devices=devices, processes=processes, device_memory=memory, progress=progress
+        )
         typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fits.render(found))
         return
     placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
     if memory is not None and placed.largest > memory:
-        remedy = fits.remedy(with_further, placed, devices=devices, processes=processes)
+        remedy = fits.remedy(with_further, placed, devices=devices, processes=processes, progress=progress)
         placed = replace(placed, remedy=remedy)
     typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
 
@@ -349,8 +419,7 @@ def serve(
         from quatrain.loop.serve import serve as run
     except ImportError as error:
         raise ValueError(
-            f"quatrain serve needs starlette and uvicorn: {error}; install them with "
-            "`pip install 'quatrain[serve]'`"
+            f"quatrain serve needs starlette and uvicorn: {error}; install them with {installation('serve')}"
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 
@@ -388,8 +457,7 @@ def agent(
         from quatrain.loop.agent import play_rows
     except ImportError as error:
         raise ValueError(
-            f"quatrain agent needs starlette and uvicorn: {error}; install them with "
-            "`pip install 'quatrain[serve]'`"
+            f"quatrain agent needs starlette and uvicorn: {error}; install them with {installation('serve')}"
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 
@@ -443,8 +511,9 @@ def _together(
     A run of one process connects to nothing. Within the block, compiled programs are kept as
     `run.compilation_cache` says.
     """
+    stage("libraries")
     from quatrain.cluster import processes as hosts
-    from quatrain.cluster.stop import Stopped
+    from quatrain.cluster.stop import Stopped, leaving
 
     settings = resolved.config.distributed
     hosts.initialize(
@@ -459,7 +528,7 @@ def _together(
 
     try:
         resolved = _one_configuration(resolved)
-        with compilation_cache(resolved.config.run.compilation_cache):
+        with compilation_cache(resolved.config.run.compilation_cache), leaving(_leave):
             yield resolved
     except Stopped as stopped:  # in all processes at once
         speaks = hosts.is_main_process()
@@ -470,6 +539,13 @@ def _together(
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted")
     hosts.shutdown()
+
+
+def _leave(stopped: Stopped) -> NoReturn:
+    """Ends the process while its main thread computes."""
+    _complain("stopped", str(stopped))
+    sys.stdout.flush()
+    os._exit(stopped.status)
 
 
 def _one_configuration(resolved: Resolved) -> Resolved:

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from contextvars import copy_context
+from typing import Any, NoReturn
 
 from quatrain.cluster.threads import start_thread
 
@@ -23,6 +24,10 @@ UNHANDLED = (signal.SIG_DFL, signal.default_int_handler)
 REPEATED_S = 1.0
 """Signals this soon after the first are the same request: schedulers and `timeout` send it to a process and
 to its group."""
+DEAF_S = 2.0
+"""Seconds after a signal without Python in the run's thread, after which another thread saves."""
+ADVICE_S = 1.0
+"""Seconds in which a second signal finds out how to go on; a file system may hang."""
 STDERR = 2
 END = b"\0"
 """Ends the thread that reads signals; no signal has this number."""
@@ -56,8 +61,8 @@ class Signals:
     """While it is open, the first of SIGNALS calls `on_first`, and a later one ends the process.
 
     `on_first`, and `on_second` before the end, are called with the signal's number in a thread, because the
-    main thread may be compiling or waiting for a device. `in_main` is called for each signal in the main
-    thread, as soon as that runs Python again.
+    main thread may be compiling or waiting for a device; what `on_second` returns is printed. `in_main` is
+    called for each signal in the main thread, as soon as that runs Python again.
     Signals that are ignored (`nohup`) or handled by others stay as they are. Outside the main thread, where
     Python allows no handlers, nothing is changed.
     """
@@ -66,7 +71,7 @@ class Signals:
         self,
         on_first: Callable[[int], None],
         *,
-        on_second: Callable[[int], None] = lambda number: None,
+        on_second: Callable[[int], str | None] = lambda number: None,
         in_main: Callable[[int], None] = lambda number: None,
     ):
         self._on_first, self._on_second, self._in_main = on_first, on_second, in_main
@@ -119,8 +124,9 @@ class Signals:
         os.close(reading)
 
     def _end(self, number: int) -> None:
-        self._on_second(number)
-        ended = f"ended at once by a second signal, {signal.Signals(number).name}\n"
+        advice = self._on_second(number)
+        name = signal.Signals(number).name
+        ended = "; ".join(filter(None, (f"ended at once by a second signal, {name}", advice))) + "\n"
         with suppress(OSError, ValueError):
             if select.select([], [STDERR], [], 0)[1]:  # else writing would wait for a reader
                 os.write(STDERR, ((SHOW_CURSOR if os.isatty(STDERR) else "") + ended).encode())
@@ -149,19 +155,50 @@ def _handle_nothing() -> None:
 os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_handle_nothing)
 
 
+_leave: Callable[[Stopped], NoReturn] | None = None
+
+
+@contextmanager
+def leaving(leave: Callable[[Stopped], NoReturn]) -> Iterator[None]:
+    """Within the block a run may end the process, which is its own, by `leave`, called in another thread.
+
+    It does where its thread hears no signal: the exception `Stopped` would come when that has compiled.
+    """
+    global _leave
+    before, _leave = _leave, leave
+    try:
+        yield
+    finally:
+        _leave = before
+
+
 class Stop:
     """Raises `Stopped` in the thread that opened it, after one of SIGNALS, where the run may end.
 
-    That is at each `safe_point`, and in a run of one process anywhere within `interruptible`. `agreement` is
-    that of a run of several processes, which all end at the same safe point.
+    That is at each `safe_point`, and in a run of one process anywhere within `interruptible`. There another
+    thread calls `save` if the run's own has not heard the signal after DEAF_S seconds, because it compiles or
+    waits for a device; and if the process is the run's (`leaving`), also `conclude`, and ends it. The run's
+    thread does nothing meanwhile: where it comes back to Python, it waits. `agreement` is that of a run of
+    several processes, which all end at the same safe point.
     """
 
     def __init__(self, agreement: Agreement | None = None):
+        self.advice: Callable[[], str] = lambda: ""
+        """What was saved and how to go on, for a second signal."""
+        self.save: Callable[[], None] = lambda: None
+        """Saves the last finished step."""
+        self.conclude: Callable[[Stopped], None] = lambda stopped: None
+        """Closes what the run has open."""
         self._agreement = agreement
-        self._signals = Signals(self._ask, in_main=self._note)
+        self._signals = Signals(self._ask, on_second=self._how_to_go_on, in_main=self._note)
         self._owner = threading.current_thread()
         self._number: int | None = None
-        self._at_once = False
+        self._whole: Callable[[], bool] | None = None
+        """In a block that may end anywhere: whether the state of the last finished step is whole."""
+        self._context = copy_context()
+        self._heard = threading.Event()
+        self._deciding = threading.RLock()
+        """Held while the run's thread or another decides that it ends the run."""
 
     def __enter__(self) -> Stop:
         self._signals.__enter__()
@@ -188,25 +225,58 @@ class Stop:
 
         Both ends are safe points. With several processes, only these and those within the block are.
         """
+        with self.interruptible_while(lambda: True):
+            yield
+        self.safe_point()
+
+    @contextmanager
+    def interruptible_while(self, whole: Callable[[], bool]) -> Iterator[None]:
+        """The block may end wherever `whole()`: the state and all files are as they were at its begin.
+
+        Its begin is a safe point, its end is none.
+        """
         try:
-            self._at_once = self._agreement is None
+            self._context = copy_context()  # with the run's log
+            self._whole = whole if self._agreement is None else None
             self.safe_point()
             yield
         finally:
-            self._at_once = False
-        self.safe_point()
+            self._whole = None
 
     def _ask(self, number: int) -> None:
-        if self._agreement is None:
-            _announce(number)
-        else:
-            self._agreement.ask(number)
+        if self._agreement is not None:
+            return self._agreement.ask(number)
+        _announce(number)
+        if not self._heard.wait(DEAF_S):
+            self._context.run(self._end_beside, number)
+        return None
 
     def _note(self, number: int) -> None:
-        self._number = self._number or number
-        if self._at_once:
-            self._at_once = False
-            raise Stopped(self._number)
+        self._heard.set()
+        with self._deciding:
+            self._number = self._number or number
+            if self._whole is not None and self._whole():
+                self._whole = None
+                raise Stopped(self._number)
+
+    def _end_beside(self, number: int) -> None:
+        """Saves, and ends the process if it is the run's, beside a thread that hears no signal."""
+        with self._deciding:
+            if self._heard.is_set() or self._whole is None or not self._whole():
+                return
+            try:
+                self.save()
+                if _leave is not None:
+                    stopped = Stopped(number)
+                    self.conclude(stopped)
+                    _leave(stopped)
+            except Exception:  # the run's own thread will save
+                logger.exception("the run could not be stopped while its thread computes")
+
+    def _how_to_go_on(self, number: int) -> str | None:
+        found: list[str] = []
+        start_thread(lambda: found.append(self.advice()), name="advice").join(ADVICE_S)
+        return found[0] if found else None
 
 
 def _announce(number: int) -> None:

@@ -1,23 +1,32 @@
-"""The names that keys and values have in verl, TRL and Tunix, for messages about unknown keys and values.
+"""The names that keys and values have in verl, TRL and Tunix: the one table of them.
 
+Used by messages about unknown keys and values, and by `quatrain convert` (`config/convert/`).
 docs/coming_from.md explains the differences behind the names; a test reads its tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from quatrain.config.schema import valid_keys
 
 _NAMES = {
-    "data.train": ("train_files", "train_dataset", "train_ds"),
+    "data.train": ("dataset_name", "train_files", "train_dataset", "train_ds"),
     "data.answer_column": ("reward_model.ground_truth",),
     "data.on_long_prompt": ("data.truncation", "filter_overlong_prompts"),
     "data.max_prompt_length": ("rollout.max_prompt_length",),
     "seed": ("data.seed",),
-    "lora.rank": ("lora_rank",),
+    "lora.rank": (
+        "lora_r",
+        "lora_rank",
+    ),
     "lora.alpha": ("lora_alpha",),
-    "lora.targets": ("target_modules",),
+    "lora.targets": (
+        "lora_target_modules",
+        "module_path",
+        "target_modules",
+    ),
     "rollout.lora": ("lora.merge",),
     "rollout.stop": ("generation_kwargs", "eos_tokens"),
     "rollout.tools": ("function_tool_path",),
@@ -34,7 +43,11 @@ _NAMES = {
     ),
     "offload.policy": ("param_offload", "offload_to_cpu"),
     "offload.reference": ("ref.fsdp_config.param_offload",),
-    "offload.critic": ("critic.fsdp_config.param_offload", "critic.model.fsdp_config.param_offload"),
+    "offload.critic": (
+        "critic.fsdp.param_offload",
+        "critic.fsdp_config.param_offload",
+        "critic.model.fsdp_config.param_offload",
+    ),
     "model.dtype": ("fsdp_config.dtype", "bf16"),
     "model.param_dtype": ("model_dtype",),
     "eval.temperature": ("val_kwargs.temperature",),
@@ -45,7 +58,12 @@ _NAMES = {
     "data.eval": ("val_files", "eval_dataset", "eval_ds"),
     "data.batch_size": ("train_batch_size", "generation_batch_size"),
     "rollout.n": ("num_generations",),
-    "rollout.max_new_tokens": ("max_response_length", "max_completion_length", "max_tokens_to_generate"),
+    "rollout.max_new_tokens": (
+        "total_generation_steps",
+        "max_response_length",
+        "max_completion_length",
+        "max_tokens_to_generate",
+    ),
     "rollout.max_concurrency": ("max_num_seqs", "rollout_vllm_max_num_seqs"),
     "rollout.mesh": ("tensor_model_parallel_size", "vllm_tensor_parallel_size", "tensor_parallel_size"),
     "rollout.max_staleness": (
@@ -56,6 +74,7 @@ _NAMES = {
     ),
     "rollout.dynamic_sampling_rounds": ("filter_groups.enable", "max_num_gen_batches"),
     "reward.functions": (
+        "reward_functions",
         *("reward_funcs", "reward_fns", "reward_weights"),
         *("custom_reward_function.path", "custom_reward_function.name", "reward_kwargs"),
     ),
@@ -79,7 +98,11 @@ _NAMES = {
         "rollout_correction",
         "vllm_importance_sampling_mode",
     ),
-    "update.correction_cap": ("vllm_importance_sampling_cap",),
+    "update.correction_cap": (
+        "vllm_importance_sampling_clip_max",
+        "rollout_is_threshold",
+        "vllm_importance_sampling_cap",
+    ),
     "update.correction_level": ("rollout_is",),
     "update.reject": ("rollout_rs", "rollout_rs_threshold", "off_policy_mask_threshold"),
     "update.mask_truncated": ("mask_truncated_completions",),
@@ -114,12 +137,19 @@ _NAMES = {
     ),
     "sft.learning_rate": ("sft.lr",),
     "optimizer.learning_rate": ("lr", "actor_optimizer"),
-    "optimizer.schedule": ("lr_scheduler_type",),
+    "optimizer.schedule": (
+        "warmup_style",
+        "schedule_type",
+        "lr_scheduler_type",
+    ),
     "optimizer.final_fraction": ("min_lr_ratio",),
     "optimizer.warmup_steps": ("lr_warmup_steps", "lr_warmup_steps_ratio", "warmup_ratio"),
     "optimizer.beta1": ("betas", "adam_beta1"),
     "optimizer.beta2": ("adam_beta2",),
-    "optimizer.max_grad_norm": ("clip_grad",),
+    "optimizer.max_grad_norm": (
+        "grad_clip",
+        "clip_grad",
+    ),
     "model.remat": ("enable_gradient_checkpointing", "gradient_checkpointing", "remat_config"),
     "offload.optimizer": ("optimizer_offload",),
     "run.steps": ("total_training_steps", "max_steps"),
@@ -135,9 +165,21 @@ _NAMES = {
     "checkpoint.best_mode": ("greater_is_better",),
     "hub.push": ("push_to_hub", "hub_model_id"),
     "logging.wandb_project": ("project_name",),
-    "eval.before": ("val_before_train",),
+    "eval.before": (
+        "eval_on_start",
+        "val_before_train",
+    ),
     "hub.private": ("hub_private_repo",),
     "logging.samples_per_step": ("log_completions", "rollout_data_dir"),
+    "model.path": (
+        "model_name_or_path",
+        "model_id",
+    ),
+    "model.tokenizer": ("tokenizer_path",),
+    "optimizer.eps": ("adam_epsilon",),
+    "optimizer.name": ("opt_type",),
+    "update.correction_floor": ("vllm_importance_sampling_clip_min",),
+    "rollout.servers": ("vllm_server_host",),
 }
 NAMES_ELSEWHERE = {name: key for key, names in _NAMES.items() for name in names}
 """The last part, or the last parts, of another library's key -> the key here."""
@@ -205,6 +247,24 @@ _EXPLAINED = {
     "extends": "it stands at the top level of a configuration file only",
 }
 """Keys of other libraries that no single key here replaces, and what to do instead."""
+_INTERNAL = "it belongs to the parts of that library, which quatrain does not have"
+INSIDE = {
+    **dict.fromkeys(("_target_", "wrap_policy", "turbo_config", "fused_kernel_options"), _INTERNAL),
+    **dict.fromkeys(("checkpoint_engine", "engine_kwargs", "custom_async_server", "prometheus"), _INTERNAL),
+    **dict.fromkeys(("ray_kwargs", "transfer_queue", "override_config", "tiled_mlp", "skip"), _INTERNAL),
+    **dict.fromkeys(("trace", "disaggregation", "sampler_kwargs", "hybrid_rollout"), _INTERNAL),
+    **dict.fromkeys(
+        ("accelerator_config", "parallelism_config", "fsdp_plan", "defaults", "hydra"), _INTERNAL
+    ),
+    **dict.fromkeys(("megatron", "veomni", "torchtitan"), "quatrain shards by 'mesh'"),
+    **dict.fromkeys(
+        ("profiler", "global_profiler", "perf_metrics_options"), "'run.profile_steps' writes JAX's profile"
+    ),
+    **dict.fromkeys(("qat", "mtp"), "quantised training and heads for several tokens are not here"),
+    **dict.fromkeys(("vllm_config", "sglang_jax_config"), _ENGINE),
+    "sandbox_fusion": "a reward function calls it, if it needs it",
+}
+"""Sections of other libraries without a counterpart, by one part of the key: why."""
 _VALUES = {
     "update.loss": {
         **dict.fromkeys(("vanilla", "ppo", "grpo", "bnpo", "dr_grpo"), "ppo_clip"),
@@ -246,12 +306,36 @@ _VALUES = {
 }
 """Values of other libraries for the key here -> the value here."""
 
+LIBRARIES = {"verl": "verl", "trl": "TRL", "tunix": "Tunix"}
+"""The name of each library as an option's value, and as it writes itself."""
+_SIGNS = {
+    "verl": {"actor_rollout_ref", "algorithm", "trainer", "custom_reward_function", "reward_model"},
+    "tunix": {
+        *("grpo_config", "agentic_grpo_config", "ppo_config", "rl_training_config", "actor_model_config"),
+        *("rollout_model_config", "cluster_config", "kl_loss_mode", "loss_algo", "policy_loss_fn"),
+    },
+    "trl": {
+        *("per_device_train_batch_size", "model_name_or_path", "num_generations", "max_completion_length"),
+        *("gradient_accumulation_steps", "use_vllm", "vllm_mode", "scale_rewards", "reward_funcs"),
+        *("steps_per_generation", "generation_batch_size", "num_train_epochs", "lr_scheduler_type"),
+        *("dataset_name", "lora_r", "use_peft", "report_to"),
+    },
+}
+"""Keys at the top of a file that say whose it is; quatrain has none of these."""
+
+
+def library_of(keys: Mapping[str, Any]) -> str | None:
+    """Whose file has these keys at its top (or dotted keys that begin so); None: none that is known."""
+    tops = {str(key).partition(".")[0] for key in keys}
+    return next((name for name, signs in _SIGNS.items() if tops & signs), None)
+
 
 def suggestion(name: str) -> str | None:
     """What to use for another library's key, such as `actor_rollout_ref.actor.optim.lr`; None if unknown."""
     if key := key_for(name):
         return f"here it is {key!r}"
-    return _EXPLAINED.get(_longest_tail(name, _EXPLAINED))
+    inside = next((part for part in name.split(".") if part in INSIDE), "")
+    return _EXPLAINED.get(_longest_tail(name, _EXPLAINED)) or INSIDE.get(inside)
 
 
 def value_for(key: str, value: object) -> str | None:

@@ -61,14 +61,14 @@ def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, dept
         if isinstance(value, dict) and value and key not in provenance:
             if depth == 0:
                 yield ""
-            yield f"{indent}{_inline(name)}:"
+            yield f"{indent}{inline(name)}:"
             yield from _lines(value, provenance, f"{key}.", depth + 1)
         else:
-            text = f"{indent}{_inline(name)}: {_inline(value)}"
+            text = f"{indent}{inline(name)}: {inline(value)}"
             yield f"{text:<{COMMENT_COLUMN}}  # {provenance[key]}"
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf, sort_keys=False
     )

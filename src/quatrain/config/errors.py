@@ -17,19 +17,32 @@ from quatrain.config.secrets import redact
 SHOWN_VALUE_LENGTH = 80
 SHOWN_PROBLEMS = 10
 SHOWN_NAMES = 12
+SHOWN_KEYS = 1000
+"""More than any configuration of verl, TRL or Tunix has."""
+UNKNOWN_KEY = "unknown key"
+NEAR = 0.65
+"""Similarity of two words, twice their common letters by all letters, from which one may be meant."""
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; `problems` has one message per invalid key.
+    """An invalid configuration; `problems` has one message per invalid key, `remedy` one for all of them.
 
-    `str()` puts each of the first SHOWN_PROBLEMS on a line and counts the others.
+    `str()` puts each of the first SHOWN_PROBLEMS on a line, names the other unknown keys and counts the rest.
     """
 
-    def __init__(self, problems: str | Sequence[str]):
+    def __init__(self, problems: str | Sequence[str], remedy: str = ""):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
-        others = len(self.problems) - SHOWN_PROBLEMS
-        counted = [f"and {others} more problems"] if others > 0 else []
-        super().__init__("\n".join([*self.problems[:SHOWN_PROBLEMS], *counted]))
+        others = self.problems[SHOWN_PROBLEMS:]
+        beginning = f"{UNKNOWN_KEY} "
+        keys = [text.removeprefix(beginning).split(" ")[0] for text in others if text.startswith(beginning)]
+        more = (
+            [f"and {len(keys)} more unknown keys: {listed(keys, SHOWN_KEYS if remedy else SHOWN_NAMES)}"]
+            if keys
+            else []
+        )
+        if len(others) > len(keys):
+            more.append(f"and {len(others) - len(keys)} more problems")
+        super().__init__("\n".join([*self.problems[:SHOWN_PROBLEMS], *more, *filter(None, [remedy])]))
 
 
 _RULES = {
@@ -63,10 +76,10 @@ def rule(detail: Mapping[str, Any]) -> str:
 
 
 def nearest_keys(key: str, valid: Iterable[str]) -> list[str]:
-    """The valid dotted keys most similar to `key`, by the full path or by the last part alone.
+    """The valid dotted keys most similar to `key`, by its full path or last part alone; none if none is near.
 
     The last part alone finds a key that the user put into the wrong section, or into none: then there are as
-    many as there are sections with such a key.
+    many as there are sections with such a key. A word that has little in common with any is no misspelling.
     """
 
     def similarity(candidate: str) -> float:
@@ -74,8 +87,13 @@ def nearest_keys(key: str, valid: Iterable[str]) -> list[str]:
         last = SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
         return max(whole, 0.9 * last)
 
-    similarities = {candidate: similarity(candidate) for candidate in valid}
-    most = max(similarities.values())
+    def near(candidate: str) -> bool:
+        # Of the whole path, a common section is a large part, whatever stands behind it.
+        last = SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+        return last >= NEAR or ("." not in key and similarity(candidate) >= NEAR)
+
+    similarities = {candidate: similarity(candidate) for candidate in valid if near(candidate)}
+    most = max(similarities.values(), default=0.0)
     return [candidate for candidate, value in similarities.items() if value == most]
 
 
@@ -84,12 +102,17 @@ def disk_is_full(error: BaseException) -> bool:
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
-def listed(names: Iterable[object]) -> str:
+def listed(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
     """The first names as text for an error message, and the number of the others; `none` without names."""
     every = list(names)
-    first = ", ".join(f"{name!s:.{SHOWN_VALUE_LENGTH}}" for name in every[:SHOWN_NAMES])
-    more = len(every) - SHOWN_NAMES
+    first = ", ".join(f"{name!s:.{SHOWN_VALUE_LENGTH}}" for name in every[:most])
+    more = len(every) - most
     return (f"{first} and {more} more" if more > 0 else first) or "none"
+
+
+def installation(*extras: str) -> str:
+    """The command that installs optional packages of quatrain, for messages; it is in no package registry."""
+    return f"`pip install -e '.[{','.join(extras)}]'` in the repository of quatrain"
 
 
 def shown(value: object) -> str:

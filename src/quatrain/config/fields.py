@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from quatrain.config.mesh import axis_sizes, device_numbers
+from quatrain.config.mesh import IN_TEXT, axis_sizes, device_numbers
 from quatrain.config.values import data_sets
 
 LARGEST_COUNT = 2**31 - 1
@@ -130,8 +130,8 @@ Argument = Annotated[
 Mesh = Annotated[
     str | dict[str, int],
     must(
-        "be auto, three numbers dp,fsdp,tp as in 1,-1,1, or a mapping of those axes; each at least 1, or -1 "
-        "for one axis, which then uses all remaining devices",
+        f"be auto, numbers {IN_TEXT} as in 1,-1,1, or a mapping of those axes; each at least 1, or -1 for "
+        "one axis, which then uses all remaining devices",
         lambda spec: spec == "auto" or axis_sizes(spec),
         before=True,
     ),

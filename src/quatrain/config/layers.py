@@ -15,10 +15,19 @@ from typing import Any
 
 import yaml
 
-from quatrain.config.aliases import suggestion
-from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_keys, shown
+from quatrain.config.aliases import LIBRARIES, library_of, suggestion
+from quatrain.config.errors import (
+    SHOWN_KEYS,
+    SHOWN_PROBLEMS,
+    SHOWN_VALUE_LENGTH,
+    UNKNOWN_KEY,
+    ConfigError,
+    listed,
+    nearest_keys,
+    shown,
+)
 from quatrain.config.places import local_path
-from quatrain.config.schema import is_mapping, sections, valid_keys
+from quatrain.config.schema import Config, is_mapping, sections, valid_keys
 
 MAX_CHARS = 2**17
 MAX_NODES = 10_000
@@ -163,9 +172,16 @@ def file_layer(path: Path | None) -> list[Setting]:
     """
     settings: list[Setting] = []
     problems: list[str] = []
-    _read_file(path or QUICKSTART, "quickstart" if path is None else None, (), set(), settings, problems)
+    others: dict[Path, str] = {}
+    _read_file(
+        path or QUICKSTART, "quickstart" if path is None else None, (), set(), settings, problems, others
+    )
     if problems:
-        raise ConfigError(problems)
+        remedies = (
+            f"{file} is a configuration of {library}; translate it: quatrain convert {file} > mine.yaml"
+            for file, library in others.items()
+        )
+        raise ConfigError(problems, "\n".join(remedies))
     return settings
 
 
@@ -176,8 +192,12 @@ def _read_file(
     done: set[Path],
     settings: list[Setting],
     problems: list[str],
+    others: dict[Path, str],
 ) -> None:
-    """Appends the settings of `file`, after those of its bases; `extending` are the files that lead to it."""
+    """Appends the settings of `file`, after those of its bases; `extending` are the files that lead to it.
+
+    `others` gets the files of other libraries, with the library's name.
+    """
     if file.resolve() in [each.resolve() for each in extending]:
         circle = " extends ".join(map(str, (*extending, file)))
         raise ConfigError(f"extends must not lead back to the same file: {circle}; remove one of them")
@@ -198,8 +218,10 @@ def _read_file(
             f"{file}: extends must be the path of a configuration, or a list of paths; got {shown(bases)}"
         )
     for base in bases:
-        _read_file(file.parent / local_path(base), None, (*extending, file), done, settings, problems)
+        _read_file(file.parent / local_path(base), None, (*extending, file), done, settings, problems, others)
     done.add(file.resolve())
+    if library := library_of(data):
+        others[file] = LIBRARIES[library]
     for name, value in data.items():
         if value is None and name in sections():
             continue  # a section whose keys are all commented out
@@ -295,13 +317,20 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
         for name, inner in value.items():  # another library's section: each of its keys has its counterpart
             _collect((*path, str(name)), inner, layer, settings, problems)
     else:
-        problems.append(f"unknown key {shown(key)} (from {layer})")
+        problems.append(f"{UNKNOWN_KEY} {shown(key)} (from {layer})")
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
             if known := suggestion(key):
                 problems[-1] += f"; {known}"
                 return
-            nearest = nearest_keys(key, keys if len(path) > 1 else [*keys, *nested])
-            problems[-1] += f"; the nearest valid key is {' or '.join(map(repr, nearest))}"
+            nearest = nearest_keys(".".join(path[:2]), keys if len(path) > 1 else [*keys, *nested])
+            if nearest:
+                problems[-1] += f"; the nearest valid key is {' or '.join(map(repr, nearest))}"
+            elif path[0] in nested:
+                problems[-1] += (
+                    f"; the keys of {path[0]} are {listed(nested[path[0]].model_fields, SHOWN_KEYS)}"
+                )
+            else:
+                problems[-1] += f"; the keys and sections are {listed(Config.model_fields, SHOWN_KEYS)}"
 
 
 def _leaves(value: dict[Any, Any]) -> Iterator[str]:

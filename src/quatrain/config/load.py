@@ -100,6 +100,20 @@ def load_config(
     return Resolved(config, merged.provenance(config), warnings)
 
 
+def check(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is wrong with these values by dotted key, over the defaults; empty if they load."""
+    merged = _Merge()
+    merged.add(Setting(tuple(key.split(".")), value, "the file") for key, value in values.items())
+    try:
+        config = merged.config()
+        derived = derived_values(config, QUICKSTART.stem, {}, datetime.now(UTC))
+        merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
+        merged.config()
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
 def _for_the_model(
     quickstart: Sequence[Setting], later: Sequence[Setting]
 ) -> tuple[list[Setting], list[str]]:

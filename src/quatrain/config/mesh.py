@@ -18,7 +18,13 @@ from quatrain.config.errors import listed, shown
 
 MAX_DEVICES = 2**20
 """Of a run, in all its processes."""
-IN_TEXT = ",".join(axis.name for axis in AXES[:NUM_IN_TEXT])
+_NAMES = [axis.name for axis in AXES]
+IN_TEXT = (
+    ",".join(_NAMES[:NUM_IN_TEXT])
+    + "".join(f"[,{name}" for name in _NAMES[NUM_IN_TEXT:])
+    + "]" * (len(AXES) - NUM_IN_TEXT)
+)
+"""The form of a mesh as text, `dp,fsdp,tp[,cp[,ep]]`: axes in brackets may be left out."""
 
 if TYPE_CHECKING:
 
@@ -49,7 +55,7 @@ class MeshShape(_Sizes):
         return math.prod(getattr(self, axis) for axis in DATA_AXES)
 
     def __str__(self) -> str:
-        """The configuration's notation `dp,fsdp,tp`."""
+        """The configuration's notation, `dp,fsdp,tp[,cp[,ep]]`."""
         extra = max((n for n, size in enumerate(self, 1) if size > 1), default=0)
         return ",".join(map(str, self[: max(extra, NUM_IN_TEXT)]))
 
@@ -60,9 +66,9 @@ def resolve_mesh(
     """The mesh shape that `spec` specifies for `num_devices` devices of `num_processes` processes in total.
 
     Args:
-        spec: "dp,fsdp,tp" such as "1,-1,1"; a mapping from axis names to sizes, 1 for axes left out; or
-            "auto": fsdp over the devices of each process, dp over the processes. One size may be -1, which
-            uses all remaining devices.
+        spec: "dp,fsdp,tp[,cp[,ep]]" such as "1,-1,1"; a mapping from axis names to sizes; or "auto": fsdp
+            over the devices of each process, dp over the processes. Axes that are left out have size 1; one
+            size may be -1, which uses all remaining devices.
         name: configuration key of the mesh, for error messages.
 
     Raises:

@@ -47,8 +47,11 @@ class Config(Section):
     seed: Annotated[int, MustAgreeOnResume()] = Field(0, ge=0, le=LARGEST_SEED)
     """Seed of all random numbers: order of the data, sampling, initialisation."""
     mesh: Mesh = "auto"
-    """Device mesh for training: `dp,fsdp,tp`, e.g. `1,-1,1`, or a mapping of these axes. At most one size may
-    be -1 (use all remaining devices). `auto`: fsdp within each process, dp across processes."""
+    """Device mesh for training: `dp,fsdp,tp[,cp[,ep]]`, e.g. `1,-1,1`, or a mapping such as
+    `{fsdp: -1, ep: 2}`; axes that are left out have size 1. `dp`: copies of the model; `fsdp`: shards of its
+    parameters; `tp`: parts of each layer; `cp`: parts of each sequence; `ep`: parts of the experts:
+    [scaling.md](scaling.md#the-mesh). At most one size may be -1 (use all remaining devices). `auto`: fsdp
+    within each process, dp across processes."""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()

@@ -187,6 +187,20 @@ def load_prompts(
     return PromptSource(_load(spec, reader), seed=seed, shuffle=data.shuffle)
 
 
+def check_columns(
+    spec: str | Sequence[str],
+    data: DataConfig,
+    required_columns: Mapping[str, str] | Collection[str],
+    *,
+    demonstrations: bool = False,
+    rows: GivenRows = NO_ROWS,
+) -> None:
+    """Raises the ValueError of `load_prompts` or `load_demonstrations` for columns, without a tokenizer."""
+    reader = _Reader(data, lambda row, text: [], required_columns, demonstrations=demonstrations, given=rows)
+    for each in dict.fromkeys(data_set_list(data_sets(spec))):  # type: ignore[arg-type]
+        reader.check_columns(each, list(reader.rows(each)[0]))
+
+
 def _by_turns(turns: TurnsOfRow) -> _Encode:
     return lambda row, text: turns(row).prompt(text)
 

@@ -20,6 +20,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, get_type_hints
 
+from quatrain.config.errors import installation
 from quatrain.config.values import gym_query
 from quatrain.workers.pool import Failure, Pool
 
@@ -30,7 +31,7 @@ LONGEST_S = 3600.0
 def check_installed(what: str) -> None:
     """Raises ValueError unless the package is installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(f"{what} needs the package reasoning-gym: pip install 'quatrain[reasoning-gym]'")
+        raise ValueError(f"{what} needs the package reasoning-gym: {installation('reasoning-gym')}")
 
 
 def gym_rows(spec: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.config.errors import shown
+from quatrain.config.errors import installation, shown
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.config.values import REASONING_GYM
 from quatrain.data.builtin import builtin_rows
@@ -51,7 +51,7 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None if a row lacks it).
 
     `spec` is a name in `given`, `builtin:<name>`, `reasoning_gym:<name>?<configuration>`, a file (.jsonl: an
-    object per line; .json: a list of objects; .parquet; .csv, see `_read_csv`), a file pattern
+    object per line; .json: a list of objects, or as .jsonl; .parquet; .csv, see `_read_csv`), a file pattern
     (`data/part-*.jsonl`, read in the order of file names), or `owner/name:config[:split]` on the Hub (needs
     the extra `hub`; the default split is
     `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
@@ -162,10 +162,21 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 def _read_json(path: Path) -> list[Row]:
     text = _text(path.read_bytes(), str(path), "utf-8-sig")
+    # Many a .json file has an object per line; one in a single line is a file of one row.
+    if text.lstrip().startswith("{") and ("\n" not in text.strip() or not _is_json(text)):
+        return _read_jsonl(path)
     rows = _parsed(text, str(path)) if text.strip() else []
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of objects, got {type(rows).__name__}")
     return [_checked_object(row, f"{path}, item {number}") for number, row in enumerate(rows, start=1)]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _text(content: bytes, where: str, encoding: str) -> str:
@@ -322,13 +333,13 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"data set {spec!r} is on the Hub, which needs `datasets`: pip install 'quatrain[hub]', or give "
-            "a local file"
+            f"data set {spec!r} is on the Hub, which needs `datasets`: {installation('hub')}, or "
+            "give a local file"
         ) from error
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ValueError(
             f"data sets on the Hub need `datasets` 4.0 or later, which runs no code from a repository; "
-            f"{datasets.__version__} is installed; pip install 'quatrain[hub]'"
+            f"{datasets.__version__} is installed; {installation('hub')}"
         )
     try:
         return _of_dataset(datasets.load_dataset(path, config, split=split))

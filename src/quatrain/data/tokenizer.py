@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 # quatrain does not need PyTorch, which transformers advises to install.
 logging.getLogger("transformers").addFilter(lambda r: not r.getMessage().startswith("PyTorch was not found"))
 
-# Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+# Tokens that end a turn in the chat templates of ChatML, Llama 3, Gemma and gpt-oss.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|call|>", "<|return|>")
 MAX_REASON_CHARS = 500
 TEMPLATE_CPU_S, TEMPLATE_WALL_S, TEMPLATE_MEMORY_MB = 2.0, 60.0, 1024
 """Limits of rendering with a template; a process may wait for a core."""
@@ -255,9 +255,9 @@ def _hub_file(model_id: str, name: str) -> Path | None:
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """The sorted ids of the tokens that end a completion.
 
-    They are the end-of-sequence ids of the model and of the tokenizer, and the end-of-turn tokens
-    (`<|im_end|>`, `<|eot_id|>`, `<end_of_turn>`) that are both in the vocabulary and in the chat template:
-    chat models end a turn with these even if their configuration names another token.
+    They are the end-of-sequence ids of the model and of the tokenizer, and the end-of-turn tokens (such as
+    `<|im_end|>` and `<|eot_id|>`) that are both in the vocabulary and in the chat template: chat models end a
+    turn with these even if their configuration names another token.
     """
     text, vocabulary = "".join(_templates_of(tokenizer.chat_template or "")), tokenizer.get_vocab()
     turns = [vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in text]

@@ -10,9 +10,9 @@ earlier turns (Qwen3's removes thoughts).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,11 +32,6 @@ STAND_IN = "STANDIN"
 """What is rendered in place of the assistant's text; letters that no template changes."""
 CALL_ID = "call00000"
 """Id of a tool call: nine letters and digits, which Mistral's templates ask for."""
-_CALLS = (
-    (re.compile(r'<tool_call>\s*{\s*(?="(?:name|arguments)":)'), "arguments"),
-    (re.compile(rf'{{(?="name": "{STAND_IN}", "parameters":)'), "parameters"),
-)
-"""The beginning of a call of STAND_IN in the forms of Qwen and Hermes and of Llama 3; the arguments' name."""
 _QUESTION = {"role": "user", "content": "QUESTION"}
 _RESULT = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": "RESULT"}
 
@@ -83,7 +78,7 @@ class TurnTemplate:
 
         Raises ValueError if the template rejects the messages, or leaves out the assistant's text.
         """
-        after = self._after_stand_in(conversation(prompt), checked_messages(messages))
+        after = self._after_turn(conversation(prompt), checked_messages(messages))
         end = sampled[-1] if len(sampled) and sampled[-1] in self._stop_ids else None
         if end is None:
             return self._encode(after)
@@ -94,7 +89,45 @@ class TurnTemplate:
             written = written if written == alone else None
         if written is not None:
             after = after.lstrip().removeprefix(self._ends[written])
+        elif end is not None and self._ends.get(end) == "<|return|>":
+            after = after.removeprefix("<|end|>")  # Harmony writes it where the last message had <|return|>
         return self._encode_after(end, after)
+
+    def _after_turn(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
+        """What the template writes after the assistant's turn, whose text it may ask to be a call.
+
+        gpt-oss' template takes results of tools after a call alone, and names the tool by it.
+        """
+        try:
+            return self._after_stand_in(prompt, new)
+        except ValueError as error:
+            if not new or new[0]["role"] != "tool":
+                raise
+            try:
+                return self._after_calls(prompt, new)
+            except ValueError:
+                raise error from None
+
+    def _after_calls(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
+        """What the template writes from the end token of calls on, which the first of `new` answer."""
+        results = itertools.takewhile(lambda message: message["role"] == "tool", new)
+        calls = [
+            {
+                "id": result.get("tool_call_id") or CALL_ID,
+                "type": "function",
+                "function": {"name": result.get("name") or STAND_IN, "arguments": {"text": STAND_IN}},
+            }
+            for result in results
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = self._fill([*checked_messages(prompt), turn], add_generation_prompt=False)
+        before = text.rpartition(STAND_IN)[0]
+        text = self._fill([*checked_messages(prompt), turn, *new], add_generation_prompt=True)
+        after = text.removeprefix(before)
+        ends = [place for end in self._ends.values() if (place := after.find(end)) >= 0]
+        if after == text or not ends:
+            raise ValueError("the chat template writes no end of calls")
+        return after[min(ends) :]
 
     def _after_stand_in(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
         """What the template writes after the assistant's text; up to its next turn, if anything is new."""
@@ -138,7 +171,7 @@ class TurnTemplate:
 
     def _check_results(self) -> None:
         try:
-            written = _RESULT["content"] in self._after_stand_in([_QUESTION], [_RESULT])
+            written = _RESULT["content"] in self._after_turn([_QUESTION], [_RESULT])
             reason = "leaves their text out"
         except ValueError as error:
             written, reason = False, f"does not: {error}"
@@ -163,35 +196,6 @@ def warn_of_unwritten(tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mappin
             "describe them in a system message (of a run: data.system_prompt), or use a model whose template "
             "writes them"
         )
-
-
-def begun_call(
-    tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]], name: str | None
-) -> str:
-    """The text with which a call of the tool `name` begins, up to its arguments; None: any, up to the name.
-
-    It ends before white space, which vocabularies mostly join with what follows. Raises ValueError if the
-    chat template writes calls in another form than those of Qwen and Hermes or of Llama 3.
-    """
-    call = {"id": CALL_ID, "type": "function", "function": {"name": STAND_IN, "arguments": {}}}
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    messages: list[dict[str, Any]] = [dict(_QUESTION), answer]
-    reason = "another form"
-    try:
-        text = fill_template(tokenizer, messages, add_generation_prompt=False, tools=tools)
-    except ValueError as error:
-        text, reason = "", f"none: {error}"
-    _, _, written = text.rpartition(_QUESTION["content"])
-    for form, key in _CALLS:
-        if found := form.search(written):
-            begun = f'{found[0]}"name": "'
-            if name is None:
-                return begun
-            return f'{begun}{json.dumps(name, ensure_ascii=False)[1:-1]}", "{key}":'
-    raise ValueError(
-        "a call can be begun only in the forms of Qwen and Hermes and of Llama 3; the chat template writes "
-        f"{reason}; let tool_choice be auto, or set data.chat_template to one that writes these"
-    )
 
 
 def conversation(prompt: PromptText) -> tuple[Message, ...]:

@@ -37,9 +37,10 @@ from quatrain.environments.environment import (
     StepResult,
     with_opening,
 )
+from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe
-from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.rollouts import Completion, Sampling, context_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +103,13 @@ class EpisodeRules:
     kind: Callable[[Mapping[str, Any]], str | None] = lambda columns: None
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """Numbers of episodes, of all sessions."""
+    answers: AnswerTokens = field(init=False)
     most_characters: int = field(init=False)
     """Texts with more characters have more than `max_environment_tokens` tokens."""
 
     def __post_init__(self) -> None:
         longest = max(map(len, self.tokenizer.get_vocab()))
+        object.__setattr__(self, "answers", AnswerTokens(self.tokenizer))
         object.__setattr__(self, "most_characters", self.max_environment_tokens * longest)
 
     def session(self, make_session: MakeSession) -> EpisodeSession:
@@ -413,7 +416,8 @@ class EpisodeSession:
         """A turn of the policy has ended: the environment answers it, unless it was cut."""
         episode = self._turns.pop((end.ticket, end.sample))
         episode.suspended = end.suspended
-        text = self._rules.tokenizer.decode(end.completion.last_turn, skip_special_tokens=True)
+        context = context_of(episode.input_ids, end.completion)
+        text = self._rules.answers.text(end.completion.last_turn, context)
         episode.messages.append({"role": "assistant", "content": text})
         if end.completion.finish_reason == "length":
             self._end(episode, "length")

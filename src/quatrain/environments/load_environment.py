@@ -24,6 +24,7 @@ from quatrain.environments.environment import (
     format_error,
     run_guarded,
 )
+from quatrain.environments.tool_calls import warn_of_unread
 from quatrain.environments.tools import Tool, Tools
 from quatrain.workers.user_code import find_function, parameters_of
 
@@ -61,6 +62,8 @@ class Environments:
     def turns(self, tokenizer: Any, stop_ids: Sequence[int]) -> TurnsOfRow:
         """What renders the turns of a row's episodes; raises ValueError if the chat template cannot."""
         template = TurnTemplate(tokenizer, stop_ids, self.schemas)
+        if self.schemas:
+            warn_of_unread(tokenizer)
         return lambda columns: template
 
     def keeping(self) -> Environments:
@@ -103,6 +106,8 @@ class EnvironmentsByColumn:
             name: TurnTemplate(tokenizer, stop_ids, environments.schemas)
             for name, environments in self.named.items()
         }
+        if any(environments.schemas for environments in self.named.values()):
+            warn_of_unread(tokenizer)
 
         def of_row(columns: Mapping[str, Any]) -> TurnTemplate:
             name = self.kind(columns)

@@ -1,66 +1,66 @@
 """Finds the calls of tools in a completion, in the forms in which chat models write them.
 
 Data flow: a completion -> `tool_calls` -> `ToolCall`s, for `tools.py`; a completion while it comes ->
-`CallStream` -> the text outside of calls, and the calls, for `quatrain serve`. A completion is untrusted: it
-is parsed, and never evaluated.
+`CallStream` -> the text outside of calls, and the calls, for `quatrain serve`; a chat template ->
+`warn_of_unread`, at the start. The forms are the rows of the table in `types/call_forms.py`. A completion is
+untrusted: it is parsed, and never evaluated.
 
-| form | models |
-|---|---|
-| `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere, any number | Qwen2.5, Qwen3, Hermes |
-| `{"name": …, "parameters": {…}}`, with or without `<|python_tag|>`, several after each other | Llama 3 |
-| `name.call(key="value", …)`, with or without `<|python_tag|>` | Llama 3, its built-in tools |
-| an object or a list of objects in JSON, also in a ``` block or after `[TOOL_CALLS]` | Mistral and others |
-
-All but the first must be the whole answer. A call is decoded as JSON from the markup on, so its arguments may
-contain any text, that of the markup too. Calls in thoughts do not count: thoughts end at the first `</think>`
-outside of a call, and begin at `<think>`, or with the completion if the template wrote `<think>`. Tokens such
-as `<|python_tag|>` may be missing, because decoding leaves special tokens out.
+A call that begins with a marker may stand anywhere; without one, the whole answer must be calls. A call is
+decoded from its beginning on, so its arguments may contain any text, that of the markup too. Calls in
+thoughts do not count: thoughts end at the first `</think>` outside of a call, and begin at `<think>`, or with
+the completion if the template wrote `<think>`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os.path
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from quatrain.config.errors import SHOWN_VALUE_LENGTH, shown
+from quatrain.config.errors import shown
 from quatrain.data.messages import unfit
+from quatrain.data.tokenizer import encode, fill_template
+from quatrain.data.turns import CALL_ID, STAND_IN
+from quatrain.types.answer_text import AnswerTokens
+from quatrain.types.call_forms import (
+    FENCE,
+    MARKUP,
+    OPENINGS,
+    THOUGHT,
+    THOUGHT_END,
+    WHOLE,
+    WHOLE_OPENING,
+    Found,
+    Reading,
+    ToolCall,
+    form_of,
+    schemas_of,
+)
 
-_OPEN, _CLOSE, _THOUGHT, _THOUGHT_END = "<tool_call>", "</tool_call>", "<think>", "</think>"
-_MARKUP = re.compile(r"<think>|</think>|<tool_call>")
-_PYTHON_TAG, _FENCE = "<|python_tag|>", "```"
-_OPENING = re.compile(r"\s*(<\|python_tag\|>\s*)?(```(json)?\s*)?(\[TOOL_CALLS\]\s*)?")
-_METHOD = re.compile(r"([A-Za-z_]\w*)\.call\(\s*")
+logger = logging.getLogger(__name__)
+
+_TAGS = (THOUGHT, THOUGHT_END, *OPENINGS)
+_LONGEST_TAG = max(map(len, _TAGS))
 _BEGUN_METHOD = re.compile(r"[A-Za-z_]\w*(\.(c(a(l(l(\(.*)?)?)?)?)?)?", re.DOTALL)
+_BEGUN_LINE = re.compile(r"([A-Za-z_][\w.-]*)(\s*)(.?)", re.DOTALL)
 _LOOKED_AT = 200
 """Characters that show whether an answer may begin with a call."""
-_KEY = re.compile(r"([A-Za-z_]\w*)\s*=\s*")
-_BETWEEN, _SPACE = re.compile(r"[\s;,]*"), re.compile(r"\s*")
-_FORM = '{"name": the tool\'s name, "arguments": {name: value}}'
+_NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that a completion contains; `problem` says what is wrong with one that cannot be made."""
+def tool_calls(completion: str, schemas: Mapping[str, Any] = _NO_SCHEMAS) -> list[ToolCall]:
+    """The calls in a completion, in order; empty if there is none.
 
-    name: str | None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    id: str | None = None
-    problem: str | None = None
+    `schemas` are those of the tools' arguments, by name, which give values that are written as text a type.
+    """
+    return [call for _, _, calls in _blocks(completion, schemas) for call in calls]
 
 
-Found = tuple[list[ToolCall], int]
-"""Calls, and the position where reading them ended."""
-
-
-def tool_calls(completion: str) -> list[ToolCall]:
-    """The calls in a completion, in order; empty if there is none."""
-    return [call for _, _, calls in _blocks(completion) for call in calls]
-
-
-def split_calls(completion: str) -> tuple[str, list[ToolCall]]:
+def split_calls(completion: str, schemas: Mapping[str, Any] = _NO_SCHEMAS) -> tuple[str, list[ToolCall]]:
     """The text outside of calls, and the calls that can be made; a malformed call stays text.
 
     So does one that no message can have, such as one with half a surrogate pair. If there are calls, the text
@@ -68,7 +68,7 @@ def split_calls(completion: str) -> tuple[str, list[ToolCall]]:
     """
     found: list[ToolCall] = []
     text, at = "", 0
-    for begin, end, calls in _blocks(completion):
+    for begin, end, calls in _blocks(completion, schemas):
         if all(map(_can_be_made, calls)):
             text, at = text + completion[at:begin], end
             found += calls
@@ -83,8 +83,8 @@ def _can_be_made(call: ToolCall) -> bool:
 class CallStream:
     """The text and the calls of a completion that begins with `begun`, while it comes."""
 
-    def __init__(self, begun: str = ""):
-        self._text, self._at, self._sent = begun, 0, 0
+    def __init__(self, begun: str = "", schemas: Mapping[str, Any] = _NO_SCHEMAS):
+        self._text, self._at, self._sent, self._schemas = begun, 0, 0, schemas
         self._no_close = 0
         """The thoughts that begin at `_at` do not end before it."""
         self._may_be_whole = True
@@ -103,186 +103,175 @@ class CallStream:
 
     def end(self) -> tuple[str, list[ToolCall]]:
         """The rest of the text outside of calls, and the calls, as `split_calls` finds them."""
-        text, calls = split_calls(self._text)
+        text, calls = split_calls(self._text, self._schemas)
         return text[self._sent :], calls
 
     def _end(self) -> int:
         """Where the text ends that no call can reach."""
         while True:
-            if self._may_be_whole and _may_begin(self._text, self._at):
+            if self._may_be_whole and self._may_begin():
                 return self._at
             self._may_be_whole = False
-            markup = _MARKUP.search(self._text, self._at)
+            markup = MARKUP.search(self._text, self._at)
             self._at = markup.start() if markup else _part_of_tag(self._text, self._at)
-            if markup is None or markup[0] == _OPEN:
+            if markup is None or markup[0] in OPENINGS:
                 return self._at
-            close = self._text.find(_THOUGHT_END, max(self._at, self._no_close))
+            close = self._text.find(THOUGHT_END, max(self._at, self._no_close))
             if close < 0:
-                self._no_close = len(self._text) - len(_THOUGHT_END)
+                self._no_close = len(self._text) - len(THOUGHT_END)
                 return len(self._text)
-            self._at, self._may_be_whole = close + len(_THOUGHT_END), True
+            self._at, self._may_be_whole = close + len(THOUGHT_END), True
+
+    def _may_begin(self) -> bool:
+        """Whether an answer that consists of calls may begin at `_at`, if more text comes."""
+        opening = WHOLE_OPENING.match(self._text, self._at)
+        assert opening  # it matches nothing, too
+        rest = self._text[opening.end() : opening.end() + _LOOKED_AT]
+        if not rest or rest[0] in "{[":
+            return True
+        markers = ("<|python_tag|>", FENCE, *(["json"] if opening[2] else []))
+        if any(marker.startswith(rest) for marker in markers) or _BEGUN_METHOD.fullmatch(rest):
+            return True
+        line = _BEGUN_LINE.match(rest)
+        if line is None or line[1] not in self._schemas:
+            return line is not None and line.end(1) == len(rest) and self._begins_name(rest)
+        return not line[3] or (line[3] == "{" and "\n" in line[2])
+
+    def _begins_name(self, text: str) -> bool:
+        return any(name.startswith(text) for name in self._schemas)
 
 
 def _part_of_tag(text: str, at: int) -> int:
     """Where the beginning of a tag starts with which `text` ends, at or after `at`; else its length."""
-    place = text.rfind("<", max(at, len(text) - len(_OPEN)))
-    ends = place >= 0 and any(tag.startswith(text[place:]) for tag in (_OPEN, _THOUGHT, _THOUGHT_END))
-    return place if ends else len(text)
+    for place in range(max(at, len(text) - _LONGEST_TAG + 1), len(text)):
+        if any(tag.startswith(text[place:]) for tag in _TAGS):
+            return place
+    return len(text)
 
 
-def _may_begin(text: str, at: int) -> bool:
-    """Whether an answer that consists of calls may begin at a position, if more text comes."""
-    opening = _OPENING.match(text, at)
-    assert opening  # it matches nothing, too
-    rest = text[opening.end() : opening.end() + _LOOKED_AT]
-    if not rest or rest[0] in "{[":
-        return True
-    markers = (_PYTHON_TAG, _FENCE, *(["json"] if opening[2] else []))
-    return any(marker.startswith(rest) for marker in markers) or bool(_BEGUN_METHOD.fullmatch(rest))
-
-
-def _blocks(completion: str) -> list[tuple[int, int, list[ToolCall]]]:
+def _blocks(completion: str, schemas: Mapping[str, Any]) -> list[tuple[int, int, list[ToolCall]]]:
     """The blocks of calls, in order: where each begins and ends, and the calls in it."""
-    text = completion.rstrip()
-    tagged: list[tuple[int, int, list[ToolCall]]] = []
-    begin, (whole, at) = 0, _whole(text, 0)
-    while markup := _MARKUP.search(text, at):
+    reading = Reading(completion.rstrip(), schemas)
+    text = reading.text
+    marked: list[tuple[int, int, list[ToolCall]]] = []
+    begin, (whole, at) = 0, _whole(reading, 0)
+    while markup := MARKUP.search(text, at):
         at = markup.end()
-        if markup[0] == _OPEN:
-            calls, at = _tagged(text, at)
-            at += len(_CLOSE) if text.startswith(_CLOSE, at) else 0
-            tagged.append((markup.start(), at, calls))
+        if markup[0] in OPENINGS:
+            if form := form_of(text, at, markup[0]):
+                calls, at = form.read(reading, at, form)
+                closing = form.closed.match(text, reading.skip(at)) if form.closed else None
+                at = closing.end() if closing else at
+                marked += [(markup.start(), at, calls)] if calls else []
             continue
-        if markup[0] == _THOUGHT_END:  # the template wrote the `<think>`
-            tagged = []
+        if markup[0] == THOUGHT_END:  # the template wrote the `<think>`
+            marked = []
         else:
-            end = text.find(_THOUGHT_END, at)
-            at = len(text) if end < 0 else end + len(_THOUGHT_END)
-        begin, (whole, at) = at, _whole(text, at)
-    return tagged or ([(begin, len(text), whole)] if whole else [])
+            end = text.find(THOUGHT_END, at)
+            at = len(text) if end < 0 else end + len(THOUGHT_END)
+        begin, (whole, at) = at, _whole(reading, at)
+    return marked or ([(begin, len(text), whole)] if whole else [])
 
 
-def _tagged(text: str, at: int) -> Found:
-    """The calls after a `<tool_call>`."""
-    try:
-        values, end = _json_values(text, at, len(text), (_OPEN, _CLOSE))
-    except _NotJson as error:
-        return [_malformed(f"it {error}")], error.end
-    return [_call(value) for value in values] or [_malformed("there is nothing in it")], end
-
-
-def _whole(text: str, at: int) -> Found:
+def _whole(reading: Reading, at: int) -> Found:
     """The calls of an answer, which begins at `at`, if it consists of calls."""
-    opening = _OPENING.match(text, at)
-    assert opening  # it matches nothing, too
-    at, is_closed = opening.end(), text.endswith(_FENCE) if opening[2] else True
-    end = len(text) - len(_FENCE) if opening[2] and is_closed else len(text)
-    method = None if opening[2] else _METHOD.match(text, at)
-    if method and text.endswith(")"):
-        return _method_call(text, method)
-    if text.startswith(("{", "["), at):
-        try:
-            values, _ = _json_values(text, at, end)
-        except _NotJson as error:
-            after = _MARKUP.search(text, error.end)
-            said = text[at : after.start() if after else end]
-            may_be = is_closed or text.find(_FENCE, error.end) < 0  # text after a block: an example
-            if may_be and '"name"' in said and ('"arguments"' in said or '"parameters"' in said):
-                return [_malformed(f"it {error}")], error.end
-        else:
-            if values and _is_call(values[0]):
-                return [_call(value) for value in values], len(text)
-    return [_malformed(f"got {_start(text, at, end)}")] if opening[1] else [], at
+    found = (form.read(reading, at, form) for form in WHOLE)
+    return next((each for each in found if each.calls), Found([], at))
 
 
-def _method_call(text: str, method: re.Match[str]) -> Found:
-    """The call `name.call(key="value", …)`, whose values are JSON."""
-    arguments: dict[str, Any] = {}
-    name, at, end = method[1], method.end(), len(text) - 1
-    while at < end:
-        key = _KEY.match(text, at)
-        if key is None:
-            return [_malformed(f"got {_start(text, at, end)} in place of key=value", name)], at
-        try:
-            arguments[key[1]], at = _decoded(text, key.end(), key.end())
-        except _NotJson as error:
-            return [_malformed(f"{key[1]} {error}", name)], error.end
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
-    return [ToolCall(name, arguments)], len(text)
+# ------------------------------------------------------------------------------- what a template writes
+
+_QUESTION = {"role": "user", "content": "QUESTION"}
+_ARGUMENTS = {"text": 'one "word" {2}', "count": 3, "flag": True}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": STAND_IN,
+        "description": "A function.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "A text."},
+                "count": {"type": "integer", "description": "A number."},
+                "flag": {"type": "boolean", "description": "A flag."},
+            },
+        },
+    },
+}
 
 
-def _start(text: str, at: int, end: int) -> str:
-    """The text between two positions, shortened, for a message."""
-    return shown(text[at : min(end, at + 2 * SHOWN_VALUE_LENGTH)])
+def warn_of_unread(tokenizer: Any, *, has_tools: bool = True) -> None:
+    """Warns if the chat template writes past calls of tools in a form that is not read back from an answer.
 
-
-def _json_values(text: str, at: int, end: int, tags: tuple[str, ...] = ()) -> tuple[list[Any], int]:
-    """The JSON values up to `end` or one of `tags`; the items of a list are values of their own."""
-    values: list[Any] = []
-    begin = at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-    while at < end and not text.startswith(tags, at):
-        value, at = _decoded(text, at, begin)
-        values += value if isinstance(value, list) else [value]
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
-    return values, at
-
-
-class _NotJson(ValueError):
-    """A text that is no JSON, and where reading it ended."""
-
-    def __init__(self, reason: str, end: int):
-        super().__init__(f"is no valid JSON: {reason}")
-        self.end = end
-
-
-def _decoded(text: str, at: int, begin: int) -> tuple[Any, int]:
-    """The JSON value at a position, and where it ends; messages count characters from `begin`."""
+    With tools (`has_tools`), also if it writes none.
+    """
+    name = os.path.basename(os.path.normpath(getattr(tokenizer, "name_or_path", "") or "the tokenizer"))
     try:
-        return _DECODER.raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        reason, end = f"{error.msg} at character {error.pos - begin}", error.pos
-        in_string = error.msg.startswith(("Unterminated", "Invalid"))
-    except RecursionError:
-        reason, end, in_string = "it is nested too deep", at, True
-    except ValueError as error:  # numbers that Python does not read
-        reason, end, in_string = str(error), at, True
-    close = text.find(_CLOSE, end) if in_string else end  # a `</think>` before it may be of the string
-    raise _NotJson(reason, len(text) if close < 0 else close)
+        written, before = _written_call(tokenizer, _ARGUMENTS)
+    except ValueError as error:
+        if has_tools:
+            logger.warning("the chat template of %s writes no past calls of tools: %s", name, error)
+        return
+    answer = AnswerTokens(tokenizer)
+    ids = (encode(tokenizer, text, add_special_tokens=False) for text in (written, before))
+    found = tool_calls(answer.text(*ids), schemas_of([_TOOL]))
+    if [(call.name, call.arguments) for call in found] != [(STAND_IN, _ARGUMENTS)]:
+        read = "no call" if not found else found[0].problem or shown(dict(found[0].arguments))
+        logger.warning(
+            "calls of tools may not be found in this model's answers: the chat template of %s writes a call "
+            "as %s, and what is read back is %s; the forms that are read are listed in docs/episodes.md; set "
+            "data.chat_template to one that writes one of them",
+            name,
+            shown(written),
+            read,
+        )
 
 
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+def _written_call(
+    tokenizer: Any, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[str, str]:
+    """What the chat template writes of an answer that calls a tool, and what stands before the answer."""
+    call = {"id": CALL_ID, "type": "function", "function": {"name": STAND_IN, "arguments": dict(arguments)}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    asked: list[dict[str, Any]] = [dict(_QUESTION)]
+    before = fill_template(tokenizer, asked, add_generation_prompt=True, tools=tools)
+    whole = fill_template(tokenizer, [*asked, answer], add_generation_prompt=False, tools=tools)
+    size = len(_common(before, whole))
+    return whole[size:], whole[:size]
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+def _common(one: str, other: str) -> str:
+    """What two texts begin with."""
+    pairs = zip(one, other, strict=False)
+    return one[: next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
 
-def _is_call(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    inner = value.get("function", value)
-    return isinstance(inner, dict) and "name" in inner and ("arguments" in inner or "parameters" in inner)
+def begun_call(tokenizer: Any, tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
+    """The text with which a call of the tool `name` begins, up to its arguments; None: any, up to the name.
+
+    It ends before white space, which vocabularies mostly join with what follows. Raises ValueError if the
+    chat template writes calls in a form that is not read.
+    """
+    try:
+        pair = [_written_call(tokenizer, arguments, tools=tools)[0] for arguments in ({}, {"key": 1})]
+        blocks = _blocks(pair[0], {STAND_IN: None})
+    except ValueError as error:
+        raise ValueError(_NOT_BEGUN.format(error)) from None
+    harmony = AnswerTokens(tokenizer).is_harmony and pair[0].lstrip().startswith("to=")
+    if not harmony and not blocks:
+        raise ValueError(_NOT_BEGUN.format(f"it writes {shown(pair[0])}"))
+    common = _common(*pair)[0 if harmony else blocks[0][0] :]
+    if arguments_first := _ARGUMENTS_FIRST.match(common):  # a name must be known before them
+        common = f'{arguments_first[1]}"name": "{STAND_IN}", {arguments_first[2]}'
+    before, _, after = common.partition(STAND_IN)
+    if name is None:
+        return before
+    own = json.dumps(name, ensure_ascii=False)[1:-1] if before.endswith('"') else name
+    return before + own + after.rstrip(" \n{<")
 
 
-def _call(value: Any) -> ToolCall:
-    """The call that a JSON value describes, also in OpenAI's form, with `function` around it."""
-    if not isinstance(value, dict):
-        return _malformed(f"got {shown(value)}")
-    identity = value.get("id")
-    inner = value["function"] if isinstance(value.get("function"), dict) else value
-    name, given = inner.get("name"), (inner.get("arguments"), inner.get("parameters"))
-    if not isinstance(name, str):
-        return _malformed(f"its name is {shown(name)}")
-    arguments = next((each for each in given if each not in (None, "")), None)
-    if isinstance(arguments, str):
-        try:
-            arguments = _DECODER.decode(arguments.strip() or "null")
-        except (ValueError, RecursionError):
-            return _malformed(f"the arguments are the text {shown(arguments)}", name)
-    if not isinstance(arguments, dict | None):
-        return _malformed(f"the arguments are {shown(arguments)}", name)
-    return ToolCall(name, arguments or {}, identity if isinstance(identity, str) else None)
-
-
-def _malformed(reason: str, name: str | None = None) -> ToolCall:
-    return ToolCall(name, problem=f"a call must be {_FORM} in JSON; this one is not: {reason}")
+_ARGUMENTS_FIRST = re.compile(rf'((?:(?!{STAND_IN}).)*)("(?:arguments|parameters)":)', re.DOTALL)
+_NOT_BEGUN = (
+    "a call can be begun only if the chat template writes calls in a form that is read (docs/episodes.md): "
+    "{}; let tool_choice be auto, or set data.chat_template to one that writes such a form"
+)

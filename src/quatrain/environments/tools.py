@@ -17,7 +17,8 @@ from typing import Any, get_type_hints
 from quatrain.config.errors import listed, rule, shown
 from quatrain.data.turns import CALL_ID
 from quatrain.environments.environment import COUNTS, StepResult, format_error, is_interrupt
-from quatrain.environments.tool_calls import ToolCall, tool_calls
+from quatrain.environments.tool_calls import tool_calls
+from quatrain.types.call_forms import ToolCall, schemas_of
 from quatrain.workers.user_code import VARIADIC
 
 _UNNAMED = (*VARIADIC, inspect.Parameter.POSITIONAL_ONLY)
@@ -113,6 +114,7 @@ class Tools:
                 f"got {f'{listed(twice)} twice' if twice else 'none'}; correct the list of tools"
             )
         self._functions = dict(zip(names, functions, strict=True))
+        self._schemas = schemas_of([tool.schema for tool in self.tools])
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
 
     def reset(self, **columns: Any) -> None:
@@ -120,7 +122,7 @@ class Tools:
 
     def step(self, completion: str) -> StepResult | None:
         """The results of the calls in a completion, as messages; None if there is no call."""
-        calls = tool_calls(completion)
+        calls = tool_calls(completion, self._schemas)
         return StepResult([self._message(call) for call in calls]) if calls else None
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import NO_ROWS
 from quatrain.loop.build import agent_rollouts, load_policy
 from quatrain.report.progress import waiting
+from quatrain.report.start_up import stage, starting
 from quatrain.serve.turn_tree import Turn
 
 LONGEST = 2000
@@ -33,7 +34,7 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
     if config.rollout.has_fleet:  # whose these are
         own |= {"mesh": None, "max_concurrency": None}
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
-    with waiting("loading the model"):
+    with starting(), waiting():
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
     rows = hub_rows(config, config.data.train, NO_ROWS)
     source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed, rows=rows)
@@ -43,7 +44,8 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
         ticket = rollouts.submit(source.head(count), sampling=replace(rollouts.sampling, n=1))
         problem: ValueError | None = None
         try:
-            with waiting("the agent plays"):
+            with starting(), waiting():
+                stage("the agent plays")
                 rollouts.wait(ticket)
         except ValueError as error:  # that all have faults, which the trees explain
             problem = error

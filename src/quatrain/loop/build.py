@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
 from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
+from quatrain.config.errors import installation
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config
@@ -40,6 +41,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.models.params import check_policy
 from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
+from quatrain.report.start_up import stage
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -127,11 +129,14 @@ def load_policy(
     tokens than the model has positions, the kernel `model.attention` cannot run the model, it cannot have
     the adapters of `lora`, or environments or tools cannot be used, with this chat template or at all.
     """
+    stage("devices")
     meshes = role_meshes(config)
     if any(config.offload.model_dump().values()):
         to_memory("host", {})
+    stage("tokenizer")
     tokenizer = with_chat_template(load_tokenizer(config.model.tokenizer or config.model.path), config.data)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    stage(f"{'weights' if weights else 'architecture'} of {config.model.path}")
     model = load_model(
         config.model.path,
         dtype=config.model.param_dtype,
@@ -355,7 +360,7 @@ def agent_rollouts(
         from quatrain.agents.workers import check_agent  # other runs need no HTTP server
     except ImportError as error:
         raise ValueError(
-            f"rollout.agent needs the packages of an HTTP server ({error}); install quatrain[serve]"
+            f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"
         ) from None
 
     rollout = config.rollout
@@ -536,10 +541,13 @@ def build_scorer(
     config: Config,
     loaded: LoadedPolicy,
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    *,
+    imported: RewardScorer | None = None,
 ) -> RewardScorer:
     """The reward stage, with its reward models loaded on their mesh.
 
-    `functions` are Python functions for entries of `reward.functions`, called in this process.
+    `functions` are Python functions for entries of `reward.functions`, called in this process. `imported` is
+    what `import_rewards` made of them, whose worker processes are used.
 
     In a run of several processes, only the main process calls the reward functions, and all compute the
     scores of reward models together. Raises ValueError for a function that cannot be imported or called, and
@@ -560,7 +568,31 @@ def build_scorer(
         episodes=config.rollout.has_episodes,
         opening=begun_answer(loaded.tokenizer),
         faults_abstain=config.rollout.agent_failure == "abstain",
+        workers_of=imported,
     )
+
+
+def import_rewards(
+    config: Config, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> RewardScorer:
+    """The reward functions alone, imported, their signatures checked: before there is a tokenizer.
+
+    Raises ValueError for a function that cannot be imported or called.
+    """
+    return RewardScorer(
+        without_reward_models(config).reward,
+        functions=functions,
+        decide=decided_by_main,
+        episodes=config.rollout.has_episodes,
+    )
+
+
+def without_reward_models(config: Config) -> Config:
+    """`config` without the entries of `reward.functions` that are reward models."""
+    functions = {
+        name: entry for name, entry in config.reward.functions.items() if name not in config.reward.models
+    }
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
 def teacher_prompts(config: Config, loaded: LoadedPolicy) -> TeacherPrompts | None:

@@ -124,12 +124,18 @@ class Checkpoints:
                     before = f"continue from step {latest} with `--resume {self._folder.name}`"
                 raise NonFiniteState(f"{error}; lower optimizer.learning_rate; {before}") from error
 
+    def holds(self, state: TrainState) -> bool:
+        """Whether a checkpoint of `state` can be saved: no array of it was given away to an update."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._arrays(state)))
+
     def save_before_end(self, state: TrainState) -> None:
         """Save a checkpoint of `state` in a run that ends early; what prevents it is logged."""
         try:
             self.save(state)
         except NonFiniteState as error:
             logger.error("%s", error)
+        with self._reported_if_failed():
+            self._store.wait()
 
     def check_last(self) -> None:
         """Wait for the last checkpoint; raises SaveFailed if it is not that of the last step."""
@@ -140,6 +146,11 @@ class Checkpoints:
                 f"the model is exported to {self._folder.final}, but the newest checkpoint is of step "
                 f"{newest}, not {self._steps}: {self._failure}; then resume the run"
             )
+
+    def check(self, state: TrainState) -> None:
+        """Raises ValueError if the newest checkpoint has other arrays than the abstract `state`."""
+        self._reference.check(state.params)
+        self._store.check(self._trained(state) | self._reference.arrays(state.params))
 
     def restore(self, state: TrainState) -> TrainState:
         """The state of the newest checkpoint that is not damaged; `state` is given up for it."""
@@ -167,11 +178,15 @@ class Checkpoints:
         return replace(state, **arrays, critic=critic, position=PromptPosition(**host["place"]), **counters)
 
     def _arrays(self, state: TrainState) -> dict[str, Any]:
-        """The arrays of a checkpoint: what is trained, not a frozen base."""
+        """The arrays of a checkpoint."""
+        return self._trained(state) | self._reference.arrays()
+
+    def _trained(self, state: TrainState) -> dict[str, Any]:
+        """The arrays of a checkpoint that are of `state`: what is trained, not a frozen base."""
         arrays = {"params": trained_part(state.params, self._arch), "opt_state": state.opt_state}
         if state.critic is not None:
             arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
-        return arrays | self._reference.arrays()
+        return arrays
 
     def _host(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint holds besides arrays."""

@@ -25,6 +25,7 @@ from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy, teacher_prompts
 from quatrain.loop.stages import keeping_environments
 from quatrain.report.progress import Progress, waiting
+from quatrain.report.start_up import starting
 from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format as format_reward
 from quatrain.reward.scorer import STATS, RewardScorer, short_names
@@ -396,7 +397,7 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     config = resolved.config
     if config.data.eval is None:
         raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
-    with waiting("loading the model"):
+    with starting(), waiting():
         loaded = load_policy(config, critic=False, adapters=False)
     count = config.eval.final_num_prompts
     with (

@@ -43,9 +43,10 @@ def best_of(config: Config, folder: RunDir, evaluator: Evaluator) -> Best | None
         )
     names = evaluator.metric_names()
     if metric not in names:
+        nearest = "".join(f", of which the nearest is {name}" for name in nearest_keys(metric, names)[:1])
         raise ValueError(
-            "checkpoint.best_metric must be a metric that every evaluation has, of which the nearest is "
-            f"{nearest_keys(metric, names)[0]}; got {metric}; they are {listed(names)}"
+            f"checkpoint.best_metric must be a metric that every evaluation has{nearest}; got {metric}; they "
+            f"are {listed(names)}"
         )
     return Best(folder.path, metric, config.checkpoint.best_mode)
 

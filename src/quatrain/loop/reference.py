@@ -42,6 +42,11 @@ class Reference:
         if self._config.needs_reference or self.in_checkpoints:
             self._learner.reference = self._first(params, resumed)
 
+    def check(self, abstract: Any) -> None:
+        """Raises ValueError if the copy in the run's folder is not of parameters like `abstract`."""
+        if self._config.copies_reference:
+            Checkpointer(self._folder).check({"params": abstract})
+
     def _first(self, params: Any, resumed: bool) -> Any:
         arch = self._arch
         if arch.lora:
@@ -66,9 +71,10 @@ class Reference:
             )
             self.restore(followed(old, new, update.reference_mixup))
 
-    def arrays(self) -> dict[str, Any]:
-        """Its part of a checkpoint."""
-        return {"reference": trained_part(self._learner.reference, self._arch)} if self.in_checkpoints else {}
+    def arrays(self, params: Any = None) -> dict[str, Any]:
+        """Its part of a checkpoint; that of `params` before it has begun."""
+        reference = self._learner.reference if params is None else params
+        return {"reference": trained_part(reference, self._arch)} if self.in_checkpoints else {}
 
     def restore(self, trained: Any) -> None:
         """Puts `trained`, as `arrays` has it, in the place of its trained part."""

@@ -32,8 +32,8 @@ from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact
 from quatrain.config.values import data_set_list, shown_data_sets
-from quatrain.data.prompts import DemonstrationSource, PromptSource, load_prompts
-from quatrain.data.rows import NO_ROWS, GivenRows
+from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns, load_prompts
+from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
 from quatrain.data.table import TokenRow
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.build import (
@@ -41,8 +41,10 @@ from quatrain.loop.build import (
     build_engine,
     build_scorer,
     build_teachers,
+    import_rewards,
     load_policy,
     teacher_prompts,
+    without_reward_models,
 )
 from quatrain.loop.checkpoints import Checkpoints
 from quatrain.loop.evaluate import Evaluator, results
@@ -56,19 +58,22 @@ from quatrain.loop.sft import warm_start, warm_start_data
 from quatrain.loop.stages import Stages, build_advantage, build_learner, keeping_environments
 from quatrain.loop.stop_when import StopWhen
 from quatrain.models.lora import without_adapters
+from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.plan.batches import overview
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
+from quatrain.report.start_up import stage, starting
 from quatrain.report.writer import Report, own_messages
 from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.rollout.fleet import Fleet
 from quatrain.run import resume
-from quatrain.run.checkpoint import Checkpointer, SaveFailed
+from quatrain.run.checkpoint import Checkpointer, SaveFailed, form
 from quatrain.run.description import describe, describe_end
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.saved_state import check_saved_state
+from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.update.critic import critic_params
@@ -82,6 +87,7 @@ RewardFunctions = Mapping[str, Callable[..., Any]]
 _loading = threading.Lock()
 """One run of a process loads at a time: transformers' lazy imports fail in two threads at once."""
 NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
+NOT_BEGUN = "the run had not begun; give the same command again"
 PROBES = 4
 """Prompts for each inference server on which it is compared with the trainer before training begins."""
 SERVER_TOLERANCE = 4
@@ -123,17 +129,18 @@ def open_run(
         outer.enter_context(own_messages())
         resolved = _in_its_place(resolved, folder)
         parts = outer.enter_context(ExitStack())
+        stop.advice, stop.conclude = lambda: NOT_BEGUN, partial(_give_up, folder)
         try:
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
-            with stop.interruptible(), waiting("loading model and data"), _loading:
+            with stop.interruptible(), starting(), waiting(), _loading:
                 run = build_run(resolved, folder, stop, parts, reward_functions, rows, teaches=teaches)
         except BaseException as error:
-            if isinstance(error, Stopped):
-                error.advice = "the run had not begun; give the same command again"
-            folder.discard()
+            _give_up(folder, error)
             raise
         report = run.recorder.report = outer.enter_context(closing(_report(run)))
+        stop.save, stop.conclude = run.save, run.conclude_beside
+        stop.advice = lambda: redact(run.how_to_go_on(), os.environ) if is_main_process() else ""
         for warning in run.warnings:
             logger.warning("%s", warning)
         try:
@@ -146,6 +153,13 @@ def open_run(
                 error.advice = run.how_to_go_on()
             report.failed(error)
             raise
+
+
+def _give_up(folder: RunDir, error: BaseException) -> None:
+    """Deletes a new folder of a run that has not begun, because of `error`."""
+    if isinstance(error, Stopped):
+        error.advice = NOT_BEGUN
+    folder.discard()
 
 
 def _in_its_place(resolved: Resolved, folder: RunDir) -> Resolved:
@@ -195,6 +209,8 @@ class Run:
     """Of data that are probably not what is meant, and of rewards that fail on a made-up completion."""
     resumable: bool = True
     """Whether `quatrain train` goes on with the run after it was stopped."""
+    state: TrainState | None = None
+    """After the last finished step, while the run trains."""
 
     @property
     def config(self) -> Config:
@@ -306,8 +322,21 @@ class Run:
             elif step == steps:
                 recorder.report.log(0, metrics)
 
-        with recorder.timer.stage("sft"):
+        # Nothing of a warm start is kept when it is stopped.
+        with self.stop.interruptible(), recorder.timer.stage("sft"):
             return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
+
+    def save(self) -> None:
+        """Save a checkpoint of the last finished step, if the run trains."""
+        if self.state is not None:
+            self.checkpoints.save_before_end(self.state)
+
+    def conclude_beside(self, stopped: Stopped) -> None:
+        """Close what shows and writes the run, whose own thread computes and will not come back."""
+        self.recorder.progress.close()
+        stopped.advice = self.how_to_go_on()
+        self.recorder.report.failed(stopped)
+        self.recorder.report.close()
 
     def how_to_go_on(self) -> str:
         """What a run that was stopped has saved, and the command that goes on with it."""
@@ -318,11 +347,12 @@ class Run:
         if steps:
             command = f"{before}quatrain train --resume {shlex.quote(str(self.folder.path))}"
             return f"step {max(steps)} is saved; go on with:\n  {command}"
+        done = "before its first step"
+        if self.state is not None and self.state.train_step:  # a second signal
+            done = f"step {self.state.train_step} is not saved"
         where = [f"run.name={self.folder.name}", f"run.dir={self.folder.path.parent}"]
         options = " ".join(f"--set {shlex.quote(option)}" for option in where)
-        return (
-            f"before its first step; start it again with:\n  {before}quatrain train --resume auto {options}"
-        )
+        return f"{done}; start it again with:\n  {before}quatrain train --resume auto {options}"
 
     def export(self, params: Any, step: int) -> None:
         """Write the model of `step` for transformers, wait for the last checkpoint, and push to the Hub.
@@ -405,26 +435,35 @@ def build_run(
         check_saved_state(saved, folder.checkpoints)
         resume.check_config(config, saved, folder)
     _refuse_staleness_in_several_processes(config)
+    warm = bool(config.sft.steps and not folder.resumed)
     recorder = Recorder(config, folder.path, stop)
+    # What a user may have mistaken comes before what takes long.
+    stage("reward functions")
+    imported = import_rewards(config, reward_functions)
+    parts.callback(imported.close)
+    if num_processes() == 1:  # several read a part of the files each, and say what is wrong together
+        rows = _read_data(config, rows, imported, demonstrations=warm)
     loaded = load_policy(config, weights=weights)
-    scorer = build_scorer(config if weights else _without_reward_models(config), loaded, reward_functions)
-    parts.callback(scorer.close)
+    stage("prompts and reward models" if weights and config.reward.models else "prompts")
+    scored = config if weights else without_reward_models(config)
+    scorer = build_scorer(scored, loaded, reward_functions, imported=imported)
     reads = teacher_prompts(config, loaded)
     prompts = _load_prompts(config, loaded, scorer, rows, reads)
     recorder.skipped = {
         f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
         for what in ("skipped", "truncated", "filtered")
     }
-    base = _fingerprint_of_base(loaded)
-    identity = resume.Identity(config, folder, len(prompts), prompts.digests(), base)
+    policy = abstract_params(loaded.arch, config.model.param_dtype, loaded.meshes.train)
+    base = _fingerprint_of_base(loaded), form(without_adapters(policy)) if loaded.arch.lora else None
+    identity = resume.Identity(config, folder, len(prompts), prompts.digests(), *base)
     if saved is not None:
         identity.check(saved)
     evaluator = Evaluator(config, loaded, scorer, rows)
     parts.callback(evaluator.close)
     warnings = [*_check_data(config, prompts, scorer, evaluator), *evaluator.warnings]
+    stage("a first call of each reward function")
     warnings += _try_rewards(loaded, prompts, scorer, evaluator)
     advantage = build_advantage(config)
-    warm = config.sft.steps and not folder.resumed
     demonstrations = warm_start_data(config, loaded.tokenizer, rows) if warm else None
     if demonstrations is not None:
         name = shown_data_sets(config.sft.data or config.data.train)
@@ -433,6 +472,9 @@ def build_run(
     steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
     if saved is not None:
         resume.check_steps(steps, saved["train_step"], folder.path)
+    stage(
+        "rollout, advantage and update" if config.distill.teacher is None else "teacher, rollout and update"
+    )
     teacher, of_words = None, None
     if teaches:
         longest = _longest_read(config, reads, prompts, evaluator)
@@ -453,7 +495,7 @@ def build_run(
     stages = Stages(engine, scorer, advantage, learner, teacher)
     batches = _ahead(config, stages, prompts, recorder, steps)
     parts.callback(batches.close)
-    parts.callback(scorer.close)  # before the batches, whose thread may wait for a reward function
+    parts.callback(imported.close)  # before the batches, whose thread may wait for a reward function
     parts.callback(evaluator.close)
     reference = Reference(config, loaded, learner, folder.reference)
     scorer_of_tokens = of_words.scorer if of_words else teacher
@@ -464,12 +506,29 @@ def build_run(
     )
     state = (loaded.arch, reference, evaluations)
     checkpoints = Checkpoints(config, folder, store, *state, recorder, steps=steps, identity=identity)
+    if saved is not None:
+        checkpoints.check(learner.abstract(policy, _abstract_critic(config, loaded)))
     if weights and (repository := config.hub.push):  # last, so that invalid input leaves no repository
         decided_by_main(lambda: make_repository(repository, private=config.hub.private))
     return Run(
         *(resolved, folder, stop, loaded, prompts, demonstrations, evaluator, stages, batches, recorder),
         *(reference, evaluations, checkpoints, stop_when, steps, warnings),
     )
+
+
+def _read_data(config: Config, rows: GivenRows, imported: RewardScorer, *, demonstrations: bool) -> GivenRows:
+    """`rows` with those of each data set of the run, which must have the columns that rewards need."""
+    data, sft = config.data, config.sft.data or config.data.train
+    sets = [(data.train, False), *((spec, False) for spec in data.eval_sets.values())]
+    sets += [(sft, True)] if demonstrations else []
+    for spec, are_demonstrations in sets:
+        if any(each not in rows for each in data_set_list(spec)):
+            stage(f"data: {shown_data_sets(spec)}")
+        rows = hub_rows(config, spec, rows)
+        rows = {**rows, **{each: read_rows(each) for each in data_set_list(spec) if each not in rows}}
+        needed = {"completion": "the supervised warm start"} if are_demonstrations else imported.required_by
+        check_columns(spec, data, needed, demonstrations=are_demonstrations, rows=rows)
+    return rows
 
 
 def _load_prompts(
@@ -551,6 +610,13 @@ def _fingerprint_of_base(loaded: LoadedPolicy) -> str | None:
     return tree_fingerprint(without_adapters(loaded.params))
 
 
+def _abstract_critic(config: Config, loaded: LoadedPolicy) -> Any:
+    """The critic's parameters as `ShapeDtypeStruct`s; None without one."""
+    if loaded.critic_arch is None:
+        return None
+    return abstract_params(loaded.critic_arch, config.model.param_dtype, loaded.meshes.critic)
+
+
 def _check_data(
     config: Config, prompts: PromptSource, scorer: RewardScorer, evaluator: Evaluator
 ) -> list[str]:
@@ -589,10 +655,10 @@ def _try_rewards(
         sources = [prompts, *(data_set.source for data_set in evaluator.sets)]
         scorer.check_sources([value for source in sources for value in source.values_of(DATA_SOURCE)])
     tokenizer, first = loaded.tokenizer, prompts.first_by(DATA_SOURCE)
+    answers = AnswerTokens(tokenizer)
 
     def said(text: str) -> str:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
+        return answers.text(tokenizer.encode(text, add_special_tokens=False))
 
     ids = tokenizer.encode(MADE_UP, add_special_tokens=False)
     return [*scorer.check_format(first.values(), said), *scorer.try_on(first, ids)]
@@ -617,10 +683,3 @@ def _next_command(config: Config) -> str:
         " set model.path to a folder or a model on the Hub, data.train and data.eval to your prompts, and "
         "data.question_column to the column of their questions"
     )
-
-
-def _without_reward_models(config: Config) -> Config:
-    functions = {
-        name: entry for name, entry in config.reward.functions.items() if name not in config.reward.models
-    }
-    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})

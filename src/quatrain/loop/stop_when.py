@@ -38,10 +38,10 @@ class StopWhen:
         pattern = "" if metric.startswith("eval/") else pattern_of(metric) or ""
         if metric not in (*evaluated, *trained) and (not pattern or "<name>" in pattern):
             known = [*dict.fromkeys([*evaluated, *trained])]
+            nearest = "".join(f", of which the nearest is {name}" for name in nearest_keys(metric, known)[:1])
             raise ValueError(
                 "run.stop_when must name a metric of a training step or of the run's evaluations "
-                f"(docs/metrics.md), of which the nearest is {nearest_keys(metric, known)[0]}; got "
-                f"{shown(metric)}"
+                f"(docs/metrics.md){nearest}; got {shown(metric)}"
             )
 
     def reached(self, numbers: Mapping[str, float]) -> str | None:

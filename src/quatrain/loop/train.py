@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -76,6 +77,7 @@ def train(
 def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     recorder, evaluations, checkpoints = run.recorder, run.evaluations, run.checkpoints
     recorder.progress.phase("train", first=state.train_step)
+    run.state = state
     evaluations.when_due(state)  # in a run that was stopped before it was evaluated
     end = None
     while state.train_step < run.steps and end is None:
@@ -84,8 +86,11 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
                 with run.stop.interruptible():
                     batch = run.batches.take(state)
                 recorder.took(batch)
-                state, advantaged = learn(run.stages, state, batch.rewarded, timed=recorder.timed)
-                state = replace(state, position=batch.position)
+                # Until the first optimizer step takes over the arrays of `state`. Another name for what comes
+                # out: a signal right after it finds the old state given away, and waits until it is recorded.
+                with run.stop.interruptible_while(partial(checkpoints.holds, state)):
+                    updated, advantaged = learn(run.stages, state, batch.rewarded, timed=recorder.timed)
+            state = run.state = replace(updated, position=batch.position)
             run.reference.move_when_due(state)
             recorder.record(state.train_step, state.metrics, advantaged, evaluations.accuracy)
             evaluations.when_due(state)
@@ -141,6 +146,7 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
     named = resolved.chose("run.name")
     made = RunDir.create(config.run.dir, config.run.name, resume=resume, named=named)
     with Stop(agreement()) as stop, closing(made) as folder:
+        stop.conclude = lambda stopped: folder.discard()
         try:
             with stop.interruptible(), ExitStack() as parts:
                 run = build_run(resolved, folder, stop, parts, weights=False)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import decided_by_main
+from quatrain.config.errors import installation
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import REASON_CHARS, TOLERANCE
 from quatrain.models.blocks.experts import Experts
@@ -83,7 +84,7 @@ def _missing(product: str, platform: str) -> str | None:
     if platform not in TOKAMAX_PLATFORMS:
         return f"it needs a GPU or a TPU, but JAX uses the platform {platform}"
     if importlib.util.find_spec("tokamax") is None:
-        return "it needs the extra quatrain[gpu], Python 3.12 or later and JAX 0.11.1 or later"
+        return f"it needs {installation('gpu')}, Python 3.12 or later and JAX 0.11.1 or later"
     return None
 
 

@@ -31,8 +31,20 @@ Experts = Annotated[int, Field(ge=0, le=2**16 - 1)]
 MAX_TOKEN_IDS = 1_000
 
 
+def _whole(value: object) -> object:
+    """A whole number that JSON has as 50.0, as tools that average or scale settings write it, as 50."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _top_k(value: object) -> object:
+    """0, transformers' value for all tokens, for vLLM's -1."""
+    whole = _whole(value)
+    return 0 if whole == -1 else whole
+
+
 def _as_token_ids(value: object) -> tuple[int, ...]:
     ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    ids = [_whole(each) for each in ids]
     if len(ids) > MAX_TOKEN_IDS or any(type(each) is not int or not 0 <= each < 2**31 for each in ids):
         raise PydanticCustomError("token_ids", "must be a token id, a list of token ids, or null")
     return tuple(ids)
@@ -45,15 +57,15 @@ class GenerationConfig(Description):
     """generation_config.json: the tokens that end a completion; settings of sampling, for the export."""
 
     eos_token_id: TokenIds = ()
-    unk_token_id: TokenId | None = None
+    unk_token_id: Annotated[TokenId | None, BeforeValidator(_whole)] = None
     do_sample: bool | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_top_k)] = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Positive | None = None
-    no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
+    no_repeat_ngram_size: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_whole)] = None
 
 
 class ClassifierConfig(Description):
@@ -64,8 +76,11 @@ class ClassifierConfig(Description):
     num_labels: Annotated[int, Field(ge=0, le=10**6)] | None = None
 
 
-class RopeConfig(Description):
-    """Rotary embeddings: `rope_parameters` or, in older files, `rope_scaling`."""
+class RopeConfig(Description, extra="allow"):
+    """Rotary embeddings: `rope_parameters` or, in older files, `rope_scaling`.
+
+    Other keys are kept in `model_extra`, for the error that names them (`families/ropes.py`).
+    """
 
     rope_type: str | None = None
     type: str | None = None
@@ -77,6 +92,7 @@ class RopeConfig(Description):
     max_position_embeddings: Positions | None = None
     partial_rotary_factor: Share | None = None
     attention_factor: Positive | None = None
+    attn_factor: Positive | None = None
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
     mscale: Annotated[float, Field(ge=0, le=1e12)] | None = None

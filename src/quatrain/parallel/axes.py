@@ -14,8 +14,8 @@ Data flow: the table, logical axes of a parameter (`models.params`) and `MeshSha
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -30,7 +30,8 @@ UNSHARDED = frozenset({"norm", "rank"})
 """Logical axes that are too small for it."""
 
 
-def partition_spec(shape: Sequence[int], axes: Sequence[str], mesh: MeshShape) -> PartitionSpec:
+@functools.lru_cache(maxsize=4096)  # the layers of a model ask for the same again and again
+def partition_spec(shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape) -> PartitionSpec:
     """The partition spec on `mesh` of a parameter of `shape` with the logical `axes` of its dimensions.
 
     A dimension may be sharded over several mesh axes, the first outermost. The axes with `splits_largest`

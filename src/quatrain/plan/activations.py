@@ -8,6 +8,7 @@ target devices; `tests/plan/test_placement.py` compares the two.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ class Activations:
         return self.num_layers * self.kept + max(self.layer, self.head) + self.gradients
 
 
+@functools.lru_cache(maxsize=1024)  # `fit.py` asks for the same many times
 def activations(
     arch: Architecture,
     *,

@@ -28,6 +28,7 @@ MOST_HALVINGS = 6
 REMATS = ("none", "dots", "layer")
 Resolve = Callable[[Sequence[str]], Config]
 """The configuration with further overrides, each as `key=value`."""
+Progress = Callable[[int], None]
 _Cost = tuple[float, ...]
 """What each switch of a combination costs, in units of about the same slowdown; 0 is the fastest."""
 
@@ -76,12 +77,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class Fits:
-    """The combinations that fit, the cheapest first; `smallest` needs the least memory of all."""
+    """The combinations that fit, the cheapest first; if none does, the `smallest` of all."""
 
     device_memory: int
     devices: int
     found: tuple[Combination, ...]
-    smallest: Combination
+    smallest: Combination | None
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON."""
@@ -90,49 +91,50 @@ class Fits:
             "devices": self.devices,
             "usable_bytes": int(ROOM * self.device_memory),
             "fitting": [combination.to_dict() for combination in self.found],
-            "smallest": self.smallest.to_dict(),
+            "smallest": self.smallest and self.smallest.to_dict(),
         }
 
 
 def fit(
-    resolve: Resolve, *, devices: int, processes: int, device_memory: int, most_rows: int = MOST_ROWS
+    resolve: Resolve,
+    *,
+    devices: int,
+    processes: int,
+    device_memory: int,
+    most_rows: int = MOST_ROWS,
+    progress: Progress = lambda tried: None,
 ) -> Fits:
     """The `most_rows` cheapest combinations of mesh, `model.remat`, token budget, `offload` and dtypes.
 
     A combination fits if its peak is at most ROOM of `device_memory` bytes. They are tried in the order of
     their costs, a rough measure of the time that they add; those that cost at least as much as one found in
-    every respect are left out. `resolve` makes the configuration of a combination from its overrides. Raises
-    ValueError if no mesh of the devices can shard the model.
+    every respect are left out. `resolve` makes the configuration of a combination from its overrides;
+    `progress` is told the number of combinations computed so far. Raises ValueError if no mesh of the devices
+    can shard the model.
     """
     usable = int(ROOM * device_memory)
-    search = _Search(resolve, devices, processes, usable)
-    least = {
-        (mesh, switches.kept): combination
-        for mesh, switches in itertools.product(search.meshes, search.most_frugal)
-        if (combination := search.combination(mesh, switches))
-    }
-    if not least:
-        raise ValueError(
-            f"no mesh of {devices} devices can shard the model, of {'; '.join(map(str, search.meshes))}; "
-            "use another number of devices"
-        )
+    search = _Search(resolve, devices, processes, usable, progress)
     found: dict[_Cost, Combination] = {}
     for cost, mesh, switches in search.in_order():
         if len(found) == most_rows:
             break
-        smallest = least.get((mesh, switches.kept))
         dearer = any(all(map(operator.ge, cost, other)) for other in found)
-        if dearer or smallest is None or smallest.peak > usable:
+        # From what is quickly known to what is not: most combinations of a large model fail at once.
+        if dearer or not search.may_fit(mesh) or not search.fits(mesh, search.least_of(switches)):
             continue
         combination = search.combination(mesh, switches)
         if combination and not combination.warns and combination.peak <= usable:
             found[cost] = combination
-    smallest = min(least.values(), key=lambda combination: combination.peak)
+    smallest = None if found else search.smallest()
     return Fits(device_memory, devices, tuple(found.values()), smallest)
 
 
 class _Search:
-    def __init__(self, resolve: Resolve, devices: int, processes: int, usable: int):
+    def __init__(
+        self, resolve: Resolve, devices: int, processes: int, usable: int, progress: Progress
+    ) -> None:
+        self._usable, self._progress = usable, progress
+        self._tried: dict[tuple[MeshShape, _Switches], Combination | None] = {}
         self._resolve, self._config = resolve, resolve(["mesh=auto"])
         self._arch = architecture(self._config)
         self._layout = {"devices": devices, "processes": processes, "device_memory": usable}
@@ -157,9 +159,38 @@ class _Search:
         every = itertools.product(REMATS, halvings, *kept)
         self.switches = list(itertools.starmap(_Switches, every))
         """All values of the switches that this configuration may have."""
-        frugal = REMATS[-1], halvings[-1]
-        self.most_frugal = [switches for switches in self.switches if switches[:2] == frugal]
-        """Those with the smallest micro-batches."""
+        self._frugal = REMATS[-1], halvings[-1]
+        references, _, optimizers, states, _ = ([*values][-1] for values in kept)
+        self._least_kept = [
+            switches
+            for switches in self.switches
+            if switches[:3] == (*self._frugal, references) and switches[4:6] == (optimizers, states)
+        ]
+        """Those of which one needs the least memory: micro-batches are the smallest, and all is offloaded and
+        narrow that can be, but the policy and its parameters, whose offloading some dtypes exclude."""
+
+    def least_of(self, switches: _Switches) -> _Switches:
+        """`switches` with the smallest micro-batches."""
+        return switches._replace(remat=self._frugal[0], halvings=self._frugal[1])
+
+    def fits(self, mesh: MeshShape, switches: _Switches) -> bool:
+        """Whether the memory suffices for a combination."""
+        combination = self.combination(mesh, switches)
+        return combination is not None and combination.peak <= self._usable
+
+    def may_fit(self, mesh: MeshShape) -> bool:
+        """Whether any combination of `mesh` fits."""
+        return any(self.fits(mesh, switches) for switches in self._least_kept)
+
+    def smallest(self) -> Combination:
+        """The combination that needs the least memory; raises ValueError if no mesh can shard the model."""
+        every = (self.combination(*each) for each in itertools.product(self.meshes, self._least_kept))
+        if possible := [combination for combination in every if combination]:
+            return min(possible, key=lambda combination: combination.peak)
+        raise ValueError(
+            f"no mesh of {self._layout['devices']} devices can shard the model, of "
+            f"{'; '.join(map(str, self.meshes))}; use another number of devices"
+        )
 
     def in_order(self) -> list[tuple[_Cost, MeshShape, _Switches]]:
         """The combinations of all meshes and switches, the cheapest first."""
@@ -170,6 +201,12 @@ class _Search:
 
     def combination(self, mesh: MeshShape, switches: _Switches) -> Combination | None:
         """The combination with its memory; None if it is not possible, as where `mesh` cannot shard."""
+        if (mesh, switches) not in self._tried:
+            self._tried[mesh, switches] = self._computed(mesh, switches)
+            self._progress(len(self._tried))
+        return self._tried[mesh, switches]
+
+    def _computed(self, mesh: MeshShape, switches: _Switches) -> Combination | None:
         now = self._config
         budget = max(self._budget >> switches.halvings, self._least)
         critic = now.critic.enabled and switches.state_dtype == "bfloat16"
@@ -215,11 +252,20 @@ def _cost(mesh: MeshShape, switches: _Switches, *, frozen: bool) -> _Cost:
     )
 
 
-def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int) -> str:
+def remedy(
+    resolve: Resolve,
+    placed: Placement,
+    *,
+    devices: int,
+    processes: int,
+    progress: Progress = lambda tried: None,
+) -> str:
     """A sentence for a plan that does not fit: the overrides of the cheapest that does, or that none does."""
     memory = placed.device_memory
     assert memory is not None
-    result = fit(resolve, devices=devices, processes=processes, device_memory=memory, most_rows=1)
+    result = fit(
+        resolve, devices=devices, processes=processes, device_memory=memory, most_rows=1, progress=progress
+    )
     if not result.found:
         return render(result)
     same = f"mesh={placed.roles.train.mesh}"
@@ -230,7 +276,7 @@ def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int)
 def render(result: Fits) -> str:
     """A table of the combinations that fit, and the options for the first."""
     memory = f"{result.devices} device{'s' * (result.devices != 1)} of {in_units(result.device_memory)}"
-    if not result.found:
+    if result.smallest is not None:
         text = (
             f"nothing fits {memory}: the smallest combination needs {in_units(result.smallest.peak)} on each "
             f"device, of which {ROOM:.0%} may be filled, with {result.smallest.command}; use more devices, "

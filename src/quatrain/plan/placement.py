@@ -52,7 +52,7 @@ from quatrain.plan.device_memory import (
     RoleName,
     in_units,
 )
-from quatrain.update.optimizer import build_optimizer
+from quatrain.update.optimizer import OptimizerForm
 from quatrain.weights.load import BUILTIN, classifier_architecture, load_architecture
 
 FROZEN = "; frozen"
@@ -335,10 +335,7 @@ class _Plan:
 
     def _weights(self, mesh: MeshShape, dtype: str, *, trained: bool = False) -> int:
         """Bytes on one device of the parameters, or of those that are trained."""
-        trees = param_specs(self.arch), partition(self.arch, mesh)
-        if trained:
-            trees = trained_part(trees[0], self.arch), trained_part(trees[1], self.arch)
-        return sum_on_device(*trees, mesh, lambda spec: jnp.dtype(spec.dtype or dtype).itemsize)
+        return _weight_bytes(self.arch, mesh, dtype, trained)
 
     def _reference(self) -> Part:
         """The reference policy: a copy of the parameters on the devices of its role.
@@ -425,17 +422,10 @@ class _Plan:
 
     def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: Phase) -> Part:
         """The optimizer state: moments are sharded like their parameters, other state is replicated."""
-        optimizer, state = _abstract_state(config, self.arch)
-        sizes = optax.tree_map_params(
-            optimizer,
-            lambda x, spec: elements_on_device(x.shape, spec, self.mesh) * x.dtype.itemsize,
-            state,
-            trained_part(partition(self.arch, self.mesh), self.arch),
-            transform_non_params=lambda x: x.size * x.dtype.itemsize,
-        )
         moment = f", its first moment in {config.state_dtype}" if config.state_dtype != "float32" else ""
         why = f"{config.name}, in float32{moment}{OFFLOADED * offloaded}"
-        return Part("optimizer_state", sum(jax.tree.leaves(sizes)), why, (step,) if offloaded else PHASES)
+        size = _optimizer_bytes(config, self.arch, self.mesh)
+        return Part("optimizer_state", size, why, (step,) if offloaded else PHASES)
 
     def _tokens_of_micro_batch(self, sizes: UpdateConfig | CriticConfig) -> tuple[int, str]:
         """(tokens of the largest micro-batch on a device, the same in words)."""
@@ -513,8 +503,31 @@ class _Plan:
         return remedy
 
 
+@lru_cache(maxsize=1024)
+def _weight_bytes(arch: Architecture, mesh: MeshShape, dtype: str, trained: bool) -> int:
+    """Bytes on one device of the parameters, or of those that are trained; `fit.py` asks again and again."""
+    trees = param_specs(arch), partition(arch, mesh)
+    if trained:
+        trees = trained_part(trees[0], arch), trained_part(trees[1], arch)
+    return sum_on_device(*trees, mesh, lambda spec: jnp.dtype(spec.dtype or dtype).itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _optimizer_bytes(config: OptimizerConfig, arch: Architecture, mesh: MeshShape) -> int:
+    """Bytes on one device of the optimizer's state."""
+    form, state = _abstract_state(config, arch)
+    sizes = optax.tree_map_params(
+        form,
+        lambda x, spec: elements_on_device(x.shape, spec, mesh) * x.dtype.itemsize,
+        state,
+        trained_part(partition(arch, mesh), arch),
+        transform_non_params=lambda x: x.size * x.dtype.itemsize,
+    )
+    return int(sum(jax.tree.leaves(sizes)))
+
+
 @lru_cache(maxsize=8)
-def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[optax.GradientTransformation, Any]:
-    """The optimizer, and its state as shapes and dtypes; `fit.py` asks for the same few many times."""
-    optimizer = build_optimizer(config, total_steps=1)
-    return optimizer, jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
+def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[OptimizerForm, Any]:
+    """The optimizer's form, and its state as shapes and dtypes; `fit.py` asks for the same few many times."""
+    form = OptimizerForm.of(config)
+    return form, jax.eval_shape(form.init, trained_part(abstract_params(arch, jnp.float32), arch))

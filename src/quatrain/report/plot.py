@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quatrain.config.errors import installation
 from quatrain.run.metrics import read_metrics
 
 REWARD = "reward/mean"
@@ -41,7 +42,7 @@ def plot_run(run_dir: str | Path, output: str | Path) -> None:
     Raises ValueError if matplotlib is not installed, and if the run logged neither rewards nor accuracies.
     """
     if not can_plot():
-        raise ValueError("a plot needs matplotlib, which is not installed: `pip install 'quatrain[plot]'`")
+        raise ValueError(f"a plot needs matplotlib, which is not installed: {installation('plot')}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,6 +30,7 @@ from quatrain.parallel.compilations import (
     num_compilations,
     watching_compilations,
 )
+from quatrain.report.start_up import clock, remind
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,9 @@ class _State:
     """Programs that the process had compiled when the stage began."""
     told_compiling: bool = False
     """Whether a plain line has said that this stage compiles."""
+    told_stages: set[str] = field(default_factory=set)
+    """The stages, without counts, of which a plain line has said before the first step's end that they
+    compile."""
 
 
 class Progress:
@@ -107,6 +112,10 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Show nothing more; may be called again, and in another thread."""
         self._open.close()
 
     def _clear_stage(self) -> None:
@@ -181,11 +190,18 @@ class Progress:
                 self._print_plain(*self._doing())
 
     def _begins_to_compile(self) -> None:
-        """Say in a plain line, once in a stage, that the stage compiles: that may take long."""
-        silent_s = time.monotonic() - self._quiet_since
-        if self._plain and not self._state.told_compiling and silent_s >= PLAIN_INTERVAL_S:
-            self._state.told_compiling = True
-            self._print_plain(": ".join(filter(None, (self._state.stage, "compiling"))))
+        """Say in a plain line, once in a stage, that the stage compiles: that may take long.
+
+        At once in the first step, of which each stage may take minutes; later after a silence, because a
+        short stage may compile a small program.
+        """
+        state, silent_s = self._state, time.monotonic() - self._quiet_since
+        name = state.stage.rstrip("0123456789/ ")
+        is_first = state.step == (state.first or 0) and name not in state.told_stages
+        if self._plain and not state.told_compiling and (is_first or silent_s >= PLAIN_INTERVAL_S):
+            state.told_compiling = True
+            state.told_stages.add(name)
+            self._print_plain(": ".join(filter(None, (state.stage, "compiling"))))
 
     def _print_plain(self, *more: str) -> None:
         with self._printing:
@@ -215,7 +231,7 @@ class Progress:
         detail = state.detail
         if compiling is not None:  # how many programs it will be, nobody knows before
             number = num_compilations() - state.programs_before + 1
-            detail = f"compiling program {number}, {_clock(compiling)}"
+            detail = f"compiling program {number}, {clock(compiling)}"
         return [text for text in (": ".join(filter(None, (state.stage, detail))), state.beside) if text]
 
     def _facts(self, *, left: bool = True) -> list[str]:
@@ -230,7 +246,7 @@ class Progress:
 
     def _times(self) -> list[str]:
         """The time since the phase began and, between its first step and its last, what is left of it."""
-        state, elapsed = self._state, f"{_clock(time.monotonic() - self._state.started)} elapsed"
+        state, elapsed = self._state, f"{clock(time.monotonic() - self._state.started)} elapsed"
         done, remaining = state.step - (state.first or 0), state.total - state.step
         if state.first is None or done < 1 or remaining < 1:
             return [elapsed]
@@ -238,7 +254,7 @@ class Progress:
         # counts down within a step, for as long as the pace gives that step.
         pace = state.computed_s / done
         left = max(pace * remaining - (self._computed_s() - state.computed_s), pace * (remaining - 1))
-        return [elapsed, f"{_clock(left)} left"]
+        return [elapsed, f"{clock(left)} left"]
 
     def _computed_s(self) -> float:
         """Seconds of the phase without those of compiling, a program that is being compiled included."""
@@ -248,20 +264,9 @@ class Progress:
 
 
 @contextmanager
-def waiting(what: str, *, console: Console | None = None) -> Iterator[None]:
-    """Say every QUIET_INTERVAL_S seconds that the block, `what`, goes on; prints in the main process only."""
-    began = time.monotonic()
-    due_s = QUIET_INTERVAL_S
-
-    def tell() -> None:
-        nonlocal due_s
-        seconds = time.monotonic() - began
-        if is_main_process() and seconds >= due_s:
-            due_s += QUIET_INTERVAL_S
-            out = (console or Console(stderr=True)).file
-            print(f"{what} | {_clock(seconds)} elapsed", file=out, flush=True)
-
-    with _every_second(tell):
+def waiting() -> Iterator[None]:
+    """Say that the stage of the start-up goes on, after each QUIET_INTERVAL_S seconds of silence."""
+    with _every_second(partial(remind, QUIET_INTERVAL_S)):
         yield
 
 
@@ -280,8 +285,3 @@ def _every_second(call: Callable[[], None]) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

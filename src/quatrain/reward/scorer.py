@@ -104,6 +104,8 @@ class RewardScorer:
         faults_abstain: an episode that a fault ended has no reward, in place of ERROR_REWARD.
         accuracy_beside: the values are an accuracy instead of rewards; that scorer's `opening` and worker
             processes are shared.
+        workers_of: the worker processes are those of this scorer, which has the same functions and must be
+            closed after this one.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class RewardScorer:
         opening: str | None = None,
         faults_abstain: bool = False,
         accuracy_beside: RewardScorer | None = None,
+        workers_of: RewardScorer | None = None,
     ):
         self._decide, self._per_call, self._episodes = decide, config.per_call, episodes
         self._has_rewards = False
@@ -139,7 +142,8 @@ class RewardScorer:
             for spec, entry in entries.items()
             if entry.data_source is not None
         }
-        shared = None if accuracy_beside is None else accuracy_beside._pool
+        other = accuracy_beside or workers_of
+        shared = None if other is None else other._pool
         self._pool: Pool | None = shared or _pool(config, names, functions)
         self._owns_pool, self._is_accuracy = shared is None, accuracy_beside is not None
         try:

@@ -91,13 +91,13 @@ class FleetService:
     def release(self) -> None:
         """Nothing to free: the workers' memory is their own."""
 
-    def close(self) -> None:
-        """Ends the workers; what is in flight gets an error."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends the workers, and waits for the thread so long; what is in flight gets an error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self.fleet.close()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _work(self) -> None:
         error = CLOSED

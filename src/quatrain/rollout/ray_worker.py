@@ -18,6 +18,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from quatrain.config.errors import installation
 from quatrain.rollout.publish import Publisher
 from quatrain.rollout.supervisor import STARTING, WorkerFactory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
@@ -51,7 +52,7 @@ def workers(
     except ImportError as error:
         raise ValueError(
             f"rollout.workers needs Ray, which cannot be imported: {error}; install it with "
-            "`pip install 'quatrain[ray]'`, or set rollout.workers to 0"
+            f"{installation('ray')}, or set rollout.workers to 0"
         ) from error
     own = _start(ray, alone=platform == "cpu")
     options = {"num_cpus": 1, **OPTIONS[platform](devices)}

@@ -139,6 +139,16 @@ class Checkpointer:
 
         return self._newest_whole(step, read)
 
+    def check(self, arrays: Any) -> None:
+        """Raises the ValueError with which `restore` refuses `arrays`, without reading those that are saved.
+
+        Of the latest checkpoint whose description is not damaged.
+        """
+        wanted = {name: abstract(leaf) for name, leaf in _named_leaves(arrays).items()}
+        self._newest_whole(
+            None, lambda step: self._check(step, wanted, self._read_json(step)["arrays"], partial=False)
+        )
+
     def read_host(self, step: int | None = None) -> dict[str, Any]:
         """The `host` object of checkpoint `step`, without reading its arrays.
 
@@ -423,6 +433,11 @@ def _named_leaves(tree: Any) -> dict[str, Abstract]:
                 "put Python values into `host` and keys through `jax.random.key_data`"
             )
     return leaves
+
+
+def form(arrays: Any) -> str:
+    """A digest of the names, shapes and dtypes of a tree of arrays or of `ShapeDtypeStruct`s."""
+    return _sha256({name: _describe(leaf) for name, leaf in _named_leaves(arrays).items()})
 
 
 def _describe(leaf: Abstract) -> str:

@@ -29,7 +29,8 @@ class Identity:
     """What of a run in `folder` must be the same when it is resumed.
 
     `data`: the digests of its `num_prompts` training prompts. `base`: the fingerprint of the frozen base;
-    None without adapters, or if no weights are read.
+    None without adapters, or if no weights are read. `base_form`: what `checkpoint.form` says of the base;
+    None without adapters.
     """
 
     config: Config
@@ -37,6 +38,7 @@ class Identity:
     num_prompts: int
     data: Mapping[str, str]
     base: str | None
+    base_form: str | None
 
     def to_save(self) -> dict[str, Any]:
         """What a checkpoint says of the run; secrets as digests."""
@@ -45,12 +47,13 @@ class Identity:
             "config": {key: comparable(value, os.environ) for key, value in keys.items()},
             "num_prompts": self.num_prompts,
             "data": comparable(self.data, os.environ),
-            **({} if self.base is None else {"base": self.base}),
+            **({} if self.base is None else {"base": self.base, "base_form": self.base_form}),
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError unless the checkpoint `saved` is of the same run."""
         check_config(self.config, saved, self.folder)
+        check_form(self.config, self.base_form, saved, self.folder)
         if self.base is not None:
             check_base(saved.get("base"), self.base, self.config.model.path, self.folder.path)
         check_prompts(self.config, self.num_prompts, self.data, saved)
@@ -74,6 +77,16 @@ def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> No
         raise ValueError(
             f"a run can be resumed with {key} {value_at(config, key)} only if it was started with a "
             f"reference, which is saved at the start; {run} has none; set {key} back, or start another run"
+        )
+
+
+def check_form(config: Config, form: str | None, saved: Mapping[str, Any], folder: RunDir) -> None:
+    """Raises ValueError if the base of the adapters has other arrays than that of the checkpoint `saved`."""
+    if form != saved.get("base_form", form):  # a checkpoint of an earlier version has none
+        raise ValueError(
+            "adapters must be used with the base that they were trained on: the parameters of "
+            f"{config.model.path} in {config.model.param_dtype} have other names, shapes or dtypes than "
+            f"those of the base of {folder.path}; set model.path and model.param_dtype back"
         )
 
 

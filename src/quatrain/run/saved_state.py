@@ -46,6 +46,7 @@ class _SavedState(Description):
     evaluation_due: bool
     best: dict[str, Any] | None = None
     base: str | None = None
+    base_form: str | None = None
 
 
 def check_saved_state(host: Mapping[str, Any], folder: Path) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from quatrain.config.errors import installation
 from quatrain.config.files import read_json
 from quatrain.config.schema import LoggingConfig
 from quatrain.run.run_dir import RunDir, write_whole
@@ -67,7 +68,7 @@ class Service:
             self._sink = None
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, ImportError):
-                reason = f"{error}; install it with `pip install 'quatrain[wandb,trackio,tensorboard]'`"
+                reason = f"{error}; install it with {installation('wandb', 'trackio', 'tensorboard')}"
             text = "%s failed to %s and is not used any more; the run continues (%s)"
             _log.warning(text, self._name, what, reason)
 
@@ -93,7 +94,7 @@ def missing_services(config: LoggingConfig) -> list[str]:
     }
     return [
         f"logging.{name} needs the package {package}, which is not installed: the run would go on without "
-        f"it; install it with `pip install 'quatrain[{name}]'`"
+        f"it; install it with {installation(name)}"
         for name, (package, wanted) in asked.items()
         if wanted and find_spec(package) is None
     ]

@@ -20,9 +20,11 @@ import numpy as np
 from quatrain.data.turns import CALL_ID
 from quatrain.engine.scoring import Scores
 from quatrain.engine.service import Progress
-from quatrain.environments.tool_calls import CallStream, ToolCall
+from quatrain.environments.tool_calls import CallStream
 from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest, GenerateRequest
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
+from quatrain.types.answer_text import Channels, Said
+from quatrain.types.call_forms import ToolCall
 from quatrain.types.routes import routes_between, routes_to_text
 
 
@@ -33,12 +35,16 @@ class Choice:
     text: TextStream
     token_texts: TokenTexts
     prompt_ids: Sequence[int]
+    channels: Channels | None = None
+    """What tells the thoughts in the answer of a chat from its text."""
     calls: CallStream | None = None
     """What finds the calls in the text, if there are tools."""
     echoed: str | None = None
     """The text of the prompt, if the answer begins with it."""
     content: str = ""
     """The text that was said so far, outside of calls."""
+    thoughts: str = ""
+    """The thoughts so far that are no part of the text."""
     called: list[dict[str, Any]] = field(default_factory=list)
     """The calls that were said, as the client gets them."""
     scores: Scores | None = None
@@ -62,17 +68,24 @@ class Choice:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.called:
             message |= {"content": self.content or None, "tool_calls": self.called}
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
         return message
 
-    def said(self, tokens: Sequence[int], *, finished: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text outside of calls that is certain since the last call of this, and at the end the calls."""
-        new = self.text.push(tokens, finished=finished)
+    def said(self, tokens: Sequence[int], *, finished: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """What is new of the text outside of calls and of the thoughts, and at the end the calls."""
+        pieces = self.text.pieces(tokens, finished=finished)
+        thoughts, new = "", "".join(pieces)
+        if self.channels is not None:
+            said, last = self.channels.push(pieces), self.channels.end() if finished else Said()
+            thoughts, new = said.thoughts + last.thoughts, said.text + last.text
         if self.calls is not None:
             new = self.calls.push(new)
             rest, calls = self.calls.end() if finished else ("", [])
             new, self.called = new + rest, list(map(_call, calls))
         self.content += new
-        return new, self.called
+        self.thoughts += thoughts
+        return new, thoughts, self.called
 
 
 class Answer:
@@ -111,7 +124,7 @@ class Answer:
         """What a whole choice says."""
         if isinstance(self._asked, GenerateRequest):
             return {}
-        content, _ = choice.said(choice.tokens, finished=True)
+        content, _, _ = choice.said(choice.tokens, finished=True)
         if self._is_chat:
             return {"message": choice.message}
         return {"text": (choice.echoed or "") + content}
@@ -141,9 +154,11 @@ class Answer:
         choice = self.choices[number]
         choice.progress.append(progress)
         ended = progress.finish_reason is not None
-        new, calls = choice.said(progress.tokens, finished=ended)
+        new, thoughts, calls = choice.said(progress.tokens, finished=ended)
         facts = self._facts(choice, [progress], prompt=len(choice.progress) == 1)
         said: dict[str, Any] = {"content": new} if new or ended or choice.calls is None else {}
+        if thoughts and self._is_chat:
+            yield self._delta(number, {"reasoning_content": thoughts})
         if calls:
             if new:
                 yield self._delta(number, said)

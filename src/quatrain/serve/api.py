@@ -29,15 +29,16 @@ from starlette.routing import Route
 
 from quatrain import __version__
 from quatrain.data.chat_template import check_variables
-from quatrain.data.messages import checked_messages
+from quatrain.data.messages import MAX_TEXT_CHARS, checked_messages
 from quatrain.data.tokenizer import encode, render
-from quatrain.data.turns import TurnTemplate, begun_call, warn_of_unwritten
+from quatrain.data.turns import TurnTemplate, warn_of_unwritten
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
-from quatrain.environments.tool_calls import CallStream, tool_calls
+from quatrain.environments.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.answers import Answer, Choice
 from quatrain.serve.requests import (
+    NO_ROOM,
     AnyRequest,
     BadRequest,
     ChatRequest,
@@ -49,7 +50,9 @@ from quatrain.serve.requests import (
 from quatrain.serve.sessions import Reply, Session, Sessions
 from quatrain.serve.text import TextStream, TokenTexts, Vocabulary
 from quatrain.serve.turn_tree import Found, TurnTree
+from quatrain.types.answer_text import AnswerTokens, Channels
 from quatrain.types.batches import Prompt
+from quatrain.types.call_forms import schemas_of
 from quatrain.types.routes import routes_between
 
 MOST_BYTES = 32 * 2**20
@@ -90,6 +93,8 @@ class Api:
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._vocabulary = Vocabulary(self._tokenizer)
+        self._answers = AnswerTokens(self._tokenizer)
+        self._of_chat = Vocabulary(self._tokenizer, self._answers.markers)
         self._described = {
             "id": model,
             "object": "model",
@@ -99,6 +104,7 @@ class Api:
         }
         self._encoding = asyncio.Lock()
         self._had_tools = False
+        warn_of_unread(self._tokenizer, has_tools=False)
 
     def app(self, hosts: Sequence[str]) -> Starlette:
         """The application; it answers requests that name one of `hosts`, or any with "*"."""
@@ -404,15 +410,7 @@ class Api:
             owners = recorded.owners
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated[: len(owners)], owners)
-        choices = [
-            Choice(
-                TextStream(self._tokenizer, asked.stop_strings),
-                TokenTexts(self._vocabulary),
-                prompt,
-                CallStream(begun) if _offered(asked) else None,
-            )
-            for prompt in repeated
-        ]
+        choices = [self._choice(asked, prompt, begun) for prompt in repeated]
         answer = Answer(asked, self._model, choices, prompts, self._vocabulary)
         session = getattr(request.state, "session", None)
         if asked.stream:
@@ -437,6 +435,22 @@ class Api:
         if recorded is not None:
             recorded.end(choices)
         return response
+
+    def _choice(self, asked: AnyRequest, prompt: Sequence[int], begun: str) -> Choice:
+        """What will come of a completion; markers of calls and thoughts are read in a chat alone."""
+        if not isinstance(asked, ChatRequest):
+            return Choice(
+                TextStream(self._tokenizer, asked.stop_strings), TokenTexts(self._vocabulary), prompt
+            )
+        # Of Harmony, the prompt's last message has what is begun.
+        begun = "" if self._answers.is_harmony else begun
+        return Choice(
+            TextStream(self._tokenizer, asked.stop_strings, self._answers.markers),
+            TokenTexts(self._of_chat),
+            prompt,
+            Channels(self._answers, prompt),
+            CallStream(begun, schemas_of(asked.offered_tools)) if asked.offered_tools else None,
+        )
 
     async def _score(self, request: Request, choices: Sequence[Choice], asked: AnyRequest) -> None:
         """Gives each choice the scores of its tokens; without alternatives, those of its prompt suffice."""
@@ -585,7 +599,7 @@ class _Recorded:
             self.session.counts["tool_calls"] += len(choice.called)
             if self.messages:
                 if len(self.tools) > 1:
-                    left = tool_calls(choice.content)
+                    left = tool_calls(choice.content, schemas_of(self.tools[:-1]))
                     self.session.counts["malformed_calls"] += sum(call.problem is not None for call in left)
                 answer = checked_messages([choice.message])
                 self.session.tree.end(turn, [*self.messages, *answer], self.tools)
@@ -602,11 +616,6 @@ def _in_session(request: Request, asked: AnyRequest, prompts: list[list[int]]) -
 def _key_of(asked: AnyRequest) -> list[Mapping[str, Any]]:
     """The tools of a chat, then the variables of its template: what the dialogues of one sequence share."""
     return [*asked.offered_tools, asked.chat_template_kwargs] if isinstance(asked, ChatRequest) else [{}]
-
-
-def _offered(asked: AnyRequest) -> Sequence[Mapping[str, Any]]:
-    """The tools of a chat."""
-    return asked.offered_tools if isinstance(asked, ChatRequest) else ()
 
 
 def _is_untrained(request: Request) -> bool:
@@ -640,6 +649,8 @@ def _at_fault(field: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        if f"at most {MAX_TEXT_CHARS} characters" in str(error):  # longer than any model's positions
+            raise BadRequest(f"maximum context length: {error}; shorten it", field, code=NO_ROOM) from error
         raise BadRequest(str(error), field) from error
 
 
@@ -672,12 +683,10 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
-def _error_body(
-    status: int, message: str, field: str | None, code: str | int | None = None
-) -> dict[str, Any]:
+def _error_body(status: int, message: str, field: str | None, code: str | None = None) -> dict[str, Any]:
     other = "server_error" if status >= 500 else "invalid_request_error"
     kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(status, other)
-    return {"error": {"message": message, "type": kind, "param": field, "code": code or status}}
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def _error(
@@ -685,7 +694,7 @@ def _error(
     message: str,
     field: str | None = None,
     headers: Mapping[str, str] | None = None,
-    code: str | int | None = None,
+    code: str | None = None,
 ) -> Response:
     """An error in OpenAI's form."""
     return JSONResponse(_error_body(status, message, field, code), status_code=status, headers=headers)

@@ -30,6 +30,8 @@ DEFAULT_TOKENS = 16
 """Tokens of a completion, as in OpenAI's interface; an answer in a chat may fill the model's positions."""
 MOST_TOP_K = 2**31 - 1
 """A larger `top_k` keeps all tokens, as this one does; the decoder counts in int32."""
+NO_ROOM = "context_length_exceeded"
+"""The code of an error by which agents know that they must shorten their history."""
 LEAST_TOP_P = 1e-9
 """A smaller `top_p` keeps the likeliest token alone, as this one does, and in float32 it may be 0."""
 
@@ -89,12 +91,12 @@ Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 class BadRequest(ValueError):
     """A request that cannot be answered; `field` is the field at fault, `status` the HTTP status.
 
-    `code` is what a client looks at, if that is not the status.
+    `code` is a word that clients look at, if there is one.
     """
 
     def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
-        self.field, self.status, self.code = field, status, code or status
+        self.field, self.status, self.code = field, status, code
 
 
 class _Strict(BaseModel):
@@ -232,9 +234,10 @@ class _Request(_Strict):
     def _check_room(self, room: int, length: int) -> None:
         if room < (self.wanted_tokens != 0):
             raise BadRequest(
-                f"a prompt must leave room for a token in the model's {length + room} positions; it has "
-                f"{length} tokens; shorten it",
+                "maximum context length: a prompt must leave room for a token in the model's "
+                f"{length + room} positions; it has {length} tokens; shorten it",
                 self.prompt_field,
+                code=NO_ROOM,
             )
 
     def _sampling(self, room: int) -> Sampling:

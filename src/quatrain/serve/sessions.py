@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from quatrain.data.messages import as_messages
 from quatrain.engine.groups import PerRequestSampling
-from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest
+from quatrain.serve.requests import NO_ROOM, AnyRequest, BadRequest, ChatRequest, CompletionRequest
 from quatrain.serve.turn_tree import Found, Turn, TurnTree
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -199,7 +199,7 @@ class Session:
             self.refused = "turns"
             self.counts["refused_requests"] += 1
             text = f"an episode has at most {rules.max_turns} answers (rollout.max_turns), which are used up"
-            raise BadRequest(f"maximum context length: {text}", code=_NO_ROOM)
+            raise BadRequest(f"maximum context length: {text}", code=NO_ROOM)
         if room < 1:
             self.refused = "length"
             self.counts["refused_requests"] += 1
@@ -210,7 +210,7 @@ class Session:
                 f"{len(found.ids)}, {used} were sampled, and {reserved} are held for answers in progress; "
                 f"shorten the messages, or end the episode{held}",
                 asked.prompt_field,
-                code=_NO_ROOM,
+                code=NO_ROOM,
             )
         wanted = asked.wanted_tokens
         sampling = replace(
@@ -225,9 +225,6 @@ class Session:
         for turn in begun:
             turn.reserved = sampling.max_new_tokens
         return begun, [own(turn.sequence_id, turn.offset) for turn in begun]
-
-
-_NO_ROOM = "context_length_exceeded"
 
 
 def is_role(name: str) -> bool:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from quatrain.types.answer_text import Marker
+
+_NO_MARKERS: Mapping[int, Marker] = MappingProxyType({})
 REPLACEMENT = "\ufffd"
 """What a tokenizer writes for bytes that are no character yet."""
 MOST_PENDING = 4
@@ -28,19 +32,33 @@ class TextStream:
 
     Each push decodes the new tokens after those of the push before, so that a whole completion takes time in
     proportion to its length. `length` is the number of characters returned so far; `stopped` says whether a
-    stop string came.
+    stop string came. `markers` are special tokens that stay (`AnswerTokens.markers`).
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+    def __init__(self, tokenizer: Any, stop: Sequence[str], markers: Mapping[int, Marker] = _NO_MARKERS):
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self._stop = tuple(stop)
+        self._stop, self._markers = tuple(stop), markers
         self._context: list[int] = []
         self._new: list[int] = []
         self._held = ""
         self.length, self.stopped = 0, False
 
+    def pieces(self, tokens: Sequence[int], *, finished: bool) -> list[str]:
+        """The markers since the last call, and the texts between them that are certain."""
+        pieces: list[str] = []
+        begin = 0
+        for at, marker in ((at, self._markers.get(token)) for at, token in enumerate(tokens)):
+            if marker is not None and not self.stopped:
+                pieces.append(self.push(tokens[begin:at], finished=True))
+                self._context, self._new, begin = [], [], at + 1
+                self.stopped = self.stopped or any(stop in marker for stop in self._stop)
+                if not self.stopped:
+                    pieces.append(marker)
+                    self.length += len(marker)
+        return [*pieces, self.push(tokens[begin:], finished=finished)]
+
     def push(self, tokens: Sequence[int], *, finished: bool) -> str:
-        """The text that is certain since the last call."""
+        """The text that is certain since the last call, of tokens without markers."""
         if self.stopped:
             return ""
         text = self._held + self._decoded(tokens, finished)
@@ -79,11 +97,11 @@ class TextStream:
 class Vocabulary:
     """What a token of `tokenizer` is by itself; `first` if no text comes before it.
 
-    Some tokenizers write no space before the first word of a text.
+    Some tokenizers write no space before the first word of a text. `markers` as in `TextStream`.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, markers: Mapping[int, Marker] = _NO_MARKERS):
+        self._tokenizer, self.markers = tokenizer, markers
         self._before = tokenizer.encode("a", add_special_tokens=False)
         self.bytes_of, self.name = cache(self._bytes_of), cache(self._name)
 
@@ -94,6 +112,8 @@ class Vocabulary:
 
     def _bytes_of(self, token: int, first: bool) -> bytes:
         """The bytes that a token adds to a text, perhaps part of a character; none if it is special."""
+        if token in self.markers:
+            return self.markers[token].encode()
         before = [] if first else self._before
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         text: str = decode([*before, token])[len(decode(before)) :]
@@ -137,5 +157,5 @@ class TokenTexts:
         if raw and raw[0] & 0xC0 != 0x80:  # it begins a character, so one that is not whole stays broken
             self._end += len(self._utf8.decode(b"", final=True))
         start, self._end = self._end, self._end + len(self._utf8.decode(raw))
-        self._first = self._first and not raw
+        self._first = token in self._vocabulary.markers or (self._first and not raw)
         return TokenText(name, raw, start, self._end)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quatrain.config.schema import RolloutConfig
+from quatrain.types.answer_text import CONTEXT, AnswerTokens
 from quatrain.types.batches import Prompt, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.routes import live_of, routes_between
@@ -207,8 +208,8 @@ def rollout_batch(
 ) -> RolloutBatch:
     """The batch of finished `samples`, in the given order, with `metrics` and metrics of the lengths added.
 
-    `tokenizer` decodes completions, without special tokens, to the text that reward functions get; in an
-    episode of several turns, the last turn. `episodes` has the number of each row's episode, if it may have
+    `tokenizer` decodes completions to the text that reward functions get (`AnswerTokens.text`); in an episode
+    of several turns, the last turn. `episodes` has the number of each row's episode, if it may have
     several. The batch has `routes` if one of the completions has.
     """
     lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
@@ -222,6 +223,7 @@ def rollout_batch(
         attention[row, : before + new] = True
     reasons = np.array([completion.finish_reason for _, completion in samples], np.str_)
     names = samples[0][0].columns if samples else ()
+    answers = AnswerTokens(tokenizer)
     batch = RolloutBatch(
         input_ids=input_ids,
         attention_mask=attention,
@@ -231,13 +233,21 @@ def rollout_batch(
         finish_reason=reasons,
         group_ids=np.array([prompt.group_id for prompt, _ in samples], np.int64),
         prompts=tuple(prompt.text for prompt, _ in samples),
-        completions=tuple(tokenizer.decode(c.last_turn, skip_special_tokens=True) for _, c in samples),
+        completions=tuple(
+            answers.text(c.last_turn, context_of(prompt.input_ids, c)) for prompt, c in samples
+        ),
         columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
         episode_ids=None if episodes is None else np.array(episodes, np.int64),
         routes=_routes([completion.routes for _, completion in samples], lengths, shape[1]),
     )
     prompts = np.array([before for before, _ in lengths])
     return replace(batch, metrics={**_length_metrics(batch, prompts), **metrics})
+
+
+def context_of(prompt_ids: np.ndarray, completion: Completion) -> list[int]:
+    """The last tokens before the last turn of a completion, which may begin it."""
+    given = completion.tokens[: completion.turns[-1]]
+    return [*prompt_ids[-CONTEXT:].tolist(), *given[-CONTEXT:]][-CONTEXT:]
 
 
 def _routes(

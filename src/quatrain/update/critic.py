@@ -116,7 +116,7 @@ class Critic:
         logged = {RENAMED.get(name, name): metric for name, metric in totals.metrics.items()}
         metrics = {name: metric for name, metric in logged.items() if name.startswith("critic/")}
         metrics |= {
-            "critic/learning_rate": Metric(float(self.trainer.learning_rate(place))),
+            "critic/learning_rate": Metric(self.trainer.optimizer.learning_rate(place)),
             "critic/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "critic/bad_steps": Metric(totals.bad, reduction="sum"),
         }

@@ -29,6 +29,7 @@ from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import full, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
 from quatrain.types.routes import live_of
+from quatrain.update.optimizer import Optimizer, OptimizerForm, OptimizerNumbers
 from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, per_device_spec
 
 Total = tuple[Any, Any]
@@ -178,16 +179,16 @@ def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Obj
     }
 
 
-@partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "opt_state"))
+@partial(jax.jit, static_argnames=("form",), donate_argnames=("params", "opt_state"))
 def _apply(
     params: Any,
     opt_state: Any,
     total: Any,
     loss: jax.Array,
+    numbers: OptimizerNumbers,
     draw: np.ndarray | None = None,
-    schedule_step: np.int32 | None = None,
     *,
-    optimizer: optax.GradientTransformation,
+    form: OptimizerForm,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
     grads = jax.tree.map(lambda g: g.sum(axis=0), total)
     norm = optax.tree.norm(grads)
@@ -195,8 +196,7 @@ def _apply(
 
     def apply(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
         master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        update = optax.with_extra_args_support(optimizer).update
-        updates, opt_state = update(grads, opt_state, master, global_norm=norm, schedule_step=schedule_step)
+        updates, opt_state = form.update(grads, opt_state, master, numbers, norm)
         return round_tree(jax.tree.map(jnp.add, master, updates), params, draw), opt_state
 
     def leave(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
@@ -234,22 +234,34 @@ def sum_gradients(
     return total
 
 
-def init_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Any:
+def abstract_optimizer(form: OptimizerForm, params: Any) -> Any:
+    """Shapes and dtypes of `init_optimizer`, of arrays or of `ShapeDtypeStruct`s."""
+    masters = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    return jax.eval_shape(form.init, masters)
+
+
+def init_optimizer(form: OptimizerForm, params: Any) -> Any:
     """Optimizer state as for float32 parameters, whatever the dtype of `params`, each where its one lies."""
-    masters = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     everywhere = NamedSharding(mesh, PartitionSpec())
     places = optax.tree_map_params(
-        optimizer,
+        form,
         lambda _, like: like.sharding,
-        jax.eval_shape(optimizer.init, masters),
-        masters,
+        jax.eval_shape(partial(_init, form=form), params),
+        params,
         transform_non_params=lambda _: everywhere,
     )
-    init = jax.jit(
-        lambda p: optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), p)), out_shardings=places
-    )
-    return init(params)
+    return _init(params, form=form, places=tuple(jax.tree.leaves(places)))
+
+
+@partial(jax.jit, static_argnames=("form", "places"))
+def _init(params: Any, form: OptimizerForm, places: tuple[NamedSharding, ...] = ()) -> Any:
+    """The state of `form`; its leaves are at `places`, if these are given."""
+    state = form.init(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    if not places:
+        return state
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, map(jax.lax.with_sharding_constraint, leaves, places))
 
 
 class Stepped(NamedTuple):
@@ -270,17 +282,17 @@ def optimizer_step(
     *,
     model: ModelSpec,
     objective: Objective,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
+    schedule_step: int,
     residuals: ResidualMemory | None = None,
     draw: np.ndarray | None = None,
-    schedule_step: int | None = None,
 ) -> Stepped:
     """One optimizer step. Donates what is trained, and the optimizer's state.
 
     A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
     in the host's memory is brought to the devices for the step, and back. New bfloat16 parameters are rounded
     stochastically if there is a `draw` (`ops.rounding.round_tree`), else to the nearest number. The learning
-    rate is that of `schedule_step`; None: of the step after the last that was applied.
+    rate is that of step `schedule_step` of the optimizer's schedule.
     """
     grads, stats = sum_gradients(params, batches, model=model, objective=objective, residuals=residuals)
     trained = model.trained(params)
@@ -291,9 +303,9 @@ def optimizer_step(
             to_memory("device", opt_state),
             grads,
             stats["sum"]["loss"],
+            optimizer.numbers(schedule_step),
             draw,
-            None if schedule_step is None else np.int32(schedule_step),
-            optimizer=optimizer,
+            form=optimizer.form,
         )
     trained, opt_state = reshard((trained, opt_state), places)
     params = model.with_trained(params, trained)

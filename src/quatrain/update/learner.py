@@ -165,6 +165,12 @@ class Learner:
             reward_kl_coef=self.kl_reward.coef if self.kl_reward else 0.0,
         )
 
+    def abstract(self, params: Any, critic_params: Any = None) -> TrainState:
+        """The state of `init` as `ShapeDtypeStruct`s, for parameters that are some."""
+        policy = self.trainer.abstract(params)
+        critic = None if self.critic is None else self.critic.trainer.abstract(critic_params)
+        return TrainState(policy.params, policy.opt_state, critic=critic)
+
     @property
     def needs_logprobs_and_values(self) -> bool:
         """Whether advantages need values or KL in the reward, or samples show log-probabilities."""
@@ -299,7 +305,7 @@ class Learner:
             effective = mean**2 / squares.result() if squares.result() else 0.0
             totals.combine({"update/effective_sample_fraction": Metric(effective)})
         return state, totals.metrics | totals.load_metrics | {
-            "update/learning_rate": Metric(float(self.trainer.learning_rate(place))),
+            "update/learning_rate": Metric(self.trainer.optimizer.learning_rate(place)),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),

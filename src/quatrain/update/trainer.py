@@ -21,8 +21,8 @@ from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import brief
 from quatrain.types.metrics import Metric, combine
-from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
-from quatrain.update.optimizer import build_optimizer, learning_rate
+from quatrain.update.gradient import Objective, abstract_optimizer, init_optimizer, optimizer_step
+from quatrain.update.optimizer import Optimizer
 from quatrain.update.residuals import residual_memory
 from quatrain.update.teacher import WordTeacher
 
@@ -114,16 +114,19 @@ class Trainer:
         teacher: WordTeacher | None = None,
     ):
         self.model, self.planner, self.teacher = model, planner, teacher
-        self.optimizer = build_optimizer(optimizer, total_steps)
-        self.learning_rate = learning_rate(optimizer, total_steps)
+        self.optimizer = Optimizer(optimizer, total_steps)
         self.optimizer_memory = optimizer_memory
         self.residuals = residual_memory(model.backend, model.remat)
         self._draws = (seed, stream) if optimizer.stochastic_rounding else None
 
     def init(self, params: Any) -> ModelState:
         """A state at step 0; the trained part of `params` is the trainer's from here on (it is donated)."""
-        opt_state = init_optimizer(self.optimizer, self.model.trained(params))
+        opt_state = init_optimizer(self.optimizer.form, self.model.trained(params))
         return ModelState(params, to_memory(self.optimizer_memory, opt_state))
+
+    def abstract(self, params: Any) -> ModelState:
+        """The state of `init` as `ShapeDtypeStruct`s, for parameters that are some."""
+        return ModelState(params, abstract_optimizer(self.optimizer.form, self.model.trained(params)))
 
     def step(
         self, state: State, mini: TokenTable, objective: Objective, totals: StepTotals, schedule_step: int

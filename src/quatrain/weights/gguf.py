@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.config.errors import shown
+from quatrain.config.errors import installation, shown
 from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture, Head, LayerKind
 from quatrain.models.blocks.delta import GatedDeltaNet
@@ -131,7 +131,7 @@ def _gguf() -> Any:
         return importlib.import_module("gguf")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "a .gguf model needs the `gguf` package, which is not installed: run `pip install quatrain[gguf]`"
+            f"a .gguf model needs the `gguf` package, which is not installed: run {installation('gguf')}"
         ) from error
 
 

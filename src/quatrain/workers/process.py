@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quatrain.config.secrets import redact
+from quatrain.workers.descendants import end_descendants, is_stopped
 from quatrain.workers.threads import running_future
 from quatrain.workers.worker import LOAD_TIMEOUT_S, SIZE_BYTES
 
@@ -77,8 +78,8 @@ class _Call:
 class WorkerProcess:
     """A process of `worker.py` and its calls without a reply.
 
-    It is made and used in the thread of `loop` alone, which must live as long as the process, because a
-    process ends with the thread that started it.
+    It is made and used in the thread of `loop` alone, which must live as long as the process: one may end
+    with the thread that started it. With it ends what it has started (`descendants.py`).
 
     Args:
         what: what `ps` shows of it.
@@ -106,6 +107,8 @@ class WorkerProcess:
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._loaded: set[str] = set()
+        self._worker: int | None = None
+        """The process below its guard (`descendants.py`), when it has said so."""
         self._no_more = self._is_closed = False
         self._pinged = True  # not asked before its first reply: to load has a limit of its own
         self._heard = time.monotonic()
@@ -169,9 +172,10 @@ class WorkerProcess:
             self._loop.call_later(within_s, self.kill)
 
     def kill(self, failure: Failure | None = None) -> None:
-        """Ends the process and its children; its calls get this failure, or how it has ended by itself."""
+        """Ends the process and what it has started; its calls get this failure, or how it ended by itself."""
         if self.failure is not None:
             return
+        end_descendants(self._popen.pid)  # before the guard, which keeps them together
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)  # a number that is taken until its status is read
         status = self._popen.wait()
@@ -189,6 +193,8 @@ class WorkerProcess:
         """Whether the process has ended (or was stopped), without reading its status."""
         if self.failure is not None:
             return True
+        if or_stopped and self._worker is not None and is_stopped(self._worker):
+            return True
         events = os.WEXITED | (os.WSTOPPED if or_stopped else 0)
         with suppress(ChildProcessError):  # somebody else has read its status
             return os.waitid(os.P_PID, self._popen.pid, events | os.WNOHANG | os.WNOWAIT) is not None
@@ -199,8 +205,8 @@ class WorkerProcess:
         with theirs, ExitStack() as stack:
             stack.callback(ours.close)
             # -P: the script's folder is not added to the import path. -u: what is printed before a crash is
-            # not lost. A session of its own: a keyboard interrupt does not reach it, and it ends with its
-            # children.
+            # not lost. A session of its own: a keyboard interrupt does not reach it, and where it has no
+            # guard it ends with its process group.
             python = settings.get("python") or sys.executable
             command = [python, "-P", "-u", "-X", "faulthandler", str(_SCRIPT), str(theirs.fileno())]
             self._popen = subprocess.Popen(
@@ -271,8 +277,11 @@ class WorkerProcess:
 
     def _take(self, reply: Mapping[str, Any]) -> None:
         """Settles the call that a line answers."""
-        self._heard, self._pinged = time.monotonic(), False
         number = reply["call"]
+        if "process" in reply:  # its first words, before it loads
+            self._worker = int(reply["process"])
+            return None
+        self._heard, self._pinged = time.monotonic(), False
         if "died" in reply:  # the process goes on as another
             return self._settle_all(self._how_ended(reply["died"]))
         if number is None:

@@ -41,7 +41,7 @@ class Connection:
     def __init__(self, number: int):
         self._socket = socket.socket(fileno=number)
         self._lock = threading.Lock()
-        self.process = os.getpid()
+        self.number, self.process = number, os.getpid()
 
     def request(self) -> tuple[Any, ...]:
         """The next request; raises EOFError if no more will come."""
@@ -96,9 +96,16 @@ def main() -> None:
     sys.argv, sys.path = [""], settings.get("path") or [*sys.path, ""]
     if "package" in settings:
         _import_from(Path(settings["package"]))
+    parent = settings["parent"]
+    if settings.get("fork") is None:  # users' code, which may start programs
+        from quatrain.workers.descendants import guarded
+
+        parent = guarded(parent, connection.number)
+        connection.process = os.getpid()
+        connection.reply(None, process=connection.process)
     from quatrain.workers.user_code import find_function
 
-    _enter(settings)
+    _enter({**settings, "parent": parent})
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     serve = find_function(settings["serve"], {}, "service") if "serve" in settings else _serve_functions

@@ -110,9 +110,10 @@ class RolloutConfig(Section):
     """Processes in which environments run; 0: threads of the process that trains. Only a process can be ended
     if an environment hangs, and without the run if one crashes."""
     mesh: Mesh | None = None
-    """Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of `mesh`, so that
-    each replica of the sampler has a complete copy of the weights on `tp` devices. With `rollout.workers`:
-    that of each worker, over its own devices."""
+    """Device mesh for the rollout, in the form of `mesh`, with `cp` 1. null: `tp` and `ep` of `mesh`,
+    and as many replicas of the sampler (`dp`) as there is room for, each with a complete copy of the weights
+    on its `tp` x `ep` devices. With `rollout.workers`: that of each worker, over its own devices; null: `tp`
+    of `mesh`."""
     workers: NonNegative = 0
     """Rollout workers on Ray (extra `ray`): processes with devices of their own, in which the engine samples,
     and whose death costs time and no data. 0: the devices of this run sample: [fleet.md](fleet.md)."""

@@ -70,8 +70,8 @@ class UpdateConfig(Section):
     epochs: Count = 1
     """Passes over the sequences of a training step (μ)."""
     micro_batch_size: Count | None = None
-    """Sequences per data shard (one of the `dp` x `fsdp` parts of a batch) in one forward/backward pass;
-    null: `update.max_tokens_per_device` is used instead."""
+    """Sequences per data shard (one of the `dp` x `fsdp` x `ep` parts of a batch) in one forward/backward
+    pass; null: `update.max_tokens_per_device` is used instead."""
     max_tokens_per_device: Count | None = None
     """Token budget: maximum number of tokens per data shard in one forward/backward pass. Derived if
     `update.micro_batch_size` is null: 16384, or the length of the longest possible sequence if that is

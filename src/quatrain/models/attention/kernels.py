@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from quatrain.config.errors import installation
 from quatrain.models.architecture import Architecture
 
 PLATFORMS = {"cudnn": "gpu", "tokamax": "gpu", "splash": "tpu"}
@@ -70,7 +71,7 @@ def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
     if kernel == "splash":
         return None
     if kernel == "tokamax" and importlib.util.find_spec("tokamax") is None:
-        return "be imported: it needs the extra quatrain[gpu], Python 3.12 or later and JAX 0.11.1 or later"
+        return f"be imported: it needs {installation('gpu')}, Python 3.12 or later and JAX 0.11.1 or later"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
     for mixer in arch.attentions:

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
+from difflib import get_close_matches
 from typing import Any
 
-from quatrain.config.errors import shown
+from quatrain.config.errors import listed, shown
 from quatrain.models.hf_config import HFConfig, RopeConfig, RopeParameters
 from quatrain.models.rope import Rope, longrope_scale, yarn_scale
+
+logger = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -55,6 +61,36 @@ def read_sliding_rope(c: HFConfig, theta: float | None) -> Rope:
     return rope
 
 
+_WITHOUT_EFFECT = ("finetuned", "mrope_section", "mrope_interleaved")
+"""Other keys of real files: a remark, and the positions of images, which text does not have."""
+_NOT_OF_KIND = {
+    "default": ("low_freq_factor", "high_freq_factor", "attention_factor", "attn_factor", "beta_fast"),
+    "linear": ("low_freq_factor", "high_freq_factor", "attention_factor", "attn_factor", "beta_fast"),
+    "llama3": ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale"),
+    "yarn": ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+    "longrope": ("low_freq_factor", "high_freq_factor", "attn_factor", "beta_fast", "beta_slow"),
+}
+"""Keys that change the numbers of another kind, so that whoever wrote them meant that kind."""
+
+
+def _refuse_unknown(rope: RopeConfig, kind: str) -> None:
+    """Raises ValueError for keys that nothing here reads, by which their writer meant other numbers."""
+    unknown = [key for key in rope.model_extra or () if key not in _WITHOUT_EFFECT]
+    if unknown:
+        known = [key for key in RopeConfig.model_fields if key != "attn_factor"]
+        near = [
+            f"{key} (did you mean {near}?)" for key in unknown for near in get_close_matches(key, known, 1)
+        ]
+        raise ValueError(
+            f"rope settings (rope_scaling or rope_parameters) that are not known here: "
+            f"{', '.join(near) or listed(unknown)}; correct their names, or remove them"
+        )
+    if unread := [key for key in _NOT_OF_KIND.get(kind, ()) if getattr(rope, key) is not None]:
+        raise ValueError(
+            f"{listed(unread)} in rope settings of type {kind}, which does not read it; remove it"
+        )
+
+
 def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, Any]) -> Rope:
     kind: Any = rope.rope_type or rope.type or "default"
     if kind not in ROPE_TYPES:
@@ -62,6 +98,7 @@ def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, 
         raise ValueError(f"unsupported rope type {shown(kind)}; supported: {', '.join(ROPE_TYPES)}{remedy}")
     if rope.type not in (None, kind):
         raise ValueError(f"the rope_type {shown(kind)} and type {shown(rope.type)}; remove one")
+    _refuse_unknown(rope, kind)
     fields = {"theta": theta or 10_000.0, "kind": kind, **fields}
     if kind == "default":
         if rope.factor not in (None, 1.0):
@@ -84,7 +121,7 @@ def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, 
         if low >= high:
             raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
         return Rope(**fields, **values)
-    apart = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+    apart = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *(rope.model_extra or ())}
     given = rope.model_dump(exclude_none=True, exclude=apart)
     written = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     fields["written"] = tuple(sorted({**written, "original_max_position_embeddings": original}.items()))
@@ -95,14 +132,36 @@ def _yarn(rope: RopeConfig, fields: dict[str, Any]) -> Rope:
     if fields["theta"] <= 1:
         raise ValueError(f"yarn needs a rope_theta above 1; got {fields['theta']}")
     factor, values = rope.factor or 1.0, dict(fields["written"])
+    scale = rope.attention_factor or yarn_scale(factor, values)
+    if rope.attn_factor is not None:  # vLLM and llama.cpp multiply by it; transformers does not know it
+        product = yarn_scale(factor, values) * rope.attn_factor
+        if rope.attention_factor is not None and not math.isclose(scale, product, rel_tol=1e-6):
+            raise ValueError(
+                f"attention_factor ({scale:g}) and attn_factor ({rope.attn_factor:g}, times yarn's own "
+                f"factor {product:g}) in rope settings, which engines read differently; remove one"
+            )
+        scale = product
+        _say_read_as_vllm(rope.attn_factor, product)
+        # Exported as attention_factor too, so that transformers computes what was trained.
+        fields["written"] = tuple(sorted({**values, "attention_factor": product}.items()))
     return Rope(
         **fields,
         factor=factor,
-        scale=rope.attention_factor or yarn_scale(factor, values),
+        scale=scale,
         beta_fast=rope.beta_fast or 32.0,
         beta_slow=rope.beta_slow or 1.0,
         truncate=rope.truncate is not False,
         query_beta=rope.llama_4_scaling_beta or 0.0,
+    )
+
+
+@functools.lru_cache(maxsize=16)  # once for a model, which is read several times
+def _say_read_as_vllm(attn_factor: float, product: float) -> None:
+    logger.warning(
+        "attn_factor %g in rope settings multiplies yarn's own factor, to %g, as in vLLM and llama.cpp; "
+        "transformers ignores it, and gets this product as attention_factor in what is exported",
+        attn_factor,
+        product,
     )
 
 

@@ -1,0 +1,310 @@
+"""`quatrain convert`: what becomes of keys and values of verl, TRL and Tunix (samples in `theirs/`)."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quatrain.config.convert import convert
+from quatrain.config.convert.read import read_theirs
+from quatrain.config.errors import ConfigError
+from quatrain.config.fields import value_at
+from quatrain.config.layers import file_layer
+from quatrain.config.load import load_config
+
+THEIRS = Path(__file__).with_name("theirs")
+SAMPLES = sorted(path.name for path in THEIRS.iterdir())
+
+
+def converted(text, tmp_path, *overrides, **options):
+    """The text that a conversion writes, and the configuration that loads from it."""
+    made = convert(text, "theirs.yaml", overrides, **options).text
+    path = tmp_path / "mine.yaml"
+    path.write_text(made)
+    return made, load_config(path, [], {}, trains=False).config
+
+
+def of_sample(name, tmp_path, **options):
+    return converted((THEIRS / name).read_text(), tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_each_key_of_a_sample_is_in_the_output_and_the_output_loads(name, tmp_path):
+    """Catches a key that is dropped without a word, and output that our own loader refuses."""
+    text = (THEIRS / name).read_text()
+    made, _ = converted(text, tmp_path)
+    given = [key for key, value in read_theirs(text, name).items() if value not in (None, [], {})]
+    assert len(given) > 15
+    lost = [key for key in given if not re.search(rf"\b{re.escape(key)}\b", made)]
+    assert [key for key in lost if ".profiler." not in key] == []
+    assert "profiler:" not in text or "profiler.*" in made
+
+
+GRPO = {
+    "data.train": "~/data/gsm8k/train.parquet",
+    "data.batch_size": 512,
+    "data.on_long_prompt": "skip",
+    "rollout.n": 5,
+    "rollout.max_new_tokens": 1024,
+    "rollout.top_k": 0,
+    "rollout.mesh": "-1,1,2",
+    "rollout.max_concurrency": 8 * 256,  # 16 GPUs, 2 each: 8 engines
+    "rollout.dynamic_sampling_rounds": 4,
+    "reward.functions": {"my_reward.py:compute_score": 1.0, "overlong": 0.5},
+    "reward.overlong_buffer": 256,
+    "advantage.estimator": "grpo",
+    "update.mini_batch_size": 128,
+    "update.max_tokens_per_device": 24576,
+    "update.clip_high": 0.28,
+    "update.dual_clip": 3.0,  # verl's default, ours is null
+    "update.kl_coef": 0.001,
+    "update.kl_estimator": "k3",
+    "update.correction": "mask",
+    "update.correction_cap": 5.0,
+    "update.correction_floor": 0.5,
+    "logprob.max_tokens_per_device": 32768,
+    "optimizer.warmup_steps": 40,  # 10 training steps of 4 optimizer steps
+    "optimizer.weight_decay": 0.1,
+    "optimizer.final_fraction": 0.1,
+    "optimizer.max_grad_norm": 0.5,
+    "model.tokenizer": "Qwen/Qwen2.5-3B",
+    "model.dtype": "bfloat16",
+    "offload.optimizer": True,
+    "offload.reference": True,
+    "eval.n": 8,
+    "eval.temperature": 0.6,
+    "eval.every_steps": 5,
+    "eval.before": False,
+    "checkpoint.every_steps": 20,
+    "run.epochs": 15,
+    "run.name": "qwen_grpo",
+    "logging.wandb_project": "gsm8k",
+}
+PPO = {
+    "data.train": ("$HOME/gsm8k/train.parquet", "$HOME/math/train.parquet"),
+    "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "advantage.estimator": "gae",
+    "advantage.args": {"lam": 0.95},
+    "update.micro_batch_size": 4,
+    "critic.path": "Qwen/Qwen2.5-0.5B",
+    "critic.micro_batch_size": 8,
+    "critic_optimizer.learning_rate": 2e-5,
+    "critic_optimizer.weight_decay": 0.01,
+    "reward.functions": {"correct": 1.0},
+}
+TRL = {
+    "data.train": "trl-lib/DeepMath-103K:main",
+    "data.eval": "trl-lib/DeepMath-103K:main:test",
+    "data.answer_column": "solution",
+    "data.batch_size": 32,  # 8 completions x 4 devices x 8 steps / 8
+    "update.mini_batch_size": 16,  # 8 x 4 x 4 / 8
+    "update.micro_batch_size": 8,
+    "rollout.n": 8,
+    "rollout.mesh": "-1,1,2",
+    "reward.functions": {"correct": 1.0, "my_lib.rewards:short": 0.2, "overlong": 0.5},
+    "reward.overlong_limit": 1280,
+    "advantage.scale": "batch",
+    "update.loss": "ppo_clip",
+    "update.loss_aggregation": "token_mean",
+    "update.clip_low": 0.2,
+    "update.clip_high": 0.28,
+    "update.dual_clip": 4.0,
+    "update.kl_coef": 0.001,
+    "update.kl_estimator": "k3_straight",
+    "update.mask_truncated": True,
+    "run.steps": 100,  # 200 optimizer steps, two of each batch
+    "eval.every_steps": 10,
+    "checkpoint.every_steps": 25,
+    "checkpoint.keep": 2,
+    "optimizer.warmup_steps": 20,
+    "optimizer.eps": 1e-7,
+    "lora.targets": ("qkv",),
+    "logging.tensorboard": True,
+    "seed": 42,
+}
+SERVER = {
+    "rollout.servers": ("http://gpu1:8000",),
+    "update.correction": "truncate",
+    "update.correction_cap": 2.5,
+    "update.loss_aggregation": "seq_mean_token_sum_norm",
+    "advantage.scale": "none",
+    "update.epochs": 2,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 10,
+    "eval.every_steps": 0,
+    "checkpoint.every_steps": 50,
+    "data.batch_size": 1,
+}
+TUNIX = {
+    "model.path": "meta-llama/Llama-3.1-8B",
+    "mesh": {"fsdp": 2, "tp": 4},
+    "data.batch_size": 16,
+    "update.mini_batch_size": 8,
+    "update.micro_batch_size": 4,  # 2 prompts of 4 samples on 2 data shards
+    "run.steps": 1869,
+    "lora.rank": 64,
+    "lora.targets": ("qkv", "o", "gate_up", "down"),
+    "update.kl_estimator": "k1",
+    "update.loss_aggregation": "seq_mean_token_mean",
+    "optimizer.schedule": "cosine",
+    "optimizer.learning_rate": 3e-6,
+    "seed": 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "expected"),
+    [
+        ("verl_grpo.yaml", None, GRPO),
+        ("verl_ppo.sh", None, PPO),
+        ("trl_grpo.yaml", 4, TRL),
+        ("trl_config.json", None, SERVER),
+        ("tunix_grpo.yaml", None, TUNIX),
+    ],
+)
+def test_values_of_a_sample(name, devices, expected, tmp_path):
+    """Catches a value whose meaning or unit is lost, worked out by hand from the other library's pages."""
+    _, config = of_sample(name, tmp_path, devices=devices)
+    got = {key: value_at(config, key) for key in expected}
+    assert got == expected
+
+
+TRL_ = "num_generations: 4\n"
+VERL = "algorithm: {adv_estimator: grpo}\n"
+ACTOR = "actor_rollout_ref.actor: "
+RATIO = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (TRL_ + "loss_type: grpo", "update.loss_aggregation", "seq_mean_token_mean"),
+        (TRL_ + "loss_type: bnpo", "update.loss_aggregation", "token_mean"),
+        (
+            TRL_ + "loss_type: cispo\nepsilon_high: 5.0",
+            "update.loss_args",
+            {"clip_low": 1.0, "clip_high": 4.0},
+        ),
+        (TRL_ + "importance_sampling_level: sequence\nloss_type: grpo", "update.loss", "gspo"),
+        (TRL_ + "multi_objective_aggregation: normalize_then_sum", "advantage.estimator", "gdpo"),
+        (TRL_ + "scale_rewards: none", "advantage.scale", "none"),
+        (TRL_ + "scale_rewards: True", "advantage.scale", "group"),
+        (TRL_ + "beta: 0.04\nuse_bias_correction_kl: false", "update.kl_estimator", "k3"),
+        (TRL_ + "fp16: true", "model.dtype", "float32"),
+        (TRL_ + "max_grad_norm: 0", "optimizer.max_grad_norm", None),
+        (TRL_ + "warmup_steps: 0.25\nmax_steps: 40", "optimizer.warmup_steps", 10),
+        ("num_generations: 3\nper_device_train_batch_size: 8", "data.batch_size", 3),
+        (TRL_, "optimizer.schedule", "linear"),
+        (TRL_ + "normalize_advantages: true", "advantage.estimator", "rloo"),
+        (VERL, "data.batch_size", 1024),
+        (VERL, "optimizer.weight_decay", 0.01),
+        ("algorithm: {gamma: 0.9}", "advantage.estimator", "gae"),
+        (VERL + ACTOR + "{policy_loss: {loss_mode: gspo}, clip_ratio_high: 0.28}", "update.loss_args", RATIO),
+        (VERL + ACTOR + "{policy_loss: {loss_mode: geo_mean}}", "update.loss", "gmpo"),
+        (
+            VERL + ACTOR + "{loss_agg_mode: seq-mean-token-sum}",
+            "update.loss_aggregation",
+            "seq_mean_token_sum",
+        ),
+        (VERL + ACTOR + "{ppo_micro_batch_size: 32}", "update.micro_batch_size", 4),
+        (VERL + "actor_rollout_ref: {rollout: {do_sample: false}}", "rollout.temperature", 0),
+        ("algorithm.adv_estimator: rloo\ntrainer.nnodes: 1", "advantage.estimator", "rloo"),
+        ("trainer: {v1: {trainer_mode: separate_async}}", "rollout.max_staleness", 8),
+        (
+            "trainer: {v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}}",
+            "rollout.max_staleness",
+            0,
+        ),
+        (
+            "algorithm: {use_kl_in_reward: true, kl_ctrl: {type: fixed, target_kl: 0.1}}",
+            "reward.kl_target",
+            None,
+        ),
+        (
+            "reward: {reward_model: {enable: true, model_path: org/rm}}\ntrainer: {}",
+            "reward.functions",
+            {"model:org/rm": 1.0},
+        ),
+        ("grpo_config: {beta: 0.0}", "update.kl_coef", 0.0),
+        ("grpo_config: {loss_algo: gspo-token, epsilon: 0.001}", "update.loss", "gspo"),
+        ("ppo_config: {gae_lambda: 0.9}", "advantage.args", {"gamma": 1.0, "lam": 0.9}),
+        ('["algorithm.adv_estimator=grpo", "++data.train_batch_size=8"]', "data.batch_size", 8),
+    ],
+)
+def test_values_whose_meaning_depends_on_others(text, key, value, tmp_path):
+    assert value_at(converted(text, tmp_path)[1], key) == value
+
+
+def test_overrides_of_hydra_come_after_the_file_and_need_none(tmp_path):
+    """Catches `+key=`, `++key=` and `~key`, which are Hydra's and no key of the file."""
+    overrides = ("actor_rollout_ref.rollout.n=5", "+data.train_batch_size=64", "~algorithm.gamma")
+    made, config = converted("algorithm: {adv_estimator: grpo, gamma: 0.9}", tmp_path, *overrides)
+    assert (config.rollout.n, config.data.batch_size) == (5, 64)
+    assert "gamma" not in made
+    assert converted("", tmp_path, "actor_rollout_ref.rollout.n=3")[1].rollout.n == 3
+
+
+def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
+    made, _ = of_sample("trl_grpo.yaml", tmp_path)
+    comments = re.sub(r"\n#\s+", " ", made)
+    assert "top_entropy_quantile: 0.2 ^ no key here does this" in comments
+    assert "lora_dropout: 0.05 ^ adapters have no dropout here" in comments
+    assert "vllm_mode: colocate ^ the default here" in comments
+    assert "deepspeed: zero3.json ^ here it is 'mesh'" in comments
+    assert "loss_type dapo is an aggregation" in comments
+    assert "on 1 device (give others with" in comments
+
+
+def test_a_secret_of_the_file_stays_in_it(tmp_path):
+    assert "notarealtoken" not in of_sample("trl_config.json", tmp_path)[0]
+
+
+def test_a_value_that_our_rules_refuse_becomes_a_comment(tmp_path):
+    """Catches output that does not load because two of their settings exclude each other here."""
+    text = VERL + "actor_rollout_ref: {model: {lora_rank: 8}}\nactor_rollout_ref.x: 1\n"
+    text = text.replace("grpo", "gae")
+    made, config = converted(text, tmp_path)
+    assert "lora_rank: 8\n#      ^ quatrain refuses it: lora.rank must be 0 with a critic" in made
+    assert config.lora.rank == 0
+
+
+def test_what_is_missing_is_said(tmp_path):
+    """Catches a converted file that would train the built-in model because theirs names none."""
+    warnings = convert(TRL_, "theirs.yaml").warnings
+    assert [each.partition(",")[0].split()[-1] for each in warnings[:2]] == ["model.path", "data.train"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (
+            "a: 1",
+            {},
+            r"must be a configuration of verl, TRL, Tunix; .*\(a\); name the library, as --from verl",
+        ),
+        ("", {}, "found no keys in it"),
+        (TRL_, {"library": "trlx"}, "--from must be verl or trl or tunix; got 'trlx'"),
+        ("num_generations: four", {}, "num_generations must be a number to be translated; got 'four'"),
+        ("num_generations: [", {}, "not valid YAML"),
+    ],
+)
+def test_files_that_cannot_be_translated(text, options, message):
+    with pytest.raises(ConfigError, match=message):
+        convert(text, "theirs.yaml", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("trl_grpo.yaml", "TRL"), ("verl_grpo.yaml", "verl"), ("tunix_grpo.yaml", "Tunix")]
+)
+def test_training_with_another_librarys_file_names_every_key_and_the_command(name, library):
+    """Catches a person who mends ten keys, and gets an error about the next ten."""
+    path = THEIRS / name
+    with pytest.raises(ConfigError) as error:
+        file_layer(path)
+    said = str(error.value)
+    unknown = [problem.split("'")[1] for problem in error.value.problems if problem.startswith("unknown key")]
+    assert len(unknown) > 20
+    assert [key for key in unknown if f"'{key}'" not in said] == []
+    assert said.endswith(
+        f"{path} is a configuration of {library}; translate it: quatrain convert {path} > mine.yaml"
+    )
