@@ -8,7 +8,7 @@ STAMP   := $(VENV)/.installed
 # What runs need, without what development needs: a newcomer waits for half as many packages.
 RUNS    := $(VENV)/.installed-to-run
 
-.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check bench docs site dist release smollm2 oracles
+.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check types imports bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -56,7 +56,12 @@ test-hubs: $(STAMP) ## train with real environments of verifiers and openenv (in
 check: $(STAMP) ## run linter, format check, type checker and the check of import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	+@$(MAKE) --no-print-directory -j 2 types imports
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+imports: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP) ## time the stages of the quickstart's training step on this machine

@@ -68,7 +68,7 @@ def test_the_custom_reward_is_added_to_the_built_in_one(monkeypatch):
     np.testing.assert_allclose(rewards, [1 + 0.2 * (1 - 39 / 200), 0.2], rtol=1e-6)
 
 
-def test_the_loop_by_hand_is_that_of_the_page_and_trains(monkeypatch, capsys):
+def test_the_loop_by_hand_is_that_of_the_page_and_trains(narrow_model, monkeypatch, capsys):
     """In the process of the test, as in a notebook: the functions are those of `__main__`."""
     path = EXAMPLES / "by_hand.py"
     source = path.read_text("utf-8")
@@ -105,6 +105,7 @@ def test_the_reward_model_that_the_example_writes_can_be_used(tmp_path):
     path = EXAMPLES / "reward_model.py"
     _, _, *arguments = command_of(path, "python ")
     small = path.read_text("utf-8").replace("STEPS, PAIRS, WIDTH = 200, 32,", "STEPS, PAIRS, WIDTH = 50, 2,")
+    small = small.replace('head="value_head"', 'head="value_head", layers=arch.layers[:1]')
     (tmp_path / "small.py").write_text(small, "utf-8")
     done = subprocess.run(
         [sys.executable, "small.py", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True

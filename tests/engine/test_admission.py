@@ -155,7 +155,7 @@ def test_down_to_one_sequence(make, memory):
     same(least.run(), expected)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 300), min_size=3, max_size=3), min_size=1, max_size=12),
     st.integers(1, 40),

@@ -42,8 +42,15 @@ def _engine(model, tokenizer, **options):
     return engine
 
 
-@pytest.mark.parametrize("slots", [None, 4], ids=["all at once", "slots refilled"])
-@pytest.mark.parametrize("common", [0, 40], ids=["", "a common prefix"])
+@pytest.mark.parametrize(
+    ("slots", "common"),
+    [
+        pytest.param(None, 0, id="all at once", marks=pytest.mark.slow),
+        pytest.param(None, 40, id="all at once, a common prefix", marks=pytest.mark.slow),
+        pytest.param(4, 0, id="slots refilled", marks=pytest.mark.slow),
+        pytest.param(4, 40, id="slots refilled, a common prefix"),
+    ],
+)
 def test_each_token_has_the_experts_of_a_pass_over_its_sequence(model, tokenizer, slots, common):
     engine = _engine(model, tokenizer, max_concurrency=slots)
     batch = engine.generate(_prompts(common=common))

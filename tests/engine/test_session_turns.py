@@ -165,8 +165,19 @@ def test_a_prefix_slot_that_others_need_is_computed_again(make_session, small_pa
     assert slow.stats.prefilled_tokens > fast.stats.prefilled_tokens
 
 
-@pytest.mark.parametrize("most", [None, 2, 5])
-@pytest.mark.parametrize("slow", ["none", "some", "all"])
+@pytest.mark.parametrize(
+    ("most", "slow"),
+    [
+        (2, "some"),
+        (5, "all"),
+        *(
+            pytest.param(most, slow, marks=pytest.mark.slow)
+            for most in (None, 2, 5)
+            for slow in ("none", "some", "all")
+            if (most, slow) not in ((2, "some"), (5, "all"))
+        ),
+    ],
+)
 def test_text_depends_neither_on_slots_nor_on_when_answers_come(make_session, small_params, most, slow):
     waits = {
         "none": lambda number, rounds: 0,
@@ -181,7 +192,11 @@ def test_text_depends_neither_on_slots_nor_on_when_answers_come(make_session, sm
         assert one.logprobs == pytest.approx(two.logprobs, abs=2e-5)
 
 
-@pytest.mark.parametrize(("positions", "rings"), [(1 << 20, ()), (700, ()), (2000, ()), (2000, (32,))])
+QUICK_MEMORIES = [(700, ()), (2000, (32,))]
+SLOW_MEMORIES = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1 << 20, ()), (2000, ()))]
+
+
+@pytest.mark.parametrize(("positions", "rings"), QUICK_MEMORIES + SLOW_MEMORIES)
 def test_text_depends_neither_on_memory_nor_on_preemption(make_session, small_params, positions, rings):
     """With room for one sequence, for three, or for all and samples that lose their slots in any round."""
     usual = Episodes(make_session()).run(small_params)

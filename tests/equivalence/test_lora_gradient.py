@@ -100,7 +100,7 @@ PADDED, PACKED = MicroBatchPlanner(rows=5), MicroBatchPlanner(max_tokens=32, num
     ("case", "cuttings"),
     [
         ("qwen2", (PACKED,)),
-        ("qwen3_5_text", (PACKED,)),
+        pytest.param("qwen3_5_text", (PACKED,), marks=pytest.mark.slow),
         pytest.param("qwen3_next", (PADDED, PACKED), marks=pytest.mark.slow),
         *(pytest.param(case, (PADDED, PACKED), marks=pytest.mark.slow) for case in SCORE_CASES),
     ],

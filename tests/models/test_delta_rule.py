@@ -64,7 +64,9 @@ def close(found, expected, tolerance=2e-6):
     assert np.abs(np.asarray(found) - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 63, 64, 65, 130])
+@pytest.mark.parametrize(
+    "tokens", [3, 64, 130, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 63, 65))]
+)
 def test_chunks_of_one_sequence_are_the_recurrence(tokens):
     x, ba, weights = inputs(1, tokens)
     y = delta_rule(x, ba, one_sequence(jnp.ones((1, tokens), jnp.int32)), weights, E)

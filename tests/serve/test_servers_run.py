@@ -40,8 +40,8 @@ def length(completions, **_):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The quickstart's model as safetensors."""
+def folder(tmp_path_factory, narrow_model):
+    """A small model as safetensors."""
     loaded = load_policy(load_config(None, []).config)
     path = tmp_path_factory.mktemp("models") / "tiny"
     save_hf(path, loaded.arch, loaded.params)
