@@ -63,7 +63,8 @@ class TurnTemplate:
         self._ends = {index: added[index].content for index in self._stop_ids if index in added}
         if self._tools:
             self._check_results()
-            warn_of_unwritten(tokenizer, self._tools)
+            # Warns if the template does not write the descriptions of the tools.
+            fill_template(tokenizer, [_QUESTION], add_generation_prompt=True, tools=self._tools)
 
     def prompt(self, messages: PromptText) -> list[int]:
         """The ids of the prompt, up to the start of the assistant's first turn.
@@ -102,7 +103,15 @@ class TurnTemplate:
         if stand_in in taken:
             stand_in += hashlib.blake2b(taken.encode(), digest_size=8).hexdigest()
         dialogue = [*checked_messages(prompt), {"role": "assistant", "content": stand_in}, *new]
-        _, found, after = self._fill(dialogue, add_generation_prompt=bool(new)).rpartition(stand_in)
+        text = fill_template(
+            self._tokenizer,
+            dialogue,
+            add_generation_prompt=bool(new),
+            tools=self._tools,
+            variables=self._variables,
+            since=len(dialogue) - len(new),
+        )
+        _, found, after = text.rpartition(stand_in)
         if not found:
             raise ValueError(
                 "a chat template must write the assistant's messages, for an episode of several turns; this "
@@ -127,42 +136,19 @@ class TurnTemplate:
     def _encode(self, text: str) -> list[int]:
         return encode(self._tokenizer, text, add_special_tokens=False)
 
-    def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        return fill_template(
-            self._tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=self._tools,
-            variables=self._variables,
-        )
-
     def _check_results(self) -> None:
         try:
-            written = _RESULT["content"] in self._after_stand_in([_QUESTION], [_RESULT])
-            reason = "leaves their text out"
+            self._after_stand_in([_QUESTION], [_RESULT])
         except ValueError as error:
-            written, reason = False, f"does not: {error}"
-        if not written:
             raise ValueError(
                 f"a chat template must take messages of the role `tool`, for the results of tools; this one "
-                f"{reason}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), set "
+                f"does not: {error}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), set "
                 "data.chat_template, or give rollout.environment a class whose step answers as the user"
-            )
+            ) from error
 
 
 TurnsOfRow = Callable[[Mapping[str, Any]], TurnTemplate]
 """What renders the turns of episodes, given the data columns of their row."""
-
-
-def warn_of_unwritten(tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Warns if the chat template does not write the descriptions of tools."""
-    written = fill_template(tokenizer, [_QUESTION], add_generation_prompt=True, tools=tools)
-    if written == fill_template(tokenizer, [_QUESTION], add_generation_prompt=True):
-        logger.warning(
-            "the chat template does not write the descriptions of tools, so the model does not see them; "
-            "describe them in a system message (of a run: data.system_prompt), or use a model whose template "
-            "writes them"
-        )
 
 
 def begun_call(

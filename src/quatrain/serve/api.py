@@ -31,7 +31,7 @@ from quatrain import __version__
 from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import checked_messages
 from quatrain.data.tokenizer import encode, render
-from quatrain.data.turns import TurnTemplate, begun_call, warn_of_unwritten
+from quatrain.data.turns import TurnTemplate, begun_call
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
 from quatrain.environments.tool_calls import CallStream, tool_calls
@@ -98,7 +98,6 @@ class Api:
             "max_model_len": max_positions,
         }
         self._encoding = asyncio.Lock()
-        self._had_tools = False
 
     def app(self, hosts: Sequence[str]) -> Starlette:
         """The application; it answers requests that name one of `hosts`, or any with "*"."""
@@ -358,10 +357,6 @@ class Api:
                 check_variables(variables, self._tokenizer.chat_template, "chat_template_kwargs")
         with _at_fault(asked.prompt_field):
             ids = render(self._tokenizer, asked.messages, tools, variables=variables, begun=begun)
-        if tools and not self._had_tools:
-            self._had_tools = True
-            with suppress(ValueError):  # a template that takes these messages, and not a question alone
-                warn_of_unwritten(self._tokenizer, tools)
         return ids, begun
 
     async def _ids(self, prompt: str | list[int], name: str = "prompt") -> list[int]:
