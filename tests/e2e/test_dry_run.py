@@ -32,7 +32,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
 
 def test_answers_prompts_and_formats_are_checked(tmp_path):
     data = tmp_path / "rows.jsonl"
-    templated = "data.chat_template='{{ messages[0].content }}<think><answer>'"
+    templated = "data.chat_template='{{ messages[0].content + messages[1].content }}<think><answer>'"
 
     def warnings_of(*answers):
         rows = [{"prompt": '[{"role": "user", "content": "q"}]', "answer": answer} for answer in answers]

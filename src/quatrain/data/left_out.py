@@ -23,6 +23,8 @@ from quatrain.data.messages import THOUGHTS, call_of, reads
 Kind = Literal["text", "call", "beside", "habit", "thought", "field", "tool", "changed"]
 REFUSED: frozenset[Kind] = frozenset({"text", "call"})
 """Kinds that are errors wherever a template renders."""
+REFUSED_OF_ROWS: frozenset[Kind] = REFUSED | {"tool"}
+"""Those of a data set's rows, which describe tools in a column of their own."""
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 Fill = Callable[[Messages, Tools], str | None]
@@ -35,10 +37,10 @@ _WORD = "madeupword"
 
 
 class Place(NamedTuple):
-    """Where a text stands: in a message, or in a tool (`index` is that of the tool)."""
+    """Where a text stands: in a message, or in a tool (`number` is that of the tool)."""
 
     kind: Kind
-    index: int
+    number: int
     role: str
     field: str
 
@@ -47,56 +49,46 @@ class LeftOut(NamedTuple):
     """A text that the template leaves out or, of the kind "changed", writes in other words."""
 
     kind: Kind
-    index: int
+    number: int
     role: str
     field: str
     text: str
 
     def __str__(self) -> str:
-        message = f"message {self.index + 1}, of the role {self.role!r} ({shown(self.text)})"
-        match self.kind:
-            case "text":
-                return (
-                    f"the chat template must write every message; it leaves out the text of {message}; correct "
-                    "the role, put the text into a message that it writes, or set data.chat_template to one "
-                    "that writes it"
-                )
-            case "call":
-                return f"it leaves out the call of {shown(self.text)}"
-            case "beside":
-                return (
-                    "the chat template does not write the text beside tool calls, so the model does not see "
-                    f"it, such as that of {message}"
-                )
-            case "habit":
-                return (
-                    f"the chat template writes the text of {message}, only in dialogues that end with the "
-                    "user's message, so the model does not see it in others"
-                )
-            case "thought":
-                return (
-                    f"the chat template does not write thoughts (`{self.field}`), so the model does not see "
-                    f"that of {message}; write thoughts into `content`, or set data.chat_template to one that "
-                    "writes them"
-                )
-            case "field":
-                return (
-                    f"the chat template does not write the field `{self.field}` of messages of the role "
-                    f"{self.role!r} ({shown(self.text)}), so the model does not see it; what it is to see "
-                    "belongs into `content`"
-                )
-            case "tool":
-                return (
-                    "the chat template does not write the descriptions of tools, so the model does not see "
-                    f"them, such as the {self.field} {shown(self.text)}; describe them in a system message "
-                    "(of a run: data.system_prompt), or use a model whose template writes them"
-                )
-            case _:
-                return f"the chat template changes the text of {message}, which is not in the prompt as it is"
+        message = f"message {self.number + 1}, of the role {self.role!r} ({shown(self.text)})"
+        return _SAID[self.kind].format(
+            message=message, field=self.field, role=self.role, text=shown(self.text)
+        )
+
+
+_SAID: dict[Kind, str] = {
+    "text": "the chat template must write every message; it leaves out the text of {message}; correct the "
+    "role, put the text into a message that it writes, or set data.chat_template to one that writes it",
+    "call": "it leaves out the call of {text}",
+    "beside": "the chat template does not write the text beside tool calls, so the model does not see that "
+    "of {message}",
+    "habit": "the chat template writes the text of {message} only in dialogues that end with the user's "
+    "message, so the model does not see it in others",
+    "thought": "the chat template does not write thoughts (`{field}`), so the model does not see that of "
+    "{message}; write thoughts into `content`, or set data.chat_template to one that writes them",
+    "field": "the chat template does not write the field `{field}` of messages of the role {role!r} "
+    "({text}), so the model does not see it; write what it is to see into `content`",
+    "tool": "the chat template does not write the descriptions of tools, so the model does not see them, "
+    "such as the {field} {text}; describe them in a system message (of a run: data.system_prompt; without "
+    "the column `tools`, if they are in one), or use a model whose template writes them",
+    "changed": "the chat template changes the text of {message}, which is not in the prompt as it is",
+}
 
 
 def left_out(
-    messages: Messages, tools: Tools, text: str, fill: Fill, *, template: str, others: str = "", since: int = 0
+    messages: Messages,
+    tools: Tools,
+    text: str,
+    fill: Fill,
+    *,
+    template: str,
+    others: str = "",
+    since: int = 0,
 ) -> list[LeftOut]:
     """What is not in `text`, which `fill` made of `messages` and `tools`.
 
@@ -105,7 +97,7 @@ def left_out(
     user's message where the template writes others: Qwen3's and DeepSeek's leave them out on purpose.
     """
     texts: dict[Place, str] = {}
-    _visit(messages, tools, lambda place, value: texts.setdefault(place, value))
+    _visit(messages, tools, texts.setdefault)
     shape = (template, others, *(message["role"] for message in messages), *texts)
     if shape not in _UNWRITTEN:
         while len(_UNWRITTEN) >= _MOST_SHAPES:
@@ -116,7 +108,7 @@ def left_out(
         unwritten = {p: p.kind for p, value in texts.items() if p.kind != "text" and not _is_in(value, text)}
     found = []
     for place, value in texts.items():
-        if since and (place.kind == "tool" or place.index < since):
+        if since and (place.kind == "tool" or place.number < since):
             continue
         kind = unwritten.get(place)
         if kind is None and place.kind == "text" and not _is_in(_lasting(messages, place, value), text):
@@ -147,9 +139,9 @@ def _unwritten(messages: Messages, tools: Tools, fill: Fill, template: str) -> d
     asked = "text" in missing.values() and 0 <= last < len(messages) - 1
     text = (fill(made_up[0][: last + 1], made_up[1]) if asked else None) or ""
     for place in list(missing):
-        if place.kind == "text" and place.index <= last and words[place] in text:
+        if place.kind == "text" and place.number <= last and words[place] in text:
             missing[place] = "habit"
-        if place.kind == "thought" and place.index < last and reads(template, place.field):
+        if place.kind == "thought" and place.number < last and reads(template, place.field):
             del missing[place]
     return missing
 
@@ -158,7 +150,7 @@ def _altered(messages: Messages, tools: Tools, fill: Fill, place: Place, value: 
     """Whether a text that is not in the prompt as it is was left out, because of what it says, or changed."""
     for marked in (f"{_WORD} {value}", f"{value} {_WORD}"):
         with_word = [*messages]
-        with_word[place.index] = {**messages[place.index], "content": marked}
+        with_word[place.number] = {**messages[place.number], "content": marked}
         text = fill(with_word, tools)
         if text is not None and _WORD in text:
             return "changed"
@@ -167,20 +159,22 @@ def _altered(messages: Messages, tools: Tools, fill: Fill, place: Place, value: 
 
 def _visit(messages: Messages, tools: Tools, put: Callable[[Place, str], str]) -> tuple[Messages, Tools]:
     """The same messages and tools with what `put` gives in place of each text that is to be written."""
-    seen = [_visited(index, message, put) for index, message in enumerate(messages)]
-    return seen, [_visited_tool(index, tool, put) for index, tool in enumerate(tools)]
+    seen = [_visited(number, message, put) for number, message in enumerate(messages)]
+    return seen, [_visited_tool(number, tool, put) for number, tool in enumerate(tools)]
 
 
-def _visited(index: int, message: Mapping[str, Any], put: Callable[[Place, str], str]) -> dict[str, Any]:
+def _visited(number: int, message: Mapping[str, Any], put: Callable[[Place, str], str]) -> dict[str, Any]:
     role, calls = message["role"], message.get("tool_calls") or []
     new = dict(message)
     if message["content"].strip():
-        new["content"] = put(Place("beside" if calls else "text", index, role, "content"), message["content"])
+        new["content"] = put(
+            Place("beside" if calls else "text", number, role, "content"), message["content"]
+        )
     if calls:
-        new["tool_calls"] = [
-            _visited_call(call, lambda field, value, n=n: put(Place("call", index, role, f"{field} {n}"), value))
-            for n, call in enumerate(calls)
-        ]
+        new["tool_calls"] = []
+        for n, call in enumerate(calls):
+            of_call = functools.partial(_put_of_call, put, Place("call", number, role, f"call {n}"))
+            new["tool_calls"].append(_visited_call(call, of_call))
     for field, value in message.items():
         if field in _OTHERWISE or (field == "name" and role in ("tool", "function")):
             continue
@@ -189,8 +183,12 @@ def _visited(index: int, message: Mapping[str, Any], put: Callable[[Place, str],
             kind = "call"
         elif field in THOUGHTS and role == "assistant":
             kind = "thought"
-        new[field] = _leaves(value, functools.partial(put, Place(kind, index, role, field)))
+        new[field] = _leaves(value, functools.partial(put, Place(kind, number, role, field)))
     return new
+
+
+def _put_of_call(put: Callable[[Place, str], str], call: Place, field: str, value: str) -> str:
+    return put(call._replace(field=f"{call.field}, {field}"), value)
 
 
 def _visited_call(call: Mapping[str, Any], put: Callable[[str, str], str]) -> dict[str, Any]:
@@ -204,11 +202,11 @@ def _visited_call(call: Mapping[str, Any], put: Callable[[str, str], str]) -> di
     return {**call, "function": inner} if "function" in call else inner
 
 
-def _visited_tool(index: int, tool: Mapping[str, Any], put: Callable[[Place, str], str]) -> dict[str, Any]:
+def _visited_tool(number: int, tool: Mapping[str, Any], put: Callable[[Place, str], str]) -> dict[str, Any]:
     inner = dict(tool.get("function", tool))
     for field in ("name", "description"):
         if isinstance(inner.get(field), str) and inner[field].strip():
-            inner[field] = put(Place("tool", index, "", field), inner[field])
+            inner[field] = put(Place("tool", number, "", field), inner[field])
     return {**tool, "function": inner} if "function" in tool else inner
 
 
@@ -222,8 +220,8 @@ def _leaves(value: Any, put: Callable[[str], str]) -> Any:
 
 
 def _lasting(messages: Messages, place: Place, value: str) -> str:
-    """What templates keep of a text: of an answer before the last user's message, what follows its thought."""
-    later = any(message["role"] == "user" for message in messages[place.index + 1 :])
+    """What templates keep of a text: of an answer before the last question, what follows its thought."""
+    later = any(message["role"] == "user" for message in messages[place.number + 1 :])
     return value.rpartition("</think>")[2] if place.role == "assistant" and later else value
 
 

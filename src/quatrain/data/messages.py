@@ -234,7 +234,10 @@ def forms_for(template: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[
         yield each
         if has_calls:
             yield [
-                {**message, "tool_calls": [_with_arguments(call, json.dumps) for call in message["tool_calls"]]}
+                {
+                    **message,
+                    "tool_calls": [_with_arguments(call, json.dumps) for call in message["tool_calls"]],
+                }
                 if message.get("tool_calls")
                 else message
                 for message in each

@@ -318,7 +318,7 @@ def render_completed(
     if isinstance(prompt, str):
         return encode(tokenizer, prompt + completion)
     messages = [*checked_messages(prompt), {"role": "assistant", "content": completion}]
-    text = fill_template(tokenizer, messages, add_generation_prompt=False, refused=("call",))
+    text = fill_template(tokenizer, messages, add_generation_prompt=False, refused=REFUSED - {"text"})
     return encode(tokenizer, text, add_special_tokens=False)
 
 
@@ -436,3 +436,24 @@ def encode(
     front, inner, behind = ids[: of_text[0]], ids[of_text[0] : of_text[-1] + 1], ids[of_text[-1] + 1 :]
     inner = inner if text else []
     return [*([] if inner[: len(front)] == front else front), *inner, *(behind if closed else ())]
+
+
+_BEFORE = ("\n", ".", "a", "0")
+"""What stands before a text that goes on; one of these merges with no text."""
+
+
+def encode_further(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The token ids of a text that goes on after other tokens; raises ValueError as `encode` does.
+
+    Tokenizers in the manner of SentencePiece write a space before a text, which a text that goes on does not
+    have: it is encoded behind another, whose tokens are taken off.
+    """
+    ids = encode(tokenizer, text, add_special_tokens=False)
+    if not ids or not str(tokenizer.convert_ids_to_tokens(ids[0])).startswith("\u2581"):
+        return ids
+    for before in _BEFORE:
+        head = encode(tokenizer, before, add_special_tokens=False)
+        whole = encode(tokenizer, before + text, add_special_tokens=False)
+        if head and whole[: len(head)] == head:
+            return whole[len(head) :]
+    return ids

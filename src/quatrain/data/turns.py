@@ -9,6 +9,7 @@ earlier turns (Qwen3's removes thoughts).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -18,8 +19,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import shown
-from quatrain.data.messages import checked_messages
-from quatrain.data.tokenizer import encode, fill_template, render
+from quatrain.data.left_out import REFUSED, REFUSED_OF_ROWS
+from quatrain.data.messages import TOOLS, checked_messages, tools_of
+from quatrain.data.tokenizer import encode_further, fill_template, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -58,9 +60,10 @@ class TurnTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._tokenizer, self._stop_ids, self._tools = tokenizer, frozenset(stop_ids), tuple(tools)
-        self._variables = variables
+        self._variables, self._refused = variables, REFUSED
         added = tokenizer.added_tokens_decoder
         self._ends = {index: added[index].content for index in self._stop_ids if index in added}
+        self._warned = False
         if self._tools:
             self._check_results()
             # Warns if the template does not write the descriptions of the tools.
@@ -71,7 +74,34 @@ class TurnTemplate:
 
         Raises ValueError for a prompt that is a text: only a chat template can write a further turn.
         """
-        return render(self._tokenizer, conversation(messages), self._tools, variables=self._variables)
+        return render(
+            self._tokenizer,
+            conversation(messages),
+            self._tools,
+            variables=self._variables,
+            refused=self._refused,
+        )
+
+    def of_row(self, columns: Mapping[str, Any]) -> TurnTemplate:
+        """What renders the episodes of a row with these columns: also its own tools, in the column `tools`.
+
+        The tools of an environment come first, because no others can be called; a warning says so.
+        """
+        tools = tools_of(columns)
+        if not tools:
+            return self
+        if self._tools:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the column `%s` is not written into prompts, because the environment has tools of its "
+                    "own, which are; remove or rename the column",
+                    TOOLS,
+                )
+            return self
+        template = copy.copy(self)
+        template._tools, template._refused = tuple(tools), REFUSED_OF_ROWS
+        return template
 
     def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The ids from the end of the assistant's turn to the start of its next, with `messages` between.
@@ -134,16 +164,16 @@ class TurnTemplate:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        return encode(self._tokenizer, text, add_special_tokens=False)
+        return encode_further(self._tokenizer, text)
 
     def _check_results(self) -> None:
         try:
             self._after_stand_in([_QUESTION], [_RESULT])
         except ValueError as error:
             raise ValueError(
-                f"a chat template must take messages of the role `tool`, for the results of tools; this one "
-                f"does not: {error}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), set "
-                "data.chat_template, or give rollout.environment a class whose step answers as the user"
+                "a chat template must take messages of the role `tool`, for the results of tools; this one "
+                f"does not: {error}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), "
+                "set data.chat_template, or give rollout.environment a class whose step answers as the user"
             ) from error
 
 

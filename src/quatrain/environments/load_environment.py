@@ -60,8 +60,7 @@ class Environments:
 
     def turns(self, tokenizer: Any, stop_ids: Sequence[int]) -> TurnsOfRow:
         """What renders the turns of a row's episodes; raises ValueError if the chat template cannot."""
-        template = TurnTemplate(tokenizer, stop_ids, self.schemas)
-        return lambda columns: template
+        return TurnTemplate(tokenizer, stop_ids, self.schemas).of_row
 
     def keeping(self) -> Environments:
         """The same, kept after their episodes."""
@@ -112,7 +111,7 @@ class EnvironmentsByColumn:
                         f"the {self.named[name].name} needs the column `{column}`, which this row has not; "
                         f"give it, or another environment in the column `{self.column}`"
                     )
-            return templates[name]
+            return templates[name].of_row(columns)
 
         return of_row
 

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from quatrain import __version__
 from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import checked_messages
-from quatrain.data.tokenizer import encode, render
+from quatrain.data.tokenizer import encode_further, render
 from quatrain.data.turns import TurnTemplate, begun_call
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
@@ -326,7 +326,7 @@ class Api:
 
         def suffix(opening: Sequence[Any], sampled: Sequence[int], new: Sequence[Any]) -> list[int]:
             ids = self._template(*_key_of(asked)).suffix(tuple(opening), sampled, new)
-            return ids + encode(self._tokenizer, begun, add_special_tokens=False) if begun else ids
+            return ids + encode_further(self._tokenizer, begun)
 
         with _at_fault(asked.prompt_field):
             found = tree.find(messages, _key_of(asked), lambda: self._rendered(asked)[0], suffix)
