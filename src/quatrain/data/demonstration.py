@@ -85,8 +85,8 @@ def checked_completion(completion: Any) -> None:
         raise ValueError(f"the column `completion` {reason}; correct the text")
     if thought and "</think>" in content:
         raise ValueError(
-            f"a demonstration must have its thought once; it is in a field of its own ({shown(thought)}) and in "
-            "the content, before </think>; remove one of them"
+            f"a demonstration must have its thought once; it is in a field of its own ({shown(thought)}) and "
+            "in the content, before </think>; remove one of them"
         )
 
 
