@@ -8,6 +8,7 @@ model's end-of-sequence ids -> `stop_token_ids` -> the rollout engine; a prompt 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -357,7 +358,8 @@ def fill_template(
         return text if taken else None
 
     roles, problem = shown([message["role"] for message in messages]), ""
-    others = json.dumps([given, add_generation_prompt], sort_keys=True, default=str)
+    settings = json.dumps([given, add_generation_prompt], sort_keys=True, default=str)
+    others = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     for form in forms_for(template, messages):
         taken, text = _filled(tokenizer, form, add_generation_prompt, tools, given)
         reason = text
