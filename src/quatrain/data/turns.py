@@ -133,14 +133,7 @@ class TurnTemplate:
         if stand_in in taken:
             stand_in += hashlib.blake2b(taken.encode(), digest_size=8).hexdigest()
         dialogue = [*checked_messages(prompt), {"role": "assistant", "content": stand_in}, *new]
-        text = fill_template(
-            self._tokenizer,
-            dialogue,
-            add_generation_prompt=bool(new),
-            tools=self._tools,
-            variables=self._variables,
-            since=len(dialogue) - len(new),
-        )
+        text = self._fill(dialogue, add_generation_prompt=bool(new), since=len(dialogue) - len(new))
         _, found, after = text.rpartition(stand_in)
         if not found:
             raise ValueError(
@@ -165,6 +158,16 @@ class TurnTemplate:
 
     def _encode(self, text: str) -> list[int]:
         return encode_further(self._tokenizer, text)
+
+    def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, since: int = 0) -> str:
+        return fill_template(
+            self._tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=self._tools,
+            variables=self._variables,
+            since=since,
+        )
 
     def _check_results(self) -> None:
         try:
