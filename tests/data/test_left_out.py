@@ -128,7 +128,7 @@ def test_a_text_that_is_left_out_for_what_it_says_is_an_error_and_one_that_is_ch
     assert filled([QUESTION], some) == "Hi"
     with pytest.raises(ValueError, match=r"leaves out the text of message 1, of the role 'user' \('x'\)"):
         filled([{"role": "user", "content": "x"}, QUESTION], some)
-    assert filled([QUESTION], "{% for m in messages %}{{ m.content|upper }}madeupword{% endfor %}") != ""
+    assert filled([QUESTION], "{% for m in messages %}{{ m.content|upper }}{% endfor %}") == "HI"
     assert "changes the text of message 1" in caplog.text
 
 

@@ -189,7 +189,8 @@ class Answers:
         whole = self._fill([*prompt, answer], tools, add=False)
         if whole.startswith(asked) and whole.endswith(self._form.behind):
             text = whole[len(asked) : len(whole) - len(self._form.behind)]
-            if "".join(thought.split()) in "".join(text.split()):
+            written = "".join(text.split())
+            if all("".join(part.split()) in written for part in (thought, content)):
                 return text
         opening = self._form.opening
         if opening.rstrip().endswith("<think>"):  # R1's template begins the thought, and leaves it out later
@@ -204,7 +205,9 @@ class Answers:
     def _fill(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, add: bool
     ) -> str:
-        return fill_template(self._tokenizer, messages, add_generation_prompt=add, tools=tools)
+        # The prompt is looked for where it is rendered (`left_out`), and the answer is looked for here.
+        since = len(messages)
+        return fill_template(self._tokenizer, messages, add_generation_prompt=add, tools=tools, since=since)
 
     @cached_property
     def _form(self) -> _Form:

@@ -133,13 +133,14 @@ def _unwritten(messages: Messages, tools: Tools, fill: Fill, template: str) -> d
     text = fill(*made_up)
     if text is None:
         return None
-    missing = {place: place.kind for place, word in words.items() if word not in text}
+    written = text.lower()
+    missing = {place: place.kind for place, word in words.items() if word not in written}
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     # Mistral's of 2024 write the system message before the user's last message, if that is the end.
     asked = "text" in missing.values() and 0 <= last < len(messages) - 1
-    text = (fill(made_up[0][: last + 1], made_up[1]) if asked else None) or ""
+    written = ((fill(made_up[0][: last + 1], made_up[1]) if asked else None) or "").lower()
     for place in list(missing):
-        if place.kind == "text" and place.number <= last and words[place] in text:
+        if place.kind == "text" and place.number <= last and words[place] in written:
             missing[place] = "habit"
         if place.kind == "thought" and place.number < last and reads(template, place.field):
             del missing[place]
@@ -152,7 +153,7 @@ def _altered(messages: Messages, tools: Tools, fill: Fill, place: Place, value: 
         with_word = [*messages]
         with_word[place.number] = {**messages[place.number], "content": marked}
         text = fill(with_word, tools)
-        if text is not None and _WORD in text:
+        if text is not None and _WORD in text.lower():
             return "changed"
     return place.kind
 

@@ -492,12 +492,9 @@ def _about_demonstrations(table: Table, answers: Answers) -> list[str]:
         return None
 
     def unread(row: TokenRow) -> str | None:
-        fields = listed(unread_fields(of(row)))
-        return (
-            f"have the fields {fields}, which are not trained; write what is into `content`"
-            if fields
-            else None
-        )
+        fields = unread_fields(of(row))
+        what = f"have the fields {listed(fields)}, which are not trained; write what is into `content`"
+        return what if fields else None
 
     def flags(row: TokenRow) -> str | None:
         more = isinstance(of(row), Mapping) and asks_for_more(row.columns.get(MESSAGES))
