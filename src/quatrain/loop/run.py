@@ -468,7 +468,7 @@ def build_run(
     stage("a first call of each reward function")
     warnings += _try_rewards(loaded, prompts, scorer, evaluator)
     advantage = build_advantage(config)
-    demonstrations = warm_start_data(config, loaded.tokenizer, rows) if warm else None
+    demonstrations = warm_start_data(config, loaded, rows) if warm else None
     if demonstrations is not None:
         name = shown_data_sets(config.sft.data or config.data.train)
         warnings += [f"demonstrations of {name}: {warning}" for warning in demonstrations.warnings]
