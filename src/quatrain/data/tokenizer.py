@@ -23,6 +23,7 @@ from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
 from quatrain.data.messages import argument_forms, call_of, checked_messages, unfit_text
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
+from quatrain.weights.hub import hub_without_retries
 from quatrain.workers.pool import Failure, Pool
 from quatrain.workers.process import log_output
 
@@ -246,10 +247,16 @@ def _hub_file(model_id: str, name: str) -> Path | None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
+    unreachable = ""
     try:
-        return Path(hf_hub_download(model_id, name))
+        with hub_without_retries() as unreachable:
+            return Path(hf_hub_download(model_id, name))
     except RemoteEntryNotFoundError:
         return None
+    except Exception as error:
+        if unreachable:
+            raise OSError(unreachable) from error
+        raise
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:

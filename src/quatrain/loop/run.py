@@ -259,10 +259,14 @@ class Run:
             self.folder.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.folder.resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
+        show = self.recorder.progress.stage
+        show("optimizer state")
         state = self.stages.update.init(params, self._critic_params(params))
         del params  # they may wait in the host's memory from here on
+        show("reference")
         self.reference.begin(state.params, resumed=self.folder.resumed)
         if self.folder.resumed:
+            show("reading the checkpoint")
             state = self.checkpoints.restore(state)
             self.folder.write_config(dump_yaml(self.resolved))
         if self.config.rollout.servers:
