@@ -225,6 +225,18 @@ def test_the_space_that_a_template_writes_before_answers_is_trained(write):
     assert tokenizer.convert_ids_to_tokens(ids) == ["▁", "S", "o", ".", "</s>"]
 
 
+def test_the_channel_that_a_template_writes_before_answers_is_trained(write):
+    """gpt-oss' writes it with the message, and not with the prompt: the answer had none."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ '<final>' if m.role == 'assistant' }}{{ m.content }}<end>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    own = ANSWER | {"content": "<final>7"}
+    spec = write({"messages": [USER, ANSWER]}, {"messages": [USER, own]})
+    _, pairs = demonstrated(spec, with_template(template))
+    assert [completion for _, completion in pairs] == ["<final>3+4=7", "<final>7"]
+
+
 def test_other_tokenizers_encode_a_text_as_before():
     tokenizer = builtin_tokenizer()
     for text in ("3+4=7", " 7", "\n7", "How many"):

@@ -56,7 +56,8 @@ def test_rewards_and_columns_are_checked_before_there_is_a_tokenizer(
 
 def test_answers_prompts_and_formats_are_checked(tmp_path):
     data = tmp_path / "rows.jsonl"
-    templated = "data.chat_template='{{ messages[0].content + messages[1].content }}<think><answer>'"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think><answer>"
+    templated = f"data.chat_template='{template}'"
 
     def warnings_of(*answers):
         rows = [{"prompt": '[{"role": "user", "content": "q"}]', "answer": answer} for answer in answers]
@@ -73,6 +74,26 @@ def test_answers_prompts_and_formats_are_checked(tmp_path):
     assert format_.startswith("`format` and `tag_count` can never be 1")
     with pytest.raises(ValueError, match=r"can judge by none, which are of the type dict: 1"):
         warnings_of({"a": 5})
+
+
+@pytest.mark.parametrize(
+    ("budget", "size", "limit"),
+    [
+        (64, 60, r"a micro-batch may be \(update.max_tokens_per_device\), 64"),
+        (16384, 500, "the 2048 positions of builtin:tiny, in"),
+    ],
+)
+def test_a_demonstration_that_is_too_long_is_found_with_its_row(tmp_path, budget, size, limit):
+    """The warm start ended at the step that drew it, or trained beyond the positions."""
+    path = tmp_path / "demos.jsonl"
+    rows = [{"prompt": "3+4?", "completion": "3+4=7 " * count} for count in (1, 1, size)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = (f"sft.data={path}", f"update.max_tokens_per_device={budget}", "rollout.max_new_tokens=12")
+    message = (
+        rf"demos\.jsonl: 1 of 3 demonstrations are longer, with their prompts, than {limit} tokens \(row 3"
+    )
+    with pytest.raises(ValueError, match=message):
+        dry_run(small_run(tmp_path / "runs", "dry", *options, "data.max_prompt_length=32"))
 
 
 def test_answers_that_only_an_evaluation_would_judge_are_said(tmp_path):

@@ -150,11 +150,15 @@ class Answers:
                 f"thought ({shown(opening[opening.rindex('<think>') :])}); let the template begin no answer "
                 "(data.chat_template_kwargs, as enable_thinking), or remove the thought"
             )
-        if isinstance(prompt, str) or repeated or content[:1].isspace():
+        before = None if isinstance(prompt, str) or repeated else self._form.before
+        # What the template writes in between is part of what a model has to say: the space of Llama 2's, the
+        # channel of gpt-oss'. An empty thought, as Qwen3's writes it, is not: the model may think.
+        if before is None or "<think>" in before:
             return rest
-        # White space between the two, as Llama 2's template writes, is part of what a model has to say.
-        before = self._form.before
-        return before + rest if before is not None and not before.strip() else rest
+        is_there = (
+            content[:1].isspace() if not before.strip() else content.lstrip().startswith(_first(before))
+        )
+        return rest if is_there else before + rest
 
     def repeats(self, prompt: PromptText, completion: Any) -> bool:
         """Whether a completion repeats what its prompt has begun of the answer."""
@@ -220,6 +224,12 @@ class Answers:
         front, _, behind = whole.rpartition(_ANSWER)
         before = front.removeprefix(asked) if front.startswith(asked) else None
         return _Form(asked.rpartition(_QUESTION)[2], before, behind)
+
+
+def _first(text: str) -> str:
+    """The first tag or word of a text."""
+    found = re.match(r"\s*(<[^>]*>|\S+)", text)
+    return found[1] if found else ""
 
 
 def _repeated(opening: str, content: str) -> int:
