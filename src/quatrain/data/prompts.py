@@ -245,6 +245,7 @@ def load_demonstrations(
         data,
         _by_template(tokenizer),
         required,
+        demonstrations=True,
         answers=answers,
         most_tokens=most_tokens,
         given=rows,
@@ -265,8 +266,9 @@ class _Reader:
     data: DataConfig
     encode: _Encode
     required: Mapping[str, str] | Collection[str]
+    demonstrations: bool = False
     answers: Answers | None = None
-    """Of demonstrations: what makes their completions."""
+    """Of demonstrations: what makes their completions; their columns are checked without it."""
     most_tokens: Mapping[str, int] = field(default_factory=dict)
     check_prompt: Callable[[PromptText], None] | None = None
     by_pass_rate: bool = False
@@ -275,7 +277,7 @@ class _Reader:
 
     def rows(self, spec: str) -> list[Row]:
         rows = read_rows(spec, self.given)
-        return prepared(spec, rows, self.data, demonstrations=self.answers is not None)
+        return prepared(spec, rows, self.data, demonstrations=self.demonstrations)
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
         """Raises ValueError if the columns of a data set lack one, or have one that must not be."""
@@ -298,7 +300,7 @@ class _Reader:
                 f"{spec}: a column is called `{reserved[0]}`, the name of another argument of reward "
                 "functions; rename the column"
             )
-        answer = data.answer_column if self.answers is None else None
+        answer = None if self.demonstrations else data.answer_column
         if answer is not None and answer not in columns:
             raise ValueError(
                 f"{spec}: no column `{answer}`, which data.answer_column names; {has}; name another column, "

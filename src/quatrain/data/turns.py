@@ -150,10 +150,12 @@ class TurnTemplate:
             }
             for result in results
         ]
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        text = self._fill([*checked_messages(prompt), turn], add_generation_prompt=False)
+        turn, since = {"role": "assistant", "content": "", "tool_calls": calls}, len(prompt)
+        text = self._fill([*checked_messages(prompt), turn], add_generation_prompt=False, since=since)
         before = text.rpartition(STAND_IN)[0]
-        text = self._fill([*checked_messages(prompt), turn, *new], add_generation_prompt=True)
+        text = self._fill(
+            [*checked_messages(prompt), turn, *new], add_generation_prompt=True, since=since + 1
+        )
         after = text.removeprefix(before)
         ends = [place for end in self._ends.values() if (place := after.find(end)) >= 0]
         if after == text or not ends:
