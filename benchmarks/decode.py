@@ -44,6 +44,7 @@ from quatrain.engine.groups import (
     Admitted,
     Continuation,
     Group,
+    UsualSampling,
     calls,
     extension,
     pack_prompts,
@@ -58,7 +59,6 @@ from quatrain.models.params import abstract_params
 from quatrain.models.prefix_tree import NO_FORMS
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
-from quatrain.types.rollouts import Sampling
 from quatrain.weights.load import load_model
 
 
@@ -273,23 +273,23 @@ def prefill_memory(arch: Architecture, long: int, *, dtype: str = "float32") -> 
     `long` tokens of one prompt; `cache` is what its prefix slot takes.
     """
     backend, mesh = this_backend(), one_device()
-    program = Program(arch, Sampling(1, 1), (), jnp.dtype(dtype), "xla", mesh)
+    program = Program(arch, (), jnp.dtype(dtype), "xla", mesh)
     params = abstract_params(arch, jnp.float32)
 
     def temporary(run: Any, packed: Any, positions: int) -> tuple[int, int]:
         prompts = jax.eval_shape(lambda: empty_cache(arch, 1, positions, dtype, mesh))
-        compiled = run(backend).lower(params, prompts, packed, np.uint32(0), program=program).compile()
+        compiled = run(backend).lower(params, prompts, packed, program=program).compile()
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(prompts))
         return compiled.memory_analysis().temp_size_in_bytes, size
 
     def group(tokens: int) -> Group:
         return Group.of(Prompt(0, np.ones(tokens, np.int32), ""), 0, (0,), 1)
 
-    row = pack_prompts([[Admitted(group(PREFILL_TOKENS), 0, 0)]], 1, 1, NO_FORMS)
+    row = pack_prompts([[Admitted(group(PREFILL_TOKENS), 0, 0)]], 1, 1, NO_FORMS, UsualSampling())
     usual, _ = temporary(prefill_program, row, PREFILL_TOKENS)
     left = [[Continuation(group(long), 0, 0, 0)]]
     batch, width, most = next(calls(left))
-    part = extension(batch, 1, 1, width, most, 1)
+    part = extension(batch, 1, 1, width, most, 1, UsualSampling())
     in_parts, cache = temporary(extend_program, part, prompt_positions(long))
     return {f"{PREFILL_TOKENS} tokens": usual, f"part of {long} tokens": in_parts, "cache": cache}
 

@@ -73,7 +73,7 @@ from quatrain.models.flops import forward_flops
 from quatrain.models.params import num_params
 from quatrain.models.prefix_tree import RowForms
 from quatrain.ops.logprobs import Tile
-from quatrain.ops.sampling import sample
+from quatrain.ops.sampling import SamplingNumbers, sample
 from quatrain.run.metrics import read_metrics
 
 COMMAND_BUFFERS = {"default": "", "off": "--xla_gpu_enable_command_buffer=", "while": "+WHILE"}
@@ -231,18 +231,22 @@ def sampling(run: Run, figures: Figures) -> None:
     slots, vocabulary = run.scale.slots, run.smallest.vocab_size
     logits = jax.random.normal(jax.random.key(0), (slots, vocabulary), jnp.float32)
     uniforms = jax.random.uniform(jax.random.key(1), (slots,))
-    for name, filters in {"plain": {}, "top-p 0.95": {"top_p": 0.95}, "top-k 50": {"top_k": 50}}.items():
-        settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
-        draw = jax.jit(partial(_logits_after_a_draw, settings=tuple(settings.items())))
-        figures[f"{name} ms"] = 1e3 * chained(draw, logits, run.scale.repeats, uniforms)
+    draw = jax.jit(_logits_after_a_draw)
+    kinds = {
+        "plain": SamplingNumbers.alike(slots),
+        "top-p 0.95": SamplingNumbers.alike(slots, top_p=0.95),
+        "top-k 50": SamplingNumbers.alike(slots, top_k=50),
+    }
+    for name, numbers in kinds.items():
+        figures[f"{name} ms"] = 1e3 * chained(
+            draw, logits, run.scale.repeats, uniforms, jax.device_put(numbers)
+        )
     figures["bytes of logits"] = 4 * slots * vocabulary
 
 
-def _logits_after_a_draw(
-    logits: jax.Array, uniforms: jax.Array, settings: tuple[tuple[str, Any], ...]
-) -> jax.Array:
+def _logits_after_a_draw(logits: jax.Array, uniforms: jax.Array, numbers: SamplingNumbers) -> jax.Array:
     """The logits, a little changed by what was drawn from them, so that draws follow one another."""
-    _, logprobs = sample(logits, uniforms, **dict(settings))
+    _, logprobs = sample(logits, uniforms, numbers)
     return logits.at[:, 0].add(1e-6 * logprobs)
 
 

@@ -591,21 +591,22 @@ class Programs:
 
         from quatrain.config.schema import OptimizerConfig
         from quatrain.update.gradient import _apply
-        from quatrain.update.optimizer import build_optimizer
+        from quatrain.update.optimizer import Optimizer
 
-        optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-6), 1000)
+        optimizer = Optimizer(OptimizerConfig(learning_rate=1e-6), 1000)
+        form, numbers = optimizer.form, optimizer.numbers(0)
         masters = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), self.params
         )
         state = optax.tree_map_params(
-            optimizer,
+            form,
             lambda _, master: master,
-            jax.eval_shape(optimizer.init, masters),
+            jax.eval_shape(form.init, masters),
             masters,
             transform_non_params=lambda x: self._scalar(x.dtype),
         )
         loss = self._scalar(jnp.float32)
-        return _apply.lower(self.params, state, self._total()[0], loss, optimizer=optimizer)
+        return _apply.lower(self.params, state, self._total()[0], loss, numbers, form=form)
 
     def decode(self) -> Any:
         """A call of the sampler."""
@@ -615,11 +616,11 @@ class Programs:
 
         from quatrain.engine.decode import EACH_REPLICA, Program, Sharing, Slots, decode_program
         from quatrain.models.kv_cache import CACHE_SPEC, CachePart
-        from quatrain.types.rollouts import Sampling
+        from quatrain.ops.sampling import SamplingNumbers
 
         case, dtype = self.case, jnp.dtype(self.case.dtype)
         replicas = case.rollout.num_data_shards
-        program = Program(self.arch, Sampling(1, 1024), (0,), dtype, "xla", self.rollout_mesh, _backend(case))
+        program = Program(self.arch, (0,), dtype, "xla", self.rollout_mesh, _backend(case))
 
         def array(spec: Any, dtype: Any, *sizes: int) -> Any:
             place = NamedSharding(self.rollout_mesh, spec)
@@ -633,7 +634,9 @@ class Programs:
 
         each = partial(array, EACH_REPLICA)
         integers = (each(jnp.int32, case.slots),) * 4
-        slots = Slots(*integers, *(each(jnp.uint32, case.slots),) * 3, each(jnp.bool_, case.slots))
+        unsigned, real = each(jnp.uint32, case.slots), each(jnp.float32, case.slots)
+        sampling = SamplingNumbers(unsigned, real, integers[0], real, real)
+        slots = Slots(*integers, *(unsigned,) * 3, each(jnp.bool_, case.slots), sampling)
         sharing = Sharing(
             each(jnp.int32, case.prompts, case.slots // case.prompts),
             each(jnp.int32, case.slots),
@@ -646,7 +649,6 @@ class Programs:
             slots,
             sharing,
             self._scalar(jnp.int32, self.rollout_mesh),
-            self._scalar(jnp.uint32, self.rollout_mesh),
             program=program,
         )
 

@@ -15,6 +15,7 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.session import Session
 from quatrain.models.decoder import forward, logits
 from quatrain.models.params import init_params
+from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -290,7 +291,7 @@ def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
     """Prompts of 20 and of 90 tokens are decoded by one program where 90 are usual, by two where 1 is."""
 
     def compiled(usual_prompt):
-        engine = make_engine(usual_prompt=usual_prompt, n=2, temperature=0.875 + usual_prompt / 1000)
+        engine = make_engine(usual_prompt=usual_prompt, n=2, stop_ids=(usual_prompt,))  # programs of its own
         short, long = (
             engine.generate(_prompts([[7] * length, [9] * length])).metrics["rollout/compilations"].result()
             for length in (20, 90)
@@ -549,3 +550,16 @@ def test_batches_that_share_slots_are_those_that_are_generated_one_by_one(make_e
     assert len(live) - alone < alone
     assert live[-1].stats.slot_steps <= live[-1].stats.widest_slot_steps
     assert live[-1]._most_slots == 4
+
+
+def test_one_program_samples_with_all_numbers(make_engine):
+    """Temperatures, greedy decoding, filters, seeds and limits are data: none of them is compiled anew."""
+    make_engine().generate(_prompts())
+    before = num_compilations()
+    greedy = make_engine(temperature=0.0, seed=5).generate(_prompts())
+    filtered = make_engine(temperature=0.5, top_k=7, top_p=0.9, min_p=0.01).generate(_prompts())
+    shorter = make_engine(max_new_tokens=12).generate(_prompts())
+    assert num_compilations() == before
+    assert _completion_ids(greedy)[0::3] == _completion_ids(greedy)[1::3]
+    assert len({tuple(ids) for ids in _completion_ids(filtered)}) > len(PROMPTS)
+    assert shorter.completion_lengths.max() == 12

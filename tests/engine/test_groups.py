@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from quatrain.engine.groups import Admitted, Continuation, Group, calls, extension, pack_prompts
+from quatrain.engine.groups import (
+    Admitted,
+    Continuation,
+    Group,
+    UsualSampling,
+    calls,
+    extension,
+    pack_prompts,
+)
 from quatrain.models.prefix_tree import NO_FORMS, RowForms
 from quatrain.ops import packing
 from quatrain.types.batches import Prompt
@@ -23,7 +31,7 @@ def _pack(*prompts):
 
 def test_prompts_stand_one_behind_the_other():
     """Nothing is in common, or too little: a token, or all of the shorter one but its last."""
-    packed = pack_prompts([_pack([1, 2, 3], [1, 3]), _pack([5, 6]), []], 2, 4, NO_FORMS)
+    packed = pack_prompts([_pack([1, 2, 3], [1, 3]), _pack([5, 6]), []], 2, 4, NO_FORMS, UsualSampling())
     rows = packed.input_ids.reshape(3, -1)
     assert rows[:, :6].tolist() == [[1, 2, 3, 1, 3, 0], [5, 6, 0, 0, 0, 0], [0] * 6]
     assert packed.segment_ids.reshape(3, -1)[0, :6].tolist() == [1, 1, 1, 2, 2, 0]
@@ -38,7 +46,7 @@ def test_prompts_stand_one_behind_the_other():
 
 def test_what_they_begin_with_stands_once_in_each_row():
     alike, others = _pack([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 6]), _pack([7, 8, 9], [7, 8, 9])
-    packed = pack_prompts([alike, others], 1, 4, RowForms(0))
+    packed = pack_prompts([alike, others], 1, 4, RowForms(0), UsualSampling())
     assert packed.num_common.tolist() == [2, 2]  # the last token of the shortest is its own
     assert packed.input_ids.reshape(2, -1)[:, :9].tolist() == [
         [1, 2, 3, 3, 4, 5, 3, 6, 0],
@@ -53,7 +61,9 @@ def test_what_they_begin_with_stands_once_in_each_row():
 
 
 def test_rows_of_prompts_have_two_widths_for_each_power_of_two():
-    widths = {pack_prompts([_pack([1] * n)], 1, 1, NO_FORMS).input_ids.size for n in range(1, 513)}
+    widths = {
+        pack_prompts([_pack([1] * n)], 1, 1, NO_FORMS, UsualSampling()).input_ids.size for n in range(1, 513)
+    }
     assert sorted(widths) == [32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
@@ -65,7 +75,9 @@ def test_what_a_turn_draws_from_follows_from_its_place_in_the_sequence():
     """Sequence ids are those of a prompt's samples alone; offsets go on after what came before."""
     groups = [Group.of(Prompt(i, np.array([1, 2, 3], np.int32), "", {}), 7, (0, 2), 9) for i in (4, 5)]
     assert [group.sequence_ids(3) for group in groups] == [[12, 14], [15, 17]]
-    packed = pack_prompts([[Admitted(group, i, i) for i, group in enumerate(groups)]], 3, 4, NO_FORMS)
+    packed = pack_prompts(
+        [[Admitted(group, i, i) for i, group in enumerate(groups)]], 3, 4, NO_FORMS, UsualSampling()
+    )
     assert packed.sequence_ids.tolist() == [[12, 14, 0], [15, 17, 0]]
     assert (packed.steps.tolist(), packed.offsets.tolist()) == ([7, 7], [0, 0])
     _sampled(groups[0], 1, [10, 11])
@@ -73,7 +85,7 @@ def test_what_a_turn_draws_from_follows_from_its_place_in_the_sequence():
     alone.begin_turn([20, 21, 22], 30)
     assert (alone.position, alone.sequence_ids(3), alone.limit) == (5, [14], 30)
     going_on = [[Continuation(alone, 0, 1, alone.kept)]]
-    extended = extension(going_on, 3, 1, 16, 4, 4)
+    extended = extension(going_on, 3, 1, 16, 4, 4, UsualSampling())
     assert (extended.offsets[0], extended.steps[0], extended.sequence_ids[0].tolist()) == (5, 7, [14])
 
 
@@ -84,7 +96,7 @@ def test_a_suspended_turn_has_all_but_its_last_token_in_the_cache():
     assert (alone.kept, alone.numbers) == (4, (1,))  # the prompt and 10; 11 was never an input
     alone.begin_turn([20], 30)
     assert (alone.context.tolist(), alone.turn_length(0)) == ([1, 2, 3, 10, 11, 20], 0)
-    extended = extension([[Continuation(alone, 0, 1, alone.kept)]], 2, 1, 16, 4, 4)
+    extended = extension([[Continuation(alone, 0, 1, alone.kept)]], 2, 1, 16, 4, 4, UsualSampling())
     first = extended.continued
     assert (first.input_ids[0, :3].tolist(), first.starts[0], first.counts[0]) == ([11, 20, 0], 4, 2)
     assert first.prefix_slots.tolist() == [1, 4, 4, 4]  # out of range: padding
@@ -97,7 +109,7 @@ def test_a_long_continuation_is_computed_in_parts_that_leave_nothing_out():
     group = Group.of(Prompt(0, np.arange(1, 1301, dtype=np.int32), "", {}), 7, (0,), 9)
     item, seen = Continuation(group, 0, 0, 0), []
     for batch, width, most in calls([[item]]):
-        part = extension(batch, 1, 1, width, most, 1).continued
+        part = extension(batch, 1, 1, width, most, 1, UsualSampling()).continued
         assert part.starts[0] == len(seen)
         seen += part.input_ids[0, : part.counts[0]].tolist()
     assert seen == list(range(1, 1301))

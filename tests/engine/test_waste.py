@@ -24,7 +24,7 @@ class ForcedProgram(Program):
 
     wanted: tuple[int, ...] = ()
 
-    def draw(self, token_logits, seed, steps, sequence_ids, positions, each=None):
+    def draw(self, token_logits, sampling, steps, sequence_ids, positions):
         last = jnp.asarray(self.wanted, jnp.uint32)[sequence_ids] == positions + 1
         logprobs = jax.nn.log_softmax(token_logits)
         tokens = jnp.where(last, STOP_ID, OTHER_ID)

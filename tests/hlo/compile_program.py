@@ -162,10 +162,8 @@ class Programs:
 
     def _sampler(self) -> Any:
         from quatrain.engine.decode import Program
-        from quatrain.types.rollouts import Sampling
 
-        sampling = Sampling(1, OWN)
-        return Program(self.arch, sampling, (1,), self.dtype, self.attention, self.mesh, self.backend)
+        return Program(self.arch, (1,), self.dtype, self.attention, self.mesh, self.backend)
 
     def decode(self) -> Any:
         """A call of the sampler: several tokens of every slot."""
@@ -173,30 +171,30 @@ class Programs:
 
         from quatrain.engine.decode import Slots, decode_program
         from quatrain.models.decode_step import Sharing
+        from quatrain.ops.sampling import SamplingNumbers
 
         prompts = SLOTS // GROUP
         integers, flags = self._array(jnp.int32, SLOTS), self._array(jnp.bool_, SLOTS)
         unsigned = self._array(jnp.uint32, SLOTS)
         members, lengths = self._array(jnp.int32, prompts, GROUP), self._array(jnp.int32, prompts)
+        sampling = self._like(SamplingNumbers.alike(SLOTS))
         return decode_program(self.backend).lower(
             self._params(self.dtype),
             self._cache(SLOTS, OWN),
             self._cache(prompts, PROMPT),
-            Slots(*(integers,) * 4, *(unsigned,) * 3, flags),
+            Slots(*(integers,) * 4, *(unsigned,) * 3, flags, sampling),
             Sharing(members, integers, lengths),
             self._array(jnp.int32),
-            self._array(jnp.uint32),
             program=self._sampler(),
         )
 
     def prefill(self) -> Any:
         """The prompts of eight groups, packed into one row."""
         import jax
-        import jax.numpy as jnp
         import numpy as np
 
         from quatrain.engine.decode import prefill_program
-        from quatrain.engine.groups import Admitted, Group, pack_prompts
+        from quatrain.engine.groups import Admitted, Group, UsualSampling, pack_prompts
         from quatrain.models.attention import unpacks_above
         from quatrain.models.prefix_tree import RowForms
         from quatrain.types.batches import Prompt
@@ -207,14 +205,15 @@ class Programs:
         ]
         prefix_slots = SLOTS // GROUP
         packed = self._like(
-            pack_prompts([pack], GROUP, prefix_slots, RowForms(unpacks_above(self.attention)))
+            pack_prompts(
+                [pack], GROUP, prefix_slots, RowForms(unpacks_above(self.attention)), UsualSampling()
+            )
         )
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed))
         return prefill_program(self.backend).lower(
             self._params(self.dtype),
             self._cache(prefix_slots, PROMPT),
             packed,
-            self._array(jnp.uint32),
             program=self._sampler(),
         )
 

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
+from quatrain.ops.sampling import SamplingNumbers, sample, token_uniforms
 
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 ALMOST_ONE = np.float32(1 - 2**-24)
 
 
-compiled_sample = jax.jit(sample, static_argnames=(*OFF, "vocabulary_first"))
+compiled_sample = jax.jit(sample, static_argnames="vocabulary_first")
 
 
-def draw(logits, uniforms, **options):
+def draw(logits, uniforms, *, vocabulary_first=False, **options):
     logits, uniforms = jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32)
-    tokens, logprobs = compiled_sample(logits, uniforms, **OFF | options)
+    numbers = SamplingNumbers.alike(len(logits), **options)
+    tokens, logprobs = compiled_sample(logits, uniforms, numbers, vocabulary_first=vocabulary_first)
     assert tokens.dtype == jnp.int32
     assert logprobs.dtype == jnp.float32
     return np.asarray(tokens), np.asarray(logprobs)
@@ -169,32 +169,20 @@ def test_logits_that_are_no_numbers_show_in_the_logprob(options, bad):
     assert np.isnan(logprobs[0])
 
 
-def test_no_sort_without_top_k():
-    def primitives(**options):
-        return str(
-            jax.make_jaxpr(lambda l, u: sample(l, u, **OFF | options))(jnp.zeros((2, 300)), jnp.zeros(2))
-        )
-
-    for options in ({}, {"min_p": 0.1}, {"top_p": 0.9}, {"top_k": 300}):
-        assert "sort[" not in primitives(**options)
-        assert "top_k[" not in primitives(**options)
-    assert "top_k[" in primitives(top_k=5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature >= 0, got -1.0"),
-        ({"top_k": -1}, "top_k >= 0"),
-        ({"top_p": 0.0}, "top_p <= 1"),
-        ({"top_p": 1.5}, "got 1.5"),
-        ({"min_p": 2.0}, "min_p <= 1"),
-        ({"temperature": float("nan")}, "got nan"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        draw([[0.0, 1.0]], [0.5], **options)
+@pytest.mark.parametrize("vocabulary_first", [False, True])
+def test_without_filters_nothing_of_them_is_computed(vocabulary_first):
+    """All filters are in one branch of a condition, beside which there is neither a sort nor a loop."""
+    jaxpr = jax.make_jaxpr(lambda *x: sample(*x, vocabulary_first=vocabulary_first))(
+        jnp.zeros((2, 300)), jnp.zeros(2), SamplingNumbers.alike(2)
+    )
+    conditions = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    unfiltered, filtered = (str(branch) for branch in conditions.pop().params["branches"])
+    assert not conditions
+    outside = " ".join(str(eqn) for eqn in jaxpr.eqns if eqn.primitive.name != "cond")
+    for text, loops in ((unfiltered, False), (outside, False), (filtered, True)):
+        assert ("scan[" in text or "while[" in text) == loops
+        assert "sort[" not in text
+        assert "top_k[" not in text
 
 
 def test_bad_shapes():
@@ -259,24 +247,16 @@ def test_logits_that_are_no_numbers_show_with_the_vocabulary_first_too(bad):
     assert np.isnan(logprobs[0])
 
 
-compiled_each = jax.jit(sample_each, static_argnames="vocabulary_first")
-
-
-def each_of(options):
-    """Parameters of rows with these options."""
-    rows = [OFF | row for row in options]
-    column = {name: np.array([row[name] for row in rows], np.float32) for name in OFF}
-    with np.errstate(divide="ignore"):
-        log_min_p = np.log(column["min_p"])
-    seeds = np.zeros(len(rows), np.uint32)
-    top_k = column["top_k"].astype(np.int32)
-    return EachSampling(seeds, column["temperature"], top_k, column["top_p"], log_min_p)
+def rows_of(options):
+    """The numbers of rows with these options."""
+    rows = [SamplingNumbers.alike(1, **row) for row in options]
+    return SamplingNumbers._make(map(np.concatenate, zip(*rows, strict=True)))
 
 
 @pytest.mark.parametrize("vocabulary_first", [False, True])
 @pytest.mark.parametrize("vocab", [1, 384, 700])
 def test_rows_with_parameters_of_their_own_are_sampled_as_if_alone(vocab, vocabulary_first):
-    """Each row among rows of all other kinds; in top-k, the order in which a uniform chooses differs."""
+    """Each row among rows of all other kinds."""
     kinds = [{}, {"temperature": 0.0}, *FILTERS, {"temperature": 0.0, "top_k": 3}]
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(size=(8 * len(kinds), vocab)) * 3).astype(np.float32)
@@ -284,16 +264,11 @@ def test_rows_with_parameters_of_their_own_are_sampled_as_if_alone(vocab, vocabu
     logits[:, 0] = 1.0
     uniforms = rng.random(len(logits)).astype(np.float32)
     options = [kinds[row % len(kinds)] for row in range(len(logits))]
-    tokens, logprobs = compiled_each(logits, uniforms, each_of(options), vocabulary_first=vocabulary_first)
+    tokens, logprobs = compiled_sample(logits, uniforms, rows_of(options), vocabulary_first=vocabulary_first)
     for row, option in enumerate(options):
-        if option.get("top_k") and option.get("temperature") != 0:
-            probs = expected_probs(logits[row].astype(np.float64), **option)
-            assert probs[tokens[row]] > 0
-            assert np.isclose(logprobs[row], np.log(probs[tokens[row]]), atol=1e-4)
-        else:
-            token, logprob = draw(logits[row : row + 1], uniforms[row : row + 1], **option)
-            assert tokens[row] == token[0], option
-            np.testing.assert_allclose(logprobs[row], logprob[0], atol=2e-6)
+        token, logprob = draw(logits[row : row + 1], uniforms[row : row + 1], **option)
+        assert tokens[row] == token[0], option
+        np.testing.assert_allclose(logprobs[row], logprob[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("vocab", [5, 700])
@@ -301,7 +276,6 @@ def test_top_k_of_each_row_gives_the_distribution_itself(vocab):
     logits = np.round(np.random.default_rng(vocab).normal(size=vocab) * 2, 1).astype(np.float32)  # with ties
     for top_k in (1, 3, vocab, vocab + 9):
         uniforms = ((np.arange(4096) + 0.5) / 4096).astype(np.float32)
-        each = each_of([{"top_k": top_k}] * 4096)
-        tokens, _ = compiled_each(np.tile(logits, (4096, 1)), uniforms, each)
+        tokens, _ = draws(logits, uniforms, top_k=top_k)
         expected = expected_probs(logits.astype(np.float64), top_k=min(top_k, vocab))
         assert np.abs(np.bincount(tokens, minlength=vocab) - expected * 4096).max() < 1.01

@@ -14,8 +14,16 @@ import pytest
 from jax._src import lru_cache
 
 from quatrain.backend import ACCELERATOR
+from quatrain.config.load import load_config
 from quatrain.parallel import compilation_cache as module
-from quatrain.parallel.compilation_cache import compilation_cache, cpu_identity, default_root, machine_key
+from quatrain.parallel.compilation_cache import (
+    COUNTS,
+    ProgramCount,
+    compilation_cache,
+    cpu_identity,
+    default_root,
+    machine_key,
+)
 
 CPU = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -94,6 +102,30 @@ def test_programs_are_kept_in_a_folder_of_this_machine(jax_may_cache, tmp_path):
         assert jax.config.jax_compilation_cache_dir == str(folder)
     assert len(_entries(folder)) >= 1
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_run_leaves_the_number_of_its_programs_to_the_next_of_its_shapes(jax_may_cache, tmp_path):
+    """Numbers that are data of the programs, and names, do not make another kind of run; sizes do."""
+
+    def count(*settings, command="train"):
+        return ProgramCount(command, load_config(None, settings, environ={}).config)
+
+    with compilation_cache(str(tmp_path)) as folder:
+        first = count()
+        assert (first.former, first.next_run_reads) == (None, True)
+        first.keep(16)
+        count("optimizer.learning_rate=1", "rollout.temperature=0.5", "run.name=b", "seed=3").keep(12)
+        assert count("sft.steps=7").former == 16
+        for other in (count("rollout.n=4"), count("optimizer.name=lion"), count(command="eval")):
+            assert other.former is None
+        (folder / COUNTS).write_text("[damaged")
+        assert count().former is None
+        count().keep(9)
+        assert count().former == 9
+    with compilation_cache(None):
+        nothing = count()
+        assert (nothing.former, nothing.next_run_reads) == (None, False)
+        nothing.keep(3)
 
 
 def test_null_keeps_nothing(jax_may_cache, tmp_path):
@@ -279,4 +311,7 @@ def test_a_second_run_compiles_nothing_and_computes_the_same(tmp_path):
     assert warm[0] == warm[1] == cold[0]
     assert len(cold[2]) == 2
     assert cold[2] == warm[2]
+    [counts] = (tmp_path / "cache").glob(f"*/{COUNTS}")
+    [count] = json.loads(counts.read_text()).values()
+    assert 0 < count <= cold[0]
     assert warm[3] < cold[3]

@@ -230,7 +230,17 @@ def test_lines_of_a_narrow_terminal_are_cut_with_a_mark():
     assert max(map(len, lines)) == 24
 
 
-def test_a_terminal_shows_which_program_of_the_stage_is_compiled(compiler):
+class Counted:
+    """A `ProgramCount` of an earlier run."""
+
+    def __init__(self, former, next_run_reads=True):
+        self.former, self.next_run_reads, self.kept = former, next_run_reads, []
+
+    def keep(self, count):
+        self.kept.append(count)
+
+
+def test_a_terminal_shows_which_program_is_compiled(compiler):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
     compiler(programs=7)
@@ -241,6 +251,28 @@ def test_a_terminal_shows_which_program_of_the_stage_is_compiled(compiler):
         compiler(programs=9, current_s=None)
         progress.detail("3/4 micro-batches")
         _wait_for("update: 3/4 micro-batches", out)
+
+
+def test_the_count_of_an_earlier_run_says_how_many_programs_there_are(clock, compiler):
+    """And the first run says that the next one reads them, unless nothing is kept."""
+
+    def told(programs):
+        out = io.StringIO()
+        compiler(programs=7)
+        with Progress(3, console=Console(file=out), programs=programs) as progress:
+            progress.stage("update")
+            clock[0] += 5
+            compiler(programs=19, current_s=0.0)
+            progress._begins_to_compile()
+            compiler(current_s=None)
+        return out.getvalue().rpartition("update: ")[2].strip()
+
+    known = Counted(16)
+    assert told(known) == "compiling program 13 of about 16"
+    assert known.kept == [12]
+    assert told(Counted(None)) == "compiling program 13 (the next run reads it from the cache)"
+    assert told(Counted(None, next_run_reads=False)) == told(None) == "compiling program 13"
+    assert told(Counted(12)) == "compiling program 13"  # more than then
 
 
 def test_a_plain_line_says_once_of_a_stage_that_it_compiles(clock, compiler):
@@ -259,8 +291,8 @@ def test_a_plain_line_says_once_of_a_stage_that_it_compiles(clock, compiler):
         clock[0] += 1
         progress._begins_to_compile()
     assert out.getvalue().splitlines() == [
-        "train 0/3 | 0:05 elapsed | rollout: compiling",
-        "train 0/3 | 0:20 elapsed | update: compiling",
+        "train 0/3 | 0:05 elapsed | rollout: compiling program 1",
+        "train 0/3 | 0:20 elapsed | update: compiling program 1",
         "train 1/3 | 0:30 elapsed | 1:00 left",
     ]
 

@@ -132,7 +132,23 @@ def test_the_engine_has_the_verbs_of_the_protocol():
     assert all(callable(getattr(RolloutEngine, name)) for name in verbs)
 
 
-def test_the_sampling_of_one_token_leaves_out_what_its_distribution_does_not_depend_on():
+def test_sampling_of_the_configuration():
     sampling = Sampling.of(RolloutConfig(n=4, max_new_tokens=9, temperature=0.7, top_k=5, stop=("x",)))
     assert sampling == Sampling(4, 9, 0.7, top_k=5, stop=("x",))
-    assert sampling.of_one_token() == Sampling(1, 9, 0.7, top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature >= 0 .*, got -1.0"),
+        ({"temperature": float("nan")}, "got nan"),
+        ({"top_k": -1}, "top_k >= 0"),
+        ({"top_p": 0.0}, "top_p <= 1"),
+        ({"top_p": 1.5}, "got 1.5"),
+        ({"min_p": 2.0}, "min_p <= 1"),
+    ],
+)
+def test_a_sampling_out_of_range_is_refused(options, message):
+    """As data, the numbers are not checked by what computes with them."""
+    with pytest.raises(ValueError, match=message):
+        Sampling(1, 4, **options)

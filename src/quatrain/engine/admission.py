@@ -32,6 +32,9 @@ MARGIN = 8
 
 With more room, fewer run; with less, more are preempted and computed again (`benchmarks/decode.py`)."""
 
+MANY_TIMES = 16
+"""A session of requests gives positions up where it has so many times as many as it needs."""
+
 
 class _Need(NamedTuple):
     """What samples need of the cache: the most of each.
@@ -188,6 +191,8 @@ class Admission:
                 freed = scheduler.free_a_prefix_slot()
                 assert freed, "`Session` accepts no sequence that does not fit alone"
                 return self._admit()
+        if self.max_new_tokens is None and fitting > 0 and (most is None or fitting < most):
+            fitting = power_of_two(fitting + 1) // 2  # what fits changes with the lengths of requests
         scheduler.max_slots = fitting if most is None else min(fitting, most)
         slots, prefix_slots = scheduler.most_in_use
         slots = max(slots, min(max(loads), 1))
@@ -259,13 +264,26 @@ class Admission:
         """The sizes for the samples that may run now, in one ring."""
         slots = self.scheduler.wanted_slots()
         self.scheduler.max_loads = None
-        return self._with_prompts((Ring(slots, self._ring(need)),), need)
+        return self._with_prompts((Ring(slots, self._kept_positions(slots, need)),), need)
+
+    def _kept_positions(self, slots: int, need: _Need) -> int:
+        """Positions of a slot: in a session of requests those of the round before, if they are enough, not
+        too many, and fit; the length of what requests ask for changes all the time."""
+        positions, before = self._ring(need), self.shape.rings
+        if self.max_new_tokens is not None or len(before) != 1:
+            return positions
+        kept = before[0].positions
+        context = max(self.room.context(need.context), self.shape.prompt_positions)
+        prefix_slots = self.scheduler.wanted_prefix_slots(slots)
+        fits = self.room.fits(CacheShape((Ring(slots, kept),), prefix_slots, context))
+        return kept if positions <= kept < MANY_TIMES * positions and fits else positions
 
     def _with_prompts(self, rings: tuple[Ring, ...], need: _Need) -> CacheShape:
         """These rings, and the sizes of the prompt cache beside them.
 
         The prompt cache keeps its positions where they suffice and the slots fit: others are another program.
-        Requests of all lengths come to a server, which does not keep four times the positions that it needs.
+        Requests of all lengths come to a server, which keeps neither these nor those of its slots where they
+        are many times what it needs (`MANY_TIMES`).
         """
         scheduler, needed = self.scheduler, self.room.context(need.context)
         shape = CacheShape(rings, 0, needed)
@@ -279,7 +297,7 @@ class Admission:
         if (
             (shape.slots <= most or self.room.fits(kept))
             and self.room.fits(kept._replace(prefix_slots=least))
-            and not (self.max_new_tokens is None and kept.prompt_positions >= 4 * needed)
+            and not (self.max_new_tokens is None and kept.prompt_positions >= MANY_TIMES * needed)
         ):
             shape = kept
         if not self.room.fits(shape):  # the memory is full: fewer prompts wait in it for a slot

@@ -34,6 +34,9 @@ from quatrain.parallel.mesh import mesh_shape
 FEWEST_OF_TURNS = 128
 """Least positions of the prompt cache of turns, where a context can need as many; fewer save little."""
 
+FEW = 8
+"""So many requests of a length have to fit into the memory for their positions to be doubled."""
+
 
 class Ring(NamedTuple):
     """Sizes of a ring buffer of one replica: so many slots of so many positions each."""
@@ -76,22 +79,28 @@ class Room:
     more_turn: int = 0
     state_bytes: int = 0
     """Of a slot or a prefix slot, whatever its positions."""
+    varying: bool = False
+    """Whether contexts of all lengths come, as requests do."""
 
     def positions(self, prompt: int, new: int) -> int:
         """Positions of a sequence with a prompt of up to `prompt` tokens and a completion of up to `new`."""
-        return self._most_context(prompt) + self.ring(new, new)
+        context = self.context(prompt) if self.varying else self._most_context(prompt)
+        return context + self.ring(new, new)
 
     def context(self, tokens: int) -> int:
         """Positions of the prompt cache for contexts of up to `tokens` tokens.
 
-        Contexts of turns have all lengths. Their positions double until they suffice, so that few programs
-        are compiled; at most those that `positions` counts."""
+        Contexts of turns and of requests have all lengths. Their positions double until they suffice, so that
+        few programs are compiled; at most those that `positions` counts, and of requests, where only a few
+        fit into the memory, no more than are needed."""
         needed = max(prompt_positions(tokens), self.fewest_positions)
-        if not self.more_context:
+        if not self.more_context and not self.varying:
             return needed
         doubled = max(self.fewest_positions, FEWEST_OF_TURNS)
         while doubled < tokens:
             doubled *= 2
+        if self.varying:
+            return doubled if FEW * self._of_sequence(doubled) <= self.num_bytes else needed
         return max(needed, min(doubled, self._most_context(1)))
 
     def _most_context(self, prompt: int) -> int:
@@ -100,13 +109,16 @@ class Room:
     def ring(self, needed: int, most: int) -> int:
         """Positions of the ring buffer for `needed` tokens: FEWEST_POSITIONS, doubled until they suffice.
 
-        At most as many as the longest completion has, of `most` tokens. Turns have room for a call more:
-        their keys and values are kept after a call in which other slots went on writing.
+        At most as many as the longest completion has, of `most` tokens; of requests, which ask for any
+        number, only where a few of the doubled ones do not fit into the memory. Turns have room for a call
+        more: their keys and values are kept after a call in which other slots went on writing.
         """
         positions = FEWEST_POSITIONS
         while positions < needed:
             positions *= 2
-        return min(positions, round_up(most + self.more_turn))
+        longest = round_up(most + self.more_turn)
+        fits = FEW * self._of_sequence(positions) <= self.num_bytes
+        return positions if self.varying and fits else min(positions, longest)
 
     def slots(self, positions: int) -> int:
         """How many slots of so many positions there is memory for, without prefix slots."""

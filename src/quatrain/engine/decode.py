@@ -35,13 +35,12 @@ from quatrain.models.delta_rule import Chunks, DeltaState
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart, LayerCache, position_axes
 from quatrain.models.params import partition
 from quatrain.models.prefix_tree import RowForms
-from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
+from quatrain.ops.sampling import SamplingNumbers, sample, token_uniforms
 from quatrain.ops.shape_buckets import power_of_four
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import mesh_shape
-from quatrain.types.rollouts import Sampling
 
 EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
 TOKENS_PER_CALL = 8
@@ -66,23 +65,21 @@ class Packed(NamedTuple):
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
+    sampling: SamplingNumbers  # [N]
     layout: Unpacking | None = None  # of [1, T] tokens
     chunks: Chunks | None = None  # of [1, T] tokens, with the ends of prompts; for DeltaNet layers
-    sampling: EachSampling | None = None  # [N], if each prompt has its own
     routes: jax.Array | None = None  # [T, L, k], of prompts that are computed again
 
 
 @dataclass(frozen=True)
 class Program:
-    """The static argument of the compiled functions: model, sampling, dtype, attention and mesh.
+    """The static argument of the compiled functions: model, dtype, attention and mesh.
 
-    `sampling` holds only what one token depends on (`Sampling.of_one_token`); it is None if each sequence has
-    its own, which is data. A completion ends with the first token that is in `stop_ids`. `records_routes`:
-    results have the routes of tokens, [.., L, k].
+    How tokens are sampled is no part of it: `SamplingNumbers` are data. A completion ends with the first
+    token that is in `stop_ids`. `records_routes`: results have the routes of tokens, [.., L, k].
     """
 
     arch: Architecture
-    sampling: Sampling | None
     stop_ids: tuple[int, ...]
     dtype: jnp.dtype
     attention: str
@@ -128,35 +125,20 @@ class Program:
     def draw(
         self,
         token_logits: jax.Array,
-        seed: jax.Array,
+        sampling: SamplingNumbers,
         steps: jax.Array,
         sequence_ids: jax.Array,
         positions: jax.Array,
-        each: EachSampling | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Samples tokens from logits [B, V]: (tokens, log-probabilities), each [B].
 
         `positions` [B] are the indices of the tokens in their completions, from which their randomness
-        derives. `each`: the sampling and the seed of each sequence, instead of `sampling` and `seed`.
+        derives.
         """
-        seeds, seed_axis = (seed, None) if each is None else (each.seeds, 0)
-        by_row = jax.vmap(token_uniforms, (seed_axis, 0, 0, 0))
-        uniforms = by_row(seeds, steps, sequence_ids[:, None], positions[:, None])[:, 0]
+        by_row = jax.vmap(token_uniforms)
+        uniforms = by_row(sampling.seeds, steps, sequence_ids[:, None], positions[:, None])[:, 0]
         by_word = self.backend.vocabulary_first
-        sampling = self.sampling
-        if sampling is None:
-            assert each is not None, "without a sampling of all, each sequence has its own"
-            tokens, logprobs = sample_each(token_logits, uniforms, each, vocabulary_first=by_word)
-        else:
-            tokens, logprobs = sample(
-                token_logits,
-                uniforms,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                vocabulary_first=by_word,
-            )
+        tokens, logprobs = sample(token_logits, uniforms, sampling, vocabulary_first=by_word)
         return from_first_device(tokens, TP), from_first_device(logprobs, TP)
 
     def stops(self, tokens: jax.Array) -> jax.Array:
@@ -188,7 +170,7 @@ def sharded_program(
 
 
 def _prefill(
-    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
+    params: dict, prompts: CachePart, packed: Packed, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array, jax.Array | None]:
     """(prompt cache with the new prompts in their prefix slots, first tokens [N, n], their log-probabilities
     [N, n], the routes of all tokens [T, L, k] if they are recorded).
@@ -217,11 +199,11 @@ def _prefill(
         return insert(keys, new_keys, (0, 2, 3, 1)), insert(values, new_values, (0, 2, 1, 3))
 
     prompts = CachePart(tuple(map(inserted, prompts.layers, new.layers)))
-    drawn = _draw_samples(params, hidden_TD[after_N + packed.lengths - 1], packed, seed, program)
+    drawn = _draw_samples(params, hidden_TD[after_N + packed.lengths - 1], packed, program)
     return prompts, *drawn, program.recorded(routes)
 
 
-_SPECS = (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), (CACHE_SPEC, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+_SPECS = (CACHE_SPEC, EACH_REPLICA), (CACHE_SPEC, EVERYWHERE, EVERYWHERE, EVERYWHERE)
 prefill_program = sharded_program(_prefill, *_SPECS, donated=(1,))
 
 
@@ -232,32 +214,31 @@ class Extended(NamedTuple):
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
-    sampling: EachSampling | None = None  # [N], if each has its own
+    sampling: SamplingNumbers  # [N]
 
 
 def _extend(
-    params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
+    params: dict, prompts: CachePart, extended: Extended, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array, jax.Array | None]:
     """(prompt cache with the tokens in their prefix slots, next tokens [N, n], log-probabilities [N, n], the
     routes of the tokens [N, T, L, k] if they are recorded)."""
     hidden_ND, prompts, routes = decode_step.extend(
         params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
     )
-    return prompts, *_draw_samples(params, hidden_ND, extended, seed, program), program.recorded(routes)
+    return prompts, *_draw_samples(params, hidden_ND, extended, program), program.recorded(routes)
 
 
 def _draw_samples(
-    params: dict, last_ND: jax.Array, drawn: Packed | Extended, seed: jax.Array, program: Program
+    params: dict, last_ND: jax.Array, drawn: Packed | Extended, program: Program
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens [N, n] of the n samples after each of N contexts, their log-probabilities) of all replicas."""
     n = drawn.sequence_ids.shape[1]
     tokens, logprobs = program.draw(
         jnp.repeat(logits(params, program.arch, last_ND, backend=program.backend), n, axis=0),
-        seed,
+        jax.tree.map(lambda x: jnp.repeat(x, n), drawn.sampling),
         jnp.repeat(drawn.steps, n),
         drawn.sequence_ids.reshape(-1),
         jnp.repeat(drawn.offsets, n),
-        drawn.sampling,
     )
     return all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
@@ -316,7 +297,7 @@ class Slots(NamedTuple):
     sequence_ids: jax.Array  # uint32
     steps: jax.Array  # uint32
     live: jax.Array  # bool
-    sampling: EachSampling | None = None  # if each sequence has its own
+    sampling: SamplingNumbers
 
 
 class Decoded(NamedTuple):
@@ -344,7 +325,6 @@ def _decode(
     slots: Slots,
     sharing: Sharing,
     ring_position: jax.Array,
-    seed: jax.Array,
     program: Program,
 ) -> tuple[CachePart, Decoded]:
     """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot).
@@ -380,11 +360,10 @@ def _decode(
         )
         tokens, logprobs = program.draw(
             logits(params, arch, hidden, backend=program.backend),
-            seed,
+            slots.sampling,
             slots.steps,
             slots.sequence_ids,
             slots.offsets + lengths.astype(jnp.uint32),
-            slots.sampling,
         )
         own = decoded.routes
         if own is not None and routes is not None:
@@ -405,16 +384,14 @@ def _decode(
     return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, program.recorded(decoded.routes))
 
 
-_SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE
+_SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE
 decode_program = sharded_program(_decode, _SPECS_OF_DECODE, (CACHE_SPEC, EVERYWHERE), donated=(1,))
 
 
 def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Program) -> _Carry:
     """The decode steps of a call."""
     if not program.backend.decode_ends_early:
-        longest = TOKENS_PER_CALL if program.sampling is None else program.sampling.max_new_tokens - 1
-        steps = min(TOKENS_PER_CALL, max(longest, 1))
-        return jax.lax.fori_loop(0, steps, lambda _, carry: advance(carry), begin)
+        return jax.lax.fori_loop(0, TOKENS_PER_CALL, lambda _, carry: advance(carry), begin)
 
     def any_live(carry: _Carry) -> jax.Array:
         return any_shard(carry[2].any())

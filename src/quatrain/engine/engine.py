@@ -310,7 +310,7 @@ class RolloutEngine:
 
         A step is one call of the device, between two rounds.
         """
-        model = self.arch, None, self.stop_ids, self.dtype, self._attention, self.mesh
+        model = self.arch, self.stop_ids, self.dtype, self._attention, self.mesh
         program = Program(*model, self._backend)
         for packs in packs_to_score(sequences, mesh_shape(self.mesh).num_data_shards):
             with self._between_calls:

@@ -6,9 +6,9 @@ tokens. Turns that go on after a prefix slot: `Group` -> `Extended` -> `decode.e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +20,7 @@ from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued, Restored
 from quatrain.models.prefix_tree import RowForms, chunk_layout
 from quatrain.ops.packing import common_tokens, useful_common_prefix
-from quatrain.ops.sampling import EachSampling
+from quatrain.ops.sampling import SamplingNumbers
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
@@ -28,6 +28,11 @@ from quatrain.types.routes import live_of, routes_between
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer one is computed in parts."""
+VARYING_TOKENS = 128, 512, 1024, PREFILL_TOKENS
+"""Tokens of a row of prompts of requests, which come one by one, in any number and length.
+
+Each such row has room for a prompt in TOKENS_OF_A_PROMPT tokens."""
+TOKENS_OF_A_PROMPT = 16
 FEWEST_POSITIONS = 32
 """Least number of positions of a cache; the cache of generated tokens starts with it and grows by
 doubling."""
@@ -49,6 +54,25 @@ class PerRequestSampling:
     sequence_id: int
     offset: int = 0
     """The position of its first token among those that derive from `sequence_id`."""
+
+    @cached_property
+    def numbers(self) -> SamplingNumbers:
+        """Host arrays [1] of its numbers."""
+        return _numbers(self.sampling, self.seed, 1)
+
+
+@dataclass(frozen=True)
+class UsualSampling:
+    """The sampling of all sequences of a session that have none of their own; None: without filters."""
+
+    sampling: Sampling | None = None
+    seed: int = 0
+
+    def numbers(self, count: int) -> SamplingNumbers:
+        """Host arrays of so many sequences."""
+        if self.sampling is None:
+            return SamplingNumbers.alike(count, seed=self.seed)
+        return _numbers(self.sampling, self.seed, count)
 
 
 @dataclass
@@ -147,34 +171,54 @@ class Admitted(NamedTuple):
 Pack = list[Admitted]
 
 
-def split_into_packs(admitted: list[Admitted]) -> list[Pack]:
+def split_into_packs(admitted: list[Admitted], *, slots_of_requests: int = 0) -> list[Pack]:
     """Splits the groups, in order, into packs of at most PREFILL_TOKENS prompt tokens.
 
     A prompt with more tokens is a pack of its own. The common prefix of all prompts counts once per pack.
+    Of requests in so many slots, packs have few sizes (`VARYING_TOKENS`), the larger ones where there are
+    many slots or a longer prompt.
     """
     num_common = _common_prefix(admitted)
     packs: list[Pack] = []
-    room = 0
+    room, most = 0, PREFILL_TOKENS
+    if slots_of_requests and admitted:
+        least = min(max(len(item.group.context) for item in admitted), PREFILL_TOKENS)
+        least = max(least, min(8 * slots_of_requests, PREFILL_TOKENS))
+        most = next(tokens for tokens in VARYING_TOKENS if tokens >= least)
     for item in admitted:
         length = len(item.group.context) - num_common
-        if not packs or length > room:
+        if not packs or length > room or (slots_of_requests and len(packs[-1]) == most // TOKENS_OF_A_PROMPT):
             packs.append([])
-            room = PREFILL_TOKENS - num_common
+            room = most - num_common
         packs[-1].append(item)
         room -= length
     return packs
 
 
-def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, forms: RowForms) -> Packed:
+def pack_prompts(
+    packs: list[Pack],
+    n: int,
+    num_prefix_slots: int,
+    forms: RowForms,
+    usual: UsualSampling,
+    *,
+    varying: bool = False,
+) -> Packed:
     """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
 
     The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
     programs are compiled. A common prefix of all prompts of a pack is stored once. The rows come in `forms`.
+    `usual` is the sampling of groups that have none of their own. `varying`: for requests, in
+    the sizes of `split_into_packs`.
     """
     count = power_of_two(max(map(len, packs)))
     num_common = [_common_prefix(pack) for pack in packs]
     most = max(map(_num_tokens, packs, num_common))
     tokens = prompt_positions(most)
+    if varying:
+        least = max(most, TOKENS_OF_A_PROMPT * count)
+        tokens = next(tokens for tokens in VARYING_TOKENS if tokens >= least)
+        count = tokens // TOKENS_OF_A_PROMPT
     each = [
         _packed_row(pack, n, num_prefix_slots, count, tokens, common)
         for pack, common in zip(packs, num_common, strict=True)
@@ -184,9 +228,9 @@ def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, forms: RowFor
     layout = unpacking(segment_ids, branch_ids) if forms.unpacks(tokens) else None
     chunks = chunk_layout(segment_ids, branch_ids, ends=True) if forms.chunked else None
     owners = [[item.group.own for item in pack] + [None] * (count - len(pack)) for pack in packs]
-    sampling = each_sampling([own for row in owners for own in row])
+    sampling = sampling_numbers([own for row in owners for own in row], usual)
     routes = _packed_routes(packs, num_common, tokens)
-    return Packed._make([*as_jit_arguments(*arrays), layout, chunks, sampling, routes])
+    return Packed._make([*as_jit_arguments(*arrays), sampling, layout, chunks, routes])
 
 
 def _packed_routes(packs: list[Pack], num_common: list[int], tokens: int) -> Any:
@@ -317,11 +361,15 @@ class Restoration:
 _Item = TypeVar("_Item", Continuation, Restoration)
 
 
-def calls(left: list[list[_Item]]) -> Iterator[tuple[list[list[_Item]], int, int]]:
-    """(items of one call, tokens of each, most items) until nothing is left; one list for each replica."""
+def calls(left: list[list[_Item]], *, varying: bool = False) -> Iterator[tuple[list[list[_Item]], int, int]]:
+    """(items of one call, tokens of each, most items) until nothing is left; one list for each replica.
+
+    `varying`: of requests, with one width below EXTENDED_TOKENS.
+    """
     while any(left):
         longest = max(item.left for items in left for item in items)
         width = min(power_of_two(max(longest, FEWEST_EXTENDED)), MOST_EXTENDED)
+        width = MOST_EXTENDED if varying else width
         width = EXTENDED_TOKENS if longest >= EXTENDED_TOKENS else width
         most = EXTENDED_TOKENS // width
         batch = [items[:most] for items in left]
@@ -371,11 +419,18 @@ def _continued(
 
 
 def extension(
-    batch: list[list[Continuation]], n: int, drawn: int, width: int, most: int, num_prefix_slots: int
+    batch: list[list[Continuation]],
+    n: int,
+    drawn: int,
+    width: int,
+    most: int,
+    num_prefix_slots: int,
+    usual: UsualSampling,
 ) -> Extended:
     """The next `width` tokens of each continuation; one list for each replica, of at most `most`.
 
     `n` is the number of samples of a prompt, and `drawn` of those that tokens are drawn for.
+    `usual` is the sampling of groups that have none of their own.
     """
     contexts = [[item.group.context for item in items] for items in batch]
     *ids, steps, offsets = _table(batch, most, (0,) * (drawn + 2), np.uint32)
@@ -387,7 +442,7 @@ def extension(
             steps[replica, i], offsets[replica, i] = item.group.step, item.group.position
     arrays = (np.concatenate(array) for array in (np.stack(ids, axis=-1), steps, offsets))
     numbers, step, offset = as_jit_arguments(*arrays)
-    own = each_sampling(list(chain.from_iterable(owners)))
+    own = sampling_numbers(list(chain.from_iterable(owners)), usual)
     return Extended(_continued(batch, contexts, width, most, num_prefix_slots), numbers, step, offset, own)
 
 
@@ -405,20 +460,19 @@ def restoration(
     return Restored(continued, *as_jit_arguments(*map(np.concatenate, (lengths, slots, begins))))
 
 
-def each_sampling(owners: Sequence[PerRequestSampling | None]) -> EachSampling | None:
-    """The parameters of each sequence, those of `sample` without filters for None; None if all are None."""
-    if not any(owners):
-        return None
-    count = len(owners)
-    seeds, top_k = np.zeros(count, np.uint32), np.zeros(count, np.int32)
-    temperature, top_p = (np.ones(count, np.float32) for _ in range(2))
-    log_min_p = np.full(count, -np.inf, np.float32)
+def sampling_numbers(owners: Sequence[PerRequestSampling | None], usual: UsualSampling) -> SamplingNumbers:
+    """The numbers of each sequence: its owner's, or the usual ones."""
+    numbers = usual.numbers(len(owners))
     for i, own in enumerate(owners):
         if own is not None:
-            seeds[i], top_k[i] = own.seed, own.sampling.top_k
-            temperature[i], top_p[i] = own.sampling.temperature, own.sampling.top_p
-            log_min_p[i] = math.log(own.sampling.min_p) if own.sampling.min_p else -np.inf
-    return EachSampling(*as_jit_arguments(seeds, temperature, top_k, top_p, log_min_p))
+            for array, [number] in zip(numbers, own.numbers, strict=True):
+                cast(np.ndarray, array)[i] = number
+    return numbers
+
+
+def _numbers(sampling: Sampling, seed: int, count: int) -> SamplingNumbers:
+    names = "temperature", "top_k", "top_p", "min_p"
+    return SamplingNumbers.alike(count, seed=seed, **{name: getattr(sampling, name) for name in names})
 
 
 def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:

@@ -27,11 +27,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, TypeVar
 
-from quatrain.ops.shape_buckets import power_of_two, round_up
+from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up
 
 _T = TypeVar("_T")
 FEWEST_SLOTS = 4
 """A decode step of one slot takes about as long as of four, so smaller batches are not worth compiling."""
+
+SPARSE = 8
+"""With a varying demand, slots become fewer where there are so many times as many as are needed."""
+LATELY = 16
+"""Of so many times that nothing was left to do, the greatest demand before each is remembered."""
 
 
 @dataclass
@@ -82,8 +87,8 @@ class Scheduler:
     Tickets number the groups from 0 in the order of submission. `slots[i]` is the sample that runs in slot i,
     and `prefix_slots[i]` is the ticket of the group whose prompt is in prefix slot i; the entries of replica
     0 come first, then those of replica 1, and so on. Only `resize` changes the numbers of slots and prefix
-    slots. `varying`: the demand changes all the time, so that the number of slots is a power of two or
-    `max_slots`. The queued group `barred`, and those behind it, are not admitted.
+    slots. `varying`: the demand changes all the time, so that the number of slots is a power of four
+    or `max_slots`. The queued group `barred`, and those behind it, are not admitted.
 
     The slots of a replica are those of its rings, one after another: `rings[i]` slots of ring i. A sample has
     a slot of the ring that `ring_of` says, by ticket and sample. `max_loads`: the most samples that may be
@@ -105,6 +110,7 @@ class Scheduler:
         self._suspended: dict[int, None] = {}
         self._finished: dict[int, None] = {}
         self._next_ticket = 0
+        self._peak, self._peaks = 0, deque[int]([0], maxlen=LATELY)
 
     def submit(self, num_samples: int) -> int:
         """Queues a group of `num_samples` >= 1 samples and returns its ticket."""
@@ -332,23 +338,37 @@ class Scheduler:
         """The number of slots per replica for the current demand; few if only a few sequences remain.
 
         Each change copies the cache: the number grows when more sequences could run, and shrinks by powers of
-        two. It is at most `max_slots`, unless more are in use.
+        two. With a `varying` demand it is a power of four, and shrinks once only few slots are in use. It is
+        at most `max_slots`, unless more are in use.
         """
         in_use = self._in_use(self.slots)
         demand = max(min(max(self._fair_share(), *self.loads()), self.max_slots), *in_use)
-        if demand > self.num_slots and not self.varying:
+        if self.varying:
+            wanted = self._slots_of_requests(demand)
+        elif demand > self.num_slots:
             wanted = round_up(demand, minimum=1)
         else:
-            wanted = max(FEWEST_SLOTS, power_of_two(demand))
-            wanted = wanted if self.varying else min(wanted, self.num_slots)
+            wanted = min(max(FEWEST_SLOTS, power_of_two(demand)), self.num_slots)
         return min(wanted, max(self.max_slots, *in_use))
+
+    def _slots_of_requests(self, demand: int) -> int:
+        """A power of four for a varying demand: as many as lately where there are too few, else those there
+        are, or the next fewer where these are many times too many. So few pairs of sizes follow each other,
+        each of which compiles programs."""
+        now, self._peak = self.num_slots, max(self._peak, demand)
+        if demand > now:
+            return max(FEWEST_SLOTS, power_of_four(max(self._peak, *self._peaks)))
+        return min(max(FEWEST_SLOTS, power_of_four(now) // 4), now) if now >= SPARSE * demand else now
 
     def wanted_prefix_slots(self, num_slots: int) -> int:
         """Prefix slots per replica, enough to fill `num_slots` slots: a power of two, never fewer than now.
 
-        At most one prefix slot per slot, unless more prefix slots are in use.
+        At most one prefix slot per slot, unless more prefix slots are in use; with a `varying` demand, as
+        many: each pair of numbers is a program.
         """
         in_use = self._in_use(self.prefix_slots)
+        if self.varying:
+            return max(num_slots, *in_use)
         needed = list(in_use)
         for group, replica, _ in self._assignments(num_slots):
             needed[replica] += replica not in group.parts
@@ -377,6 +397,9 @@ class Scheduler:
 
         Entries in use move to the front where the number changes. Returns, for each new slot and each new
         prefix slot, the old index on its replica; for unused slots -1, for unused prefix slots 0."""
+        if not rings:
+            self._peaks.append(self._peak)
+            self._peak = 0
         prefix_slots_before = self.num_prefix_slots
         from_slots = self._resize_rings(tuple(rings))
         if num_prefix_slots == prefix_slots_before:

@@ -14,7 +14,15 @@ import numpy as np
 from jax import lax
 
 from quatrain.engine.decode import EACH_REPLICA, EVERYWHERE, Program, sharded_program
-from quatrain.engine.groups import Admitted, Group, Pack, as_jit_arguments, pack_prompts, split_into_packs
+from quatrain.engine.groups import (
+    Admitted,
+    Group,
+    Pack,
+    UsualSampling,
+    as_jit_arguments,
+    pack_prompts,
+    split_into_packs,
+)
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decoder import logits
 from quatrain.models.delta_rule import Chunks
@@ -76,7 +84,7 @@ def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Ite
 
 def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest: int) -> list[Scores]:
     """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token."""
-    packed = pack_prompts(packs, 1, 1, program.forms)
+    packed = pack_prompts(packs, 1, 1, program.forms, UsualSampling())
     num_tokens, most = (len(array) // len(packs) for array in (packed.input_ids, packed.starts))
     starts, lengths, common = map(np.asarray, (packed.starts, packed.lengths, packed.num_common))
     before = np.maximum(np.tile(np.arange(num_tokens, dtype=np.int32) - 1, (len(packs), 1)), 0)

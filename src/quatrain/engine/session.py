@@ -16,11 +16,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -44,14 +44,15 @@ from quatrain.engine.groups import (
     Pack,
     PerRequestSampling,
     Restoration,
+    UsualSampling,
     as_jit_arguments,
     calls,
-    each_sampling,
     extension,
     pack_prompts,
     prompt_positions,
     prompt_routes,
     restoration,
+    sampling_numbers,
     split_into_packs,
 )
 from quatrain.engine.scheduler import Occupant, Scheduler
@@ -92,10 +93,10 @@ class Sampler:
         """Replicas of the sampler, one per data shard; each decodes its own slots."""
         return mesh_shape(self.mesh).num_data_shards
 
-    def program(self, sampling: Sampling | None) -> Program:
-        """The static argument of the compiled functions; None: each sequence has a sampling of its own."""
-        token = sampling and sampling.of_one_token()
-        static = self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh
+    @property
+    def program(self) -> Program:
+        """The static argument of the compiled functions."""
+        static = self.arch, self.stop_ids, self.dtype, self.attention, self.mesh
         return Program(*static, self.backend, records_routes=self.records_routes)
 
 
@@ -169,12 +170,12 @@ class Session:
         self._goes_on, self._ends = goes_on, list[TurnEnd]()
         self._resumed: list[int] = []
         self._sampler = sampler
-        self._program = sampler.program(None if per_request_sampling else sampling)
+        self._program = sampler.program
+        self._usual = UsualSampling(None if per_request_sampling else sampling, sampler.seed)
         replicas = sampler.num_replicas
         self._scheduler = Scheduler(1, replicas, varying=per_request_sampling)
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
-        self._seed = jnp.uint32(sampler.seed)
         self._room = Room(
             sampler.cache_bytes,
             bytes_per_position(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
@@ -182,6 +183,7 @@ class Session:
             sampler.more_context,
             0 if goes_on is None else TOKENS_PER_CALL - 1,
             bytes_per_state(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
+            varying=per_request_sampling,
         )
         limits = [] if max_concurrency is None else [max_concurrency // replicas]
         limits += [] if at_once is None else [-(-at_once // replicas)]
@@ -353,12 +355,16 @@ class Session:
                 again = len(group.context) if group.turn_length(0) else group.kept
                 self.stats = self.stats.plus(recomputed_tokens=again)
         # For each call one pack per replica, empty if a replica has fewer packs than others.
-        for packs in zip_longest(*map(split_into_packs, items)):
+        slots = self._scheduler.num_slots if self._per_request_sampling else 0
+        split = partial(split_into_packs, slots_of_requests=slots)
+        for packs in zip_longest(*map(split, items)):
             self._prefill_packs([pack or [] for pack in packs], params, version)
         self._extend(long, self.sampling.n, params, version)
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
-        packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_prefix_slots, self._program.forms)
+        sizes = self.sampling.n, self._scheduler.num_prefix_slots
+        forms, varying = self._program.forms, self._per_request_sampling
+        packed = pack_prompts(packs, *sizes, forms, self._usual, varying=varying)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs, routes = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
@@ -403,9 +409,9 @@ class Session:
 
     def _extend(self, left: list[list[Continuation]], drawn: int, params: Any, version: int) -> None:
         """Computes what is left of contexts of each replica, part after part, and draws the first tokens."""
-        for batch, width, most in calls(left):
+        for batch, width, most in calls(left, varying=self._per_request_sampling):
             sizes = drawn, width, most, self._scheduler.num_prefix_slots
-            extended = extension(batch, self.sampling.n, *sizes)
+            extended = extension(batch, self.sampling.n, *sizes, self._usual)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs, routes = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
@@ -435,7 +441,7 @@ class Session:
                     prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
                     item = Restoration(group, who.sample, here, prefix_slot, position - count)
                     left[slot // scheduler.num_slots].append(item)
-            for batch, width, most in calls(left):
+            for batch, width, most in calls(left, varying=self._per_request_sampling):
                 restored = restoration(batch, width, most, num_slots, scheduler.num_prefix_slots)
                 self.stats = self.stats.plus(recomputed_tokens=int(np.sum(restored.continued.counts)))
                 caches = self._cache.generated[ring], self._cache.prompts
@@ -450,7 +456,7 @@ class Session:
         """Fills prefix slots: (the tokens drawn after them, their log-probabilities, routes if recorded)."""
         assert self._cache is not None
         prompts, *drawn = program(self._program.backend)(
-            params, self._cache.prompts, packed, self._seed, program=self._program
+            params, self._cache.prompts, packed, program=self._program
         )
         self._cache = replace(self._cache, prompts=prompts)
         tokens, logprobs, routes = jax.device_get(drawn)
@@ -473,7 +479,6 @@ class Session:
                 self._slots(rings[ring]),
                 self._sharing(rings[ring]),
                 np.int32(cache.ring_positions[ring]),
-                self._seed,
                 program=self._program,
             )
             self._cache = self._cache.with_ring(ring, generated)
@@ -608,7 +613,7 @@ class Session:
             steps[i], live[i] = group.step, True
             owners[i] = group.own
         arrays = as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
-        return Slots._make([*arrays, each_sampling(owners)])
+        return Slots._make([*arrays, sampling_numbers(owners, self._usual)])
 
     def _sharing(self, ring: Sequence[int]) -> Sharing:
         """Which slots of a ring attend to which prefix slot, as indices on their replica."""

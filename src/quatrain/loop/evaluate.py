@@ -24,6 +24,7 @@ from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy, teacher_prompts
 from quatrain.loop.stages import keeping_environments
+from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.start_up import starting
 from quatrain.reward.calls import ERROR_REWARD
@@ -403,7 +404,7 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     with (
         closing(build_scorer(config, loaded)) as scorer,
         closing(Evaluator(config, loaded, scorer)) as evaluator,
-        Progress(1) as progress,
+        Progress(1, programs=ProgramCount("eval", config)) as progress,
         closing(
             build_engine(
                 config,

@@ -26,6 +26,7 @@ from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.prompts import NoSignal
 from quatrain.loop.run import Run, Summary, build_run, open_run
 from quatrain.loop.step import learn
+from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.plan import device_memory
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
@@ -67,7 +68,8 @@ def train(
     with open_run(resolved, resume, reward_functions, rows) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
         first = max(checkpoint_steps(run.folder.path), default=0)
-        with Progress(run.steps, first=first) as run.recorder.progress:
+        programs = ProgramCount("resumed" if first else "train", resolved.config)
+        with Progress(run.steps, first=first, programs=programs) as run.recorder.progress:
             state = _train(run, run.begin(), on_step)
             after = run.evaluations.last(state.params, state.train_step, version=state.step)
             run.export(state.params, state.train_step)
@@ -200,7 +202,8 @@ def train_sft(resolved: Resolved) -> Summary:
         run.resumable = False
         supervised = f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations"
         run.announce(supervised, samples=False)
-        with Progress(steps) as run.recorder.progress:
+        programs = ProgramCount("sft", resolved.config)
+        with Progress(steps, programs=programs) as run.recorder.progress:
             run.evaluations.first(run.loaded.params)
             params = run.warm_start(log_every_step=True)
             after = run.evaluations.last(params, steps, version=steps)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 BLOCK = 256
 """Words of the blocks that the cumulative sum over the vocabulary is split into; about sqrt(V)."""
@@ -34,112 +35,119 @@ def token_uniforms(
     return jax.vmap(uniform)(sequence_ids, positions)
 
 
-class EachSampling(NamedTuple):
-    """Sampling parameters of each of B sequences; the meaning of each number is that of `sample`."""
-
-    seeds: jax.Array  # [B] uint32
-    temperature: jax.Array  # [B] float32, >= 0
-    top_k: jax.Array  # [B] int32, >= 0
-    top_p: jax.Array  # [B] float32, in (0, 1]
-    log_min_p: jax.Array  # [B] float32, the logarithm of min_p
-
-
-def sample(
-    logits: jax.Array,
-    uniforms: jax.Array,
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    vocabulary_first: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """One token per row by inversion of the cumulative distribution, and its log-probability.
+class SamplingNumbers(NamedTuple):
+    """How the next token of each of B sequences is sampled: data of the compiled programs, which serve all.
 
     The filters apply in the order of transformers: logits / temperature; the `top_k` likeliest tokens; of
     these, renormalised, the smallest set with mass >= `top_p`; of these, those at least `min_p` times as
     likely as the likeliest. (vLLM applies min-p before top-p; the two differ only where both are on.)
     Exactly k tokens pass top-k; in top-k and top-p, ties go to the lower token id. At least one
-    token always passes, and a token that did not, or whose probability is 0, is never drawn.
+    token always passes. Temperature 0 takes the likeliest token and ignores the filters.
+    """
 
-    `logits` [B, V] are float32, -inf forbids a token; `uniforms` [B] are those of `token_uniforms`. Options
-    are static. Temperature 0 takes the likeliest token and ignores the filters; `top_k` 0, `top_p` 1 and
-    `min_p` 0 are off. `vocabulary_first` works on the transpose of `logits`, in blocks that divide its
-    columns where they can: sums are then rounded otherwise, in which a uniform that lies between two tokens
-    may choose the other.
+    seeds: jax.Array  # [B] uint32
+    temperature: jax.Array  # [B] float32, >= 0
+    top_k: jax.Array  # [B] int32, >= 0; 0: off
+    top_p: jax.Array  # [B] float32, in (0, 1]; 1: off
+    log_min_p: jax.Array  # [B] float32, the logarithm of min_p in [0, 1]; 0, with logarithm -inf: off
+
+    @classmethod
+    def alike(
+        cls,
+        count: int,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> Self:
+        """Host arrays [count] of the same numbers for each sequence."""
+        log_min_p = math.log(min_p) if min_p else -math.inf
+        numbers = (seed, np.uint32), (temperature, np.float32), (top_k, np.int32), (top_p, np.float32)
+        arrays = [np.full(count, value, dtype) for value, dtype in (*numbers, (log_min_p, np.float32))]
+        return cls._make(cast(list[jax.Array], arrays))
+
+
+def sample(
+    logits: jax.Array, uniforms: jax.Array, numbers: SamplingNumbers, *, vocabulary_first: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """One token per row by inversion of the cumulative distribution, and its log-probability.
+
+    `logits` [B, V] are float32, -inf forbids a token; `uniforms` [B] are those of `token_uniforms`. A token
+    that does not pass the filters, or whose probability is 0, is never drawn. The filters cost time only in
+    calls in which a row has one on. `vocabulary_first` works on the transpose of `logits`, in blocks that
+    divide its columns where they can: sums are then rounded otherwise, in which a uniform that lies between
+    two tokens may choose the other.
 
     Returns (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
     from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1. A row with a
-    NaN or +inf logit has log-probability NaN. Raises ValueError for an option out of range or shapes that do
-    not fit.
+    NaN or +inf logit has log-probability NaN. Raises ValueError for shapes that do not fit.
     """
-    _check(logits, uniforms, temperature, top_k, top_p, min_p)
-    num_words = logits.shape[1]
-    vocabulary_first = vocabulary_first and not 0 < top_k < num_words  # `top_k` takes rows
-    axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
-    if temperature == 0:
-        tokens = jnp.argmax(logits, axis=axis, keepdims=True).astype(jnp.int32)
-        picked = jnp.take_along_axis(logits, tokens, axis=axis)
-        logprobs = picked - jax.nn.logsumexp(logits, axis=axis, keepdims=True)
-        return tokens.squeeze(axis), logprobs.squeeze(axis)
-    candidates, ids = logits / jnp.float32(temperature), None
-    if 0 < top_k < num_words:
-        candidates, ids = jax.lax.top_k(candidates, top_k)
-    size = 128 if vocabulary_first and num_words % BLOCK else BLOCK
-    if top_p < 1:
-        candidates = _keep_nucleus(candidates, top_p, axis, size)
-    if min_p > 0:
-        floor = candidates.max(axis=axis, keepdims=True) + jnp.float32(math.log(min_p))
-        candidates = jnp.where(candidates >= floor, candidates, -jnp.inf)
-    picks, logprobs = _invert_cdf(candidates, uniforms, axis, size)
-    tokens = picks if ids is None else jnp.take_along_axis(ids, picks[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), logprobs
-
-
-def sample_each(
-    logits: jax.Array, uniforms: jax.Array, each: EachSampling, *, vocabulary_first: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """As `sample`, with parameters of their own for each row, which are data: not static, and not checked.
-
-    A filter costs time only in calls in which a row has it on. Of top-k, the tokens that pass are those of
-    `sample`; a uniform chooses among them in the order of the vocabulary.
-    """
-    axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
-    size = 128 if vocabulary_first and logits.shape[axis] % BLOCK else BLOCK
-    greedy = each.temperature == 0
-    scaled = logits / jnp.expand_dims(jnp.where(greedy, 1.0, each.temperature), axis)
-
-    def when_any(rows: jax.Array, keep: Callable[[jax.Array], jax.Array], candidates: jax.Array) -> jax.Array:
-        def in_rows(x: jax.Array) -> jax.Array:
-            return jnp.where(jnp.expand_dims(rows, axis), keep(x), x)
-
-        return jax.lax.cond(rows.any(), in_rows, lambda x: x, candidates)
-
-    top_k, top_p = (jnp.expand_dims(x, axis) for x in (each.top_k, each.top_p))
-    drawn = ~greedy
-    candidates = when_any(drawn & (each.top_k > 0), lambda x: _keep_likeliest(x, top_k, axis, size), scaled)
-    candidates = when_any(drawn & (each.top_p < 1), lambda x: _keep_nucleus(x, top_p, axis, size), candidates)
-    floor = candidates.max(axis=axis, keepdims=True) + jnp.expand_dims(each.log_min_p, axis)
-    candidates = jnp.where(candidates >= floor, candidates, -jnp.inf)
-    tokens, logprobs = _invert_cdf(candidates, uniforms, axis, size)
-    best = jnp.argmax(logits, axis=axis).astype(jnp.int32)
-    best_logprobs = logits.max(axis=axis) - jax.nn.logsumexp(logits, axis=axis)
-    return jnp.where(greedy, best, tokens).astype(jnp.int32), jnp.where(greedy, best_logprobs, logprobs)
-
-
-def _check(
-    logits: jax.Array, uniforms: jax.Array, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
     if logits.ndim != 2 or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"expected logits [B, V] and uniforms [B], got {logits.shape} and {uniforms.shape}")
-    for rule, value, holds in (
-        ("temperature >= 0", temperature, temperature >= 0),
-        ("top_k >= 0 (0: off)", top_k, top_k >= 0),
-        ("0 < top_p <= 1 (1: off)", top_p, 0 < top_p <= 1),
-        ("0 <= min_p <= 1 (0: off)", min_p, 0 <= min_p <= 1),
-    ):
-        if not holds:
-            raise ValueError(f"sampling needs {rule}, got {value}")
+    axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
+    size = 128 if vocabulary_first and logits.shape[axis] % BLOCK else BLOCK
+    greedy = numbers.temperature == 0
+    temperature = jnp.expand_dims(jnp.where(greedy, 1.0, numbers.temperature), axis)
+    filters = _Filters.of(numbers, ~greedy)
+
+    def unfiltered(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _invert_cdf(logits / temperature, uniforms, greedy, axis, size)
+
+    def filtered(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _invert_cdf(filters.kept(logits / temperature, axis, size), uniforms, greedy, axis, size)
+
+    return jax.lax.cond(filters.any_on, filtered, unfiltered, logits)
+
+
+class _Filters(NamedTuple):
+    """Filters of each row, [B] each: numbers, which change nothing where the filter is off."""
+
+    top_k: jax.Array
+    top_p: jax.Array
+    log_min_p: jax.Array
+    rows: tuple[jax.Array, jax.Array, jax.Array]
+    """The rows in which each of them is on."""
+
+    @classmethod
+    def of(cls, numbers: SamplingNumbers, drawn: jax.Array) -> Self:
+        """The filters of the rows that are `drawn`; others have none."""
+        _, _, top_k, top_p, log_min_p = numbers
+        rows = drawn & (top_k > 0), drawn & (top_p < 1), drawn & (log_min_p > -jnp.inf)
+        return cls(top_k, top_p, log_min_p, rows)
+
+    @property
+    def any_on(self) -> jax.Array:
+        """Whether a row has a filter on."""
+        return jnp.stack(self.rows).any()
+
+    def kept(self, candidates: jax.Array, axis: int, size: int) -> jax.Array:
+        """`candidates` with -inf for those that do not pass."""
+        top_k, top_p, log_min_p = (jnp.expand_dims(x, axis) for x in self[:3])
+
+        def least_likely(x: jax.Array) -> jax.Array:
+            return jnp.where(x >= x.max(axis=axis, keepdims=True) + log_min_p, x, -jnp.inf)
+
+        keeps: tuple[Callable[[jax.Array], jax.Array], ...] = (
+            lambda x: _keep_likeliest(x, top_k, axis, size),
+            lambda x: _keep_nucleus(x, top_p, axis, size),
+            least_likely,
+        )
+        for keep, rows in zip(keeps, self.rows, strict=True):
+            candidates = _when_any(rows, keep, candidates, axis)
+        return candidates
+
+
+def _when_any(
+    rows: jax.Array, keep: Callable[[jax.Array], jax.Array], candidates: jax.Array, axis: int
+) -> jax.Array:
+    """`keep(candidates)` in these rows; it is not computed if there are none."""
+
+    def in_rows(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(rows, axis), keep(x), x)
+
+    return jax.lax.cond(rows.any(), in_rows, lambda x: x, candidates)
 
 
 # In what follows the vocabulary is along `axis`, 0 or 1, of arrays [W, B] or [B, W], and is split into blocks
@@ -147,17 +155,32 @@ def _check(
 
 
 def _keep_likeliest(logits: jax.Array, top_k: jax.Array, axis: int, size: int) -> jax.Array:
-    """`logits` with -inf outside the `top_k` (0: all) likeliest of each row, ties by position."""
+    """`logits` with -inf outside the `top_k` (0: all) likeliest of each row, ties by position.
+
+    The least logit inside is found by bisection over the bit patterns of float32, in the order of the
+    numbers, as in `_keep_nucleus`.
+    """
     width = logits.shape[axis]
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, width), width)
-    ascending = jnp.sort(logits, axis=axis)
-    least = jnp.take_along_axis(ascending, width - wanted, axis=axis)
-    above, tied = logits > least, logits == least
+
+    def number(place: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(jnp.where(place < 0, place ^ 0x7FFFFFFF, place), jnp.float32)
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # at least as many as wanted are at or above low, fewer at or above high
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # the sum of both may be too large for 32 bits
+        enough = (logits >= number(middle)).sum(axis=axis, keepdims=True) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    infinite = np.float32(np.inf).view(np.int32)
+    bounds = (jnp.full_like(wanted, ~infinite), jnp.full_like(wanted, infinite + 1))
+    least = number(jax.lax.fori_loop(0, 32, halve, bounds)[0])
+    above, tied = ~(logits <= least), logits == least  # what is no number stays, to show in the result
     most = wanted - above.sum(axis=axis, keepdims=True)
     return _first_of_ties(logits, above, tied, most, axis, size)
 
 
-def _keep_nucleus(logits: jax.Array, top_p: float | jax.Array, axis: int, size: int) -> jax.Array:
+def _keep_nucleus(logits: jax.Array, top_p: jax.Array, axis: int, size: int) -> jax.Array:
     """`logits` with -inf outside the smallest set of mass >= top_p, likeliest first, ties by position.
 
     Instead of sorting (on a CPU, hundreds of times the cost of the sampling itself), the least weight
@@ -165,7 +188,7 @@ def _keep_nucleus(logits: jax.Array, top_p: float | jax.Array, axis: int, size: 
     fewer than 2^30, and the mass of the weights at or above a pattern never grows with it.
     """
     weights = jnp.exp(logits - logits.max(axis=axis, keepdims=True))
-    goal = jnp.float32(top_p) * weights.sum(axis=axis, keepdims=True)
+    goal = top_p * weights.sum(axis=axis, keepdims=True)
 
     def weight(pattern: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(pattern, jnp.float32)
@@ -210,27 +233,37 @@ def _first_of_ties(
     return jnp.where(above | (tied & (counts <= most)), logits, -jnp.inf)
 
 
-def _invert_cdf(logits: jax.Array, uniforms: jax.Array, axis: int, size: int) -> tuple[jax.Array, jax.Array]:
+def _invert_cdf(
+    logits: jax.Array, uniforms: jax.Array, greedy: jax.Array, axis: int, size: int
+) -> tuple[jax.Array, jax.Array]:
     """[B] word where the cumulative softmax first exceeds the uniform, and its log-probability.
 
-    Two levels: sums of blocks of the vocabulary choose a block, a cumulative sum in it chooses the word.
+    In `greedy` rows, the first of the likeliest words. Two levels: sums, or maxima, of blocks of the
+    vocabulary choose a block, a cumulative sum in it chooses the word.
     """
-    peak = logits.max(axis=axis, keepdims=True)
-    blocks = _blocks(logits, axis, size, -jnp.inf)
+    blocks, greedy = _blocks(logits, axis, size, -jnp.inf), jnp.expand_dims(greedy, axis)
+    peaks = blocks.max(axis=axis + 1)
+    peak = peaks.max(axis=axis, keepdims=True)
     sums = jnp.exp(blocks - jnp.expand_dims(peak, axis + 1)).sum(axis=axis + 1)
     ends = jnp.cumsum(sums, axis=axis)
     total = jax.lax.index_in_dim(ends, -1, axis)
     goals = jnp.expand_dims(uniforms, axis) * total
-    block = _first_above(ends, sums, goals, axis)
+    block = jnp.where(greedy, _first(peaks == peak, axis), _first_above(ends, sums, goals, axis))
     goals_inside = goals - jnp.take_along_axis(ends - sums, block, axis=axis)
     inside = _block_of_each(blocks, block, axis)
     weights = jnp.exp(inside - peak)
-    place = _first_above(jnp.cumsum(weights, axis=axis), weights, goals_inside, axis)
+    drawn = _first_above(jnp.cumsum(weights, axis=axis), weights, goals_inside, axis)
+    place = jnp.where(greedy, _first(inside == peak, axis), drawn)
     picked = jnp.take_along_axis(inside, place, axis=axis)
     logprobs = picked - peak - jnp.log(total)
     # The clip matters for a row of NaN alone, where no word is right and the log-probability is NaN.
     words = jnp.minimum(block * size + place, logits.shape[axis] - 1)
     return words.squeeze(axis), logprobs.squeeze(axis)
+
+
+def _first(wanted: jax.Array, axis: int) -> jax.Array:
+    """The first place that is `wanted`, or 0; length 1."""
+    return jnp.argmax(wanted, axis=axis, keepdims=True).astype(jnp.int32)
 
 
 def _block_of_each(blocks: jax.Array, chosen: jax.Array, axis: int) -> jax.Array:
@@ -250,7 +283,7 @@ def _first_above(ends: jax.Array, weights: jax.Array, goals: jax.Array, axis: in
     ever choosing a word of probability 0.
     """
     positive = weights > 0
-    first = jnp.argmax(positive & (ends > goals), axis=axis, keepdims=True)
+    first = _first(positive & (ends > goals), axis)
     last = weights.shape[axis] - 1 - jnp.argmax(jnp.flip(positive, axis=axis), axis=axis, keepdims=True)
     found = jnp.take_along_axis(positive & (ends > goals), first, axis=axis)
     return jnp.where(found, first, last).astype(jnp.int32)

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jaxlib
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
+from pydantic import BaseModel
 
 from quatrain.backend import CPU, this_backend
 from quatrain.config.places import local_path
@@ -40,6 +41,23 @@ _DECIDING = (  # on x86, then on ARM; other fields differ between cores or from 
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),
 )
 _SUFFIX = "-cache"
+COUNTS = "programs.json"
+"""The file, beside the programs, with how many of them each kind of run compiles."""
+MOST_COUNTS = 200
+_WITHOUT_SHAPES = (
+    *("seed", "run", "checkpoint", "logging", "hub", "distributed"),
+    *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+    *("eval.temperature", "eval.top_p", "sft.steps", "sft.learning_rate"),
+    *(
+        f"{section}.{key}"
+        for section in ("optimizer", "critic_optimizer")
+        for key in (
+            *("learning_rate", "schedule", "warmup_steps", "final_fraction"),
+            *("weight_decay", "beta1", "beta2", "eps"),
+        )
+    ),
+)
+"""Keys of a configuration, or its sections, that hardly change which programs a run compiles."""
 _FAILURE = re.compile(r"Error (reading|writing) persistent compilation cache entry for '([^']*)': (.*)", re.S)
 
 
@@ -99,6 +117,59 @@ def _open(setting: str) -> tuple[Path | None, bool]:
         return folder if readable else None, False
     _prune(root)
     return folder, True
+
+
+class ProgramCount:
+    """How many programs a command compiles: the count that earlier runs left beside the compilation cache.
+
+    `command` is what runs, such as `train`; of `config` counts what decides the shapes of arrays.
+    """
+
+    def __init__(self, command: str, config: BaseModel):
+        folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+        self._file = None if folder is None else Path(folder, COUNTS)
+        writes = jax.config.jax_persistent_cache_min_compile_time_secs != float("inf")
+        self.next_run_reads = self._file is not None and writes and jax.process_index() == 0
+        """Whether the programs compiled now are kept for the next run."""
+        decides = {"command": command, **_deciding_shapes(config)}
+        self._key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.former = self._counts().get(self._key)
+        """The most that an earlier run of these shapes compiled, or read; None if there was none."""
+
+    def keep(self, count: int) -> None:
+        """Leave this run's count for the next one, unless an earlier run had more."""
+        if not self.next_run_reads or self._file is None or not count:
+            return
+        counts = self._counts()
+        most = max(count, counts.pop(self._key, 0))
+        kept = dict([*counts.items(), (self._key, most)][-MOST_COUNTS:])
+        with suppress(OSError):
+            new = self._file.with_name(f"{COUNTS}.{os.getpid()}")
+            new.write_text(json.dumps(kept))
+            new.replace(self._file)
+
+    def _counts(self) -> dict[str, int]:
+        """All counts of the file, those used last at the end; none if it cannot be read."""
+        if self._file is None:
+            return {}
+        try:
+            found = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return {}
+        counts = found.items() if isinstance(found, dict) else ()
+        return {key: count for key, count in counts if isinstance(count, int)}
+
+
+def _deciding_shapes(config: BaseModel) -> dict[str, Any]:
+    """The keys of `config` but those without shapes, in sections."""
+    kept: dict[str, Any] = config.model_dump(mode="json")
+    for name in _WITHOUT_SHAPES:
+        *sections, key = name.split(".")
+        place = kept
+        for section in sections:
+            place = place.get(section, {})
+        place.pop(key, None)
+    return kept
 
 
 def default_root(environ: Mapping[str, str]) -> Path:

@@ -3,8 +3,8 @@
 The training loop updates it. In a terminal each step leaves a line, and below them lines are redrawn with the
 time left and with the stage that runs within the step. If stderr is a file, a pipe or a CI log, plain lines
 are printed, without control characters, and in every stage at least one in half a minute. The log of a run,
-`run.log`, has the line of each step. While JAX compiles a program, the display says so, and how many programs
-the stage has compiled.
+`run.log`, has the line of each step. While JAX compiles a program, the display says so, and which of how many
+it is, where an earlier run of the same shapes has counted them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.text import Text
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.cluster.threads import start_thread
+from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.parallel.compilations import (
     compile_seconds,
     compiling_for_s,
@@ -61,8 +62,6 @@ class _State:
     """Seconds that the process had spent compiling when the phase began."""
     computed_s: float = 0.0
     """Seconds of the phase until its last step ended, without those of compiling."""
-    programs_before: int = 0
-    """Programs that the process had compiled when the stage began."""
     told_compiling: bool = False
     """Whether a plain line has said that this stage compiles."""
     told_stages: set[str] = field(default_factory=set)
@@ -73,7 +72,8 @@ class _State:
 class Progress:
     """Shows the progress of a run; a context manager. Prints only in the main process.
 
-    `first`: number of steps that an earlier part of the run has done.
+    `first`: number of steps that an earlier part of the run has done. `programs`: how many programs an
+    earlier run compiled; at its end, this one leaves its own count.
 
     ```python
     with Progress(total_steps=100) as progress:
@@ -86,8 +86,16 @@ class Progress:
     ```
     """
 
-    def __init__(self, total_steps: int, *, first: int | None = None, console: Console | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first: int | None = None,
+        programs: ProgramCount | None = None,
+        console: Console | None = None,
+    ):
         self._total_steps = total_steps
+        self._programs, self._programs_before = programs, num_compilations()
         self._console = console or Console(stderr=True)
         in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = is_main_process() and in_terminal
@@ -118,6 +126,8 @@ class Progress:
     def close(self) -> None:
         """Show nothing more; may be called again, and in another thread."""
         self._open.close()
+        if self._programs is not None:
+            self._programs.keep(num_compilations() - self._programs_before)
 
     def _clear_stage(self) -> None:
         self._state.stage = self._state.detail = self._state.beside = ""
@@ -134,7 +144,6 @@ class Progress:
             started=time.monotonic(),
             first=first,
             compiled_before_s=compile_seconds(),
-            programs_before=num_compilations(),
         )
         self._printed_at = float("-inf")
         self._quiet_since = self._state.started
@@ -143,7 +152,7 @@ class Progress:
         """Show the current stage of the step: rollout, reward, update, checkpoint …"""
         state = self._state
         state.stage, state.detail = text, ""
-        state.programs_before, state.told_compiling = num_compilations(), False
+        state.told_compiling = False
 
     def detail(self, text: str) -> None:
         """Show the progress within the stage, until the next stage or step; may be called often."""
@@ -202,7 +211,20 @@ class Progress:
         if self._plain and not state.told_compiling and (is_first or silent_s >= PLAIN_INTERVAL_S):
             state.told_compiling = True
             state.told_stages.add(name)
-            self._print_plain(": ".join(filter(None, (state.stage, "compiling"))))
+            told = f"{self._program()}{self._of_next_run()}"
+            self._print_plain(": ".join(filter(None, (state.stage, told))))
+
+    def _program(self) -> str:
+        """Which program is compiled, counted from the begin of the display."""
+        number = num_compilations() - self._programs_before + 1
+        former = None if self._programs is None else self._programs.former
+        return f"compiling program {number}" + (f" of about {former}" if former and number <= former else "")
+
+    def _of_next_run(self) -> str:
+        """What the next run will do, where no earlier one has compiled the same."""
+        count = self._programs
+        reads = count is not None and count.next_run_reads and count.former is None
+        return " (the next run reads it from the cache)" if reads else ""
 
     def _print_plain(self, *more: str) -> None:
         with self._printing:
@@ -230,9 +252,8 @@ class Progress:
         """What runs in the stage, and beside it."""
         state, compiling = self._state, compiling_for_s()
         detail = state.detail
-        if compiling is not None:  # how many programs it will be, nobody knows before
-            number = num_compilations() - state.programs_before + 1
-            detail = f"compiling program {number}, {clock(compiling)}"
+        if compiling is not None:
+            detail = f"{self._program()}, {clock(compiling)}{self._of_next_run()}"
         return [text for text in (": ".join(filter(None, (state.stage, detail))), state.beside) if text]
 
     def _facts(self, *, left: bool = True) -> list[str]:

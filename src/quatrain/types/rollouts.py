@@ -6,6 +6,7 @@ Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from quatrain.types.routes import live_of, routes_between
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters; hashable, so that they can be static arguments of compiled functions.
+    """Sampling parameters.
 
     Each prompt gets `n` samples of at most `max_new_tokens` tokens. Temperature 0 is greedy decoding, and
     `top_k` 0 keeps all tokens. A completion ends after the token that completes one of the strings `stop`.
@@ -39,15 +40,19 @@ class Sampling:
         for name in ("n", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {value}; set it to 1 or more")
+        for rule, value, holds in (
+            ("temperature >= 0 (0: greedy)", self.temperature, 0 <= self.temperature < math.inf),
+            ("top_k >= 0 (0: off)", self.top_k, self.top_k >= 0),
+            ("0 < top_p <= 1 (1: off)", self.top_p, 0 < self.top_p <= 1),
+            ("0 <= min_p <= 1 (0: off)", self.min_p, 0 <= self.min_p <= 1),
+        ):
+            if not holds:
+                raise ValueError(f"sampling needs {rule}, got {value}")
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
         """The sampling parameters of training, from the section `rollout` of the configuration."""
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
-
-    def of_one_token(self) -> Sampling:
-        """This sampling with n = 1 and no `stop`: they do not affect the distribution of a token."""
-        return replace(self, n=1, stop=())
 
 
 @dataclass(frozen=True)
