@@ -58,7 +58,7 @@ Values are YAML, with the scalars of YAML 1.2: `1e-6` is a number, and only `tru
 131,072 characters or 10,000 keys and values, counted wherever an alias repeats them. A string that contains
 `: ` or ` #`, or that begins with one of `[ { * & ! % @ > |`, needs quotes:
 `--set 'data.system_prompt="Answer: a number."'`. An empty value is `null`. Relative paths are relative to
-the working directory.
+the working directory; a file that is not there, but beside the configuration file that names it, is that one.
 
 `reward.functions` is a mapping from names to weights, or to mappings with a weight and more. A layer that
 sets the mapping replaces the whole mapping. To change one entry, use `--set reward.functions.correct=2`

@@ -23,6 +23,7 @@ from quatrain.ops.aggregation import LOSS_AGGREGATIONS
 from quatrain.ops.kl import KL_ESTIMATORS
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
 from quatrain.rollout import server_kinds
+from quatrain.types.call_forms import FORMS
 from quatrain.types.rollouts import Sampling
 
 REPOSITORY = Path(__file__).parents[1]
@@ -165,3 +166,11 @@ def test_the_families_of_the_page_on_models_are_those_of_the_code():
         for name in re.findall(r"`(\w+)`", names):
             of_gguf[name] = f"`{name}`" in gguf if "`" in gguf else gguf == "yes"
     assert of_gguf == {name: family.gguf is not None for name, family in FAMILIES.items()}
+
+
+def test_the_page_on_episodes_lists_every_form_of_calls():
+    """A form that is read and not listed, or listed and no longer read."""
+    page = (REPOSITORY / "docs/episodes.md").read_text("utf-8")
+    table = page.partition("| models | calls are written as |")[2].partition("\n\n")[0].splitlines()[2:]
+    listed = [row.split("|")[1].strip().replace("`", "") for row in table]
+    assert listed == [form.models for form in FORMS]

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -197,11 +198,67 @@ def test_plan_prints_json(quatrain):
     assert "advantage" in err  # the configuration's own warnings stay on stderr
 
 
+@pytest.mark.parametrize(
+    ("platforms", "message"),
+    [
+        (
+            "cuda",
+            "JAX has no plugin for it; .* install the extra for such devices: pip install '.\\[cuda\\]'",
+        ),
+        ("cudaa", "'cudaa' is not in the list of known backends: .*; unset it, .*, set it to cpu$"),
+    ],
+)
+def test_platforms_that_jax_does_not_find_are_one_error(quatrain, monkeypatch, platforms, message):
+    """Catches the traceback of an error deep in JAX, which has no text for a plugin that is missing."""
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    code = "def fail(error): raise error"
+    inside = {}
+    exec(compile(code, "/site-packages/jax/_src/xla_bridge.py", "exec"), inside)
+    error = AssertionError()
+    if platforms == "cudaa":
+        error = RuntimeError(
+            "Unable to initialize backend 'cudaa': Backend 'cudaa' is not in the list of known backends: "
+            "['cpu', 'tpu']. (set JAX_PLATFORMS='' to automatically choose an available backend)"
+        )
+    stand_in(monkeypatch, "loop.serve", "serve", lambda *args, **kwargs: inside["fail"](error))
+    status, _, err = quatrain("serve")
+    assert status == 2
+    assert len(err.splitlines()) == 1
+    assert re.search(f"error: JAX_PLATFORMS must name platforms .* got {platforms}: .*{message}", err.strip())
+
+
+def test_only_changed_values_are_printed_and_load_again(quatrain, tmp_path):
+    """Catches 160 lines of which a reader looks for five."""
+    (tmp_path / "few.yaml").write_text("rollout: {n: 16}\nseed: 0\n")
+    status, out, _ = quatrain("config", str(tmp_path / "few.yaml"), "run.name=x", "--changed")
+    keys = [line.split(":")[0].strip() for line in out.splitlines() if line and not line.startswith("#")]
+    assert status == 0
+    assert {"rollout", "n", "run", "name"} <= set(keys)
+    assert not {"seed", "temperature", "beta1"} & set(keys)
+    (tmp_path / "again.yaml").write_text(out)
+    assert quatrain("config", str(tmp_path / "again.yaml"), "--changed")[1].count("n: 16") == 1
+    assert json.loads(quatrain("config", str(tmp_path / "few.yaml"), "--changed", "--json")[1])["config"][
+        "rollout"
+    ] == {"n": 16}
+
+
+def test_convert_writes_yaml_and_says_what_is_missing(quatrain, tmp_path):
+    theirs = tmp_path / "grpo.yaml"
+    theirs.write_text("num_generations: 4\nmodel_name_or_path: org/model\n")
+    status, out, err = quatrain("convert", str(theirs), "learning_rate=1e-5", "--devices", "2")
+    assert status == 0
+    assert "learning_rate: 1.0e-05" in out
+    assert "on 2 devices" in out
+    assert err.startswith("warning: grpo.yaml does not say data.train")
+    assert quatrain("convert")[0] == 2
+
+
 def test_plan_of_parameters(quatrain):
     layout = ("plan", "--params", "--devices", "8", "--set", "mesh=1,8,1")
     implied = [word for word in layout if word != "--params"]
     status, out, err = quatrain(*implied, "--device-memory", "1MiB")
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert "error" not in err  # on a slow machine it has lines of progress
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "layers.o x 4 32.00 KiB embed=128/fsdp, heads=128" in lines
     assert any(line.startswith("warning: the gradient needs ") for line in lines)
@@ -484,7 +541,9 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
         monkeypatch,
         "loop.serve",
         "serve",
-        lambda config, *, name, host, port, ready: told(ready("http://here"), "serve", name, host, port),
+        lambda config, *, name, host, port, ready, compiles: told(
+            ready("http://here"), "serve", name, host, port
+        ),
     )
     assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0

@@ -4,10 +4,18 @@ from pathlib import Path
 import pytest
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
-from quatrain.config.aliases import NAMES_ELSEWHERE, key_for, suggestion, value_for
+from quatrain.config.aliases import (
+    _EXPLAINED,
+    _VALUES,
+    INSIDE,
+    NAMES_ELSEWHERE,
+    key_for,
+    suggestion,
+    value_for,
+)
 from quatrain.config.convert.read import read_theirs
 from quatrain.config.errors import ConfigError
-from quatrain.config.layers import valid_keys
+from quatrain.config.layers import sections, valid_keys
 from quatrain.config.load import load_config
 
 THEIRS = Path(__file__).with_name("theirs")
@@ -156,3 +164,20 @@ def test_each_key_of_another_librarys_file_has_its_own_error(tmp_path):
         "unknown key 'actor_rollout_ref.actor.odd'",
         "unknown key 'foo'",
     ]
+
+
+def test_each_value_and_each_key_that_advice_names_loads():
+    """Catches advice that is an error itself, such as a setting above 0 that must be 2 or more."""
+    for key, values in _VALUES.items():
+        for ours in dict.fromkeys(values.values()):
+            load_config(None, [f"{key}={re.split('[ ,]', ours)[0]}", "rollout.n=2"], environ={})
+    texts = [
+        *_EXPLAINED.values(),
+        *INSIDE.values(),
+        *(v for values in _VALUES.values() for v in values.values()),
+    ]
+    named = {name for text in texts for name in re.findall(r"'([a-z_.]+)'", text)}
+    assert named - {*valid_keys(), *sections(), "model:PATH"} == set()
+    for rounds in re.findall(r"'rollout.dynamic_sampling_rounds' of (\d+)", " ".join(texts)):
+        load_config(None, [f"rollout.dynamic_sampling_rounds={rounds}"], environ={})
+    assert "'rollout.dynamic_sampling_rounds' above 0" not in " ".join(texts)

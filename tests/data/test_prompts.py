@@ -119,7 +119,7 @@ def test_messages_are_kept_in_one_form(dataset, tokenizer):
         prompt.input_ids.tolist() == load(dataset({"prompt": USER}), tokenizer).head()[0].input_ids.tolist()
     )
     dialogue = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, *USER]
-    template = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
     row = dataset({"prompt": dialogue})
     (prompt,) = load(row, with_chat_template(builtin_tokenizer(), DataConfig(chat_template=template))).head()
     assert prompt.text[1]["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]

@@ -219,7 +219,8 @@ def test_a_template_without_messages_of_tools_is_one_error():
         of("gemma3", [TOOL])
     silent = with_template("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}")
     with pytest.raises(
-        ValueError, match=r"must take messages of the role `tool`.*this one leaves their text out"
+        ValueError,
+        match=r"must take messages of the role `tool`.*this one does not: the chat template must write",
     ):
         TurnTemplate(silent, [1], [TOOL])
 

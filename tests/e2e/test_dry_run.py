@@ -56,7 +56,7 @@ def test_rewards_and_columns_are_checked_before_there_is_a_tokenizer(
 
 def test_answers_prompts_and_formats_are_checked(tmp_path):
     data = tmp_path / "rows.jsonl"
-    templated = "data.chat_template='{{ messages[0].content }}<think><answer>'"
+    templated = "data.chat_template='{{ messages[0].content + messages[1].content }}<think><answer>'"
 
     def warnings_of(*answers):
         rows = [{"prompt": '[{"role": "user", "content": "q"}]', "answer": answer} for answer in answers]

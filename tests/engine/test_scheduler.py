@@ -350,3 +350,83 @@ def test_held_samples_go_on_with_their_prefix_slot_or_without_and_all_end(
     assert not turns
     assert scheduler.prefix_slots == [None] * len(scheduler.prefix_slots)
     assert scheduler.num_live == scheduler.num_finished == 0
+
+
+def _running(scheduler):
+    return [(who.ticket, who.sample) for who in scheduler.slots if who]
+
+
+def _queued(scheduler):
+    return [(queued.ticket, queued.num_waiting, list(queued.begun)) for queued in scheduler.queued]
+
+
+def test_only_a_prefix_slot_that_nobody_needs_now_is_taken():
+    scheduler = Scheduler(4)
+    scheduler.resize((4,), 2)
+    scheduler.submit(6)
+    assert scheduler.admit() == [(0, 0)]
+    scheduler.fill()
+    assert (_running(scheduler), _queued(scheduler)) == ([(0, 0), (0, 1), (0, 2), (0, 3)], [(0, 2, [])])
+    assert not scheduler.free_a_prefix_slot()  # four samples of the queued group run
+    assert scheduler.suspend(1) == (1, 1)  # others read the prompt of its own
+    assert scheduler.prefix_slots == [0, 1]
+    assert scheduler.free_a_prefix_slot()
+    assert scheduler.prefix_slots == [0, None]
+    assert not scheduler.resume(1)
+    assert _queued(scheduler) == [(0, 2, []), (1, 1, [0])]  # behind the group that holds a prefix slot
+
+
+def test_the_last_sample_of_a_prompt_keeps_its_prefix_slot_between_turns():
+    scheduler = Scheduler(2)
+    scheduler.resize((2,), 3)
+    scheduler.submit(2)
+    scheduler.admit()
+    scheduler.fill()
+    assert scheduler.suspend(0) == (1, 1)  # the other sample reads the prompt
+    assert scheduler.suspend(1) == (2, 0)
+    assert (scheduler.prefix_slots, scheduler.num_suspended, scheduler.demand) == ([2, 1, None], 2, 2)
+    assert scheduler.is_finished(0)
+    assert scheduler.resume(2)
+    assert scheduler.fill()[0][1].prefix_slot == 0
+    assert scheduler.suspend(0, keep=False) == (3, None)
+    assert scheduler.prefix_slots == [None, 1, None]
+    scheduler.drop(1)
+    assert (scheduler.prefix_slots, scheduler.num_suspended) == ([None] * 3, 1)
+
+
+def test_a_preempted_sample_comes_before_new_groups_and_gives_up_what_nobody_else_needs():
+    scheduler = Scheduler(3)
+    scheduler.resize((3,), 3)
+    for samples in (2, 1, 1):
+        scheduler.submit(samples)
+    scheduler.admit()
+    scheduler.fill()
+    assert _running(scheduler) == [(0, 0), (0, 1), (1, 0)]
+    scheduler.preempt(1, 0)
+    scheduler.preempt(0, 0)
+    assert scheduler.prefix_slots == [0, None, None]  # the other sample of group 0 runs
+    assert _queued(scheduler) == [(0, 1, [0]), (1, 1, [0]), (2, 1, [])]
+    assert (scheduler.has_begun(0), scheduler.has_begun(2)) == (True, False)
+    scheduler.preempt(0, 1)
+    assert scheduler.prefix_slots == [None] * 3
+    assert [entry[0] for entry in _queued(scheduler)][2] == 2
+    scheduler.admit()
+    scheduler.fill()
+    assert sorted(_running(scheduler)) == [(0, 0), (0, 1), (1, 0)]
+    scheduler.cancel(1)
+    scheduler.cancel(2)
+    assert (scheduler.is_finished(1), scheduler.is_finished(2), _queued(scheduler)) == (True, True, [])
+
+
+def test_what_is_barred_and_what_is_behind_it_waits():
+    scheduler = Scheduler(8)
+    scheduler.resize((8,), 8)
+    for samples in (2, 2, 2):
+        scheduler.submit(samples)
+    scheduler.barred = 1
+    assert [ticket for ticket, _ in scheduler.admit()] == [0]
+    assert scheduler.wanted_slots() == 4
+    scheduler.barred = None
+    scheduler.max_loads = [5]
+    assert [ticket for ticket, _ in scheduler.admit()] == [1, 2]
+    assert [entry[:2] for entry in _queued(scheduler)] == [(2, 1)]  # one of its two samples has room

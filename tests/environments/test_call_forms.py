@@ -11,7 +11,8 @@ from quatrain.data.tokenizer import fill_template
 from quatrain.data.turns import TurnTemplate
 from quatrain.environments.tool_calls import CallStream, begun_call, split_calls, tool_calls, warn_of_unread
 from quatrain.types.answer_text import AnswerTokens
-from quatrain.types.call_forms import FORMS, Reading, ToolCall, schemas_of
+from quatrain.types.call_forms import FORMS, ToolCall, schemas_of
+from quatrain.types.call_values import Reading
 
 TOKENIZERS = {name: tokenizer_of(family) for name, family in (FAMILIES | CALLING).items()}
 WRITE = {

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -18,10 +19,11 @@ from quatrain.data.tokenizer import render
 from quatrain.engine.engine import RolloutEngine
 from quatrain.environments import episodes as module
 from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.episodes import EpisodeRules
+from quatrain.environments.episodes import EpisodeRules, EpisodeSession
 from quatrain.environments.load_environment import load_environments
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
 
 STOP_IDS = tuple(range(0, 290, 5))
 
@@ -382,3 +384,35 @@ def test_environments_that_no_reward_function_got_are_closed_with_the_batch(make
     del batch
     gc.collect()
     assert all_closed()
+
+
+def test_only_samples_that_begin_with_the_same_tokens_share_them():
+    """`reset` may return another text for each sample; a group has the numbers of its samples."""
+    submitted = []
+
+    def submit(groups):
+        submitted.extend(groups)
+        return tuple(range(len(groups)))
+
+    sampling = Sampling(n=4, max_new_tokens=50, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    turns = SimpleNamespace(sampling=sampling, submit_groups=submit)
+    session = EpisodeSession(SimpleNamespace(max_tokens=30), lambda may_go_on: turns)
+    prompt = Prompt(3, np.array([1, 2], np.int32), "", {})
+    openings = [[1, 2], [1, 2, 7], [1, 2], [1, 2, 8]]
+    episodes = [
+        module.Episode(i, prompt, i, 6, "", np.array(ids, np.int32), None, None)
+        for i, ids in enumerate(openings)
+    ]
+    session._begun = list(episodes)
+    session._submit_begun()
+    found = [(group.context.tolist(), list(group.numbers), group.step, group.limit) for group in submitted]
+    assert found == [([1, 2], [0, 2], 6, 28), ([1, 2, 7], [1], 6, 27), ([1, 2, 8], [3], 6, 27)]
+    assert {place: episode.sample for place, episode in session._turns.items()} == {
+        (0, 0): 0,
+        (0, 1): 2,
+        (1, 0): 1,
+        (2, 0): 3,
+    }
+    assert all(
+        episode.completion in submitted[ticket].completions for (ticket, _), episode in session._turns.items()
+    )

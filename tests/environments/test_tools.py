@@ -273,3 +273,23 @@ def test_text_of_a_flood_is_not_shown(caplog):
         (text,) = results(Tools(fail), call("fail"))
     assert text.startswith("Error: ValueError: a text of 10000000 characters (test_tools.py")
     assert len(caplog.text) < 1000
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+        "<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>',
+        'add\n{"a": 1, "b": 2}',
+        "<function_calls>add(a=1, b=2)</function_calls>",
+    ],
+)
+def test_calls_in_other_forms_have_arguments_of_the_hints(turn):
+    """Types are checked strictly, so a form that writes values as text needs the tool's schema."""
+    tools = Tools(add, look)
+    [message] = tools.step(turn).messages
+    assert (message["name"], message["content"]) == ("add", "3.0")
+    assert tools.counts["malformed_calls"] == 0

@@ -222,6 +222,24 @@ def test_episodes_of_several_batches_stay_apart(source, tokenizer):
     assert [len(set(part)) for part in np.split(joined.episodes.of_row, 3)] == [2, 3, 1]
 
 
+def test_episodes_of_two_batches_with_one_number_stay_apart(source, tokenizer):
+    """Each batch numbers its episodes from 0; joined, those of rows side by side must not become one."""
+    given = Given(lambda group: True, tokenizer)
+    first, second = given.sample(source.take(0, 2)), given.sample(source.take(2, 2))
+    one_each = np.float32([0, 0, 0, 1, 1, 1])
+    rollouts = [
+        replace(batch.rollouts, episode_ids=np.array([0, 0, 0, 1, 1, 1])) for batch in (first, second)
+    ]
+    whole = [
+        replace(batch, rollouts=of, rewards=one_each, rewards_per_function=one_each[None])
+        for batch, of in zip((first, second), rollouts, strict=True)
+    ]
+    joined = join_groups(whole, [0, 2, 1, 3]).rollouts
+    assert len(joined.episodes.first_rows) == 4
+    assert len(set(joined.episode_ids.tolist())) == 4
+    assert [len(set(part)) for part in np.split(joined.episode_ids, 4)] == [1, 1, 1, 1]
+
+
 def test_batches_are_joined_before_their_tokens_are_scored(source, tokenizer):
     given = Given(lambda group: True, tokenizer)
     batch = given.sample(source.take(0, 2))

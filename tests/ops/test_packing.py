@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing, width_buckets
+from quatrain.ops.packing import (
+    DEFAULT_COST,
+    LEAST_COMMON_PREFIX,
+    PackingCost,
+    _group,
+    common_tokens,
+    plan_packing,
+    useful_common_prefix,
+    width_buckets,
+)
 
 LOG_NORMAL = [(n, d) for n in (120, 512, 2048, 8192) for d in (1, 2, 8)]
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -268,3 +277,26 @@ def test_errors(arguments, message):
 def test_errors_of_cost(cost):
     with pytest.raises(ValueError, match="finite and not negative"):
         PackingCost(*cost)
+
+
+def test_a_common_prefix_leaves_every_sequence_a_token_of_its_own():
+    """One token less where it is all of the shortest sequence; too few tokens are not shared."""
+    rows = np.array([[5, 6, 7, 8], [5, 6, 9, 8], [5, 6, 7, 8]])
+    assert (common_tokens(rows), common_tokens(rows[[0, 2]]), common_tokens(rows[:1])) == (2, 4, 4)
+    least = LEAST_COMMON_PREFIX
+    assert useful_common_prefix(50, np.array([60, 51])) == 50
+    assert useful_common_prefix(50, np.array([60, 50])) == 49
+    assert useful_common_prefix(least, np.array([least + 1])) == least
+    assert useful_common_prefix(least, np.array([least])) == 0
+    assert useful_common_prefix(least - 1, np.array([90])) == 0
+
+
+def test_every_sequence_of_a_split_group_fits_with_its_prefix():
+    unit = _group(10, [(9, 0), (5, 1), (5, 2), (1, 3)])
+    assert (unit.tokens, unit.own) == (30, (9, 5, 5, 1))
+    first, rest = unit.split(24)
+    assert (first.rows, first.tokens, rest.rows, rest.tokens) == ((0, 1), 24, (2, 3), 16)
+    first, rest = unit.split(25)
+    assert (first.rows, first.tokens, rest.rows) == ((0, 1, 3), 25, (2,))
+    assert unit.split(10) is None
+    assert unit.split(30) is None  # it fits whole

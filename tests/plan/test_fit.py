@@ -143,16 +143,17 @@ def test_an_optimizer_without_a_first_moment_has_none_in_bfloat16():
     assert found.smallest.state_dtype == "float32"
 
 
-LLAMA_70B = {
+WIDE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
-    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "eos_token_id": 128009,
+    "intermediate_size": 28672, "num_hidden_layers": 4, "num_attention_heads": 64, "eos_token_id": 128009,
     "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
+"""Four layers of a model of 70B parameters."""
 
 
-def test_a_model_of_70b_on_64_devices_needs_few_plans_each_of_few_layers(tmp_path):
-    """Catches the search that plans all 450 combinations, each with 80 layers sharded anew (minutes)."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+def test_on_64_devices_few_combinations_are_planned_and_equal_layers_are_sharded_once(tmp_path):
+    """Catches a search that plans all 450 smallest combinations, each layer anew: minutes for 80 layers."""
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
     told = []
     options = (f"model.path={tmp_path}", "data.batch_size=128", "rollout.max_new_tokens=4096")
 
@@ -160,15 +161,12 @@ def test_a_model_of_70b_on_64_devices_needs_few_plans_each_of_few_layers(tmp_pat
         return load_config(None, (*options, *further), {}).config
 
     partition_spec.cache_clear()
-    found = fit(resolve, devices=64, processes=8, device_memory=80 * 10**9, most_rows=1, progress=told.append)
-    assert found.found[0].overrides == (
-        "mesh=1,16,4",
-        "model.remat=dots",
-        "update.max_tokens_per_device=4096",
-    )
+    sizes = {"devices": 64, "processes": 8, "device_memory": 14 * 10**9}
+    found = fit(resolve, **sizes, most_rows=1, progress=told.append)
+    assert found.found[0].peak <= ROOM * sizes["device_memory"]
     assert told == list(range(1, len(told) + 1))
-    assert len(told) < 120
-    assert partition_spec.cache_info().misses < 30 * len(told)
+    assert len(told) < 100
+    assert partition_spec.cache_info().misses < 10 * 28  # shapes of a layer x meshes
 
 
 def run_plan(monkeypatch, capsys, *arguments):

@@ -46,10 +46,10 @@ def test_a_pipe_gets_plain_lines(clock):
     assert out.getvalue().splitlines() == [
         "warm start 1/2 | 1,234 tokens/s | 0:30 elapsed | 0:30 left",
         "warm start 2/2 | 1,234 tokens/s | 1:00 elapsed",
-        "train 1/4 | reward 0.250 | 30:00 elapsed | 1:30:00 left",
-        "train 2/4 | reward 0.500 | accuracy 0.500 | 1:00:00 elapsed | 1:00:00 left",
-        "train 3/4 | reward 0.750 | accuracy 0.500 | 1:30:00 elapsed | 30:00 left",
-        "train 4/4 | reward 1.000 | accuracy 0.500 | 2:00:00 elapsed",
+        "train 1/4 | reward 0.250 | 31:00 elapsed | 1:30:00 left",
+        "train 2/4 | reward 0.500 | accuracy 0.500 | 1:01:00 elapsed | 1:00:00 left",
+        "train 3/4 | reward 0.750 | accuracy 0.500 | 1:31:00 elapsed | 30:00 left",
+        "train 4/4 | reward 1.000 | accuracy 0.500 | 2:01:00 elapsed",
     ]
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", out.getvalue())
 

@@ -205,6 +205,20 @@ def test_only_the_process_that_decides_has_workers(scorer_of):
     assert not there._pool._workers
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failure_names_file_and_line_and_shows_the_completion(tmp_path, caplog, workers):
+    """Catches a warning of which a reader must guess the line, and the completion that it failed on."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def score(completions, **_):\n    return [float(c.split('=')[1]) for c in completions]\n"
+    )
+    config = RewardConfig(functions={f"{path}:score": 1.0}, workers=workers)
+    with closing(RewardScorer(config)) as scorer, caplog.at_level(logging.WARNING):
+        scorer.score(make_rollouts(["x=1", "no answer here"]))
+    assert f"its first failure: {path}, line 2: " in caplog.text
+    assert "the completion: 'no answer here'" in caplog.text
+
+
 def test_built_in_functions_and_no_workers_start_no_process(scorer_of):
     assert RewardScorer(RewardConfig(functions={"format": 1.0}))._pool is None
     scorer = scorer_of("process", workers=0)

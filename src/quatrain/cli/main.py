@@ -235,9 +235,12 @@ def config(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: configuration, origin of each value, warnings.")
     ] = False,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Print only values that are not the defaults.")
+    ] = False,
 ) -> None:
     """Print the resolved configuration, each value with the layer it came from."""
-    _print_config(_resolve(given(words, set_)), as_json=as_json)
+    _print_config(_resolve(given(words, set_)), as_json=as_json, changed=changed)
 
 
 @app.command(
@@ -431,6 +434,11 @@ def serve(
             host=host,
             port=port,
             ready=lambda url: typer.echo(f"{model} is served at {url}/v1; Ctrl-C ends it"),
+            compiles=lambda: typer.echo(
+                "compiling the programs of an answer, which waits for them; answers of about the same length "
+                "need no others",
+                err=True,
+            ),
         )
 
 
@@ -572,10 +580,11 @@ def _one_configuration(resolved: Resolved) -> Resolved:
     return resolved
 
 
-def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:
+def _print_config(resolved: Resolved, *, as_json: bool = False, changed: bool = False) -> None:
     from quatrain.config.dump import dump_yaml, to_json
 
-    typer.echo(to_json(resolved) if as_json else dump_yaml(resolved), nl=as_json)
+    write = to_json if as_json else dump_yaml
+    typer.echo(write(resolved, changed=changed), nl=as_json)
 
 
 def _complain(kind: str, message: str) -> None:
@@ -631,6 +640,8 @@ def _main() -> None:
         own = type(error).__module__.startswith("quatrain.")
         asked = isinstance(error, ValueError | OSError)
         message = str(error) or type(error).__name__
+        if about := _about_platforms(error, os.environ.get("JAX_PLATFORMS")):
+            message, asked = about, True
         hosts = _with_others()
         if hosts is not None:
             hosts.wait_for_failure_message()
@@ -642,6 +653,22 @@ def _main() -> None:
             _end(FAILED_RUN, message)
         _complain("error", message)
         _end(USER_ERROR if asked else FAILED_RUN, message)
+
+
+def _about_platforms(error: BaseException, platforms: str | None) -> str:
+    """The message for JAX_PLATFORMS that JAX cannot use, an error deep in JAX; empty for any other error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not platforms or not any(Path(frame.filename).name == "xla_bridge.py" for frame in frames):
+        return ""
+    reason = (str(error).partition(" (set JAX_PLATFORMS")[0].splitlines() or [""])[0].strip(" .")
+    named = {name.strip() for name in platforms.split(",")}
+    extra = "cuda" if {"cuda", "gpu"} & named else "tpu" if "tpu" in named else ""
+    remedy = f", or install the extra for such devices: pip install '.[{extra}]'" * bool(extra)
+    return (
+        f"JAX_PLATFORMS must name platforms that JAX finds here; got {platforms}: "
+        f"{reason or 'JAX has no plugin for it'}; unset it, so that JAX takes the best that there is, set it "
+        f"to cpu{remedy}"
+    )
 
 
 def _about_usage(error: Any) -> str:

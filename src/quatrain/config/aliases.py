@@ -269,7 +269,7 @@ _VALUES = {
     "update.loss": {
         **dict.fromkeys(("vanilla", "ppo", "grpo", "bnpo", "dr_grpo"), "ppo_clip"),
         "dapo": "ppo_clip, with its clip_high of 0.28 in 'update.clip_high', and "
-        "'rollout.dynamic_sampling_rounds' above 0",
+        "'rollout.dynamic_sampling_rounds' of 2 or more",
         "gspo-token": "gspo",
         "dppo_tv": "dppo",
         "geo_mean": "gmpo",
@@ -300,7 +300,7 @@ _VALUES = {
         "normalize_then_sum": "gdpo",
         "drgrpo": "dr_grpo",
         "dapo": "grpo, with 'update.loss' ppo_clip, 'update.clip_high' 0.28 and "
-        "'rollout.dynamic_sampling_rounds' above 0",
+        "'rollout.dynamic_sampling_rounds' of 2 or more",
         "ppo": "gae, with a critic",
     },
 }

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from quatrain.config.layers import SCALARS
-from quatrain.config.load import Resolved
+from quatrain.config.load import DEFAULT, DERIVED, Resolved
+from quatrain.config.schema import Config, sections
 from quatrain.config.secrets import redact, redact_values
 
 # Column at which the comments start.
@@ -23,16 +24,19 @@ COMMENT_COLUMN = 40
 HEADER = "# The final configuration; after each value, a comment names its layer."
 
 
-def dump_yaml(resolved: Resolved) -> str:
-    """YAML that can be loaded again, `# layer` after each value; values of secret variables are redacted."""
+def dump_yaml(resolved: Resolved, *, changed: bool = False) -> str:
+    """YAML that can be loaded again, `# layer` after each value; values of secret variables are redacted.
+
+    `changed`: only values that a layer sets to another than the default; what is derived is left out.
+    """
     layers = redact_values(resolved.provenance, os.environ)
-    return "\n".join([HEADER, *_lines(plain(resolved), layers, "", 0)]) + "\n"
+    return "\n".join([HEADER, *_lines(_shown(resolved, changed), layers, "", 0)]) + "\n"
 
 
-def to_json(resolved: Resolved) -> str:
+def to_json(resolved: Resolved, *, changed: bool = False) -> str:
     """One JSON object with `config`, `provenance` (layer by dotted key) and `warnings`; secrets redacted."""
     content = {
-        "config": plain(resolved),
+        "config": _shown(resolved, changed),
         "provenance": redact_values(resolved.provenance, os.environ),
         "warnings": [redact(warning, os.environ) for warning in resolved.warnings],
     }
@@ -43,6 +47,26 @@ def plain(resolved: Resolved) -> dict[str, Any]:
     """The configuration as JSON values; secrets are redacted."""
     values: dict[str, Any] = redact_values(resolved.config.model_dump(mode="json"), os.environ)
     return values
+
+
+def _shown(resolved: Resolved, changed: bool) -> dict[str, Any]:
+    values = plain(resolved)
+    if not changed:
+        return values
+    defaults = Config().model_dump(mode="json")
+    layers = (DEFAULT, DERIVED)
+    chosen = {key for key, layer in resolved.provenance.items() if layer not in layers}
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = value if name in sections() else {}
+        found = {
+            key: each
+            for key, each in inner.items()
+            if each != defaults[name][key] and any(f"{c}.".startswith(f"{name}.{key}.") for c in chosen)
+        }
+        if found or (name not in sections() and name in chosen and value != defaults[name]):
+            kept[name] = found or value
+    return kept
 
 
 def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

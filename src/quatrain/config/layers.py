@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from quatrain.config.errors import (
     nearest_keys,
     shown,
 )
-from quatrain.config.places import local_path
+from quatrain.config.places import beside, local_path
 from quatrain.config.schema import Config, is_mapping, sections, valid_keys
 
 MAX_CHARS = 2**17
@@ -222,10 +222,12 @@ def _read_file(
     done.add(file.resolve())
     if library := library_of(data):
         others[file] = LIBRARIES[library]
+    of_file: list[Setting] = []
     for name, value in data.items():
         if value is None and name in sections():
             continue  # a section whose keys are all commented out
-        _collect((str(name),), value, layer or f"file {file}", settings, problems)
+        _collect((str(name),), value, layer or f"file {file}", of_file, problems)
+    settings += (replace(each, value=beside(each.key, each.value, file.parent)) for each in of_file)
 
 
 def _read(path: Path, extending: Sequence[Path]) -> str:

@@ -8,9 +8,56 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+_LONGEST = 1024
+"""Characters of a path; a longer text is none."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """A Hub id, `owner/name`. Other text that is not an existing file is reported as a missing file."""
+
+
+_IN_FILES = frozenset(
+    {
+        *("data.train", "data.eval", "data.chat_template", "sft.data", "model.path", "model.tokenizer"),
+        *("critic.path", "reward.functions", "eval.accuracy", "advantage.estimator", "update.loss"),
+        *("rollout.environment", "rollout.tools", "rollout.agent", "distill.teacher", "distill.prompt"),
+    }
+)
+"""Keys whose values may name files."""
+_MODEL = "model:"
+
+
+def beside(key: str, value: Any, folder: Path) -> Any:
+    """`value` of `key` in a configuration file of `folder`, with the paths that are there alone.
+
+    So a configuration runs from any folder, with the data and functions that stand beside it.
+    """
+    if key not in _IN_FILES:
+        return value
+    if key == "reward.functions" and isinstance(value, dict):
+        return {_beside(name, folder): entry for name, entry in value.items()}
+    if isinstance(value, dict):
+        return {name: beside(key, entry, folder) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [beside(key, entry, folder) for entry in value]
+    return _beside(value, folder)
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    if not isinstance(value, str) or "\n" in value or len(value) > _LONGEST:
+        return value
+    kind = _MODEL if value.startswith(_MODEL) else ""
+    function = re.fullmatch(r"(.+\.py)(:\w+)", value)
+    path, rest = (function[1], function[2]) if function else (value.removeprefix(kind), "")
+    if not path or Path(path).is_absolute() or path.startswith("~") or _is_there(Path(), path):
+        return value
+    return f"{kind}{folder / path}{rest}" if _is_there(folder, path) else value
+
+
+def _is_there(folder: Path, path: str) -> bool:
+    if (folder / path).exists():
+        return True
+    return "*" in path and any(folder.glob(path))
 
 
 def local_path(path: str | Path) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from quatrain.config.errors import shown
 from quatrain.config.schema import DataConfig
-from quatrain.data.messages import joined_text
+from quatrain.data.demonstration import asks_for_more, chosen
 from quatrain.data.rows import Row
 
 MESSAGES = "messages"
@@ -21,8 +21,9 @@ ENVIRONMENTS = "environments"
 def prepared(spec: str, rows: list[Row], data: DataConfig, *, demonstrations: bool = False) -> list[Row]:
     """The rows of one file or data set with the columns `prompt`, `answer` and `completion`, if it has them.
 
-    The columns that they come from stay. With `demonstrations`, `completion` is made of the last message of
-    `messages`, unless there is a column `completion`. Raises ValueError, with the row, for a value of
+    The columns that they come from stay. With `demonstrations`, `completion` is the last of the assistant's
+    messages in `messages` that may be trained (`demonstration.chosen`), a mapping, unless there is a column
+    `completion`; the messages before it are the prompt. Raises ValueError, with the row, for a value of
     `messages` that is no list, and for a demonstration that does not end with the assistant's message.
     """
     has = rows[0]
@@ -42,17 +43,18 @@ def _from_messages(where: str, row: Row, demonstration: bool) -> Row:
     role = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
     if role == "assistant" and len(messages) == 1:
         raise ValueError(f"{column} must have a message before the assistant's; it has none; {remedy}")
-    row = row | {"prompt": messages[:-1] if role == "assistant" else messages}
     if not demonstration:
-        return row
+        return row | {"prompt": messages[:-1] if role == "assistant" else messages}
     if role != "assistant":
         raise ValueError(
             f"{column} must end with the assistant's message, which is the demonstration; it ends with the "
             f"role {shown(role)}; {remedy}"
         )
-    if messages[-1].get("tool_calls"):
-        raise ValueError(
-            f"{where}: the demonstration of the column `{MESSAGES}`, its last message, must be text without "
-            "tool_calls; write the calls into its content as the model is to write them, or remove the row"
-        )
-    return row | {"completion": joined_text(messages[-1].get("content"))}
+    try:
+        number = chosen(messages)
+        asks_for_more(messages)  # checks the flags of the others
+    except ValueError as error:
+        raise ValueError(f"{column}: {error}") from error
+    # A column-oriented file gives all messages the same fields.
+    answer = {field: value for field, value in messages[number].items() if value is not None}
+    return row | {"prompt": messages[:number], "completion": answer}

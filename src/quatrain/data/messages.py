@@ -1,13 +1,15 @@
 """The messages of prompts: checked, and brought into one form.
 
 Data flow: a row's prompt, what environments return and requests to `quatrain serve` -> `checked_messages`
--> `tokenizer.render`; the tools of a request -> `checked_tools` -> the same.
+-> `forms_for` a template -> `tokenizer.fill_template`; the tools of a request or a row -> `checked_tools`,
+`tools_of` -> the same.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,12 @@ from quatrain.config.files import MAX_DEPTH
 
 MAX_TEXT_CHARS = 4_000_000
 """Length of the longest text that is tokenised: about a million tokens."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields with the thought of an assistant's message, as templates and servers name them."""
+INSTRUCTIONS = ("system", "developer")
+"""Roles of the instructions of an application."""
+TOOLS = "tools"
+"""The column with the descriptions of functions that the model may call in a row."""
 
 
 def checked_messages(prompt: Any) -> list[dict[str, Any]]:
@@ -86,6 +94,70 @@ def checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return [dict(tool) for tool in tools]
 
 
+def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The functions that the column `tools` of a row describes, in OpenAI's form; none if it has others.
+
+    The column has a list of descriptions, or its JSON text; a description may also stand without
+    `{"type": "function", "function": …}` around it. Raises ValueError for descriptions that are malformed.
+    """
+    given = columns.get(TOOLS)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return []
+    if not isinstance(given, list | tuple):
+        return []
+    tools = [_described(without_nulls(tool)) for tool in given]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        return []
+    try:
+        return checked_tools(tools)
+    except ValueError as error:
+        raise ValueError(
+            f"the column `{TOOLS}`, which the chat template gets: {error}; rename a column that is about "
+            "something else"
+        ) from error
+
+
+def _described(tool: Any) -> Any:
+    """A description in OpenAI's form, if it is one without its outer object, or JSON text."""
+    if isinstance(tool, str) and tool.lstrip().startswith("{"):
+        try:
+            tool = json.loads(tool)
+        except (ValueError, RecursionError):
+            return tool
+    if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+        return {"type": "function", **tool}
+    is_inner = isinstance(tool, Mapping) and isinstance(tool.get("name"), str)
+    return {"type": "function", "function": tool} if is_inner else tool
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without fields that are null.
+
+    A column-oriented file gives all messages, and the arguments of all tool calls, the same keys: a missing
+    key is read as None.
+    """
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: without_nulls(each) for key, each in value.items() if each is not None}
+
+
+def thought_of(message: Mapping[str, Any]) -> str:
+    """The thought in a field of its own; empty if there is none; ValueError for two that differ."""
+    found = {field: message[field] for field in THOUGHTS if message.get(field)}
+    texts = {value.strip() for value in found.values() if isinstance(value, str)}
+    if len(texts) > 1 or not all(isinstance(value, str) for value in found.values()):
+        raise ValueError(
+            f"a message must have one thought, a text; {listed(found)} have "
+            f"{shown(list(found.values()))}; keep one of them"
+        )
+    return next(iter(found.values()), "")
+
+
 def joined_text(content: Any) -> str | None:
     """The text of a message's content, a string or a list of parts that are texts; None for other content."""
     if not isinstance(content, list):
@@ -146,15 +218,47 @@ def unfit_text(text: str) -> str | None:
     return None
 
 
-def argument_forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages with the arguments of past calls as objects, then as their JSON text."""
-    yield messages
-    yield [
-        {**message, "tool_calls": [_with_arguments(call, json.dumps) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+def forms_for(template: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages in the forms in which a template may take them, the likeliest first.
+
+    Thoughts have the field that the template reads. `developer` is `system` for a template without a branch
+    for it, and the second choice for others. Arguments of past calls are objects, then their JSON text.
+    """
+    read = [_with_thought(template, message) for message in messages]
+    as_system = [m | {"role": "system"} if m["role"] == "developer" else m for m in read]
+    has_calls = any(message.get("tool_calls") for message in read)
+    variants = [read] if "developer" in template else []
+    if read != as_system or not variants:
+        variants.append(as_system)
+    for each in variants:
+        yield each
+        if has_calls:
+            yield [
+                {
+                    **message,
+                    "tool_calls": [_with_arguments(call, json.dumps) for call in message["tool_calls"]],
+                }
+                if message.get("tool_calls")
+                else message
+                for message in each
+            ]
+
+
+def reads(template: str, field: str) -> bool:
+    """Whether a template reads a field of messages, as far as its text shows: `m.field`, `m['field']`."""
+    return re.search(rf"""[.'"]{field}\b""", template) is not None
+
+
+def _with_thought(template: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose thought has the field that the template reads."""
+    own = [field for field in THOUGHTS if isinstance(message.get(field), str) and message[field].strip()]
+    # "thinking" in a template may also be a variable; the others that are read are read of messages.
+    known = next((f for f in (THOUGHTS[0], *own, *THOUGHTS) if reads(template, f)), None)
+    if message["role"] != "assistant" or not own or known is None:
+        return dict(message)
+    kept = message.get(known) or message[own[0]]
+    same = {field for field in own if message[field].strip() == kept.strip()}
+    return {**{field: value for field, value in message.items() if field not in same}, known: kept}
 
 
 def call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:

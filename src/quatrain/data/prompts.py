@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -24,7 +25,15 @@ from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
 from quatrain.config.values import data_set_list, data_sets, shown_data_sets
 from quatrain.data.columns import ENVIRONMENTS, MESSAGES, prepared
-from quatrain.data.messages import checked_messages, unfit_text
+from quatrain.data.demonstration import (
+    Answers,
+    asks_for_more,
+    checked_completion,
+    is_trained,
+    unread_fields,
+)
+from quatrain.data.left_out import REFUSED_OF_ROWS
+from quatrain.data.messages import INSTRUCTIONS, TOOLS, checked_messages, tools_of, without_nulls
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render
@@ -67,8 +76,9 @@ class _Source:
         self.truncated = table.truncated
         """Number of rows whose prompt was cut to its last `data.max_prompt_length` tokens."""
         self.filtered = table.filtered
-        """Number of rows left out by `data.min_pass_rate` and `data.max_pass_rate`."""
-        self.warnings = _about_json(table)
+        """Number of rows left out by `data.min_pass_rate` and `data.max_pass_rate`; of demonstrations, by a
+        flag such as `weight: 0`."""
+        self.warnings = [*_about_json(table), *_about_tools(table)]
         """What is probably not intended, for the log."""
 
     def __len__(self) -> int:
@@ -135,13 +145,14 @@ class PromptSource(_Source):
 class DemonstrationSource(_Source):
     """Tokenised demonstrations, addressed by index as in `PromptSource`."""
 
-    def __init__(self, table: Table, tokenizer: PreTrainedTokenizerFast, *, seed: int, shuffle: bool = True):
+    def __init__(self, table: Table, answers: Answers, *, seed: int, shuffle: bool = True):
         super().__init__(table, seed=seed, shuffle=shuffle)
-        self._tokenizer = tokenizer
+        self.warnings += _about_demonstrations(table, answers)
 
     def batch(self, index: int, size: int) -> list[Demonstration]:
         """`size` demonstrations from stream position index * size on."""
-        return [_demonstration(row, self._tokenizer) for row in self._rows(index * size, size)]
+        rows = self._rows(index * size, size)
+        return [Demonstration(row.input_ids, ids) for row in rows if (ids := row.completion_ids) is not None]
 
 
 def load_prompts(
@@ -177,7 +188,7 @@ def load_prompts(
     """
     reader = _Reader(
         data,
-        (lambda row, text: render(tokenizer, text)) if turns is None else _by_turns(turns),
+        _by_template(tokenizer) if turns is None else _by_turns(turns),
         required_columns,
         check_prompt=check_prompt,
         by_pass_rate=by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None),
@@ -201,6 +212,10 @@ def check_columns(
         reader.check_columns(each, list(reader.rows(each)[0]))
 
 
+def _by_template(tokenizer: PreTrainedTokenizerFast) -> _Encode:
+    return lambda row, text: render(tokenizer, text, tools_of(row), refused=REFUSED_OF_ROWS)
+
+
 def _by_turns(turns: TurnsOfRow) -> _Encode:
     return lambda row, text: turns(row).prompt(text)
 
@@ -212,26 +227,35 @@ def load_demonstrations(
     *,
     seed: int,
     rows: GivenRows = NO_ROWS,
+    most_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> DemonstrationSource:
     """The demonstrations of `spec`: prompts as in `load_prompts`, and the text column `completion`.
 
-    Without these columns, the messages of the column `messages`, of which the last one, the assistant's, is
-    the completion. Completion ids end with the tokenizer's end token. `rows` and errors
-    are as in `load_prompts`.
+    Without these columns, the messages of the column `messages`, of which the last of the assistant's that
+    may be trained (`weight`, `train`) is the completion, with its thought; rows without one are left out.
+    Completion ids end with the tokenizer's end token. No demonstration has more tokens, with its prompt, than
+    the least of `most_tokens`, limits by what messages call them: longer ones are an error, or left out with
+    `data.on_long_prompt=skip`. `rows` and errors are as in `load_prompts`.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
     required = {"completion": "the supervised warm start"}
+    answers = Answers(tokenizer)
     reader = _Reader(
-        data, lambda row, text: render(tokenizer, text), required, demonstrations=True, given=rows
+        data,
+        _by_template(tokenizer),
+        required,
+        answers=answers,
+        most_tokens=most_tokens,
+        given=rows,
     )
-    return DemonstrationSource(_load(spec, reader), tokenizer, seed=seed, shuffle=data.shuffle)
+    return DemonstrationSource(_load(spec, reader), answers, seed=seed, shuffle=data.shuffle)
 
 
 _Encode = Callable[["Row", PromptText], list[int]]
 """The ids of the prompt of a row."""
-_TokenRows = tuple[list[TokenRow], int, int, int]
-"""Rows, and the numbers of those skipped, truncated and filtered."""
+_TokenRows = tuple[list[TokenRow], int, int, int, int]
+"""Rows, and the numbers of those skipped, truncated, filtered and left out with their completions."""
 
 
 @dataclass(frozen=True)
@@ -241,14 +265,17 @@ class _Reader:
     data: DataConfig
     encode: _Encode
     required: Mapping[str, str] | Collection[str]
-    demonstrations: bool = False
+    answers: Answers | None = None
+    """Of demonstrations: what makes their completions."""
+    most_tokens: Mapping[str, int] = field(default_factory=dict)
     check_prompt: Callable[[PromptText], None] | None = None
     by_pass_rate: bool = False
     episodes: bool = False
     given: GivenRows = field(default_factory=dict)
 
     def rows(self, spec: str) -> list[Row]:
-        return prepared(spec, read_rows(spec, self.given), self.data, demonstrations=self.demonstrations)
+        rows = read_rows(spec, self.given)
+        return prepared(spec, rows, self.data, demonstrations=self.answers is not None)
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
         """Raises ValueError if the columns of a data set lack one, or have one that must not be."""
@@ -271,7 +298,7 @@ class _Reader:
                 f"{spec}: a column is called `{reserved[0]}`, the name of another argument of reward "
                 "functions; rename the column"
             )
-        answer = None if self.demonstrations else data.answer_column
+        answer = data.answer_column if self.answers is None else None
         if answer is not None and answer not in columns:
             raise ValueError(
                 f"{spec}: no column `{answer}`, which data.answer_column names; {has}; name another column, "
@@ -302,23 +329,35 @@ class _Reader:
                     f"{spec}: a column is called `{name}`, in which episodes have what is of their "
                     "environment; rename the column"
                 )
-        check_row = _check_completion if self.demonstrations else _check_answer
-        for number, row in enumerate(rows, start=1):
-            check_row(f"{spec}, row {number}", row)
         kept = {
             number: row
             for number, row in enumerate(rows, start=1)
-            if not self.by_pass_rate or _pass_rate_within(f"{spec}, row {number}", row, self.data)
+            if self._is_kept(f"{spec}, row {number}", row)
         }
         tokenised = [self._token_row(spec, number, row) for number, row in kept.items()]
         tokenised, skipped, truncated = _within_length(spec, tokenised, self.data)
+        tokenised, longer = _within_limits(spec, tokenised, self.data, self.most_tokens)
         for token_row in tokenised:
             try:
                 if self.check_prompt is not None:
                     self.check_prompt(token_row.text)
             except ValueError as error:
                 raise ValueError(f"{spec}, row {token_row.number}: {error}") from error
-        return tokenised, skipped, truncated, len(rows) - len(kept)
+        return tokenised, skipped, truncated, len(rows) - len(kept), longer
+
+    def _is_kept(self, where: str, row: Row) -> bool:
+        """Whether a row is used, by its pass rate or flag; raises ValueError for one that is malformed."""
+        if self.answers is None:
+            _check_answer(where, row)
+            return not self.by_pass_rate or _pass_rate_within(where, row, self.data)
+        completion = row["completion"]
+        try:
+            if isinstance(completion, Mapping) and is_trained(completion) is False:
+                return False
+            checked_completion(completion)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return True
 
     def _token_row(self, spec: str, number: int, row: Row) -> TokenRow:
         deep = [name for name, value in row.items() if too_deep(value)]
@@ -330,11 +369,15 @@ class _Reader:
                 )
             text = _prompt_text(row, self.data)
             ids = np.asarray(self.encode(row, text), dtype=np.int32)
+            completion_ids = None
+            if self.answers is not None:
+                completion = self.answers.ids(text, tools_of(row), row["completion"])
+                completion_ids = np.asarray(completion, dtype=np.int32)
         except ValueError as error:
             raise ValueError(f"{spec}, row {number}: {error}") from error
         ids.setflags(write=False)
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return TokenRow(number, text, ids, columns)
+        return TokenRow(number, text, ids, columns, completion_ids)
 
 
 def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
@@ -363,11 +406,11 @@ def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
         _check_serialisable(file, part[0])
     found = {i: tokenised[parts[i][1]] for i in here}
     counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
-    size, skipped, truncated, filtered = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
-    _check_not_empty(name, size, skipped, filtered, reader.data)
+    size, skipped, truncated, filtered, longer = (sum(each) for each in zip(*counts.values(), strict=True))
+    _check_not_empty(name, size, skipped, filtered, reader.data, demonstrations=reader.answers is not None)
     starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
     rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part[0])}
-    table = Table(rows_here, size, skipped, truncated, filtered, spread)
+    table = Table(rows_here, size, skipped, truncated, filtered, longer, spread)
     if joined() and not spread:
         digests = {f"{name}, {part}": digest for part, digest in table.digests().items()}
         assert_same("data set", {name: f"{size} rows", **digests})
@@ -381,7 +424,15 @@ def _of_all_parts(here: dict[int, list], spread: bool) -> dict[int, list]:
     return {int(i): value for part in gather_objects(here) for i, value in part.items()}
 
 
-def _check_not_empty(spec: str, size: int, skipped: int, filtered: int, data: DataConfig) -> None:
+def _check_not_empty(
+    spec: str, size: int, skipped: int, filtered: int, data: DataConfig, *, demonstrations: bool
+) -> None:
+    if size == 0 and demonstrations:
+        raise ValueError(
+            f"{spec}: no demonstration is left: {filtered} have a flag (weight, train) that is 0, and the "
+            "others are too long and left out by data.on_long_prompt=skip; give others, or raise "
+            f"data.max_prompt_length={data.max_prompt_length} or update.max_tokens_per_device"
+        )
     if size == 0 and filtered:
         raise ValueError(
             f"{spec}: no prompt is left: {filtered} have a pass rate below data.min_pass_rate="
@@ -421,6 +472,66 @@ def _about_json(table: Table) -> list[str]:
         "its text (json.loads makes one of the other), so that the chat template renders the messages"
         for count, row in table.tally(kind).values()
     ]
+
+
+def _about_tools(table: Table) -> list[str]:
+    """Warnings if a column `tools` is not written into prompts."""
+
+    def kind(row: TokenRow) -> str | None:
+        if not row.columns.get(TOOLS):
+            return None
+        if not tools_of(row.columns):
+            return "no descriptions of functions, which the chat template could write; rename the column"
+        if isinstance(row.text, str):
+            return "not written, because the prompt is a text; give messages, or remove the column"
+        return None
+
+    return [
+        f"the column `{TOOLS}` of {count} of {table.size} rows (the first is row {row}) is {what}"
+        for what, (count, row) in table.tally(kind).items()
+    ]
+
+
+def _about_demonstrations(table: Table, answers: Answers) -> list[str]:
+    """Warnings about what is not trained of demonstrations, and about what their prompts have begun."""
+
+    def of(row: TokenRow) -> Any:
+        return row.columns["completion"]
+
+    def begun(row: TokenRow) -> str | None:
+        if answers.repeats(row.text, of(row)):
+            return "repeat what their prompt has begun of the answer, as <think>, which is trained once"
+        if answers.leaves_open(row.text, of(row)):
+            return "do not end the thought that their prompt has begun, with </think>"
+        return None
+
+    def unread(row: TokenRow) -> str | None:
+        fields = unread_fields(of(row))
+        what = f"have the fields {listed(fields)}, which are not trained; write what is into `content`"
+        return what if fields else None
+
+    def flags(row: TokenRow) -> str | None:
+        more = isinstance(of(row), Mapping) and asks_for_more(row.columns.get(MESSAGES))
+        return (
+            "have further messages with a weight or a flag that asks to train them; only the last of the "
+            "assistant's is trained, so make a row of each"
+            if more
+            else None
+        )
+
+    found = [
+        f"{count} of {table.size} demonstrations (the first is row {row}) {what}"
+        for kind in (begun, unread, flags)
+        for what, (count, row) in table.tally(kind).items()
+    ]
+    if table.filtered:
+        found.append(f"{table.filtered} demonstrations are left out, because their flag (weight, train) is 0")
+    if table.longer:
+        found.append(
+            f"{table.longer} demonstrations are left out (data.on_long_prompt=skip), because with their "
+            "prompts they are longer than a micro-batch may be, or than the model has positions"
+        )
+    return found
 
 
 def _check_answer(where: str, row: Row) -> None:
@@ -464,6 +575,24 @@ def _within_length(spec: str, rows: list[TokenRow], data: DataConfig) -> tuple[l
     return [row for row in rows if len(row.input_ids) <= limit], len(long), 0
 
 
+def _within_limits(
+    spec: str, rows: list[TokenRow], data: DataConfig, limits: Mapping[str, int]
+) -> tuple[list[TokenRow], int]:
+    """The demonstrations with at most as many tokens as the least limit, and how many were left out."""
+    if not limits:
+        return rows, 0
+    name, limit = min(limits.items(), key=lambda each: each[1])
+    long = [row for row in rows if row.size > limit]
+    longest = max((row.size for row in long), default=0)
+    if long and data.on_long_prompt != "skip":
+        raise ValueError(
+            f"{spec}: {len(long)} of {len(rows)} demonstrations are longer, with their prompts, than {name} "
+            f"tokens (row {long[0].number} has {long[0].size}; the longest has {longest}); "
+            "shorten them, or set data.on_long_prompt to skip, which leaves them out"
+        )
+    return [row for row in rows if row.size <= limit], len(long)
+
+
 def _prompt_text(row: Row, data: DataConfig) -> PromptText:
     """The prompt of one row: text, or messages with the system message first; `render` validates messages."""
     column = data.question_column or "prompt"
@@ -473,7 +602,7 @@ def _prompt_text(row: Row, data: DataConfig) -> PromptText:
             return value
         messages = [{"role": "user", "content": value}]
     elif data.question_column is None and isinstance(value, list):
-        messages = [_without_nulls(message) for message in value]
+        messages = [without_nulls(message) for message in value]
     else:
         wanted = "a string" if data.question_column else "a string or a list of messages"
         raise ValueError(f"the column `{column}` must be {wanted}; it is {_shown(value)}")
@@ -486,7 +615,7 @@ def _prompt_text(row: Row, data: DataConfig) -> PromptText:
         )
     if data.system_prompt is None:
         return tuple(messages)
-    if "system" in roles:
+    if not set(INSTRUCTIONS).isdisjoint(roles):
         raise ValueError(
             "the prompt has a system message and data.system_prompt adds another; unset data.system_prompt "
             "or remove the message"
@@ -494,32 +623,5 @@ def _prompt_text(row: Row, data: DataConfig) -> PromptText:
     return ({"role": "system", "content": data.system_prompt}, *messages)
 
 
-def _without_nulls(value: Any) -> Any:
-    # A column-oriented file gives all messages, and the arguments of all tool calls, the same keys: a missing
-    # key is read as None.
-    if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-
-
 def _shown(value: object) -> str:
     return f"{type(value).__name__} {shown(value)}"
-
-
-def _check_completion(where: str, row: Row) -> None:
-    completion = row["completion"]
-    if not isinstance(completion, str) or not completion:
-        raise ValueError(
-            f"{where}: the column `completion` must be a string with text; it is {_shown(completion)}"
-        )
-    if reason := unfit_text(completion):
-        raise ValueError(f"{where}: the column `completion` {reason}; correct the text")
-
-
-def _demonstration(row: TokenRow, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
-    ids = tokenizer.encode(row.columns["completion"], add_special_tokens=False)
-    if ids[-1:] != [tokenizer.eos_token_id]:  # a chat template may have written it already
-        ids.append(tokenizer.eos_token_id)
-    return Demonstration(row.input_ids, np.asarray(ids, dtype=np.int32))

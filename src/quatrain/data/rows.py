@@ -22,6 +22,7 @@ from quatrain.config.places import HUB_ID, local_path
 from quatrain.config.values import REASONING_GYM
 from quatrain.data.builtin import builtin_rows
 from quatrain.data.reasoning_gym import gym_rows
+from quatrain.weights.hub import hub_without_retries
 
 Row = dict[str, Any]
 GivenRows = Mapping[str, Any]
@@ -341,12 +342,15 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
             f"data sets on the Hub need `datasets` 4.0 or later, which runs no code from a repository; "
             f"{datasets.__version__} is installed; {installation('hub')}"
         )
+    unreachable = ""
     try:
-        return _of_dataset(datasets.load_dataset(path, config, split=split))
+        with hub_without_retries() as unreachable:
+            return _of_dataset(datasets.load_dataset(path, config, split=split))
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
             f"data set {spec!r} cannot be loaded from the Hub (config {config!r}, split {split!r}): "
-            f"{type(error).__name__}: {error!s:.500}. Check the name and the network, or give a local file"
+            f"{unreachable and f'{unreachable}; '}{type(error).__name__}: {error!s:.500}. Check the name and "
+            "the network, or give a local file"
         ) from error
 
 

@@ -23,13 +23,22 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row: its prompt as text and as [P] int32 tokens, and its other columns."""
+    """A row: its prompt as text and as [P] int32 tokens, and its other columns.
+
+    That of a demonstration also has the [C] int32 tokens of its completion.
+    """
 
     number: int
     """Number of the row in its file, counting from 1."""
     text: PromptText
     input_ids: np.ndarray
     columns: Mapping[str, Any]
+    completion_ids: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens of the prompt and, of a demonstration, its completion."""
+        return len(self.input_ids) + (0 if self.completion_ids is None else len(self.completion_ids))
 
     def prompt(self, group_id: int) -> Prompt:
         """The row as a `Prompt`, the input of the rollout."""
@@ -37,13 +46,16 @@ class TokenRow:
 
     def packed(self) -> list[Any]:
         """The row as a list that `unpacked` restores; JSON-serialisable if its columns are."""
-        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns)]
+        completion = None if self.completion_ids is None else self.completion_ids.tolist()
+        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), completion]
 
     @classmethod
     def unpacked(cls, content: list[Any]) -> TokenRow:
         """The row that `packed` turned into `content`, for example in another process."""
-        number, text, ids, columns = content
-        return cls(number, text if isinstance(text, str) else tuple(text), np.array(ids, np.int32), columns)
+        number, text, ids, columns, completion = content
+        own = None if completion is None else np.array(completion, np.int32)
+        prompt = text if isinstance(text, str) else tuple(text)
+        return cls(number, prompt, np.array(ids, np.int32), columns, own)
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,8 @@ class Table:
     """A table of `size` rows; `own` holds, by number, those stored in this process.
 
     If `spread` is false, `own` holds all rows. `skipped`, `truncated` and `filtered` count the skipped rows,
-    the truncated prompts and the rows left out by their pass rates, of all processes.
+    the truncated prompts and the rows left out by their pass rates or flags, and `longer` the demonstrations
+    left out because of their length with the completion, of all processes.
     """
 
     own: Mapping[int, TokenRow]
@@ -59,6 +72,7 @@ class Table:
     skipped: int = 0
     truncated: int = 0
     filtered: int = 0
+    longer: int = 0
     spread: bool = False
 
     def take(self, numbers: Sequence[int]) -> list[TokenRow]:

@@ -8,21 +8,25 @@ model's end-of-sequence ids -> `stop_token_ids` -> the rollout engine; a prompt 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from quatrain.config.errors import shown
 from quatrain.config.files import MAX_DEPTH, Description, checked, read_json, too_deep
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
 from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
-from quatrain.data.messages import argument_forms, call_of, checked_messages, unfit_text
+from quatrain.data.left_out import REFUSED, Kind, LeftOut, Messages, Tools, left_out
+from quatrain.data.messages import checked_messages, forms_for, unfit_text
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
+from quatrain.weights.hub import hub_without_retries
 from quatrain.workers.pool import Failure, Pool
 from quatrain.workers.process import log_output
 
@@ -246,10 +250,16 @@ def _hub_file(model_id: str, name: str) -> Path | None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
+    unreachable = ""
     try:
-        return Path(hf_hub_download(model_id, name))
+        with hub_without_retries() as unreachable:
+            return Path(hf_hub_download(model_id, name))
     except RemoteEntryNotFoundError:
         return None
+    except Exception as error:
+        if unreachable:
+            raise OSError(unreachable) from error
+        raise
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -272,6 +282,7 @@ def render(
     *,
     variables: Mapping[str, Any] | None = None,
     begun: str = "",
+    refused: Collection[Kind] = REFUSED,
 ) -> list[int]:
     """The token ids of a prompt.
 
@@ -281,15 +292,20 @@ def render(
     tokens, up to the start of the assistant's answer, and `begun`, which the answer begins with. The template
     also gets `tools`, the JSON schemas of functions that the model may call, and `variables`.
 
-    Raises ValueError for malformed messages, messages that the template rejects, messages without a chat
-    template, and a prompt that has no tokens.
+    Raises ValueError for malformed messages, messages that the template rejects or does not write (`refused`:
+    `fill_template`), messages without a chat template, and a prompt that has no tokens.
     """
     if isinstance(prompt, str):
         ids = encode(tokenizer, prompt, closed=False)
     else:
         messages = checked_messages(prompt)
         text = fill_template(
-            tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables
+            tokenizer,
+            messages,
+            add_generation_prompt=True,
+            tools=tools,
+            variables=variables,
+            refused=refused,
         )
         ids = encode(tokenizer, text + begun, add_special_tokens=False)
     if not ids:
@@ -304,67 +320,95 @@ def render_completed(
 
     A string prompt and the completion are joined and tokenised with the special tokens that the tokenizer
     adds around any text. Messages and the completion, as the assistant's message, are rendered with the chat
-    template, which writes all special tokens. Raises ValueError for messages that `render` refuses.
+    template, which writes all special tokens. Raises ValueError for messages that `render` refuses, but only
+    warns of texts that the template leaves out: a run cannot give a reward model another template.
     """
     if isinstance(prompt, str):
         return encode(tokenizer, prompt + completion)
     messages = [*checked_messages(prompt), {"role": "assistant", "content": completion}]
-    text = fill_template(tokenizer, messages, add_generation_prompt=False)
+    text = fill_template(tokenizer, messages, add_generation_prompt=False, refused=REFUSED - {"text"})
     return encode(tokenizer, text, add_special_tokens=False)
 
 
 def fill_template(
     tokenizer: PreTrainedTokenizerFast,
-    messages: list[dict[str, Any]],
+    messages: Messages,
     *,
     add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Tools = (),
     variables: Mapping[str, Any] | None = None,
+    since: int = 0,
+    refused: Collection[Kind] = REFUSED,
 ) -> str:
     """The text that the chat template makes of `messages`, with the start of the assistant's answer if asked.
 
     It gets the special tokens, the tokenizer's `template_variables` and `variables`.
 
     A template from a model's folder is a program: it runs in a child process with limits. quatrain's own
-    templates do not. Templates differ in the form in which they take past tool calls: the first form that
-    the template takes, without leaving out a call, is rendered. Raises ValueError if there is no template,
-    and if it rejects the messages.
+    templates do not. Templates differ in the form in which they take messages (`forms_for`): the first that
+    the template takes, without leaving out a text, is rendered. Raises ValueError if there is no template, if
+    it rejects the messages, and if it leaves out what is of a kind in `refused`, of messages from number
+    `since` on; of other kinds it warns, once for each tokenizer.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             "messages need a chat template; the tokenizer has none; use a chat model's tokenizer "
             "(model.tokenizer), or give prompts as plain strings"
         )
-    problem = ""
-    called = [call_of(call)["name"] for message in messages for call in message.get("tool_calls") or ()]
-    for form in argument_forms(messages) if called else [messages]:
-        rendered, text = _filled(tokenizer, form, add_generation_prompt, tools, variables or {})
-        left_out = [name for name in called if name not in text]
-        if rendered and not left_out:
-            return text
-        problem = problem or (f"it leaves out the call of {shown(left_out[0])}" if rendered else text)
-    roles = shown([message["role"] for message in messages])
-    raise ValueError(f"the chat template rejects messages with the roles {roles}: {problem}")
+    # `chat_template.with_chat_template` sets the tokenizer's own on the policy's only.
+    own = getattr(tokenizer, "template_variables", {})
+    given = {**tokenizer.special_tokens_map, **own, **(variables or {})}
+    template = "".join(_templates_of(tokenizer.chat_template))
+
+    def fill(form: Messages, described: Tools) -> str | None:
+        taken, text = _filled(tokenizer, form, add_generation_prompt, described, given)
+        return text if taken else None
+
+    roles, problem = shown([message["role"] for message in messages]), ""
+    settings = json.dumps([given, add_generation_prompt], sort_keys=True, default=str)
+    others = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+    for form in forms_for(template, messages):
+        taken, text = _filled(tokenizer, form, add_generation_prompt, tools, given)
+        reason = text
+        if taken:
+            missing = left_out(form, tools, text, fill, template=template, others=others, since=since)
+            first = next((each for each in missing if each.kind in refused), None)
+            if first is None:
+                _warn_once(tokenizer, missing)
+                return text
+            reason = str(first)
+            problem = problem or (reason if first.kind != "call" else "")
+        problem = problem or f"the chat template rejects messages with the roles {roles}: {reason}"
+    raise ValueError(problem)
+
+
+def _warn_once(tokenizer: PreTrainedTokenizerFast, missing: Sequence[LeftOut]) -> None:
+    """Warns of what the tokenizer's template leaves out, once for each kind of place."""
+    warned = _WARNED.setdefault(tokenizer, set())
+    for each in missing:
+        place = (tokenizer.chat_template, each.kind, each.role, each.field if each.kind != "tool" else "")
+        if str(place) not in warned:
+            warned.add(str(place))
+            logger.warning("%s", each)
+
+
+_WARNED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 def _filled(
     tokenizer: PreTrainedTokenizerFast,
-    messages: list[dict[str, Any]],
+    messages: Messages,
     add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Tools,
     given: Mapping[str, Any],
 ) -> tuple[bool, str]:
     """Whether the template takes the messages, and the text, or else the reason."""
     template = tokenizer.chat_template
     if template in (CHAT_TEMPLATE, CHATML):
         add = add_generation_prompt
-        return True, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
-    # `chat_template.with_chat_template` sets them on the policy's tokenizer only.
-    own = getattr(tokenizer, "template_variables", {})
-    variables = {**tokenizer.special_tokens_map, **own, **given}
-    if tools:
-        variables["tools"] = list(tools)
-    request = json.dumps([template, variables, messages, add_generation_prompt])
+        return True, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add)
+    variables = {**given, "tools": list(tools)} if tools else given
+    request = json.dumps([template, variables, list(messages), add_generation_prompt])
     limits = {"timeout_s": TEMPLATE_WALL_S, "cpu_s": TEMPLATE_CPU_S}
     outcome = _TEMPLATES.submit(_RENDER, {"request": request}, **limits).result()
     return (False, outcome.detail) if isinstance(outcome, Failure) else (outcome[0], outcome[1])
@@ -401,3 +445,24 @@ def encode(
     front, inner, behind = ids[: of_text[0]], ids[of_text[0] : of_text[-1] + 1], ids[of_text[-1] + 1 :]
     inner = inner if text else []
     return [*([] if inner[: len(front)] == front else front), *inner, *(behind if closed else ())]
+
+
+_BEFORE = ("\n", ".", "a", "0")
+"""What stands before a text that goes on; one of these merges with no text."""
+
+
+def encode_further(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The token ids of a text that goes on after other tokens; raises ValueError as `encode` does.
+
+    Tokenizers in the manner of SentencePiece write a space before a text, which a text that goes on does not
+    have: it is encoded behind another, whose tokens are taken off.
+    """
+    ids = encode(tokenizer, text, add_special_tokens=False)
+    if not ids or not str(tokenizer.convert_ids_to_tokens(ids[0])).startswith("\u2581"):
+        return ids
+    for before in _BEFORE:
+        head = encode(tokenizer, before, add_special_tokens=False)
+        whole = encode(tokenizer, before + text, add_special_tokens=False)
+        if head and whole[: len(head)] == head:
+            return whole[len(head) :]
+    return ids

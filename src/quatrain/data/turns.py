@@ -9,6 +9,7 @@ earlier turns (Qwen3's removes thoughts).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -18,8 +19,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import shown
-from quatrain.data.messages import checked_messages
-from quatrain.data.tokenizer import encode, fill_template, render
+from quatrain.data.left_out import REFUSED, REFUSED_OF_ROWS
+from quatrain.data.messages import TOOLS, checked_messages, tools_of
+from quatrain.data.tokenizer import encode_further, fill_template, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,19 +55,48 @@ class TurnTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._tokenizer, self._stop_ids, self._tools = tokenizer, frozenset(stop_ids), tuple(tools)
-        self._variables = variables
+        self._variables, self._refused = variables, REFUSED
         added = tokenizer.added_tokens_decoder
         self._ends = {index: added[index].content for index in self._stop_ids if index in added}
+        self._warned = False
         if self._tools:
             self._check_results()
-            warn_of_unwritten(tokenizer, self._tools)
+            # Warns if the template does not write the descriptions of the tools.
+            fill_template(tokenizer, [_QUESTION], add_generation_prompt=True, tools=self._tools)
 
     def prompt(self, messages: PromptText) -> list[int]:
         """The ids of the prompt, up to the start of the assistant's first turn.
 
         Raises ValueError for a prompt that is a text: only a chat template can write a further turn.
         """
-        return render(self._tokenizer, conversation(messages), self._tools, variables=self._variables)
+        return render(
+            self._tokenizer,
+            conversation(messages),
+            self._tools,
+            variables=self._variables,
+            refused=self._refused,
+        )
+
+    def of_row(self, columns: Mapping[str, Any]) -> TurnTemplate:
+        """What renders the episodes of a row with these columns: also its own tools, in the column `tools`.
+
+        The tools of an environment come first, because no others can be called; a warning says so.
+        """
+        tools = tools_of(columns)
+        if not tools:
+            return self
+        if self._tools:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the column `%s` is not written into prompts, because the environment has tools of its "
+                    "own, which are; remove or rename the column",
+                    TOOLS,
+                )
+            return self
+        template = copy.copy(self)
+        template._tools, template._refused = tuple(tools), REFUSED_OF_ROWS
+        return template
 
     def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The ids from the end of the assistant's turn to the start of its next, with `messages` between.
@@ -135,7 +166,8 @@ class TurnTemplate:
         if stand_in in taken:
             stand_in += hashlib.blake2b(taken.encode(), digest_size=8).hexdigest()
         dialogue = [*checked_messages(prompt), {"role": "assistant", "content": stand_in}, *new]
-        _, found, after = self._fill(dialogue, add_generation_prompt=bool(new)).rpartition(stand_in)
+        text = self._fill(dialogue, add_generation_prompt=bool(new), since=len(dialogue) - len(new))
+        _, found, after = text.rpartition(stand_in)
         if not found:
             raise ValueError(
                 "a chat template must write the assistant's messages, for an episode of several turns; this "
@@ -158,44 +190,31 @@ class TurnTemplate:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        return encode(self._tokenizer, text, add_special_tokens=False)
+        return encode_further(self._tokenizer, text)
 
-    def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, since: int = 0) -> str:
         return fill_template(
             self._tokenizer,
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=self._tools,
             variables=self._variables,
+            since=since,
         )
 
     def _check_results(self) -> None:
         try:
-            written = _RESULT["content"] in self._after_turn([_QUESTION], [_RESULT])
-            reason = "leaves their text out"
+            self._after_turn([_QUESTION], [_RESULT])
         except ValueError as error:
-            written, reason = False, f"does not: {error}"
-        if not written:
             raise ValueError(
-                f"a chat template must take messages of the role `tool`, for the results of tools; this one "
-                f"{reason}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), set "
-                "data.chat_template, or give rollout.environment a class whose step answers as the user"
-            )
+                "a chat template must take messages of the role `tool`, for the results of tools; this one "
+                f"does not: {error}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), "
+                "set data.chat_template, or give rollout.environment a class whose step answers as the user"
+            ) from error
 
 
 TurnsOfRow = Callable[[Mapping[str, Any]], TurnTemplate]
 """What renders the turns of episodes, given the data columns of their row."""
-
-
-def warn_of_unwritten(tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Warns if the chat template does not write the descriptions of tools."""
-    written = fill_template(tokenizer, [_QUESTION], add_generation_prompt=True, tools=tools)
-    if written == fill_template(tokenizer, [_QUESTION], add_generation_prompt=True):
-        logger.warning(
-            "the chat template does not write the descriptions of tools, so the model does not see them; "
-            "describe them in a system message (of a run: data.system_prompt), or use a model whose template "
-            "writes them"
-        )
 
 
 def conversation(prompt: PromptText) -> tuple[Message, ...]:

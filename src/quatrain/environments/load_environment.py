@@ -64,7 +64,7 @@ class Environments:
         template = TurnTemplate(tokenizer, stop_ids, self.schemas)
         if self.schemas:
             warn_of_unread(tokenizer)
-        return lambda columns: template
+        return template.of_row
 
     def keeping(self) -> Environments:
         """The same, kept after their episodes."""
@@ -117,7 +117,7 @@ class EnvironmentsByColumn:
                         f"the {self.named[name].name} needs the column `{column}`, which this row has not; "
                         f"give it, or another environment in the column `{self.column}`"
                     )
-            return templates[name]
+            return templates[name].of_row(columns)
 
         return of_row
 

@@ -35,11 +35,11 @@ from quatrain.types.call_forms import (
     WHOLE,
     WHOLE_OPENING,
     Found,
-    Reading,
     ToolCall,
     form_of,
     schemas_of,
 )
+from quatrain.types.call_values import Reading
 
 logger = logging.getLogger(__name__)
 

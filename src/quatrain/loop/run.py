@@ -259,10 +259,14 @@ class Run:
             self.folder.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.folder.resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
+        show = self.recorder.progress.stage
+        show("optimizer state")
         state = self.stages.update.init(params, self._critic_params(params))
         del params  # they may wait in the host's memory from here on
+        show("reference")
         self.reference.begin(state.params, resumed=self.folder.resumed)
         if self.folder.resumed:
+            show("reading the checkpoint")
             state = self.checkpoints.restore(state)
             self.folder.write_config(dump_yaml(self.resolved))
         if self.config.rollout.servers:
@@ -464,7 +468,7 @@ def build_run(
     stage("a first call of each reward function")
     warnings += _try_rewards(loaded, prompts, scorer, evaluator)
     advantage = build_advantage(config)
-    demonstrations = warm_start_data(config, loaded.tokenizer, rows) if warm else None
+    demonstrations = warm_start_data(config, loaded, rows) if warm else None
     if demonstrations is not None:
         name = shown_data_sets(config.sft.data or config.data.train)
         warnings += [f"demonstrations of {name}: {warning}" for warning in demonstrations.warnings]

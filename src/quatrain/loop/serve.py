@@ -6,8 +6,10 @@ Data flow: configuration -> `RolloutEngine` -> `EngineService` -> `Api` -> uvico
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,10 +22,13 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.loop.build import LoadedPolicy, load_policy, local_engine
 from quatrain.models.architecture import Architecture
+from quatrain.parallel.compilations import watching_compilations
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.api import Api
 from quatrain.weights.hf import load_hf
 
+QUIET_S = 60.0
+"""Seconds without compiling after which it is said again."""
 CLOSE_S = 5
 """Seconds that answers in progress get when the server is to end."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -31,9 +36,17 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 def serve(
-    config: Config, *, host: str, port: int, ready: Callable[[str], None], name: str | None = None
+    config: Config,
+    *,
+    host: str,
+    port: int,
+    ready: Callable[[str], None],
+    compiles: Callable[[], None] = lambda: None,
+    name: str | None = None,
 ) -> None:
     """Serve the model of `config` until the process gets a signal; `ready` gets the address.
+
+    `compiles` is called when answers begin to wait for programs that are compiled, again after QUIET_S.
 
     Requests call the model `name`; None: by `model.path`.
 
@@ -71,7 +84,15 @@ def serve(
             )
             bound.listen()
             ready(f"http://{reached}:{number}")
-            with suppress(KeyboardInterrupt):  # the way to end it
+            told = -math.inf
+
+            def tell() -> None:
+                nonlocal told
+                quiet, told = time.monotonic() - told >= QUIET_S, time.monotonic()
+                if quiet:
+                    compiles()
+
+            with watching_compilations(tell), suppress(KeyboardInterrupt):  # the way to end it
                 uvicorn.Server(settings).run(sockets=[bound])
         finally:
             service.close()

@@ -12,17 +12,26 @@ from quatrain.data.prompts import DemonstrationSource, load_demonstrations
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_policy_spec
 from quatrain.ops.fingerprint import fingerprint
+from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.metrics import Metric
 from quatrain.update.sft import SupervisedLearner
 
 
-def warm_start_data(config: Config, tokenizer: Any, rows: GivenRows = NO_ROWS) -> DemonstrationSource:
+def warm_start_data(config: Config, loaded: LoadedPolicy, rows: GivenRows = NO_ROWS) -> DemonstrationSource:
     """The demonstrations of `sft.data` (default: `data.train`), a file or a name in `rows`.
 
-    Raises ValueError for data without a `completion` column.
+    Raises ValueError for data without a `completion` column, and for demonstrations that have more tokens
+    than a micro-batch, or than the model has positions.
     """
-    spec = config.sft.data or config.data.train
-    return load_demonstrations(spec, config.data, tokenizer, seed=config.seed, rows=rows)
+    spec, budget = config.sft.data or config.data.train, config.update.max_tokens_per_device
+    positions = loaded.arch.longest
+    limits = {f"the {positions} positions of {config.model.path}, in": positions}
+    if budget is not None:
+        budget *= mesh_shape(loaded.meshes.train).cp  # a sequence is shared by these devices
+        limits[f"a micro-batch may be (update.max_tokens_per_device), {budget}"] = budget
+    return load_demonstrations(
+        spec, config.data, loaded.tokenizer, seed=config.seed, rows=rows, most_tokens=limits
+    )
 
 
 def warm_start(

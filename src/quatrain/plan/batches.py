@@ -394,6 +394,10 @@ def overview(result: BatchPlan) -> list[str]:
         of = some(size, "sequence") if result[budget] is None else some(budget, "token")
         return f"  on each data shard in {some(passes, 'micro-batch', 'es')} of at most {of}"
 
+    before = [
+        f"log-probabilities before it: {some('logprob_passes', 'sweep')} of the batch,",
+        micro_batches("logprob_forward_passes", "logprob_"),
+    ] * bool(result["logprob_passes"])
     return [
         f"batch: {some('prompts_per_step', 'prompt')} x {some('samples_per_prompt', 'sample')} = "
         f"{some('sequences_per_step', 'sequence')} of at most {some('max_sequence_tokens', 'token')}",
@@ -403,8 +407,7 @@ def overview(result: BatchPlan) -> list[str]:
         f"update: {some('optimizer_steps_per_train_step', 'optimizer step')} of "
         f"{some('mini_batch_sequences', 'sequence')},",
         micro_batches("micro_batches_per_optimizer_step"),
-        f"log-probabilities before it: {some('logprob_passes', 'sweep')} of the batch,",
-        micro_batches("logprob_forward_passes", "logprob_"),
+        *before,
         "every number with its formula: plan.json, or quatrain plan",
     ]
 

@@ -92,6 +92,7 @@ class Progress:
         in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = is_main_process() and in_terminal
         self._plain = is_main_process() and not in_terminal
+        self._began = time.monotonic()
         self._open = ExitStack()
         self._printing = threading.RLock()
         self.phase("train", first=first)
@@ -245,8 +246,11 @@ class Progress:
         return [*filter(None, facts), *self._times()[: 1 + left]]
 
     def _times(self) -> list[str]:
-        """The time since the phase began and, between its first step and its last, what is left of it."""
-        state, elapsed = self._state, f"{clock(time.monotonic() - self._state.started)} elapsed"
+        """The time since the run began and, between the phase's first step and its last, what is left of it.
+
+        One clock for all phases: a warm start, the steps and the last evaluation do not begin at 0 each.
+        """
+        state, elapsed = self._state, f"{clock(time.monotonic() - self._began)} elapsed"
         done, remaining = state.step - (state.first or 0), state.total - state.step
         if state.first is None or done < 1 or remaining < 1:
             return [elapsed]

@@ -9,16 +9,20 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from quatrain.config.errors import shown
 from quatrain.data.columns import ENVIRONMENTS
 from quatrain.reward.forms import TRAINER_STATE
 from quatrain.reward.functions import RewardFunction
@@ -216,6 +220,8 @@ class _Scoring:
         self._kinds: dict[int, Kind] = {}  # of the samples that failed
         self.log = Log()
         self._failures: list[Failure] = []
+        self._failed_on: Rows = []
+        """The samples of the first failure."""
         self._calls: list[_Call] = []
         self._limit_s = math.inf
         self._in_a_row = 0
@@ -232,7 +238,8 @@ class _Scoring:
             if too_long and self._limit_s > SEARCH_S:
                 self._limit_s, self._in_a_row = SEARCH_S, 0
         errors = Counter(self._kinds.values())
-        _report(self._function, self._failures, errors, self._num_samples)
+        completions = [self._samples.arguments["completions"][row] for row in self._failed_on]
+        _report(self._function, self._failures, errors, self._num_samples, completions)
         if self._failures and not errors:  # it failed on several samples, and on none of them alone
             errors[self._failures[0].kind] = 1
         return self._values, errors
@@ -272,6 +279,9 @@ class _Scoring:
             self._kinds |= {call.rows[index]: kind for index, kind in kinds.items()}
             return []
         self._failures.append(outcome)
+        # The last call of those that failed first is on one sample, and shows what it fails on.
+        if not self._kinds:
+            self._failed_on = call.rows
         if call.future.cancelled() and self._limit_s > SEARCH_S:
             return [call.rows]
         if len(call.rows) > 1:
@@ -307,7 +317,24 @@ def _outcome(future: Future[Any | Failure]) -> Any | Failure:
         return Failure("timeout", "it was not called, because too many of its calls took too long")
 
 
-def _report(function: Function, failures: list[Failure], errors: Counter[Kind], num_samples: int) -> None:
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+
+
+def _place(detail: str) -> str:
+    """`file.py, line N: ` of a traceback's last frame that is neither ours nor a library's; else empty."""
+    ours = str(Path(__file__).parents[1])
+    others = (ours, sys.prefix, sys.base_prefix, "<")
+    frames = [frame for frame in _FRAME.findall(detail) if not frame[0].startswith(others)]
+    return f"{frames[-1][0]}, line {frames[-1][1]}: " if frames else ""
+
+
+def _report(
+    function: Function,
+    failures: list[Failure],
+    errors: Counter[Kind],
+    num_samples: int,
+    completions: Sequence[object],
+) -> None:
     if not failures:
         return
     first, on = failures[0], "several samples at once, and on none of them alone"
@@ -315,8 +342,10 @@ def _report(function: Function, failures: list[Failure], errors: Counter[Kind], 
         kinds = ", ".join(f"{kind}: {count}" for kind, count in errors.items())
         on = f"{errors.total()} of {num_samples} samples ({kinds}), which get {ERROR_REWARD:g}"
     limit = f"; {_KEYS[first.kind]} sets the limit" if first.kind in _KEYS else ""
-    text = "reward function `%s` failed on %s%s; its first failure: %s"
-    logger.warning(text, function.name, on, limit, first.detail)
+    text = "reward function `%s` failed on %s%s; its first failure: %s%s%s"
+    # A failure on several samples at once has no completion of its own.
+    said = f"\nthe completion: {shown(completions[0])}" if len(completions) == 1 else ""
+    logger.warning(text, function.name, on, limit, _place(first.detail), first.detail, said)
 
 
 def _checked(function: Function, returned: Any, num_samples: int) -> tuple[np.ndarray, dict[int, Kind]]:

@@ -30,8 +30,8 @@ from starlette.routing import Route
 from quatrain import __version__
 from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import MAX_TEXT_CHARS, checked_messages
-from quatrain.data.tokenizer import encode, render
-from quatrain.data.turns import TurnTemplate, warn_of_unwritten
+from quatrain.data.tokenizer import encode_further, render
+from quatrain.data.turns import TurnTemplate
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
 from quatrain.environments.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
@@ -103,7 +103,6 @@ class Api:
             "max_model_len": max_positions,
         }
         self._encoding = asyncio.Lock()
-        self._had_tools = False
         warn_of_unread(self._tokenizer, has_tools=False)
 
     def app(self, hosts: Sequence[str]) -> Starlette:
@@ -333,7 +332,7 @@ class Api:
 
         def suffix(opening: Sequence[Any], sampled: Sequence[int], new: Sequence[Any]) -> list[int]:
             ids = self._template(*_key_of(asked)).suffix(tuple(opening), sampled, new)
-            return ids + encode(self._tokenizer, begun, add_special_tokens=False) if begun else ids
+            return ids + encode_further(self._tokenizer, begun)
 
         with _at_fault(asked.prompt_field):
             found = tree.find(messages, _key_of(asked), lambda: self._rendered(asked)[0], suffix)
@@ -364,10 +363,6 @@ class Api:
                 check_variables(variables, self._tokenizer.chat_template, "chat_template_kwargs")
         with _at_fault(asked.prompt_field):
             ids = render(self._tokenizer, asked.messages, tools, variables=variables, begun=begun)
-        if tools and not self._had_tools:
-            self._had_tools = True
-            with suppress(ValueError):  # a template that takes these messages, and not a question alone
-                warn_of_unwritten(self._tokenizer, tools)
         return ids, begun
 
     async def _ids(self, prompt: str | list[int], name: str = "prompt") -> list[int]:

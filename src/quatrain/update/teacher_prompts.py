@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from quatrain.config.errors import listed, shown
-from quatrain.data.messages import checked_messages
+from quatrain.data.messages import INSTRUCTIONS, checked_messages, tools_of
 from quatrain.data.prompts import PromptSource
 from quatrain.data.table import TokenRow
-from quatrain.data.tokenizer import encode, fill_template, render
+from quatrain.data.tokenizer import encode_further, fill_template, render
 from quatrain.data.turns import TurnsOfRow
 from quatrain.forward.table import TokenTable
 from quatrain.types.batches import PromptText, RolloutBatch
@@ -76,7 +76,7 @@ class TeacherPrompts:
         if isinstance(prompt, str):
             return f"{own}\n{prompt}"
         first, *rest = prompt
-        if first["role"] == "system":
+        if first["role"] in INSTRUCTIONS:
             return ({**first, "content": f"{first['content']}\n\n{own}"}, *rest)
         return ({"role": "system", "content": own}, *prompt)
 
@@ -111,7 +111,8 @@ class TeacherPrompts:
         Raises ValueError if the two do not end with the same beginning of an answer.
         """
         text = self.text(prompt, columns)
-        ids = self._turns(columns).prompt(text) if self._turns else render(self._tokenizer, text)
+        tools = tools_of(columns)
+        ids = self._turns(columns).prompt(text) if self._turns else render(self._tokenizer, text, tools)
         count = 0 if isinstance(text, str) else len(self._generation_ids())
         mine, its = ids[len(ids) - count :], policy_ids[len(policy_ids) - count :].tolist()
         if mine != its:
@@ -129,7 +130,7 @@ class TeacherPrompts:
             closed, begun = (
                 fill_template(self._tokenizer, question, add_generation_prompt=on) for on in (False, True)
             )
-            self._generation = encode(self._tokenizer, begun.removeprefix(closed), add_special_tokens=False)
+            self._generation = encode_further(self._tokenizer, begun.removeprefix(closed))
         return self._generation
 
     def table(self, rollouts: RolloutBatch, taught: Sequence[bool]) -> TokenTable:

@@ -37,6 +37,7 @@ from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
 from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
 from quatrain.models.spec import TensorName
 from quatrain.parallel.mesh import to_host
+from quatrain.weights.hub import hub_without_retries
 from quatrain.weights.mxfp4 import Stored, check_packed, read_packed, with_packed
 
 logger = logging.getLogger(__name__)
@@ -185,15 +186,21 @@ def model_directory(path: str, *, weights: bool = True) -> Path:
 @contextmanager
 def _downloading(model_id: str) -> Iterator[None]:
     """Raises ValueError for the exceptions of huggingface_hub and its HTTP libraries, of many classes."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(
-            f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
-            f"({type(error).__name__}: {reason}): check the name and the network, log in if the model is "
-            "gated, or give the path of a local directory or .gguf file"
-        ) from error
+    with hub_without_retries() as unreachable:
+        try:
+            yield
+        except Exception as error:
+            raise _hub_error(model_id, error, unreachable) from error
+
+
+def _hub_error(model_id: str, error: Exception, unreachable: str) -> ValueError:
+    said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    reason = "; ".join(filter(None, (unreachable, said)))
+    return ValueError(
+        f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
+        f"({reason}): check the name and the network, log in if the model is gated, or give the path of a "
+        "local directory or .gguf file"
+    )
 
 
 def check_classifier(path: str) -> None:

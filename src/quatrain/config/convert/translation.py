@@ -102,7 +102,7 @@ class Translation:
 
     def put_the_rest(self, defaults: Mapping[str, Any]) -> None:
         """Translates the keys that are not dealt with by their names; `defaults` are theirs that differ."""
-        for name, value in (defaults | dict(self.given)).items():
+        for name, value in (dict(defaults) | dict(self.given)).items():
             if name in self.taken or value in (None, {}, []):
                 continue
             parts = name.split(".")
