@@ -245,6 +245,7 @@ def load_demonstrations(
         data,
         _by_template(tokenizer),
         required,
+        demonstrations=True,
         answers=answers,
         most_tokens=most_tokens,
         given=rows,
@@ -265,8 +266,9 @@ class _Reader:
     data: DataConfig
     encode: _Encode
     required: Mapping[str, str] | Collection[str]
+    demonstrations: bool = False
     answers: Answers | None = None
-    """Of demonstrations: what makes their completions."""
+    """Of demonstrations: what makes their completions; None where their columns alone are checked."""
     most_tokens: Mapping[str, int] = field(default_factory=dict)
     check_prompt: Callable[[PromptText], None] | None = None
     by_pass_rate: bool = False
@@ -275,7 +277,7 @@ class _Reader:
 
     def rows(self, spec: str) -> list[Row]:
         rows = read_rows(spec, self.given)
-        return prepared(spec, rows, self.data, demonstrations=self.answers is not None)
+        return prepared(spec, rows, self.data, demonstrations=self.demonstrations)
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
         """Raises ValueError if the columns of a data set lack one, or have one that must not be."""
@@ -298,7 +300,7 @@ class _Reader:
                 f"{spec}: a column is called `{reserved[0]}`, the name of another argument of reward "
                 "functions; rename the column"
             )
-        answer = data.answer_column if self.answers is None else None
+        answer = None if self.demonstrations else data.answer_column
         if answer is not None and answer not in columns:
             raise ValueError(
                 f"{spec}: no column `{answer}`, which data.answer_column names; {has}; name another column, "
@@ -407,7 +409,7 @@ def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
     found = {i: tokenised[parts[i][1]] for i in here}
     counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
     size, skipped, truncated, filtered, longer = (sum(each) for each in zip(*counts.values(), strict=True))
-    _check_not_empty(name, size, skipped, filtered, reader.data, demonstrations=reader.answers is not None)
+    _check_not_empty(name, size, skipped, filtered, reader.data, demonstrations=reader.demonstrations)
     starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
     rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part[0])}
     table = Table(rows_here, size, skipped, truncated, filtered, longer, spread)
