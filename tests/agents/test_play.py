@@ -38,7 +38,7 @@ def playing(small_arch, small_params, tokenizer):
         )
         fields = {
             "args": {},
-            "num_workers": 2,
+            "num_workers": 1,
             "concurrency": None,
             "timeout_s": 60.0,
             "max_turns": 8,

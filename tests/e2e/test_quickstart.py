@@ -53,13 +53,14 @@ def test_rewards_alone_teach_a_small_model(tmp_path):
         "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
     )
     options = (
-        f"reward.functions={{'{tmp_path}/digits.py:digits': 1.0}}", "sft.steps=0", "run.steps=8",
-        "data.eval=null", "checkpoint.every_steps=0", "optimizer.learning_rate=1e-2",
-        "optimizer.warmup_steps=0", "data.batch_size=8", "rollout.n=8", "update.kl_coef=0",
+        f"reward.functions={{'{tmp_path}/digits.py:digits': 1.0}}", "sft.steps=0", "run.steps=10",
+        "data.eval=null", "checkpoint.every_steps=0", "optimizer.learning_rate=2e-2",
+        "optimizer.warmup_steps=0", "optimizer.schedule=constant", "data.batch_size=8", "rollout.n=8",
+        "update.kl_coef=0",
     )  # fmt: skip
     run = train(small_run(tmp_path, "digits", *options)).run
     rewards = [row["reward/mean"] for row in read_metrics(run / "metrics.jsonl") if "reward/mean" in row]
-    assert len(rewards) == 8
+    assert len(rewards) == 10
     assert rewards[-1] > rewards[0] + 0.3, rewards
 
 

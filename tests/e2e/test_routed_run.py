@@ -48,6 +48,7 @@ def test_a_run_replays_what_it_samples(tmp_path, trained_batches):
         assert 0 < row["update/router_aux_loss"] < 0.1
 
 
+@pytest.mark.slow
 def test_a_run_without_recording_trains_too(tmp_path, trained_batches):
     run = train(small_run(tmp_path, "live", *MOE, "run.steps=1", "rollout.record_routes=false")).run
     assert trained_batches[0].routes is None

@@ -1,4 +1,7 @@
-"""Runs whose cache holds few sequences: samples are preempted, and train as with memory for all."""
+"""Runs whose cache holds few sequences: samples are preempted, and train as with memory for all.
+
+The quick form is `engine/test_admission.py`: the tokens of preempted samples.
+"""
 
 import json
 
@@ -39,6 +42,7 @@ def preempted(run):
     return [row["rollout/preempted"] for row in read_metrics(run / "metrics.jsonl")[1:]]
 
 
+@pytest.mark.slow
 def test_samples_ahead_that_are_preempted_train_the_same(little, tmp_path):
     enough = train(small_run(tmp_path, "enough", *AHEAD)).run
     assert preempted(enough) == [0] * 4

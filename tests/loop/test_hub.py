@@ -14,7 +14,6 @@ from quatrain.config.dump import dump_yaml
 from quatrain.config.load import load_config
 from quatrain.loop.hub import make_repository, push
 from quatrain.loop.train import train
-from quatrain.models import families
 from quatrain.report.card import model_card
 
 REPOSITORY = "someone/counting"
@@ -216,10 +215,8 @@ def test_a_run_without_a_right_to_push_ends_before_it_trains(hub, monkeypatch, t
 
 
 @pytest.fixture
-def small(monkeypatch, tmp_path):
+def small(narrow_model, monkeypatch, tmp_path):
     """Settings of a run of one step, `runs/a` in the working folder."""
-    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    monkeypatch.setitem(families._BUILTIN, "tiny", families._BUILTIN["tiny"] | narrow)
     monkeypatch.chdir(tmp_path)
     settings = ["run.steps=1", "run.name=a", "sft.steps=0", "data.batch_size=2", "rollout.n=2"]
     settings += ["eval.num_prompts=2", "eval.final_num_prompts=2", "update.kl_coef=0"]

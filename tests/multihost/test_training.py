@@ -73,7 +73,9 @@ def _launch(folder, settings, *more, devices=4, resume=None):
             *("--devices-per-process", str(devices), "--", "train", str(QUICKSTART), *arguments),
             *(("--resume", resume) if resume else ()),
         ],
-        env={name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")},
+        env={name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")}
+        # Of two that write and read one folder at a time, one might warn, and only the first may speak.
+        | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

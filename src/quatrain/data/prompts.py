@@ -268,7 +268,7 @@ class _Reader:
     required: Mapping[str, str] | Collection[str]
     demonstrations: bool = False
     answers: Answers | None = None
-    """Of demonstrations: what makes their completions; their columns are checked without it."""
+    """Of demonstrations: what makes their completions; None where their columns alone are checked."""
     most_tokens: Mapping[str, int] = field(default_factory=dict)
     check_prompt: Callable[[PromptText], None] | None = None
     by_pass_rate: bool = False
@@ -409,7 +409,7 @@ def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
     found = {i: tokenised[parts[i][1]] for i in here}
     counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
     size, skipped, truncated, filtered, longer = (sum(each) for each in zip(*counts.values(), strict=True))
-    _check_not_empty(name, size, skipped, filtered, reader.data, demonstrations=reader.answers is not None)
+    _check_not_empty(name, size, skipped, filtered, reader.data, demonstrations=reader.demonstrations)
     starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
     rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part[0])}
     table = Table(rows_here, size, skipped, truncated, filtered, longer, spread)
