@@ -326,3 +326,13 @@ def test_the_last_pinned_checkpoint_is_kept_beside_the_newest(checkpointer):
     checkpointer.save(6, {"w": jnp.ones((2,))}, {})
     checkpointer.wait()
     assert checkpointer.steps() == [5, 6]
+
+
+def test_whole_arrays_of_another_step_are_not_believed(two, tmp_path):
+    """They can be read without an error, so that their digests alone tell that they were not saved here."""
+    folder = shutil.copytree(two, tmp_path / "checkpoints")
+    shutil.rmtree(folder / "2" / "arrays")
+    shutil.copytree(folder / "1" / "arrays", folder / "2" / "arrays")
+    with pytest.raises(DamagedCheckpoint, match=r"step 2 in .* are not the numbers that were saved"):
+        Checkpointer(folder).restore(abstract(some_state()), 2)
+    assert Checkpointer(folder).restore(abstract(some_state()))[0] == 1
