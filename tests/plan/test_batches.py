@@ -415,14 +415,14 @@ def test_the_overview_has_the_numbers_of_the_plan_in_narrow_lines():
         "batch: 32 prompts x 8 samples = 256 sequences of at most 48 tokens",
         "devices: 1 device in 1 process; 1 data shard of 1 device",
         "rollout: 1 replica of 256 sequences",
-        "update: 1 optimizer step of 256 sequences,",
+        "update: 2 optimizer steps of 128 sequences,",
         "  on each data shard in 1 micro-batch of at most 16384 tokens",
         "log-probabilities before it: 1 sweep of the batch,",
         "  on each data shard in 1 micro-batch of at most 32768 tokens",
         "every number with its formula: plan.json, or quatrain plan",
     ]
     rows = overview(plan(load_config(None, ["update.micro_batch_size=8"], environ={}).config))
-    assert rows[4] == "  on each data shard in 32 micro-batches of at most 8 sequences"
+    assert rows[4] == "  on each data shard in 16 micro-batches of at most 8 sequences"
 
 
 def test_workers_and_servers_take_the_place_of_replicas():
