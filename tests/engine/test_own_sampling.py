@@ -121,7 +121,7 @@ def test_a_sequence_for_which_there_is_no_room_is_refused_and_the_next_is_not(en
     assert 1 <= len(completion.tokens) <= 4
 
 
-SHORT, LONG = (5, 12), (100, 30)  # tokens of a prompt and of its completion, which take 48 and 160 positions
+SHORT, LONG = (5, 12), (100, 30)  # tokens of a prompt and of its completion, which take 64 and 160 positions
 MEMORY = 20 * 48  # positions of the cache
 
 
@@ -158,10 +158,10 @@ def test_as_many_run_at_once_after_a_long_sequence_as_before(limited):
         return max(shape.slots for shape in shapes)
 
     # Of one token, which the prefill gives: no decode step is compiled.
-    assert most_at_once(24, 5, 1) == 20
+    assert most_at_once(24, 5, 1) == 15
     assert most_at_once(8, 100, 1) == 6
     assert most_at_once(1, 700, 1) == 1
-    assert most_at_once(24, 5, 1) == 20
+    assert most_at_once(24, 5, 1) == 15
 
 
 def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
@@ -171,7 +171,7 @@ def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
     [long] = engine.submit_own(*asked(LONG))
     after = engine.submit_own(*asked(*[SHORT] * 10))
     while not engine.completion(long).tokens:
-        assert shapes[-1] == (((16, 16),), 16, 32)
+        assert shapes[-1] == (((15, 32),), 15, 32)
         assert not any(engine.completion(ticket).tokens for ticket in after)
         engine.advance()
     assert len(shapes) > 2

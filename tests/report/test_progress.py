@@ -275,6 +275,16 @@ def test_the_count_of_an_earlier_run_says_how_many_programs_there_are(clock, com
     assert told(Counted(12)) == "compiling program 13"  # more than then
 
 
+def test_plain_lines_say_once_that_the_next_run_reads_the_programs(clock):
+    out = io.StringIO()
+    with Progress(3, console=Console(file=out), programs=Counted(None)) as progress:
+        for stage in ("rollout", "update"):
+            progress.stage(stage)
+            clock[0] += 5
+            progress._begins_to_compile()
+    assert out.getvalue().count("the next run") == 1
+
+
 def test_a_plain_line_says_once_of_a_stage_that_it_compiles(clock, compiler):
     out = io.StringIO()
     with Progress(3, console=Console(file=out)) as progress:

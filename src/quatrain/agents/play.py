@@ -26,6 +26,7 @@ from quatrain.agents.child import Client
 from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
 from quatrain.data.messages import as_messages
 from quatrain.engine.service import EngineService, ServiceFailed
+from quatrain.parallel.compilations import num_compilations
 from quatrain.rollout.fleet_service import FleetService
 from quatrain.serve.api import Api
 from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
@@ -183,6 +184,8 @@ class Ticket:
     began: float
     counts: Any
     """What the service had done before."""
+    compilations: int
+    """Programs that had been compiled before."""
 
 
 class TurnService(Protocol):
@@ -290,12 +293,12 @@ class AgentRollouts:
         spec, rules = sampling or self.sampling, self._rules
         max_tokens = min(rules.longest, rules.more_tokens + spec.max_new_tokens)
         of_session = SessionRules(spec, rules.seed, step, rules.max_turns, max_tokens)
-        counts = self._service.counts()
+        counts, compilations = self._service.counts(), num_compilations()
         episodes = [Episode(prompt, i, of_session) for prompt in prompts for i in range(spec.n)]
         futures: list[Future[None]] = [Future() for _ in episodes]
         for episode, future in zip(episodes, futures, strict=True):
             self._thread.do(self._begin, episode, future)
-        return Ticket(episodes, futures, time.perf_counter(), counts)
+        return Ticket(episodes, futures, time.perf_counter(), counts, compilations)
 
     def wait(self, ticket: Ticket) -> RolloutBatch:
         """The batch of the episodes of `ticket`, once all have ended."""
@@ -318,6 +321,7 @@ class AgentRollouts:
                 **_metrics(ticket.episodes),
                 "time/rollout_generate_s": Metric(seconds, reduction="sum"),
                 "time/agent_tail_s": Metric(tail, reduction="sum"),
+                "rollout/compilations": Metric(num_compilations() - ticket.compilations, reduction="sum"),
             },
             episodes=[number for number, rows in enumerate(samples) for _ in rows],
         )

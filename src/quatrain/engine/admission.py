@@ -191,8 +191,6 @@ class Admission:
                 freed = scheduler.free_a_prefix_slot()
                 assert freed, "`Session` accepts no sequence that does not fit alone"
                 return self._admit()
-        if self.max_new_tokens is None and fitting > 0 and (most is None or fitting < most):
-            fitting = power_of_two(fitting + 1) // 2  # what fits changes with the lengths of requests
         scheduler.max_slots = fitting if most is None else min(fitting, most)
         slots, prefix_slots = scheduler.most_in_use
         slots = max(slots, min(max(loads), 1))

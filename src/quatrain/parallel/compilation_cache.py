@@ -126,9 +126,10 @@ class ProgramCount:
     """
 
     def __init__(self, command: str, config: BaseModel):
-        folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+        settings: Any = jax.config
+        folder = settings.jax_compilation_cache_dir if settings.jax_enable_compilation_cache else None
         self._file = None if folder is None else Path(folder, COUNTS)
-        writes = jax.config.jax_persistent_cache_min_compile_time_secs != float("inf")
+        writes = settings.jax_persistent_cache_min_compile_time_secs != float("inf")
         self.next_run_reads = self._file is not None and writes and jax.process_index() == 0
         """Whether the programs compiled now are kept for the next run."""
         decides = {"command": command, **_deciding_shapes(config)}

@@ -96,6 +96,7 @@ class Progress:
     ):
         self._total_steps = total_steps
         self._programs, self._programs_before = programs, num_compilations()
+        self._told_of_next_run = False
         self._console = console or Console(stderr=True)
         in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = is_main_process() and in_terminal
@@ -211,7 +212,8 @@ class Progress:
         if self._plain and not state.told_compiling and (is_first or silent_s >= PLAIN_INTERVAL_S):
             state.told_compiling = True
             state.told_stages.add(name)
-            told = f"{self._program()}{self._of_next_run()}"
+            told = self._program() + ("" if self._told_of_next_run else self._of_next_run())
+            self._told_of_next_run = True
             self._print_plain(": ".join(filter(None, (state.stage, told))))
 
     def _program(self) -> str:
