@@ -412,10 +412,10 @@ def test_dynamic_sampling_draws_more_prompts_than_a_step_has():
 def test_the_overview_has_the_numbers_of_the_plan_in_narrow_lines():
     lines = overview(plan(load_config(None, (), environ={}).config))
     assert lines == [
-        "batch: 32 prompts x 8 samples = 256 sequences of at most 48 tokens",
+        "batch: 16 prompts x 8 samples = 128 sequences of at most 48 tokens",
         "devices: 1 device in 1 process; 1 data shard of 1 device",
-        "rollout: 1 replica of 256 sequences",
-        "update: 2 optimizer steps of 128 sequences,",
+        "rollout: 1 replica of 128 sequences",
+        "update: 1 optimizer step of 128 sequences,",
         "  on each data shard in 1 micro-batch of at most 16384 tokens",
         "log-probabilities before it: 1 sweep of the batch,",
         "  on each data shard in 1 micro-batch of at most 32768 tokens",
