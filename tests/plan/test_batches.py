@@ -172,7 +172,8 @@ def test_a_budget_that_holds_all_is_one_micro_batch_of_all():
 
 
 def test_each_stage_has_a_mode_of_its_own():
-    found = planned({"update.micro_batch_size": 4, "logprob.max_tokens_per_device": 100, "rollout.n": 1})
+    sizes = {"update.micro_batch_size": 4, "logprob.max_tokens_per_device": 100}
+    found = planned({**sizes, "data.batch_size": 32, "rollout.n": 1})
     assert (found["micro_batch_sequences"], found["max_tokens_per_device"]) == (4, None)
     assert found["logprob_max_tokens_per_device"] == 100
     assert found["logprob_forward_passes"] == {"min": 1, "max": 16}
@@ -185,7 +186,7 @@ def test_each_stage_has_a_mode_of_its_own():
         ({}, 0),
         ({"kl_coef": 0.1}, 1),
         ({"epochs": 2}, 1),
-        ({"mini_batch_size": 31, "kl_coef": 0.1}, 2),
+        ({"mini_batch_size": 15, "kl_coef": 0.1}, 2),
         ({"old_logprobs": "recompute"}, 1),
         ({"old_logprobs": "recompute", "kl_coef": 0.1}, 2),
         ({"old_logprobs": "rollout", "epochs": 2}, 0),

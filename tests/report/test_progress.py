@@ -320,8 +320,8 @@ def test_the_first_step_says_at_once_that_it_compiles(clock):
         progress.stage("update")
         progress._begins_to_compile()
     assert out.getvalue().splitlines() == [
-        "train 0/3 | 0:00 elapsed | compiling",
-        "train 0/3 | 0:00 elapsed | evaluation 0/8: compiling",
+        "train 0/3 | 0:00 elapsed | compiling program 1",
+        "train 0/3 | 0:00 elapsed | evaluation 0/8: compiling program 1",
         "train 1/3 | 0:00 elapsed | 0:00 left",
     ]
 

@@ -71,5 +71,5 @@ def test_an_entry_of_another_version_is_a_failure_and_a_row_without_one_an_abste
 
 def test_the_function_needs_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"'reasoning_gym' needs the package .* 'quatrain\[reasoning-gym\]'"):
+    with pytest.raises(ValueError, match=r"'reasoning_gym' needs .* -e '\.\[reasoning-gym\]'"):
         RewardScorer(RewardConfig(functions={"reasoning_gym": 1.0}))
