@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
-from quatrain.config.errors import installation
 from quatrain.config.layers import file_layer, override_layer
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.run.metrics import read_metrics
@@ -60,6 +59,8 @@ Row = dict[str, Any]
 """A result: `variant`, `seed`, `settings` and either `error` or the figures of `figures`."""
 
 COMMON: Settings = {
+    "run.steps": 150,  # those of the committed results; the quickstart has fewer
+    "eval.every_steps": 10,
     "checkpoint.every_steps": 0,  # only the last one: writing them is not what is compared
     "logging.wandb": "disabled",  # whatever the environment says
 }
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if can_plot():
             draw(kinds, rows, args.figure)
         else:
-            say(f"{args.figure} is not drawn: it needs matplotlib, {installation('plot')}")
+            say(f"{args.figure} is not drawn: it needs matplotlib, `pip install 'quatrain[plot]'`")
     return 1 if failed else 0
 
 

@@ -371,7 +371,7 @@ def test_the_quickstarts_training_is_for_its_model_alone(tmp_path):
     optimizer, sft = other.config.optimizer, other.config.sft
     assert (optimizer.learning_rate, optimizer.beta2, optimizer.schedule) == (1e-6, 0.95, "constant")
     assert (sft.steps, sft.learning_rate, other.config.model.remat) == (0, 1e-5, "layer")
-    assert other.config.data.batch_size == quickstart.config.data.batch_size == 16
+    assert other.config.data.batch_size == quickstart.config.data.batch_size == 32
     assert other.provenance["optimizer.learning_rate"] == "derived"
     (warning,) = other.warnings[:1]
     assert warning.startswith("model.path is not the quickstart's builtin:tiny, and without a CONFIG")

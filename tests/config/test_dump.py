@@ -81,7 +81,7 @@ def test_every_value_has_its_layer_beside_it():
     assert ["seed:", "3", "#", "environment", "QUATRAIN__SEED"] in lines
     assert ["n:", "4", "#", "--set"] in lines
     assert ["correct:", "1.0", "#", "default"] in lines
-    assert ["mini_batch_size:", "16", "#", "derived"] in lines
+    assert ["mini_batch_size:", "32", "#", "derived"] in lines
 
 
 def test_json_has_configuration_layers_and_warnings():

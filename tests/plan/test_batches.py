@@ -172,8 +172,7 @@ def test_a_budget_that_holds_all_is_one_micro_batch_of_all():
 
 
 def test_each_stage_has_a_mode_of_its_own():
-    sizes = {"update.micro_batch_size": 4, "logprob.max_tokens_per_device": 100}
-    found = planned({**sizes, "data.batch_size": 32, "rollout.n": 1})
+    found = planned({"update.micro_batch_size": 4, "logprob.max_tokens_per_device": 100, "rollout.n": 1})
     assert (found["micro_batch_sequences"], found["max_tokens_per_device"]) == (4, None)
     assert found["logprob_max_tokens_per_device"] == 100
     assert found["logprob_forward_passes"] == {"min": 1, "max": 16}
@@ -186,7 +185,7 @@ def test_each_stage_has_a_mode_of_its_own():
         ({}, 0),
         ({"kl_coef": 0.1}, 1),
         ({"epochs": 2}, 1),
-        ({"mini_batch_size": 15, "kl_coef": 0.1}, 2),
+        ({"mini_batch_size": 31, "kl_coef": 0.1}, 2),
         ({"old_logprobs": "recompute"}, 1),
         ({"old_logprobs": "recompute", "kl_coef": 0.1}, 2),
         ({"old_logprobs": "rollout", "epochs": 2}, 0),
@@ -413,17 +412,17 @@ def test_dynamic_sampling_draws_more_prompts_than_a_step_has():
 def test_the_overview_has_the_numbers_of_the_plan_in_narrow_lines():
     lines = overview(plan(load_config(None, (), environ={}).config))
     assert lines == [
-        "batch: 16 prompts x 8 samples = 128 sequences of at most 48 tokens",
+        "batch: 32 prompts x 8 samples = 256 sequences of at most 48 tokens",
         "devices: 1 device in 1 process; 1 data shard of 1 device",
-        "rollout: 1 replica of 128 sequences",
-        "update: 1 optimizer step of 128 sequences,",
+        "rollout: 1 replica of 256 sequences",
+        "update: 1 optimizer step of 256 sequences,",
         "  on each data shard in 1 micro-batch of at most 16384 tokens",
         "log-probabilities before it: 1 sweep of the batch,",
         "  on each data shard in 1 micro-batch of at most 32768 tokens",
         "every number with its formula: plan.json, or quatrain plan",
     ]
     rows = overview(plan(load_config(None, ["update.micro_batch_size=8"], environ={}).config))
-    assert rows[4] == "  on each data shard in 16 micro-batches of at most 8 sequences"
+    assert rows[4] == "  on each data shard in 32 micro-batches of at most 8 sequences"
 
 
 def test_workers_and_servers_take_the_place_of_replicas():
