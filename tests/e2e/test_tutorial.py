@@ -128,7 +128,7 @@ def test_the_files_of_the_page_pass_the_dry_run(tmp_path, monkeypatch):
     for said in (*done.stdout.splitlines(), Path("train.jsonl").read_text("utf-8").splitlines()[0]):
         assert f"{said}\n" in PAGE.read_text("utf-8")
     plan, warnings = dry_run(load_config(Path("people.yaml"), [], environ={}))
-    assert f"```text\n{plan.splitlines()[0]}\n```" in PAGE.read_text("utf-8")
+    assert f"\n{plan.splitlines()[0]}\n```" in PAGE.read_text("utf-8")
     assert warnings == []
 
 
