@@ -396,7 +396,9 @@ def test_a_client_that_leaves_frees_its_slots_while_tokens_come(server, http, mo
         if not stream:
             http.post("/v1/completions", json=body, timeout=0.3)
     deadline = time.monotonic() + 4  # all tokens take 7 seconds
-    while service.num_running and time.monotonic() < deadline:
+    while time.monotonic() < deadline:  # on a busy machine the client may leave before its request has begun
+        if service.totals.sequences_cancelled > cancelled and not service.num_running:
+            break
         time.sleep(0.05)
     assert service.totals.sequences_cancelled == cancelled + 1
     assert service.num_running == 0
