@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
+from quatrain.config.errors import installation
 from quatrain.config.layers import file_layer, override_layer
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.run.metrics import read_metrics
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if can_plot():
             draw(kinds, rows, args.figure)
         else:
-            say(f"{args.figure} is not drawn: it needs matplotlib, `pip install 'quatrain[plot]'`")
+            say(f"{args.figure} is not drawn: it needs matplotlib, {installation('plot')}")
     return 1 if failed else 0
 
 
