@@ -148,7 +148,7 @@ def write_student(folder: Path, seed: int) -> None:
 
 
 def train_teacher(folder: Path) -> None:
-    """The quickstart, with its own number of steps; raises SystemExit if it fails."""
+    """The quickstart, with the steps of COMMON; raises SystemExit if it fails."""
     where = {"run.dir": str(folder.parent), "run.name": folder.name, **COMMON}
     overrides = [part for key, value in where.items() for part in ("--set", f"{key}={json.dumps(value)}")]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}

@@ -82,19 +82,21 @@ def nearest_keys(key: str, valid: Iterable[str]) -> list[str]:
     many as there are sections with such a key. A word that has little in common with any is no misspelling.
     """
 
-    def similarity(candidate: str) -> float:
+    similarities: dict[str, float] = {}
+    for candidate in valid:
         whole = SequenceMatcher(None, key, candidate).ratio()
         last = SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
-        return max(whole, 0.9 * last)
-
-    def near(candidate: str) -> bool:
+        similarity = max(whole, 0.9 * last)
         # Of the whole path, a common section is a large part, whatever stands behind it.
-        last = SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
-        return last >= NEAR or ("." not in key and similarity(candidate) >= NEAR)
-
-    similarities = {candidate: similarity(candidate) for candidate in valid if near(candidate)}
+        if last >= NEAR or ("." not in key and similarity >= NEAR):
+            similarities[candidate] = similarity
     most = max(similarities.values(), default=0.0)
     return [candidate for candidate, value in similarities.items() if value == most]
+
+
+def of_which_nearest(key: str, valid: Iterable[str]) -> str:
+    """`, of which the nearest is …`, for a message about a name that is not valid; empty if none is near."""
+    return "".join(f", of which the nearest is {name}" for name in nearest_keys(key, valid)[:1])
 
 
 def disk_is_full(error: BaseException) -> bool:

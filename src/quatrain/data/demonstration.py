@@ -133,8 +133,8 @@ class Answers:
         `<think>`, is not repeated. Raises ValueError for a thought that the template does not write, and for
         one behind an empty thought that the template has written.
         """
-        message = completion if isinstance(completion, Mapping) else {"content": completion}
-        content, thought = joined_text(message["content"]) or "", thought_of(message)
+        content = _content(completion)
+        thought = thought_of(completion) if isinstance(completion, Mapping) else ""
         if thought:
             return self._with_thought(prompt, tools, content, thought)
         opening = self._opening(prompt)
@@ -162,16 +162,14 @@ class Answers:
 
     def repeats(self, prompt: PromptText, completion: Any) -> bool:
         """Whether a completion repeats what its prompt has begun of the answer."""
-        content = joined_text(completion["content"]) if isinstance(completion, Mapping) else completion
-        return bool(_repeated(self._opening(prompt), content or ""))
+        return bool(_repeated(self._opening(prompt), _content(completion)))
 
     def leaves_open(self, prompt: PromptText, completion: Any) -> bool:
         """Whether a completion does not end the thought that its prompt has begun."""
         if isinstance(completion, Mapping) and thought_of(completion):
             return False
-        content = joined_text(completion["content"]) if isinstance(completion, Mapping) else completion
         begun = self._opening(prompt).rpartition("<think>")
-        return bool(begun[1]) and not begun[2].strip() and "</think>" not in (content or "")
+        return bool(begun[1]) and not begun[2].strip() and "</think>" not in _content(completion)
 
     def _opening(self, prompt: PromptText) -> str:
         if not isinstance(prompt, str):
@@ -224,6 +222,12 @@ class Answers:
         front, _, behind = whole.rpartition(_ANSWER)
         before = front.removeprefix(asked) if front.startswith(asked) else None
         return _Form(asked.rpartition(_QUESTION)[2], before, behind)
+
+
+def _content(completion: Any) -> str:
+    """The text of a completion that `checked_completion` takes, without its thought."""
+    text = joined_text(completion["content"]) if isinstance(completion, Mapping) else completion
+    return text or ""
 
 
 def _first(text: str) -> str:

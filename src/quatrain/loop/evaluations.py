@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from quatrain.cluster.stop import Stop
-from quatrain.config.errors import listed, nearest_keys
+from quatrain.config.errors import listed, of_which_nearest
 from quatrain.config.schema import Config
 from quatrain.config.secrets import comparable, same
 from quatrain.config.values import shown_data_sets
@@ -43,10 +43,9 @@ def best_of(config: Config, folder: RunDir, evaluator: Evaluator) -> Best | None
         )
     names = evaluator.metric_names()
     if metric not in names:
-        nearest = "".join(f", of which the nearest is {name}" for name in nearest_keys(metric, names)[:1])
         raise ValueError(
-            f"checkpoint.best_metric must be a metric that every evaluation has{nearest}; got {metric}; they "
-            f"are {listed(names)}"
+            "checkpoint.best_metric must be a metric that every evaluation has"
+            f"{of_which_nearest(metric, names)}; got {metric}; they are {listed(names)}"
         )
     return Best(folder.path, metric, config.checkpoint.best_mode)
 

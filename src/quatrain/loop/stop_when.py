@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from quatrain.config.errors import nearest_keys, shown
+from quatrain.config.errors import of_which_nearest, shown
 from quatrain.config.schema import Config
 from quatrain.loop.evaluate import Evaluator
 from quatrain.run.catalogue import CATALOGUE, pattern_of
@@ -38,10 +38,9 @@ class StopWhen:
         pattern = "" if metric.startswith("eval/") else pattern_of(metric) or ""
         if metric not in (*evaluated, *trained) and (not pattern or "<name>" in pattern):
             known = [*dict.fromkeys([*evaluated, *trained])]
-            nearest = "".join(f", of which the nearest is {name}" for name in nearest_keys(metric, known)[:1])
             raise ValueError(
                 "run.stop_when must name a metric of a training step or of the run's evaluations "
-                f"(docs/metrics.md){nearest}; got {shown(metric)}"
+                f"(docs/metrics.md){of_which_nearest(metric, known)}; got {shown(metric)}"
             )
 
     def reached(self, numbers: Mapping[str, float]) -> str | None:

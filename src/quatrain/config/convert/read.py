@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quatrain.config.aliases import LIBRARIES
+from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, listed, shown
 from quatrain.config.layers import parse_yaml
 
@@ -30,7 +31,7 @@ def read_theirs(text: str, source: str, overrides: Sequence[str] = ()) -> dict[s
     if text.strip():
         values = _parse(text, source)
         if isinstance(values, dict):
-            theirs = dict(_dotted(values))
+            theirs = dict(by_dotted_key(values))
         elif isinstance(values, list) and all(isinstance(each, str) and "=" in each for each in values):
             theirs = _of_overrides(values, {})
         else:
@@ -60,14 +61,6 @@ def _parse(text: str, source: str) -> Any:
         raise
 
 
-def _dotted(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _of_overrides(words: Sequence[str], before: Mapping[str, Any]) -> dict[str, Any]:
     """`before` with Hydra's overrides: `key=value`, `+key=value`, `++key=value`; `~key` deletes."""
     values = dict(before)
@@ -79,9 +72,7 @@ def _of_overrides(words: Sequence[str], before: Mapping[str, Any]) -> dict[str, 
         elif found is None:
             raise ConfigError(f"an override must be KEY=VALUE, as in Hydra; got {shown(word)}")
         else:
-            value = _value(found["value"])
-            inner = dict(_dotted(value, f"{found['key']}.")) if isinstance(value, dict) and value else {}
-            values |= inner or {found["key"]: value}
+            values |= by_dotted_key({found["key"]: _value(found["value"])})
     return values
 
 
