@@ -190,8 +190,8 @@ def test_auto_takes_the_first_kernel_that_supports_the_mask(arch, platform, dtyp
 def test_tokamax_is_no_candidate_without_its_package(monkeypatch):
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert candidates(TINY, platform="gpu", dtype="bfloat16") == ["cudnn", "xla"]
-    needs = r"cannot be imported: it needs `pip install -e '\.\[gpu\]'` in the repository of quatrain, Python 3.12"
-    with pytest.raises(ValueError, match=needs):
+    install = r"`pip install -e '\.\[gpu\]'` in the repository of quatrain"
+    with pytest.raises(ValueError, match=rf"cannot be imported: it needs {install}, Python 3.12"):
         choose_attention("tokamax", TINY, platform="gpu", dtype="bfloat16")
 
 
