@@ -1,9 +1,12 @@
 """Agents play with a small model: what was sampled is what is trained, whatever they do."""
 
 import json
+import socket
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -250,6 +253,19 @@ def test_requests_that_an_agent_leaves_behind_end_with_its_episode(playing, toke
             rollouts.release()
             rollouts.sync_weights(small_params, version)
     assert set(batch.columns["environment_reward"]) == {4.0}
+
+
+def test_who_keeps_a_connection_finds_it_closed(playing, tokenizer):
+    """Whether or not it asks for something at the moment; the fault: sockets left open after each run."""
+    with playing("once", n=1) as rollouts:
+        rollouts.generate(prompts(tokenizer, 1))
+        address = urlsplit(rollouts._url)
+        kept = [socket.create_connection((address.hostname, address.port), timeout=20) for _ in range(2)]
+        kept[0].sendall(b"GET /v1/models HTTP/1.1\r\n")
+        time.sleep(0.3)  # until both are accepted
+    for each in kept:
+        with each, suppress(ConnectionResetError):
+            assert each.recv(1) == b""
 
 
 def test_a_cancelled_task_is_a_fault_at_once(playing, tokenizer):

@@ -260,7 +260,8 @@ class AgentRollouts:
         )
         self._url: str | None = None
         self._listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._server: asyncio.Task[None] | None = None
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._has_played = False
 
     def copy_weights(self, params: Any) -> Any:
@@ -363,8 +364,8 @@ class AgentRollouts:
         settings = uvicorn.Config(
             self._api.app((ADDRESS, "localhost")), log_level="error", access_log=False, lifespan="off"
         )
-        server = uvicorn.Server(settings)
-        self._server = self._thread.loop.create_task(server.serve(sockets=[self._listening]))
+        self._server = uvicorn.Server(settings)
+        self._serving = self._thread.loop.create_task(self._server.serve(sockets=[self._listening]))
         return f"http://{ADDRESS}:{self._listening.getsockname()[1]}"
 
     async def _play(self, episode: Episode) -> None:
@@ -415,6 +416,10 @@ class AgentRollouts:
             for task in tasks:
                 task.cancel()
             loop.run_until_complete(asyncio.wait(tasks))
+        # A connection is none of the tasks: who keeps one open would find it open after the server has ended.
+        for connection in list(self._server.server_state.connections) if self._server else ():
+            connection.transport.abort()
+        loop.run_until_complete(asyncio.sleep(0))
 
     # In the caller's thread:
 
