@@ -203,7 +203,7 @@ def test_plan_prints_json(quatrain):
     [
         (
             "cuda",
-            "JAX has no plugin for it; .* install the extra for such devices: pip install '.\\[cuda\\]'",
+            "JAX has no plugin for it; .* install what such devices need with `pip install -e '.\\[cuda\\]'`",
         ),
         ("cudaa", "'cudaa' is not in the list of known backends: .*; unset it, .*, set it to cpu$"),
     ],

@@ -553,10 +553,12 @@ def test_batches_that_share_slots_are_those_that_are_generated_one_by_one(make_e
 
 
 def test_one_program_samples_with_all_numbers(make_engine):
-    """Temperatures, greedy decoding, filters, seeds and limits are data: none of them is compiled anew."""
+    """Temperatures, greedy decoding, seeds and limits are data: none of them is compiled anew; and the
+    numbers of filters are, once there is one."""
     make_engine().generate(_prompts())
+    make_engine(top_p=0.7).generate(_prompts())
     before = num_compilations()
-    greedy = make_engine(temperature=0.0, seed=5).generate(_prompts())
+    greedy = make_engine(temperature=0.0, seed=5, top_k=2).generate(_prompts())
     filtered = make_engine(temperature=0.5, top_k=7, top_p=0.9, min_p=0.01).generate(_prompts())
     shorter = make_engine(max_new_tokens=12).generate(_prompts())
     assert num_compilations() == before

@@ -663,7 +663,7 @@ def _about_platforms(error: BaseException, platforms: str | None) -> str:
     reason = (str(error).partition(" (set JAX_PLATFORMS")[0].splitlines() or [""])[0].strip(" .")
     named = {name.strip() for name in platforms.split(",")}
     extra = "cuda" if {"cuda", "gpu"} & named else "tpu" if "tpu" in named else ""
-    remedy = f", or install the extra for such devices: pip install '.[{extra}]'" * bool(extra)
+    remedy = f", or install what such devices need with {installation(extra)}" if extra else ""
     return (
         f"JAX_PLATFORMS must name platforms that JAX finds here; got {platforms}: "
         f"{reason or 'JAX has no plugin for it'}; unset it, so that JAX takes the best that there is, set it "

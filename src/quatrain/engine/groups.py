@@ -465,8 +465,7 @@ def sampling_numbers(owners: Sequence[PerRequestSampling | None], usual: UsualSa
     numbers = usual.numbers(len(owners))
     for i, own in enumerate(owners):
         if own is not None:
-            for array, [number] in zip(numbers, own.numbers, strict=True):
-                cast(np.ndarray, array)[i] = number
+            numbers = numbers.put(i, own.numbers)
     return numbers
 
 

@@ -35,21 +35,55 @@ def token_uniforms(
     return jax.vmap(uniform)(sequence_ids, positions)
 
 
-class SamplingNumbers(NamedTuple):
-    """How the next token of each of B sequences is sampled: data of the compiled programs, which serve all.
+class Filters(NamedTuple):
+    """Which words of each of B sequences may be drawn, as numbers; where one is off, it changes nothing.
 
-    The filters apply in the order of transformers: logits / temperature; the `top_k` likeliest tokens; of
+    They apply in the order of transformers: logits / temperature; the `top_k` likeliest tokens; of
     these, renormalised, the smallest set with mass >= `top_p`; of these, those at least `min_p` times as
     likely as the likeliest. (vLLM applies min-p before top-p; the two differ only where both are on.)
     Exactly k tokens pass top-k; in top-k and top-p, ties go to the lower token id. At least one
-    token always passes. Temperature 0 takes the likeliest token and ignores the filters.
+    token always passes.
+    """
+
+    top_k: jax.Array  # [B] int32, >= 0; 0: off
+    top_p: jax.Array  # [B] float32, in (0, 1]; 1: off
+    log_min_p: jax.Array  # [B] float32, the logarithm of min_p in [0, 1]; 0, with logarithm -inf: off
+
+    @classmethod
+    def alike(cls, count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Self:
+        """Host arrays [count] of the same filters for each sequence; all off by default."""
+        log_min_p = math.log(min_p) if min_p else -math.inf
+        numbers = (top_k, np.int32), (top_p, np.float32), (log_min_p, np.float32)
+        return cls._make(cast(list[jax.Array], [np.full(count, *number) for number in numbers]))
+
+    def kept(self, candidates: jax.Array, axis: int, size: int) -> jax.Array:
+        """`candidates` with -inf for those that do not pass; a filter that no row has on is not computed."""
+        top_k, top_p, log_min_p = (jnp.expand_dims(x, axis) for x in self)
+
+        def least_likely(x: jax.Array) -> jax.Array:
+            return jnp.where(x >= x.max(axis=axis, keepdims=True) + log_min_p, x, -jnp.inf)
+
+        keeps: tuple[tuple[jax.Array, Callable[[jax.Array], jax.Array]], ...] = (
+            (self.top_k > 0, lambda x: _keep_likeliest(x, top_k, axis, size)),
+            (self.top_p < 1, lambda x: _keep_nucleus(x, top_p, axis, size)),
+            (self.log_min_p > -jnp.inf, least_likely),
+        )
+        for rows, keep in keeps:
+            candidates = _when_any(rows, keep, candidates, axis)
+        return candidates
+
+
+class SamplingNumbers(NamedTuple):
+    """How the next token of each of B sequences is sampled: data of the compiled programs.
+
+    Temperature 0 takes the likeliest token; the filters of such a sequence are off.
     """
 
     seeds: jax.Array  # [B] uint32
     temperature: jax.Array  # [B] float32, >= 0
-    top_k: jax.Array  # [B] int32, >= 0; 0: off
-    top_p: jax.Array  # [B] float32, in (0, 1]; 1: off
-    log_min_p: jax.Array  # [B] float32, the logarithm of min_p in [0, 1]; 0, with logarithm -inf: off
+    filters: Filters | None
+    """None where no sequence has one, which is a program of its own: they are half of what a decode step's
+    program takes to compile, and most runs have none."""
 
     @classmethod
     def alike(
@@ -62,11 +96,23 @@ class SamplingNumbers(NamedTuple):
         top_p: float = 1.0,
         min_p: float = 0.0,
     ) -> Self:
-        """Host arrays [count] of the same numbers for each sequence."""
-        log_min_p = math.log(min_p) if min_p else -math.inf
-        numbers = (seed, np.uint32), (temperature, np.float32), (top_k, np.int32), (top_p, np.float32)
-        arrays = [np.full(count, value, dtype) for value, dtype in (*numbers, (log_min_p, np.float32))]
-        return cls._make(cast(list[jax.Array], arrays))
+        """Host arrays [count] of the same numbers for each sequence; at temperature 0 without filters."""
+        filtered = temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
+        seeds, temperatures = np.full(count, seed, np.uint32), np.full(count, temperature, np.float32)
+        filters = Filters.alike(count, top_k, top_p, min_p) if filtered else None
+        return cls(cast(jax.Array, seeds), cast(jax.Array, temperatures), filters)
+
+    def put(self, place: int, own: SamplingNumbers) -> SamplingNumbers:
+        """These host arrays with those of one sequence, [1] each, in `place`; arrays are changed."""
+        filters = self.filters
+        if filters is None and own.filters is not None:
+            filters = Filters.alike(len(self.seeds))
+        pairs = [*zip(self[:2], own[:2], strict=True)]
+        if filters is not None:
+            pairs += zip(filters, own.filters or Filters.alike(1), strict=True)
+        for array, [number] in pairs:
+            cast(np.ndarray, array)[place] = number
+        return self._replace(filters=filters)
 
 
 def sample(
@@ -75,10 +121,9 @@ def sample(
     """One token per row by inversion of the cumulative distribution, and its log-probability.
 
     `logits` [B, V] are float32, -inf forbids a token; `uniforms` [B] are those of `token_uniforms`. A token
-    that does not pass the filters, or whose probability is 0, is never drawn. The filters cost time only in
-    calls in which a row has one on. `vocabulary_first` works on the transpose of `logits`, in blocks that
-    divide its columns where they can: sums are then rounded otherwise, in which a uniform that lies between
-    two tokens may choose the other.
+    that does not pass the filters, or whose probability is 0, is never drawn. `vocabulary_first` works on the
+    transpose of `logits`, in blocks that divide its columns where they can: sums are then rounded otherwise,
+    in which a uniform that lies between two tokens may choose the other.
 
     Returns (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
     from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1. A row with a
@@ -89,54 +134,10 @@ def sample(
     axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
     size = 128 if vocabulary_first and logits.shape[axis] % BLOCK else BLOCK
     greedy = numbers.temperature == 0
-    temperature = jnp.expand_dims(jnp.where(greedy, 1.0, numbers.temperature), axis)
-    filters = _Filters.of(numbers, ~greedy)
-
-    def unfiltered(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _invert_cdf(logits / temperature, uniforms, greedy, axis, size)
-
-    def filtered(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _invert_cdf(filters.kept(logits / temperature, axis, size), uniforms, greedy, axis, size)
-
-    return jax.lax.cond(filters.any_on, filtered, unfiltered, logits)
-
-
-class _Filters(NamedTuple):
-    """Filters of each row, [B] each: numbers, which change nothing where the filter is off."""
-
-    top_k: jax.Array
-    top_p: jax.Array
-    log_min_p: jax.Array
-    rows: tuple[jax.Array, jax.Array, jax.Array]
-    """The rows in which each of them is on."""
-
-    @classmethod
-    def of(cls, numbers: SamplingNumbers, drawn: jax.Array) -> Self:
-        """The filters of the rows that are `drawn`; others have none."""
-        _, _, top_k, top_p, log_min_p = numbers
-        rows = drawn & (top_k > 0), drawn & (top_p < 1), drawn & (log_min_p > -jnp.inf)
-        return cls(top_k, top_p, log_min_p, rows)
-
-    @property
-    def any_on(self) -> jax.Array:
-        """Whether a row has a filter on."""
-        return jnp.stack(self.rows).any()
-
-    def kept(self, candidates: jax.Array, axis: int, size: int) -> jax.Array:
-        """`candidates` with -inf for those that do not pass."""
-        top_k, top_p, log_min_p = (jnp.expand_dims(x, axis) for x in self[:3])
-
-        def least_likely(x: jax.Array) -> jax.Array:
-            return jnp.where(x >= x.max(axis=axis, keepdims=True) + log_min_p, x, -jnp.inf)
-
-        keeps: tuple[Callable[[jax.Array], jax.Array], ...] = (
-            lambda x: _keep_likeliest(x, top_k, axis, size),
-            lambda x: _keep_nucleus(x, top_p, axis, size),
-            least_likely,
-        )
-        for keep, rows in zip(keeps, self.rows, strict=True):
-            candidates = _when_any(rows, keep, candidates, axis)
-        return candidates
+    logits = logits / jnp.expand_dims(jnp.where(greedy, 1.0, numbers.temperature), axis)
+    if numbers.filters is not None:
+        logits = numbers.filters.kept(logits, axis, size)
+    return _invert_cdf(logits, uniforms, greedy, axis, size)
 
 
 def _when_any(

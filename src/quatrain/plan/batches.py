@@ -413,8 +413,15 @@ def overview(result: BatchPlan) -> list[str]:
 
 
 def render(batch_plan: BatchPlan) -> str:
-    """A table of name, value, unit and formula, at most 80 columns wide; warnings follow it."""
-    rows = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]
+    """A table of name, value, unit and formula, at most 80 columns wide; warnings follow it.
+
+    What is swept no times is not in it.
+    """
+    rows = [
+        (row.key, _format_value(row.value), row.unit, row.why)
+        for row in batch_plan.rows
+        if row.value or row.unit != "sweeps"
+    ]
     return "\n".join((*table(rows, right=(1,)), *warning_lines(batch_plan.warnings)))
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -320,6 +321,11 @@ class HttpWorker:
             with self._client_in_use():
                 response = self._client.request(method, path, json=body, params=params, timeout=timeout)
         except (httpx.HTTPError, OSError) as error:
+            if _is_unknown_host(error):
+                raise WorkerRefused(
+                    f"rollout.servers must be at hosts that have an address; {self.name} has none "
+                    f"({_reason(error)}); correct its name"
+                ) from error
             raise WorkerLost(f"{method} {path} failed: {_reason(error)}") from error
         return _value(response)
 
@@ -440,6 +446,15 @@ def _value(response: httpx.Response) -> Any:
         return response.json()
     except ValueError:
         return response.text
+
+
+def _is_unknown_host(error: BaseException | None) -> bool:
+    """Whether `error` comes from a name that no host has; a name server that fails may answer later."""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return error.errno == socket.EAI_NONAME
+        error = error.__cause__
+    return False
 
 
 def _reason(error: Exception) -> str:
