@@ -8,6 +8,9 @@ STAMP   := $(VENV)/.installed
 # What runs need, without what development needs: a newcomer waits for half as many packages.
 RUNS    := $(VENV)/.installed-to-run
 
+# Set in many images for containers; the processes that tests start, hundreds, would each parse all of src.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check types imports bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
