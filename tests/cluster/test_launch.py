@@ -218,13 +218,21 @@ def test_processes_get_the_time_that_they_need_to_stop():
 
 
 def test_a_second_signal_ends_all_at_once():
-    popen, pids = launcher("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    """Whoever hears it, as a run does, says how to go on."""
+    popen, pids = launcher(
+        "came = []\n"
+        "def hear(*_):\n"
+        "    came.append(1)\n"
+        "    if len(came) == 2: print('go on so', flush=True), os._exit(143)\n"
+        "signal.signal(signal.SIGTERM, hear)"
+    )
     popen.send_signal(signal.SIGTERM)
     time.sleep(1.2)
     assert popen.poll() is None
     popen.send_signal(signal.SIGTERM)
-    popen.communicate(timeout=60)
+    out, _ = popen.communicate(timeout=60)
     assert popen.returncode == 143
+    assert sorted(out.splitlines()) == ["[0] go on so", "[1] go on so"]
     assert all_ended(pids)
 
 

@@ -59,9 +59,10 @@ def launch(
 
     The status is 0 if all processes end with 0. Otherwise the other processes are ended, and the status is
     that of the process that failed first. SIGTERM, SIGHUP and SIGINT are passed on to all processes, which
-    have as long as they need to stop; the status is 128 plus the signal's number. A second signal ends all at
-    once, and so does the end of the launcher (`launcher.py`). Raises ValueError for a command that cannot be
-    launched, numbers below 1 and a port in use.
+    have as long as they need to stop; the status is 128 plus the signal's number. A second signal ends all,
+    with SIGKILL those that it has not ended in FAILURE_MESSAGE_S seconds, and so does the end of the launcher
+    (`launcher.py`). Raises ValueError for a command that cannot be launched, numbers below 1 and a port in
+    use.
     """
     _check(command, processes, devices_per_process)
     coordinator = f"127.0.0.1:{_free_port(port)}"
@@ -69,11 +70,15 @@ def launch(
     children: list[_Child] = []
     signals: SimpleQueue[int] = SimpleQueue()
 
-    def kill(number: int) -> None:
+    def end_at_once(number: int) -> None:
+        for child in children:
+            child.stop(number)  # its second signal too, on which a run says how to go on
+        _wait(children, FAILURE_MESSAGE_S)
         for child in children:
             child.signal(signal.SIGKILL)
+        _finish_output(children, FAILURE_MESSAGE_S)
 
-    with Signals(signals.put, on_second=kill):
+    with Signals(signals.put, on_second=end_at_once):
         try:
             for process in range(processes):
                 place = zip(OWN_OPTIONS, (coordinator, str(processes), str(process)), strict=True)
