@@ -154,7 +154,7 @@ def test_a_training_step_is_the_same_in_rows_and_in_tokens(
 
 def test_nothing_compiles_once_every_width_was_seen(make_learner, make_batch, small_params, monkeypatch):
     """12 steps of random lengths and counts: a compilation comes with a new width of the ladder, or not."""
-    learner = make_learner({"epochs": 2}, mini_batch_size=4, max_tokens=96)
+    learner = make_learner({"epochs": 2}, mini_batch_size=4, max_tokens=192)
     state = learner.init(_copy(small_params))
     rng = np.random.default_rng(0)
     widths, seen, settled = set(), set(), 0
@@ -176,7 +176,7 @@ def test_nothing_compiles_once_every_width_was_seen(make_learner, make_batch, sm
         seen |= widths
     assert settled > 4
     assert len(seen) > 2
-    assert seen <= {(tokens, width) for tokens in (96, 48) for width in width_buckets(tokens)}
+    assert seen <= {(tokens, width) for tokens in (192, 48) for width in width_buckets(tokens)}
 
 
 def test_epochs_and_mini_batches_count_and_move_the_ratio(make_learner, make_batch, small_params):
