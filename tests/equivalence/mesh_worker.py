@@ -153,7 +153,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     estimator = AdvantageEstimator(AdvantageConfig(estimator=ESTIMATORS[mode]))
     sampling = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
     engine = RolloutEngine(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
-    greedy = replace(engine.sampling, temperature=0.0, n=1)
+    greedy = replace(engine.sampling, temperature=0.0)  # with the programs of the other samples
     params = init_params(arch, jax.random.key(0), mesh=meshes.train)
     first = to_host(params["layers"][0]["qkv"])
     state = learner.init(params, critic_params)

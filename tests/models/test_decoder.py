@@ -142,7 +142,8 @@ def test_padding_changes_nothing_and_gives_no_nan():
 
 @pytest.mark.slow
 def test_remat_gives_the_same_gradient():
-    """Also in `test_experts.py`, and of whole micro-batches in `equivalence/test_routing_replay.py`."""
+    """The quick tests have `layer` in `equivalence/test_routing_replay.py`, and `dots` in
+    `equivalence/test_lora_gradient.py`."""
     arch, params = small_model()
     inputs = rows(5, 8)
 

@@ -129,13 +129,10 @@ def model():
 
 def _run(model, routes=None, counted=None, **settings):
     arch, params, inputs = model
-    settings = {"backend": CPU} | settings
+    return _compiled(params, arch, *inputs, routes=routes, counted=counted, **{"backend": CPU} | settings)
 
-    @jax.jit
-    def run(params, routes, counted):
-        return routed_forward(params, arch, *inputs, routes=routes, counted=counted, **settings)
 
-    return run(params, routes, counted)
+_compiled = jax.jit(routed_forward, static_argnames=("arch", "backend"))
 
 
 def test_routes_that_are_given_back_change_nothing_and_others_do(model):
@@ -154,7 +151,9 @@ def test_routes_that_are_given_back_change_nothing_and_others_do(model):
     np.testing.assert_array_equal(_run(model, chosen.astype(np.uint8)).hidden, live.hidden)
 
 
-def test_the_router_of_given_routes_has_its_gradient(model):
+@pytest.mark.parametrize("others", [(), pytest.param(tuple(REMAT), marks=pytest.mark.slow)])
+def test_the_router_of_given_routes_has_its_gradient(model, others):
+    """With `remat` too, which `equivalence/test_routing_replay.py` has for whole micro-batches."""
     arch, params, inputs = model
     routes = np.roll(np.asarray(_run(model).routes), 1, axis=1)
 
@@ -163,7 +162,7 @@ def test_the_router_of_given_routes_has_its_gradient(model):
         return jnp.sum(jnp.square(logits(params, arch, hidden)))
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    none, *others = (gradient(params, remat) for remat in REMAT)
+    none, *others = (gradient(params, remat) for remat in ("none", *others))
     assert all(np.abs(none["layers"][i]["router"]).max() > 1e-3 for i in (0, 2))
     for other in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), none, other)

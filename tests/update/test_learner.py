@@ -531,11 +531,11 @@ def test_groups_without_signal_are_left_out_of_numerator_and_denominator(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_dropped_sequences_are_left_out_of_numerator_and_denominator(make_learner, make_batch, small_params):
-    """The same step as on the batch without them; `keep` counts them in the denominators."""
+@pytest.fixture
+def with_rejected(make_learner, make_batch, small_params):
+    """(batch, which sequences have a mean ratio above a bound, the rule that rejects them)."""
     batch = make_batch(15, groups=3)
-    learner = make_learner({}, mini_batch_size=3)
-    gaps = _logprobs(learner, small_params, batch) - batch.rollouts.rollout_logprobs
+    gaps = _logprobs(make_learner(), small_params, batch) - batch.rollouts.rollout_logprobs
     lengths = batch.rollouts.completion_lengths
     means = np.where(lengths, gaps.sum(axis=1) / np.maximum(lengths, 1), -np.inf)
     shift = np.sort(means)[-3] - 0.1  # bounds are around 1
@@ -547,21 +547,39 @@ def test_dropped_sequences_are_left_out_of_numerator_and_denominator(make_learne
     high = float(np.exp(np.sort(means)[-3]) * 1.001)  # the two of the greatest mean are rejected
     gone = np.exp(means) > high
     assert gone.sum() == 2
+    return batch, gone, {"reject": {"geometric": [1e-8, high]}}
+
+
+def test_dropped_sequences_are_left_out_of_numerator_and_denominator(
+    make_learner, small_params, with_rejected
+):
+    """The same step as on the batch without them."""
+    batch, gone, rule = with_rejected
     states = []
-    for rejected, each in (("drop", batch), (None, _rows(batch, np.flatnonzero(~gone))), ("keep", batch)):
-        rule = {"reject": {"geometric": [1e-8, high]}, "rejected": rejected} if rejected else {}
-        update = {"old_logprobs": "recompute", "entropy_coef": 0.1, **rule}
-        learner = make_learner(update, mini_batch_size=3)
+    for rejects, each in ((rule | {"rejected": "drop"}, batch), ({}, _rows(batch, np.flatnonzero(~gone)))):
+        learner = make_learner({"old_logprobs": "recompute", **rejects}, mini_batch_size=3)
         states.append(learner.step(learner.init(_copy(small_params)), each))
-    dropped, expected, kept = states
-    tokens, lost = lengths.sum(), lengths[gone].sum()
-    assert dropped.metrics["update/dropped_fraction"].result() == pytest.approx(lost / tokens)
-    assert kept.metrics["update/rejected_fraction/geometric"].result() == pytest.approx(lost / tokens)
-    assert kept.metrics["update/effective_sample_fraction"].result() == pytest.approx(1 - lost / tokens)
+    dropped, expected = states
+    lengths = batch.rollouts.completion_lengths
+    fraction = lengths[gone].sum() / lengths.sum()
+    assert dropped.metrics["update/dropped_fraction"].result() == pytest.approx(fraction)
     assert dropped.metrics["loss"].result() == pytest.approx(expected.metrics["loss"].result(), abs=1e-6)
     for a, b in zip(jax.tree.leaves(dropped.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    assert _changes(dropped.params, kept.params) > 1e-4
+
+
+def test_kept_sequences_that_are_rejected_count_in_the_denominator(make_learner, small_params, with_rejected):
+    """Rejected tokens have a weight of 0, so the loss is that of the others, over all tokens."""
+    batch, gone, rule = with_rejected
+    update = {"old_logprobs": "recompute", **rule, "rejected": "keep"}
+    kept = make_learner(update, mini_batch_size=3)
+    kept = kept.step(kept.init(_copy(small_params)), batch)
+    lengths = batch.rollouts.completion_lengths
+    tokens, lost = lengths.sum(), lengths[gone].sum()
+    assert kept.metrics["update/rejected_fraction/geometric"].result() == pytest.approx(lost / tokens)
+    assert kept.metrics["update/effective_sample_fraction"].result() == pytest.approx(1 - lost / tokens)
+    rest = batch.advantages[~gone][batch.rollouts.completion_mask[~gone]]
+    assert kept.metrics["loss"].result() == pytest.approx(-rest.sum() / tokens, rel=1e-4, abs=1e-6)
 
 
 def _rows(batch: AdvantagedBatch, rows: np.ndarray) -> AdvantagedBatch:

@@ -87,7 +87,7 @@ def test_another_kind_of_micro_batch_has_memory_of_its_own(small_arch, small_par
 def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch):
     """By the compiler's account."""
     monkeypatch.setattr(residuals, "LEAST_BYTES", 2**14)
-    arch = replace(small_arch, layers=small_arch.layers[:1] * 3)
+    arch = replace(small_arch, layers=small_arch.layers[:1] * 2)
     params = abstract_params(arch)
     batch = _micro_batches(arch, 8, 64)[0]
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
