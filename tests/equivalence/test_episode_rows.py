@@ -28,7 +28,7 @@ def _step(arch, params, rewarded, aggregation="token_mean", cut="fixed", estimat
     learner = Learner(
         PolicySpec(arch, temperature=0.8, remat="none"),
         config,
-        LogprobConfig(micro_batch_size=7),
+        LogprobConfig(max_tokens_per_device=48),
         OptimizerConfig(name="sgd", learning_rate=0.1, beta1=0.0, max_grad_norm=None),
         max_new_tokens=20,
         total_steps=10,
