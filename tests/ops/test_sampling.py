@@ -234,7 +234,7 @@ def test_uniforms_are_uniform():
 
 
 @pytest.mark.parametrize("options", [*FILTERS, {"temperature": 0.0}], ids=str)
-@pytest.mark.parametrize("vocab", [1, 384, 512, 700])
+@pytest.mark.parametrize("vocab", [pytest.param(1, marks=pytest.mark.slow), 384, 512, 700])
 def test_the_vocabulary_first_gives_the_same_tokens(options, vocab):
     """In blocks that divide the vocabulary (384: of 128 words) and in blocks that do not."""
     rng = np.random.default_rng(vocab)
@@ -264,7 +264,7 @@ def rows_of(options):
 
 
 @pytest.mark.parametrize("vocabulary_first", [False, True])
-@pytest.mark.parametrize("vocab", [1, 384, 700])
+@pytest.mark.parametrize("vocab", [pytest.param(1, marks=pytest.mark.slow), 384, 700])
 def test_rows_with_parameters_of_their_own_are_sampled_as_if_alone(vocab, vocabulary_first):
     """Each row among rows of all other kinds."""
     kinds = [{}, {"temperature": 0.0}, *FILTERS, {"temperature": 0.0, "top_k": 3}]
