@@ -199,7 +199,7 @@ SHARED = (MicroBatchPlanner(max_tokens=150, num_shards=2, share_prompts=True),)
                 (*ROWS, MicroBatchPlanner(max_tokens=150), *SHARED),
                 marks=pytest.mark.slow,
             )
-            for windows in ((None, 5), (None,))
+            for windows in ((None, 5), (None, None))
             for num_common in (0, COMMON_PREFIX)
         ),
     ],
