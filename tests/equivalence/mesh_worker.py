@@ -53,13 +53,15 @@ MODES = {
     "rows": ({"micro_batch_size": 2}, {"micro_batch_size": 3}),
     "tokens": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
     "experts": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
+    "both": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
 }
-REMAT = {"rows": "layer", "tokens": "dots", "experts": "dots"}
+"""`both` is `tokens` with experts."""
+REMAT = {"rows": "layer", "tokens": "dots", "experts": "dots", "both": "dots"}
 SMALL_NUMBERS = 32
-ESTIMATORS = {"rows": "grpo", "tokens": "gae", "experts": "grpo"}
+ESTIMATORS = {"rows": "grpo", "tokens": "gae", "experts": "grpo", "both": "gae"}
 """`gae` brings a critic, and here KL in the reward, with a coefficient that adapts."""
 LOSSES = {"rows": "ppo_clip", "tokens": f"{Path(__file__).parents[1]}/sequence_loss.py:sequence_ratio"}
-LOSSES["experts"] = LOSSES["rows"]
+LOSSES |= {"experts": LOSSES["rows"], "both": LOSSES["tokens"]}
 
 
 class Tokenizer:
@@ -75,13 +77,15 @@ def architecture(mode: str):
     Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does.
     """
     arch = builtin_architecture("tiny", 63 if mode == "rows" else 64, (1,))
-    kind, rows, tokens = arch.layers[0], mode == "rows", mode == "tokens"
+    kind, rows, tokens = arch.layers[0], mode == "rows", mode in ("tokens", "both")
     mixer = replace(kind.mixer, head_dim=8, qkv_bias=tokens, output_bias=tokens, qk_norm=tokens)
     mlp = replace(kind.mlp, width=48, bias=tokens)
     # Of 16 columns: with 24, rounding decides on an expert of a token whose second and third are 2e-7 apart.
-    mlp = Experts(num=8, top_k=2, width=16, shared=mlp, shared_gate=True) if mode == "experts" else mlp
-    kind = replace(kind, mixer=mixer, mlp=mlp, norms=BOTH if rows else PRE)
-    return replace(arch, hidden_size=32, layers=(kind,) * 2, tie_embeddings=rows)
+    experts = Experts(num=8, top_k=2, width=16, shared=mlp, shared_gate=True)
+    dense = replace(kind, mixer=mixer, mlp=mlp, norms=BOTH if rows else PRE)
+    mixed = replace(dense, mlp=experts)
+    layers = {"experts": (mixed, mixed), "both": (mixed, dense)}.get(mode, (dense, dense))
+    return replace(arch, hidden_size=32, layers=layers, tie_embeddings=rows)
 
 
 def prompts(step: int) -> list[Prompt]:
@@ -116,7 +120,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     optimizer = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
     critic, critic_params = None, None
     if ESTIMATORS[mode] == "gae":
-        critic_arch = replace(arch, head="value_head", layers=arch.layers[:1])
+        critic_arch = replace(arch, head="value_head", layers=arch.layers[1:])
         forward = {f"forward_{name}": size for name, size in logprob.items()}
         critic = Critic(
             CriticSpec(critic_arch, remat=REMAT[mode], mesh=meshes.critic),
@@ -149,7 +153,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     estimator = AdvantageEstimator(AdvantageConfig(estimator=ESTIMATORS[mode]))
     sampling = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
     engine = RolloutEngine(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
-    greedy = replace(engine.sampling, temperature=0.0, n=1)
+    greedy = replace(engine.sampling, temperature=0.0)  # with the programs of the other samples
     params = init_params(arch, jax.random.key(0), mesh=meshes.train)
     first = to_host(params["layers"][0]["qkv"])
     state = learner.init(params, critic_params)

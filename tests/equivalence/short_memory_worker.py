@@ -26,7 +26,8 @@ from quatrain.types.batches import Prompt
 
 FAMILY = os.environ.get("FAMILY")
 ARCH = of_golden(FAMILY, vocab_size=64, max_position=4096) if FAMILY else tiny_qwen2(num_layers=1)
-LENGTHS = (3, 1, 9, 2100, *range(1, 9))
+LENGTHS = tuple(map(int, os.environ.get("LENGTHS", "3,1,9,2100,1,2,3,4,5,6,7,8").split(",")))
+"""Of prompts, of which the longest is computed in parts."""
 
 
 class _WithoutText:
@@ -38,7 +39,9 @@ def sampled(case: str) -> dict[str, np.ndarray]:
     sizes, positions, rings, chance = case.split("/")
     shape, draw = MeshShape(*map(int, sizes.split(","))), np.random.default_rng(0)
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
-    config = RolloutConfig(n=3, max_new_tokens=100, temperature=0.0 if FAMILY else 0.9)
+    config = RolloutConfig(
+        n=3, max_new_tokens=int(os.environ.get("MOST_NEW", "100")), temperature=0.0 if FAMILY else 0.9
+    )
     memory = int(positions) * bytes_per_position(ARCH, "float32", shape.tp)
     memory += 20 * bytes_per_state(ARCH, "float32", shape.tp)
     settings = {"stop_ids": tuple(range(0, 64, 25)), "seed": 11, "mesh": mesh, "cache_bytes": memory}

@@ -33,15 +33,17 @@ def _adapted(arch, base):
     return arch, with_trained(params, jax.tree.unflatten(structure, drawn), arch)
 
 
-@pytest.mark.parametrize("way", ["merged", "adapter"])
+@pytest.mark.parametrize("way", ["merged", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_sampler_and_trainer_agree_on_adapters(adapted, small_params, tokenizer, way):
     _check_agreement(*adapted, small_params, tokenizer, way)
 
 
-@pytest.mark.parametrize("way", ["merged", "adapter"])
+@pytest.mark.parametrize("way", [pytest.param("merged", marks=pytest.mark.slow), "adapter"])
 def test_sampler_and_trainer_agree_on_adapters_of_experts(tokenizer, way):
-    lora = LoRA(4, 8.0, ("qkv", "experts_gate_up", "experts_down"))
-    arch = replace(of_golden("qwen3_moe", vocab_size=300), lora=lora)
+    """Its attention and its shared expert, an MLP, have adapters too. What is merged into experts is compared
+    in `weights/test_expert_adapters.py`."""
+    lora = LoRA(4, 8.0, (*ADAPTED, "experts_gate_up", "experts_down"))
+    arch = replace(of_golden("qwen2_moe", vocab_size=300), lora=lora)
     base = init_params(replace(arch, lora=None), jax.random.key(0))
     _check_agreement(*_adapted(arch, base), base, tokenizer, way)
 

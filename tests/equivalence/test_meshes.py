@@ -16,13 +16,14 @@ APART = (
     "placement.reference=6,7 placement.critic=6,7"
 )
 OFFLOADED = "offload.reference=true offload.optimizer=true offload.critic=true"
-QUICK = "mesh=1,2,2,2"
+QUICK = "mesh=1,2,2,2,2"
+"""On 16 devices."""
 LAYOUTS = (
     "mesh=8,1,1",
     "mesh=1,8,1",
     "mesh=1,2,4",
     "mesh=2,2,2",
-    QUICK,
+    "mesh=1,2,2,2",
     "mesh=2,1,1,4",
     "mesh=1,2,1,1,4",
     "mesh=2,1,4 rollout.mesh=1,4,2",
@@ -37,9 +38,8 @@ IN_TWO_PROCESSES = (
     "mesh=1,-1,2 placement.train=0,1 placement.rollout=2,3 placement.reference=2,3 placement.critic=2,3",
 )
 MODES = ("rows", "tokens")
-QUICK_EXPERTS = "mesh=1,2,1,2,2"
 EXPERTS = (
-    QUICK_EXPERTS,
+    "mesh=1,2,1,2,2",
     "mesh=1,8,1",
     "mesh=2,1,4",
     "mesh=1,1,1,1,8",
@@ -68,7 +68,7 @@ def _results(target: Path, *processes: subprocess.Popen) -> dict[str, np.ndarray
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     target = tmp_path_factory.mktemp("meshes") / "quick.npz"
-    return _results(target, _start(target, (ONE, QUICK), devices=8, MODES="tokens"))
+    return _results(target, _start(target, (ONE, QUICK), devices=16, MODES="both"))
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +112,9 @@ def _assert_same(results, layout, mode):
             np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5 * largest, err_msg=name)
 
 
-def test_eight_devices_train_as_one_does(quick):
-    _assert_same(quick, QUICK, "tokens")
-
-
-def test_eight_devices_that_share_experts_train_as_one_does(tmp_path):
-    target = tmp_path / "experts.npz"
-    results = _results(target, _start(target, (ONE, QUICK_EXPERTS), devices=8, MODES="experts"))
-    _assert_same(results, QUICK_EXPERTS, "experts")
-    for name in ("gate_up", "down"):
-        path = f"['layers'][0]['experts_{name}']"
-        held = results[f"{QUICK_EXPERTS} experts held {path}"]
-        assert held * 8 == results[f"{QUICK_EXPERTS} experts weights {path}"].size, name
+def test_sixteen_devices_train_as_one_does(quick):
+    """With a critic, and a layer that has experts before one that has none."""
+    _assert_same(quick, QUICK, "both")
 
 
 @pytest.mark.slow
@@ -141,7 +132,7 @@ def test_every_layout_of_eight_devices_trains_as_one_device_does(every, layout, 
 
 def test_what_is_sampled_differs_by_step_and_has_ragged_lengths(quick):
     """So that equal tokens mean something."""
-    found = _of(quick, ONE, "tokens")
+    found = _of(quick, ONE, "both")
     assert len({found[f"tokens {step}"].tobytes() for step in range(3)}) == 3
     assert {found[f"lengths {step}"].min() for step in range(3)} <= set(range(1, 5))
     assert {found[f"lengths {step}"].max() for step in range(3)} == {9}
@@ -159,8 +150,8 @@ def test_what_is_offloaded_waits_in_the_memory_of_the_host(every):
 
 
 def test_no_device_holds_what_is_anothers(quick):
-    """In two parts by `tp`, and each in four by `fsdp` and `cp`."""
-    names = ("['embed']", "['layers'][0]['qkv']", "['layers'][0]['gate_up']", "['layers'][0]['o']")
-    for name in names:
-        held = quick[f"{QUICK} tokens held {name}"]
-        assert held * 8 == quick[f"{QUICK} tokens weights {name}"].size, name
+    """In two parts by `tp`, and each in eight by `fsdp`, `cp` and `ep`."""
+    in_layers = "[0]['qkv']", "[0]['o']", "[0]['experts_gate_up']", "[0]['experts_down']", "[1]['gate_up']"
+    for name in ("['embed']", *(f"['layers']{name}" for name in in_layers)):
+        held = quick[f"{QUICK} both held {name}"]
+        assert held * 16 == quick[f"{QUICK} both weights {name}"].size, name

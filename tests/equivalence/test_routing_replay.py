@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
+from quatrain.models.blocks.experts import RouterSums
+from quatrain.models.decoder import routed_forward
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
-from quatrain.update.gradient import sum_gradients
+from quatrain.update.gradient import _router_stats, sum_gradients
 from quatrain.update.learner import Learner
 from quatrain.update.objective import PolicyObjective
 
@@ -49,7 +52,7 @@ def _sampled(arch, params, tokenizer, *, dtype="float32", n=4, new=24, **options
 def _gap(arch, params, batch, *, dtype="float32", planner=CUTTINGS[1], replayed=True) -> np.ndarray:
     """Absolute differences of the trainer's log-probabilities from the sampler's, of sampled tokens."""
     table = TokenTable.of_policy(batch, arch) if replayed else TokenTable.of(batch)
-    own = predict_tokens(params, table, model=PolicySpec(arch, dtype), planner=planner)
+    own = predict_tokens(params, table, model=PolicySpec(arch, dtype, remat="none"), planner=planner)
     return np.abs(own - batch.rollout_logprobs)[batch.completion_mask]
 
 
@@ -71,7 +74,7 @@ def sampled(model, tokenizer):
 
 
 def test_in_float32_the_sampler_is_the_trainer(model, sampled):
-    for planner in (WHOLE, *CUTTINGS[:2]):
+    for planner in (WHOLE, CUTTINGS[1]):
         assert _gap(*model, sampled, planner=planner).max() < 1e-4
 
 
@@ -97,8 +100,9 @@ def test_in_bfloat16_the_gap_is_that_of_a_model_without_choices(model, tokenizer
 
 
 @cache
-def _objective(on_policy: bool = True):
-    return PolicyObjective.of(UpdateConfig(entropy_coef=0.1), on_policy=on_policy)
+def _objective():
+    """That of `_learner`, so that one program computes the gradients of both."""
+    return PolicyObjective.of(UpdateConfig(entropy_coef=0.1), on_policy=False)
 
 
 def _gradient(arch, params, table, planner, **settings):
@@ -110,7 +114,9 @@ def _gradient(arch, params, table, planner, **settings):
 
 def _mini_batch(arch, batch: RolloutBatch, coef: float = 0.0) -> TokenTable:
     advantages = np.where(batch.completion_mask, np.random.default_rng(0).normal(size=(len(batch), 1)), 0)
-    columns = {"advantages": advantages.astype(np.float32), "rollout_logprobs": batch.rollout_logprobs}
+    sampled = batch.rollout_logprobs
+    columns = {"advantages": advantages.astype(np.float32), "rollout_logprobs": sampled}
+    columns["old_logprobs"] = sampled
     table = TokenTable.of_policy(batch, arch).with_columns(**columns).weighted("token_mean", 24)
     return table.balanced(coef, 8) if coef else table
 
@@ -127,58 +133,72 @@ def _assert_same(got, expected):
 
 
 @pytest.mark.parametrize(
-    ("coef", "remat"),
+    ("coef", "remat", "cuttings"),
     [
-        (3.0, "layer"),
+        (3.0, "none", CUTTINGS[1:2]),
+        (3.0, "layer", CUTTINGS[2:3]),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((0.0, "none"), (3.0, "none"), (3.0, "dots"))
+            pytest.param(*each, CUTTINGS, marks=pytest.mark.slow)
+            for each in ((0.0, "none"), (3.0, "none"), (3.0, "dots"), (3.0, "layer"))
         ),
     ],
 )
-def test_no_cut_changes_gradient_auxiliary_loss_or_metrics(model, sampled, coef, remat):
+def test_no_cut_changes_gradient_auxiliary_loss_or_metrics(model, sampled, coef, remat, cuttings):
     """With experts that the routers would not choose, so that replay is seen; prompts shared or not."""
     table = _mini_batch(model[0], _forced(sampled), coef)
     whole = _gradient(*model, table, WHOLE)
     assert whole[1]["routers"]["changed"] > 0.5 * whole[1]["routers"]["replayed"] > 0
     if coef:
         assert whole[1]["routers"]["balance_loss"] == pytest.approx(coef, rel=0.2)
-        plain = _gradient(*model, _mini_batch(model[0], _forced(sampled)), WHOLE)
-        router = [grads["layers"][0]["router"] for grads, _ in (whole, plain)]
+        more = _gradient(*model, _mini_batch(model[0], _forced(sampled), 2 * coef), WHOLE)
+        router = [grads["layers"][0]["router"] for grads, _ in (whole, more)]
         assert np.abs(router[0] - router[1]).max() > 1e-3
-    for planner in CUTTINGS:
+    for planner in cuttings:
         _assert_same(_gradient(*model, table, planner, remat=remat), whole)
 
 
 def test_the_auxiliary_loss_is_that_of_the_whole_batch(model, sampled):
     """coef / L · Σ E Σ f p, from the probabilities of the routers on whole rows."""
-    from quatrain.models.decoder import routed_forward
-
     ids, lengths = sampled.input_ids, sampled.lengths
     columns = np.arange(ids.shape[1])
     counted = (columns < (lengths - 1)[:, None]).astype(np.float32)
     positions = np.broadcast_to(columns, ids.shape)
     real = sampled.attention_mask.astype(np.int32)
-    forwarded = routed_forward(model[1], model[0], ids, positions, real, counted=counted, packed=False)
-    probabilities = np.asarray(forwarded.sums.probabilities) / counted.sum()
+    arch, params = model
+
+    @jax.jit
+    def summed(params):
+        forwarded = routed_forward(params, arch, ids, positions, real, counted=counted, packed=False)
+        return forwarded.sums.probabilities
+
+    probabilities = np.asarray(summed(params)) / counted.sum()
     routes = sampled.routes[counted > 0]
     chosen = np.stack([np.bincount(routes[:, layer].reshape(-1), minlength=8) for layer in (0, 1)])
     parts = chosen / chosen.sum(axis=1, keepdims=True)
     expected = 0.7 / 2 * (8 * parts * probabilities).sum()
-    stats = _gradient(*model, _mini_batch(model[0], sampled, 0.7), CUTTINGS[1])[1]
+    stats = _gradient(*model, _mini_batch(arch, sampled, 0.7), WHOLE)[1]
     assert stats["routers"]["balance_loss"] == pytest.approx(expected, rel=1e-5)
     np.testing.assert_array_equal(stats["routers"]["expert_tokens"], chosen)
 
 
 def _learner(arch, learning_rate=1e-3, **options) -> Learner:
-    update = UpdateConfig(
-        **{"mini_batch_size": 2, "loss_aggregation": "token_mean", "max_tokens_per_device": 200, **options}
-    )
+    """With the micro-batches, the objective and so the programs of `CUTTINGS[1]`."""
+    settings = {
+        "mini_batch_size": 2,
+        "loss_aggregation": "token_mean",
+        "max_tokens_per_device": 80,
+        "share_prompts": True,
+        "entropy_coef": 0.1,
+        "router_aux_coef": 0.5,
+    }
+    update = UpdateConfig(**settings | options)
     logprob, optimizer = (
-        LogprobConfig(max_tokens_per_device=200),
+        LogprobConfig(max_tokens_per_device=80),
         OptimizerConfig(learning_rate=learning_rate),
     )
-    return Learner(PolicySpec(arch), update, logprob, optimizer, max_new_tokens=24, total_steps=10, seed=0)
+    return Learner(
+        PolicySpec(arch, remat="none"), update, logprob, optimizer, max_new_tokens=24, total_steps=10, seed=0
+    )
 
 
 def _advantaged(batch: RolloutBatch) -> AdvantagedBatch:
@@ -220,11 +240,22 @@ def test_metrics_of_a_training_step(model, sampled):
     chosen = [np.bincount(sampled.routes[inputs][:, layer].reshape(-1), minlength=8) for layer in (0, 1)]
     assert results["moe/dead_experts"] == sum((each == 0).sum() for each in chosen)
     assert results["moe/load_max"] == pytest.approx(8 * max((each / each.sum()).max() for each in chosen))
-    assert "update/router_aux_loss" not in results
+    assert results["update/router_aux_loss"] == pytest.approx(0.5, rel=0.3)
 
 
+def test_without_recorded_routes_a_pass_chooses_anew(model, sampled):
+    """A model that chooses live is the sampler, counts no change, and has no loads for an auxiliary loss."""
+    assert _gap(*model, sampled, replayed=False).max() < 1e-4
+    with pytest.raises(ValueError, match=r"update\.router_aux_coef needs recorded routes"):
+        TokenTable.of(sampled).balanced(0.1, 8)
+    sums = RouterSums(np.ones((2, 8)), np.ones((2, 8)), np.ones(2), np.ones(2))
+    stats = _router_stats(sums, SimpleNamespace(routes=None, counts=np.ones(1), balance=None))
+    assert stats.keys() == {"expert_tokens", "entropy"}
+
+
+@pytest.mark.slow
 def test_without_recorded_routes_the_update_chooses_anew(model, sampled):
-    results = _results(_stepped(model, replace(sampled, routes=None)))
+    results = _results(_stepped(model, replace(sampled, routes=None), router_aux_coef=0))
     assert "moe/replay_changed" not in results
     assert results["moe/load_max"] > 1
     assert results["rollout/logprob_diff_max"] < 1e-4
@@ -255,7 +286,7 @@ def test_routes_of_another_model_are_refused(model, sampled, change, got):
 
 
 def test_routes_are_refused_by_a_model_without_experts(small_arch, small_params, sampled):
-    learner = _learner(small_arch)
+    learner = _learner(small_arch, router_aux_coef=0)
     state = learner.init(jax.tree.map(jnp.copy, small_params))
     with pytest.raises(ValueError, match=r"it has no experts \(family llama\), got routes \[16, "):
         learner.step(state, _advantaged(sampled))

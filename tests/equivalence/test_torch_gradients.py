@@ -6,7 +6,7 @@ from architectures import family_cases
 from goldens import GOLDEN, golden_gradients, probes, read_golden
 
 
-@pytest.mark.parametrize("case", family_cases("ministral3", "olmo3", "phi3_longrope", "gpt_oss", "qwen2_moe"))
+@pytest.mark.parametrize("case", family_cases("olmo3", "gpt_oss"))
 def test_gradients_are_those_of_torch(case):
     """Norm and one direction of each tensor's gradient; `make oracles` compares all elements."""
     with np.load(GOLDEN / "gradients.npz") as file:

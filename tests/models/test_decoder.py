@@ -54,7 +54,20 @@ def rows(*lengths: int, vocab: int = 50, seed: int = 0):
     return ids, positions, (positions < np.asarray(lengths)[:, None]).astype(np.int32)
 
 
-@pytest.mark.parametrize("case", CASES)
+LIKE_OTHERS = (
+    "gemma3_text_rope_linear",
+    "qwen3_sliding",
+    "qwen3_yarn",
+    "smollm3_sliding",
+    "qwen3_next",
+    "qwen3_5_text_biases",
+)
+"""Each has features that other cases have, together; `test_families.py` reads and writes their config too."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in LIKE_OTHERS)) for case in CASES]
+)
 def test_logits_are_those_of_transformers(case, tmp_path):
     golden = read_golden(case)
     assert weights_crc(golden.weights()) == golden.weights_crc
@@ -78,6 +91,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
         ("gemma3_text", {"rope": Rope(1e6)}),
     ],
 )
+@pytest.mark.slow
 def test_goldens_notice_a_missing_feature(case, change, tmp_path):
     golden = read_golden(case)
     arch, params = load_hf(golden.write_model(tmp_path / "model"))
@@ -88,12 +102,13 @@ def test_goldens_notice_a_missing_feature(case, change, tmp_path):
 
 def test_packed_segments_equal_separate_rows():
     arch, params = small_model()
-    ids, positions, segments = rows(9, 5, 7)
+    ids, positions, segments = rows(5, 8)
     separate = run(params, arch, ids, positions, segments)
     lengths = segments.sum(1)
-    packed_ids = np.concatenate([row[:n] for row, n in zip(ids, lengths)] + [[0, 0]])[None].astype(np.int32)
-    packed_positions = np.concatenate([np.arange(n) for n in lengths] + [[0, 0]])[None].astype(np.int32)
-    packed_segments = np.repeat([1, 2, 3, 0], [*lengths, 2])[None].astype(np.int32)
+    padding = np.zeros(3, np.int32)
+    packed_ids = np.concatenate([*(row[:n] for row, n in zip(ids, lengths)), padding])[None]
+    packed_positions = np.concatenate([*map(np.arange, lengths), padding])[None].astype(np.int32)
+    packed_segments = np.repeat([1, 2, 0], [*lengths, 3])[None].astype(np.int32)
     packed = run(params, arch, packed_ids, packed_positions, packed_segments)[0]
     start = 0
     for row, n in zip(separate, lengths):
@@ -103,11 +118,17 @@ def test_packed_segments_equal_separate_rows():
 
 def test_packed_segments_may_be_laid_out_in_any_order():
     arch, params = small_model()
-    ids, positions, segments = rows(6, 6)
+    ids, positions, segments = rows(8, 8)
     separate = np.asarray(run(params, arch, ids, positions, segments))
     woven = np.stack([ids[0], ids[1]], axis=1).reshape(1, -1)
-    packed = run(params, arch, woven, np.repeat(np.arange(6), 2)[None], np.tile([1, 2], 6)[None])
-    np.testing.assert_allclose(packed[0].reshape(6, 2, -1).transpose(1, 0, 2), separate, atol=1e-5)
+    packed = run(
+        params,
+        arch,
+        woven,
+        np.repeat(np.arange(8, dtype=np.int32), 2)[None],
+        np.tile(np.int32([1, 2]), 8)[None],
+    )
+    np.testing.assert_allclose(packed[0].reshape(8, 2, -1).transpose(1, 0, 2), separate, atol=1e-5)
 
 
 def test_padding_changes_nothing_and_gives_no_nan():
@@ -119,7 +140,10 @@ def test_padding_changes_nothing_and_gives_no_nan():
     assert bool(jnp.isfinite(run(params, arch, ids, positions, np.zeros_like(ids))).all())
 
 
+@pytest.mark.slow
 def test_remat_gives_the_same_gradient():
+    """The quick tests have `layer` in `equivalence/test_routing_replay.py`, and `dots` in
+    `equivalence/test_lora_gradient.py`."""
     arch, params = small_model()
     inputs = rows(5, 8)
 
@@ -179,7 +203,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
 
 
 def test_sinks_in_bfloat16_are_read_as_float32():
-    arch = of_golden("gpt_oss")
+    arch = of_golden("gpt_oss", num_layers=1)
     half = init_params(arch, jax.random.key(0), jnp.bfloat16)
     inputs = rows(5, 8, vocab=arch.vocab_size)
     expected = run(jax.tree.map(lambda x: x.astype(jnp.float32), half), arch, *inputs, dtype=jnp.bfloat16)

@@ -9,19 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quatrain.models.delta_rule import (
-    CHUNK,
-    DeltaState,
-    DeltaWeights,
-    continued,
-    delta_rule,
-    inverse_of_unit_lower,
-    one_sequence,
-    states_at_ends,
-    step,
-)
+from quatrain.models import delta_rule as module
+from quatrain.models.delta_rule import CHUNK, DeltaState, DeltaWeights, inverse_of_unit_lower, one_sequence
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.models.prefix_tree import chunk_layout, prefixes_of, spans_of_nodes
+
+# One program of each for the shapes of a test.
+delta_rule = jax.jit(module.delta_rule, static_argnums=4)
+states_at_ends = jax.jit(module.states_at_ends, static_argnums=(4, 5))
+continued, step = jax.jit(module.continued), jax.jit(module.step)
 
 K, G, E, F, W = 2, 2, 8, 6, 4
 C = 2 * E + G * F
@@ -121,11 +117,17 @@ def test_the_inverse_reads_what_is_below_the_diagonal(keys):
     below = np.tril(rng.normal(size=shape) / 8 if keys == "random" else np.full(shape, 0.95), -1)
     x = (below + np.triu(rng.normal(size=below.shape))).astype(np.float32)
     expected = np.linalg.inv(np.tril(x.astype(np.float64), -1) + np.eye(CHUNK))
-    found, pullback = jax.vjp(inverse_of_unit_lower, jnp.asarray(x))
-    close(found, expected, 1e-6)
     direction = rng.normal(size=x.shape).astype(np.float32)
+
+    @jax.jit
+    def inverse_and_gradient(x):
+        found, pullback = jax.vjp(inverse_of_unit_lower, x)
+        return found, pullback(direction)[0]
+
+    found, gradient = inverse_and_gradient(x)
+    close(found, expected, 1e-6)
     over = expected.swapaxes(-1, -2)
-    close(pullback(jnp.asarray(direction))[0], np.tril(-over @ direction @ over, -1), 1e-6)
+    close(gradient, np.tril(-over @ direction @ over, -1), 1e-6)
 
 
 def test_a_gradient_calls_no_library_of_the_cpu():
@@ -190,7 +192,9 @@ def test_buffers_with_different_forests_stand_side_by_side():
             close(y[i, places], recurrence(x[i, places], ba[i, places], weights)[0])
 
 
-@pytest.mark.parametrize("forest", FORESTS)
+@pytest.mark.parametrize(
+    "forest", ["nested", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lengths", "shared"))]
+)
 def test_gradients_are_the_sums_over_whole_sequences(forest):
     """Of a loss of the tokens after prefixes: one of a prefix token would count once in a buffer."""
     segments, branches = buffer(FORESTS[forest])

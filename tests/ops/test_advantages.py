@@ -265,7 +265,7 @@ def test_equal_rewards_give_exactly_zero(name, scale):
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)  # for each of 21 estimators with a scale
 @given(data=st.data())
 def test_order_of_rows_and_names_of_groups_change_nothing(name, scale, data):
     size = data.draw(st.integers(1, 12))
@@ -290,7 +290,7 @@ def test_order_of_rows_and_names_of_groups_change_nothing(name, scale, data):
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)  # for each of 21 estimators with a scale
 @given(data=st.data())
 def test_positions_outside_the_mask_do_not_exist(name, scale, data):
     """Wherever columns that no completion has are put between the others, whatever stands in them."""

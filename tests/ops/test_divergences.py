@@ -70,8 +70,18 @@ def test_the_gradient_of_the_reverse_kl():
     np.testing.assert_allclose(gradient[0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", [Tile(1, 1), Tile(2, 3), Tile(3, 4), Tile(64, 64)])
+TILES = (Tile(1, 1), Tile(2, 3), Tile(3, 4), Tile(64, 64))
+QUICK_TILES = {*((kind, Tile(2, 3)) for kind in KINDS), ("jsd", Tile(1, 1)), ("jsd", Tile(64, 64))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        pytest.param(kind, tile, marks=[pytest.mark.slow] * ((kind, tile) not in QUICK_TILES))
+        for tile in TILES
+        for kind in KINDS
+    ],
+)
 def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
     """Seven tokens, eleven words, five and three numbers a state, at a temperature."""
     rng = np.random.default_rng(0)
@@ -120,7 +130,7 @@ def test_tokens_past_the_live_ones_are_zero_and_have_no_gradient(kind):
     assert not gradient[4:].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["jsd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2])])
 def test_memory_is_that_of_the_tiles(kind):
     """N = 2,048 tokens and V = 32,768 words: a whole array of logits would be 256 MiB."""
     tokens, words, size, tile = 2048, 32_768, 16, Tile(256, 2048)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from compiling import DEFAULT_FUSION
 from head_gradients import assert_head_gradients
-from test_divergences import KINDS, P, Q, dot, given, naive, pick
+from test_divergences import KINDS, QUICK_TILES, P, Q, dot, given, naive, pick
 
 from quatrain.ops.divergences import Head
 from quatrain.ops.logprobs import LOWEST, Tile
@@ -51,8 +51,14 @@ def test_literal_values(kind, expected):
     np.testing.assert_allclose(found, [expected, 0.0], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        pytest.param(kind, tile, marks=[pytest.mark.slow] * ((kind, tile) not in QUICK_TILES))
+        for tile in TILES
+        for kind in KINDS
+    ],
+)
 def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
     """Seven tokens, eleven words of which the top four, at a temperature; a gradient of each token's own."""
     rng = np.random.default_rng(0)
@@ -76,7 +82,7 @@ def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
     assert_head_gradients(total, head, hidden, value, by_logits)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["jsd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2])])
 def test_more_words_come_closer_to_the_whole_divergence_from_below(kind):
     rng = np.random.default_rng(1)
     policy, teacher = jnp.float32(rng.normal(0, 2, (2, 6, 9)))
@@ -110,7 +116,9 @@ def test_a_real_vocabulary(kind):
     np.testing.assert_allclose(gradient, by_logits, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    "tile", [pytest.param(tile, marks=[pytest.mark.slow] * (tile not in TILES[1:3])) for tile in TILES]
+)
 def test_words_that_do_not_count(tile):
     """Of eleven words the first eight, as if the head had no others; the others' mass is told."""
     rng = np.random.default_rng(4)

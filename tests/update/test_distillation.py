@@ -92,23 +92,23 @@ def test_a_step_is_one_with_the_mixed_advantages(make_learner, make_batch, small
 
 
 @pytest.mark.parametrize(
-    ("loss", "discount"),
+    ("loss", "discount", "budgets"),
     [
-        ("ppo_clip", 0.9),
+        ("ppo_clip", 0.9, (40,)),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("ppo_clip", 0.0), ("gspo", 0.0), ("gspo", 0.9))
+            pytest.param(*case, (40, 15), marks=pytest.mark.slow)
+            for case in (("ppo_clip", 0.9), ("ppo_clip", 0.0), ("gspo", 0.0), ("gspo", 0.9))
         ),
     ],
 )
 def test_a_training_step_is_the_same_in_rows_and_in_tokens(
-    make_learner, make_batch, small_params, loss, discount
+    make_learner, make_batch, small_params, loss, discount, budgets
 ):
     batch = _scored(make_batch(1, groups=5), without=(4,))
     distill, update = {**TEACHER, "discount": discount}, {"loss": loss, "epochs": 2}
     rows, *packed = (
         _step(make_learner(distill, update, tokens=tokens, mini_batch_size=3), small_params, batch)
-        for tokens in (None, 40, 15)
+        for tokens in (None, *budgets)
     )
     assert rows.step == 4
     for state in packed:

@@ -67,15 +67,19 @@ def _scored(batch, teacher, own=None):
 
 def _log_softmax(params, arch, r, words):
     """[B, T - 1, words], of whole arrays of logits."""
-    positions = np.broadcast_to(np.arange(r.input_ids.shape[1]), r.input_ids.shape)
-    hidden = forward(params, arch, r.input_ids, positions, r.attention_mask.astype(np.int32))
+    return _whole(params, arch, r.input_ids, r.attention_mask, words)
+
+
+@partial(jax.jit, static_argnames=("arch", "words"))
+def _whole(params, arch, ids, mask, words):
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    hidden = forward(params, arch, ids, positions, mask.astype(np.int32))
     return jax.nn.log_softmax(logits(params, arch, hidden)[:, :-1, :words] / TEMPERATURE)
 
 
-def _naive(kind, top_k, arch, params, log_q, batch, taught):
+def _naive(params, kind, top_k, arch, log_q, ids, mask, weights):
     """The loss of the outcomes by indicators of words in whole arrays; `log_q` [B, T - 1, V]."""
-    r, words = batch.rollouts, arch.vocab_size
-    log_p = _log_softmax(params, arch, r, words)
+    log_p = _whole(params, arch, ids, mask, arch.vocab_size)
     order = jnp.argsort(-log_q, axis=-1)
     best = (jnp.argsort(order, axis=-1) < top_k).astype(jnp.float32)
 
@@ -92,15 +96,18 @@ def _naive(kind, top_k, arch, params, log_q, batch, taught):
         log_m = jnp.log((1 - BETA) * jnp.exp(log_p) + BETA * jnp.exp(log_q))
         values = BETA * (jnp.exp(log_q) * (log_q - log_m)).sum(axis=-1)
         values += (1 - BETA) * (jnp.exp(log_p) * (log_p - log_m)).sum(axis=-1)
-    weights = token_weights("seq_mean_token_mean", r.completion_mask & taught[:, None], 9)
-    return WEIGHT * (jnp.asarray(weights)[:, 1:] * values).sum()
+    return WEIGHT * (weights[:, 1:] * values).sum()
+
+
+_naive_gradient = jax.jit(jax.value_and_grad(_naive), static_argnames=("kind", "top_k", "arch"))
 
 
 def _expected(kind, top_k, arch, params, log_q, batch, taught):
     """(loss, parameters after a step of gradient descent) of the naive loss."""
-    loss, gradient = jax.jit(
-        jax.value_and_grad(lambda p: _naive(kind, top_k, arch, p, log_q, batch, taught))
-    )(params)
+    r = batch.rollouts
+    weights = token_weights("seq_mean_token_mean", r.completion_mask & taught[:, None], 9)
+    arrays = log_q, r.input_ids, r.attention_mask, np.asarray(weights)
+    loss, gradient = _naive_gradient(params, kind, top_k, arch, *arrays)
     return float(loss), jax.tree.map(lambda p, g: p - RATE * g, params, gradient)
 
 
@@ -142,7 +149,7 @@ def test_what_is_logged(
     """
     batch = make_batch(1)
     scored = _scored(batch, make_teacher(4, max_tokens=13))
-    state = _step(make_learner("forward_kl", 4), small_params, scored)
+    state = _step(make_learner("jsd", 4), small_params, scored)
     r, words = batch.rollouts, small_arch.vocab_size
     taught = r.lengths <= 13
     assert 0 < taught.sum() < len(taught)
@@ -160,18 +167,18 @@ def test_what_is_logged(
     outside = every[..., words:].sum(axis=-1)[mask].mean()
     assert found["distill/outside_mass"].result() == pytest.approx(outside, rel=1e-4)
     log_q, log_p = (np.asarray(x, np.float64)[mask] for x in (log_q, log_p))
-    assert found["distill/loss"].result() < (np.exp(log_q) * (log_q - log_p)).sum(axis=-1).mean()
+    log_m = np.log((1 - BETA) * np.exp(log_p) + BETA * np.exp(log_q))
+    exact = BETA * (np.exp(log_q) * (log_q - log_m)).sum(axis=-1)
+    exact = (exact + (1 - BETA) * (np.exp(log_p) * (log_p - log_m)).sum(axis=-1)).mean()
+    assert found["distill/loss"].result() < exact
     model = make_teacher(4, max_tokens=13)._sources["default"]
-    for tokens in (None, 40):
-        teacher = WordTeacher(model, kind="forward_kl", beta=BETA)
-        whole = make_learner("forward_kl", 0, teacher=teacher, tokens=tokens)
-        same = _step(whole, small_params, batch).metrics
-        assert same["distill/outside_mass"].result() == pytest.approx(outside, rel=1e-4)
-        exact = (np.exp(log_q) * (log_q - log_p)).sum(axis=-1).mean()
-        assert same["distill/loss"].result() == pytest.approx(exact, rel=1e-4)
-        untaught = (r.completion_mask.any(axis=1) & ~taught).sum()
-        assert same["distill/no_teacher"].result() == untaught > 0
-        assert found["distill/no_teacher"].result() == untaught
+    whole = make_learner("jsd", 0, teacher=WordTeacher(model, kind="jsd", beta=BETA), tokens=40)
+    same = _step(whole, small_params, batch).metrics
+    assert same["distill/outside_mass"].result() == pytest.approx(outside, rel=1e-4)
+    assert same["distill/loss"].result() == pytest.approx(exact, rel=1e-4)
+    untaught = (r.completion_mask.any(axis=1) & ~taught).sum()
+    assert same["distill/no_teacher"].result() == untaught > 0
+    assert found["distill/no_teacher"].result() == untaught
 
 
 @pytest.mark.parametrize("kind", QUICK_KINDS)
@@ -194,7 +201,7 @@ def test_each_row_has_the_words_of_its_own_teacher(
     names = [("math", "own", "chat")[row % 3] for row in range(len(batch.rollouts))]
     rollouts = dataclasses.replace(batch.rollouts, columns={"data_source": tuple(names)})
     batch = dataclasses.replace(batch, rewarded=dataclasses.replace(batch.rewarded, rollouts=rollouts))
-    learner = make_learner("reverse_kl", 4, tokens=40)
+    learner = make_learner("jsd", 4, tokens=40)
     model = make_teacher(4)._sources["default"]
     sources = {"math": model, "own": OwnWeights("policy", TEMPERATURE, 64), "chat": None}
     state = learner.init(jax.tree.map(jnp.array, small_params))
@@ -205,15 +212,15 @@ def test_each_row_has_the_words_of_its_own_teacher(
     own = _log_softmax(small_params, small_arch, rollouts, small_arch.vocab_size)
     log_q = jnp.where((np.array(names) == "own")[:, None, None], own, log_q)
     taught = np.array(names) != "chat"
-    loss, expected = _expected("reverse_kl", 4, small_arch, small_params, log_q, batch, taught)
+    loss, expected = _expected("jsd", 4, small_arch, small_params, log_q, batch, taught)
     _assert_is(state, expected, loss)
 
 
 def test_the_update_goes_on_for_epochs_and_mini_batches(make_learner, make_teacher, make_batch, small_params):
     scored = _scored(make_batch(4), make_teacher(4))
-    state = _step(make_learner("forward_kl", 4, tokens=40, update={"epochs": 3}), small_params, scored)
+    state = _step(make_learner("jsd", 4, tokens=40, update={"epochs": 3}), small_params, scored)
     assert state.step == 3
-    first = _step(make_learner("forward_kl", 4, tokens=40), small_params, scored)
+    first = _step(make_learner("jsd", 4, tokens=40), small_params, scored)
     assert state.metrics["distill/loss"].result() < first.metrics["distill/loss"].result()
 
 

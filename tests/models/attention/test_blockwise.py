@@ -12,11 +12,15 @@ from packed_rows import dense, inputs, value_and_gradients, with_branches, with_
 from quatrain.backend import BlockSizes
 from quatrain.models.attention.blockwise import block_attention, block_pattern
 
+SOME, ALL = (BlockSizes(block=8, queries=queries, keys=keys) for queries, keys in ((3, 2), (None, 1)))
+BOTH = pytest.mark.parametrize("sizes", [SOME, ALL], ids=["some at a time", "all at once"])
 
-@pytest.fixture(params=[(3, 2), (None, 1)], ids=["some at a time", "all at once"])
+
+@pytest.fixture(
+    params=[SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some at a time", "all at once"]
+)
 def sizes(request):
-    queries, keys = request.param
-    return BlockSizes(block=8, queries=queries, keys=keys)
+    return request.param
 
 
 def _block(q, k, v, positions, segments, branches, window, cap, *, sizes):
@@ -38,9 +42,10 @@ def _assert_dense(*case, window, cap, sizes):
 
 SIZES = ((1, 61), (3, 37), (2, 4))
 LIMITS = ((None, None), (5, None), (None, 2.0), (13, 3.0))
-QUICK = {((1, 61), (None, None)), ((3, 37), (13, 3.0))}
+QUICK = {((3, 37), (13, 3.0))}
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("size", "limits"),
     [
@@ -65,6 +70,7 @@ def test_no_key_counts_twice_where_an_odd_number_of_blocks_is_seen(sizes):
     _assert_dense(1, 40, 6, _one_segment, window=None, cap=None, sizes=sizes)
 
 
+@BOTH
 def test_blocks_with_nothing_to_see_are_left_out(sizes):
     """Four sequences of 8 tokens in one row of blocks of 8: each block looks at itself alone."""
     positions = jnp.tile(jnp.arange(8, dtype=jnp.int32), 4)[None]
@@ -84,7 +90,8 @@ def test_padding_comes_out_as_zero(sizes):
     positions = jnp.arange(10, dtype=jnp.int32)[None]
     segments = jnp.asarray([[1] * 6 + [0] * 4], jnp.int32)
     q = jnp.ones((1, 10, 2, 4))
-    out = _block(q, q, q, positions, segments, jnp.zeros_like(segments), None, None, sizes=sizes)
+    run = jax.jit(functools.partial(_block, window=None, cap=None, sizes=sizes))
+    out = run(q, q, q, positions, segments, jnp.zeros_like(segments))
     assert not np.asarray(out)[0, 6:].any()
     np.testing.assert_allclose(out[0, :6], 1.0, rtol=1e-6)
 
