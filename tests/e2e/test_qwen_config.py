@@ -75,11 +75,11 @@ def test_the_whole_chain_runs_on_a_small_qwen2(tmp_path, small_arch, monkeypatch
 
 SLOW = (
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "remax")
+    for name in ("rloo", "ppo", "dapo", "gspo", "cispo", "dr_grpo", "remax")
 )
 
 
-@pytest.mark.parametrize("name", ["rloo", *SLOW])
+@pytest.mark.parametrize("name", SLOW)
 def test_a_recipe_runs_on_a_small_qwen2(name, tmp_path, small_arch, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     path = ROOT / "configs" / f"{name}_gsm8k_qwen25_0p5b.yaml"

@@ -39,6 +39,8 @@ from quatrain.update.sft import SupervisedLearner
 from quatrain.update.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
+SUM = "Tom has {} apples and buys 1 more. How many now?"
+"""As long as the problems of other runs, for which the programs are compiled."""
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +411,7 @@ def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):
     run = train(small_run(tmp_path, "flight", *options, "checkpoint.every_steps=3")).run
     rows = read_metrics(run / "metrics.jsonl")[1:]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert all(row["async/staleness_max"] <= 1 for row in rows)
+    assert all(row["async/staleness_max"] <= 2 for row in rows)  # two optimizer steps in a training step
     assert [rows[k]["async/staleness_max"] for k in (0, 3)] == [0, 0]  # at the start and after a checkpoint
     samples = [json.loads(line) for line in (run / "samples" / "step_000002.jsonl").read_text().splitlines()]
     assert sorted({sample["group_id"] for sample in samples}) == [4, 5, 6, 7]
@@ -542,10 +544,8 @@ def own_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
 
     def write(name, *changed):
-        # As long as the problems of other runs, for which the programs are compiled.
-        text = "Tom has {} apples and buys 1 more. How many now?"
-        rows = [{"prompt": text.format(i), "answer": str(i + 1), "of": name} for i in range(6)]
-        rows[5] |= dict(changed)
+        rows = [{"prompt": SUM.format(i), "answer": str(i + 1), "of": name} for i in range(8)]
+        rows[7] |= dict(changed)
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write("data.jsonl")
@@ -586,7 +586,7 @@ def test_a_resume_with_other_training_data_is_refused(own_data):
     write("data.jsonl")
     refused(differ + "the prompts, the tokens of the prompts differ", "data.system_prompt=Add.")
     data.write_text(data.read_text() + data.read_text().splitlines()[0])
-    refused("had 6 prompts that were not skipped, and has 7; restore the data")
+    refused("had 8 prompts that were not skipped, and has 9; restore the data")
     assert {path: path.read_bytes() for path in kept} == kept
     write("data.jsonl")
     assert train(small_run(runs, "own", *options, "run.steps=2"), resume="own").steps == 2
@@ -618,7 +618,7 @@ def test_a_resume_with_fewer_steps_than_its_checkpoint_is_refused(finished):
 def test_secrets_decide_no_resume_and_stand_in_no_checkpoint(tmp_path, monkeypatch):
     """The file's name is a secret in one environment and none in the other."""
     data = tmp_path / "hunter2.jsonl"
-    rows = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(6)]
+    rows = [json.dumps({"prompt": SUM.format(i), "answer": str(i + 1)}) + "\n" for i in range(6)]
     data.write_text("".join(rows))
     other = tmp_path / "xyzzy22.jsonl"
     other.write_text("".join(rows))
@@ -831,8 +831,8 @@ def test_two_runs_in_threads_of_one_process_have_a_log_each(tmp_path, capfd):
 
     def begin(name):
         rewards = f"reward.functions={{'{tmp_path}/rewards.py:says': {{args: {{who: {name}}}}}}}"
-        options = ("run.steps=1", "sft.steps=0", "data.eval=null", "rollout.max_staleness=1", rewards)
-        resolved = small_run(tmp_path, name, *options)
+        options = ("run.steps=1", "sft.steps=0", "update.mini_batch_size=2", "rollout.max_staleness=1")
+        resolved = small_run(tmp_path, name, *options, rewards, "eval.before=false")
         began.wait(60)
         train(resolved)
 
