@@ -43,7 +43,14 @@ def talks(completions, messages, turn_rewards, finish_reasons):
     assert "error" not in finish_reasons
     return [0.1 * len(rewards) for rewards in turn_rewards]
 """
-SHORT = ("sft.steps=0", "run.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3", "eval.every_steps=0")
+SHORT = (
+    "sft.steps=0",
+    "run.steps=3",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=3",
+    "eval.every_steps=0",
+    "eval.final_num_prompts=16",
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,7 @@ def options(tmp_path_factory):
     return (
         f"data.train={folder}/game.jsonl", f"data.eval={folder}/game.jsonl", "sft.data=builtin:arithmetic",
         f"rollout.environment={folder}/game.py:Game", "rollout.max_turns=3", "rollout.max_new_tokens=30",
-        f"reward.functions={{environment: 1.0, '{folder}/talks.py:talks': 0.5}}", "eval.num_prompts=6",
+        f"reward.functions={{environment: 1.0, '{folder}/talks.py:talks': 0.5}}", "eval.num_prompts=16",
         "reward.workers=0", "logging.samples_per_step=16", "rollout.stop=[a, e]",
     )  # fmt: skip
 
