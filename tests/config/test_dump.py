@@ -66,7 +66,7 @@ def test_awkward_text_survives_in_values_and_names(tmp_path, text):
     assert values["rollout.stop"] == ["a,b"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20), value=st.floats(0, 1e3))
 def test_other_readers_of_yaml_see_the_same_values(text, value):
     config = Config(data={"system_prompt": text}, optimizer={"learning_rate": value})

@@ -410,10 +410,16 @@ def test_long_demonstrations_follow_the_same_rule(dataset, tokenizer):
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K files are not beside the repository")
-def test_gsm8k(tokenizer):
+@pytest.mark.parametrize("count", [100, pytest.param(7473, marks=pytest.mark.slow)])
+def test_gsm8k(tokenizer, tmp_path, count):
+    """Its first problems, and all of them."""
+    lines = GSM8K.read_text("utf-8").splitlines(keepends=True)
+    assert len(lines) == 7473
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(lines[:count]), "utf-8")
     data = DataConfig(question_column="question", system_prompt="Think.", max_prompt_length=1200)
-    source = load_prompts(str(GSM8K), data, tokenizer, seed=0, required_columns=["answer"])
-    assert len(source) == 7473
+    source = load_prompts(str(file), data, tokenizer, seed=0, required_columns=["answer"])
+    assert len(source) == count
     first = source.head(1)[0]
     assert first.columns["answer"].endswith("#### 72")
     assert tokenizer.decode(first.input_ids).startswith(

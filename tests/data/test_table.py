@@ -68,6 +68,22 @@ def _plain(prompt):
     return (prompt.group_id, prompt.input_ids.tolist(), prompt.text, dict(prompt.columns))
 
 
+def test_processes_that_read_one_file_compare_all_that_is_in_it(monkeypatch, tokenizer, tmp_path):
+    """What differs is named: a process with other answers would train on other rewards."""
+    compared = []
+    monkeypatch.setattr(prompts, "joined", lambda: True)
+    monkeypatch.setattr(prompts, "assert_same", lambda what, values: compared.append((what, values)))
+    file = tmp_path / "sums.jsonl"
+    for gold in (4, 4, 5):
+        rows = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": "2 + 3 =", "answer": f"{gold}"}]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        load_prompts(str(file), DataConfig(), tokenizer, seed=3)
+    (kind, first), (_, again), (_, other) = compared
+    assert (kind, first[str(file)]) == ("data set", "2 rows")
+    assert first == again
+    assert {name for name in first if first[name] != other[name]} == {f"{file}, the column `answer`"}
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("long", ["skip", "truncate_left"])
 def test_shares_make_the_batches_of_one_process(monkeypatch, tokenizer, files, count, long):

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 from architectures import changed
-from runs import interrupted_after, small_run, steady_metrics
+from resumed_runs import resumed_copy
+from runs import small_run, steady_metrics
 from teachers import save_policy
 
 from quatrain.loop.train import dry_run, train, train_sft
@@ -34,13 +35,13 @@ def teacher(tmp_path_factory, tokenizer, narrow_model):
     ],
 )
 def test_a_run_learns_from_whole_distributions_and_goes_on_to_the_bit(teacher, tmp_path, loss, top_k):
-    options = _options(teacher, f"distill.loss={loss}", "run.steps=6", "sft.steps=0", "eval.every_steps=3")
+    options = _options(teacher, f"distill.loss={loss}", "run.steps=4", "sft.steps=0")
     options += (f"distill.top_k={top_k}",) if top_k else ()
     whole = train(small_run(tmp_path, "whole", *options)).run
     rows = read_metrics(whole / "metrics.jsonl")
     assert not unknown_metrics({name for row in rows for name in row} - {"step", "non_finite"})
     losses = [row["distill/loss"] for row in rows if "distill/loss" in row]
-    assert len(losses) == 6
+    assert len(losses) == 4
     assert losses[-1] < losses[0]
     of_evaluations = [row["eval/teacher_kl"] for row in rows if "eval/teacher_kl" in row]
     assert len(of_evaluations) == 3
@@ -73,10 +74,8 @@ def test_a_run_learns_from_its_teacher_without_rewards_and_goes_on_to_the_bit(te
 
 
 def _assert_goes_on_to_the_bit(whole, tmp_path, options):
-    """A run that is stopped after three steps and resumed has the metrics and the weights of `whole`."""
-    with pytest.raises(KeyboardInterrupt), interrupted_after(3):
-        train(small_run(tmp_path, "stopped", *options))
-    again = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
+    """A run that is resumed after its second step has the metrics and the weights of `whole`."""
+    again = resumed_copy(whole, tmp_path / "killed", 2, *options)
     assert steady_metrics(again) == steady_metrics(whole)
     for a, b in zip(*(_arrays(run) for run in (again, whole)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -102,6 +101,7 @@ def test_the_plan_and_the_dry_run_know_the_teacher(teacher, tmp_path):
 def test_the_run_teaches_itself_with_a_prompt_that_knows_the_answer(which, loss, tmp_path):
     hint = 'distill.prompt="The answer is {answer}."'
     options = (f"distill.teacher={which}", hint, "update.kl_coef=0", "run.steps=2", "eval.every_steps=0")
+    options += ("eval.before=false", "sft.steps=0")
     options += () if loss == "sampled" else (f"distill.loss={loss}", "distill.top_k=16")
     run = train(small_run(tmp_path, which, *options)).run
     steps = [row for row in read_metrics(run / "metrics.jsonl") if "distill/kl" in row]
@@ -153,8 +153,8 @@ def test_supervised_training_loads_no_teacher(teacher, tmp_path, monkeypatch):
 
 
 def test_samples_have_the_teachers_log_probabilities_of_their_tokens(teacher, tmp_path):
-    options = _options(teacher, "run.steps=1", "eval.every_steps=0", "logging.sample_tokens=true")
-    run = train(small_run(tmp_path, "tokens", *options)).run
+    options = _options(teacher, "run.steps=1", "eval.every_steps=0", "eval.before=false", "sft.steps=0")
+    run = train(small_run(tmp_path, "tokens", *options, "logging.sample_tokens=true")).run
     rows = [json.loads(line) for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()]
     [step] = [row for row in read_metrics(run / "metrics.jsonl") if "distill/teacher_logprob" in row]
     for row in rows:
@@ -166,7 +166,8 @@ def test_samples_have_the_teachers_log_probabilities_of_their_tokens(teacher, tm
 
 
 def test_an_evaluation_of_rows_that_the_teacher_cannot_read_has_no_kl(tmp_path):
-    rows = [{"prompt": "2 + 3 =", "answer": "5", "hint": "five"}] * 8
+    text = "Tom has 2 apples and buys 3 more. How many now?"
+    rows = [{"prompt": text, "answer": "5", "hint": "five"}] * 8
     for name, keys in (("train", ("prompt", "answer", "hint")), ("eval", ("prompt", "answer"))):
         text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)

@@ -22,7 +22,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
     options = f"reward.functions={{correct: 1.0, '{rewards}:fails': 1.0}}"
     plan, warnings = dry_run(small_run(tmp_path / "runs", "dry", options))
-    assert plan.startswith("4 steps of 4 prompts x 4 samples, 1088 training prompts\nprompts_per_step")
+    assert plan.startswith("4 steps of 4 prompts x 4 samples, 68 training prompts\nprompts_per_step")
     assert "total_in_gradient" in plan
     (warning,) = warnings
     assert "`fails` fails on a made-up completion" in warning

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from resumed_runs import resumed_copy
 from runs import interrupted_after, small_run, steady_metrics
 
 from quatrain.config.errors import ConfigError
@@ -42,6 +43,14 @@ def talks(completions, messages, turn_rewards, finish_reasons):
     assert "error" not in finish_reasons
     return [0.1 * len(rewards) for rewards in turn_rewards]
 """
+SHORT = (
+    "sft.steps=0",
+    "run.steps=3",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=3",
+    "eval.every_steps=0",
+    "eval.final_num_prompts=16",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +68,14 @@ def options(tmp_path_factory):
     return (
         f"data.train={folder}/game.jsonl", f"data.eval={folder}/game.jsonl", "sft.data=builtin:arithmetic",
         f"rollout.environment={folder}/game.py:Game", "rollout.max_turns=3", "rollout.max_new_tokens=30",
-        f"reward.functions={{environment: 1.0, '{folder}/talks.py:talks': 0.5}}", "eval.num_prompts=6",
+        f"reward.functions={{environment: 1.0, '{folder}/talks.py:talks': 0.5}}", "eval.num_prompts=16",
         "reward.workers=0", "logging.samples_per_step=16", "rollout.stop=[a, e]",
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, options):
-    return train(small_run(tmp_path_factory.mktemp("runs"), "whole", *options)).run
+    return train(small_run(tmp_path_factory.mktemp("runs"), "whole", *options, *SHORT)).run
 
 
 def rows_of(run):
@@ -80,7 +89,7 @@ def samples_of(run, kind):
 
 def test_sampler_and_trainer_agree_on_the_tokens_of_every_turn(whole):
     rows = rows_of(whole)
-    assert len(rows) == 4
+    assert len(rows) == 3
     assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
     assert all(row["episode/turns/max"] == 3 for row in rows)
     assert all(row["length/environment/max"] > 5 for row in rows)
@@ -107,9 +116,7 @@ def test_evaluation_uses_the_environment(whole):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(whole, options, tmp_path):
-    with interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(small_run(tmp_path, "stopped", *options))
-    run = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
+    run = resumed_copy(whole, tmp_path, 2, *options, *SHORT)
     assert (run / "final" / "model.safetensors").read_bytes() == (
         whole / "final" / "model.safetensors"
     ).read_bytes()
@@ -172,7 +179,8 @@ def test_a_column_chooses_among_environments(options, tmp_path):
     game = next(option for option in options if option.startswith("rollout.environment=")).split("=")[1]
     named = f"{{column: game, guess: {game}, echo: {tmp_path}/echo.py:Echo}}"
     several = (
-        *options, f"rollout.environment={named}", "rollout.environment_workers=1", "run.steps=2",
+        *options, f"rollout.environment={named}", "rollout.environment_workers=1", "run.steps=1",
+        "sft.steps=0", "eval.before=false", "eval.every_steps=0",
         f"data.train={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/rows.jsonl",
     )  # fmt: skip
     run = train(small_run(tmp_path, "several", *several)).run

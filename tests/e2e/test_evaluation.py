@@ -14,6 +14,7 @@ from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
+SUM = "Tom has {} apples and loses 0. How many now?"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def run(tmp_path_factory):
         "    return [None if a == 3 else 0.5 if a == 2 else 7.0 for a in answer]\n\n\n"
         "def fails(completions, **columns):\n    raise RuntimeError('no')\n"
     )
-    rows = [{"prompt": f"{i} + 0 =", "answer": i, "note": [i]} for i in range(1, 6)]
+    rows = [{"prompt": SUM.format(i), "answer": i, "note": [i]} for i in range(1, 6)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = (
         f"data.eval={{sums: {folder / 'sums.jsonl'}, words: 'builtin:arithmetic-heldout'}}",
@@ -80,7 +81,7 @@ def test_its_completions_are_kept(run):
     assert len(set(keys)) == len(after)
     third = next(s for s in after if (s["set"], s["prompt_index"], s["greedy"]) == ("sums", 2, True))
     assert third["step"] == 1
-    assert third["prompt"] == "3 + 0 ="
+    assert third["prompt"] == SUM.format(3)
     assert third["columns"] == {"answer": 3, "note": [3]}
     assert third["correct"] is None
     assert third["strict"] is None

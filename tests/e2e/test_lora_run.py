@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from resumed_runs import resumed_copy
 from runs import interrupted_after, small_run, steady_metrics
 from safetensors.numpy import load_file
 
@@ -13,6 +14,7 @@ from quatrain.loop.export import export
 from quatrain.loop.train import dry_run, train
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.metrics import read_metrics
+from quatrain.update.trainer import Trainer
 from quatrain.weights.hf import load_hf
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -22,14 +24,16 @@ LORA = (
     "update.kl_coef=0.1",
 )  # fmt: skip
 
+SHORT = ("run.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3", "eval.every_steps=0")
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return train(small_run(tmp_path_factory.mktemp("runs"), "whole", *LORA)).run
+    return train(small_run(tmp_path_factory.mktemp("runs"), "whole", *LORA, *SHORT)).run
 
 
 def test_a_run_saves_adapters_alone(whole):
-    saved = Checkpointer(whole / "checkpoints")._read_json(4)
+    saved = Checkpointer(whole / "checkpoints")._read_json(3)
     names = list(saved["arrays"])
     assert names
     assert all("_lora_" in name for name in names if "count" not in name), names
@@ -87,9 +91,7 @@ def _base_of(run, folder):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(whole, tmp_path):
-    with interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(small_run(tmp_path, "stopped", *LORA))
-    run = train(small_run(tmp_path, "stopped", *LORA), resume="stopped").run
+    run = resumed_copy(whole, tmp_path, 1, *LORA, *SHORT)
     assert _final(run) == _final(whole)
     assert steady_metrics(run) == steady_metrics(whole)
 
@@ -140,14 +142,38 @@ def test_a_dry_run_finds_that_the_base_has_another_form(whole):
         dry_run(resolved, resume="whole")
 
 
-def test_a_reference_without_warm_start_is_the_base(tmp_path):
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory):
+    """A run without warm start, and of each parameter in each optimizer step: whether it is an adapter's,
+    whether the old one is deleted, and whether it is the new one."""
+    seen, plain = [], Trainer.step
+
+    def step(self, state, *rest):
+        new = plain(self, state, *rest)
+        for old, now in zip(state.params["layers"], new.params["layers"], strict=True):
+            seen.extend((("_lora_" in name), old[name].is_deleted(), old[name] is now[name]) for name in old)
+        return new
+
     options = (*LORA, "sft.steps=0", "run.steps=2", "eval.every_steps=0", "eval.before=false")
-    run = train(small_run(tmp_path, "cold", *options)).run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        return train(small_run(tmp_path_factory.mktemp("runs"), "cold", *options)).run, seen
+
+
+def test_a_reference_without_warm_start_is_the_base(cold):
+    run, _ = cold
     names = Checkpointer(run / "checkpoints")._read_json(2)["arrays"]
     assert {name.split(".")[0] for name in names} == {"params", "opt_state"}
     rows = read_metrics(run / "metrics.jsonl")
     assert abs(rows[0]["update/kl"]) < 1e-6
     assert rows[1]["update/kl"] > 1e-6
+
+
+def test_the_base_is_never_donated(cold):
+    """Training frees the adapters of the step before, and nothing of the base."""
+    _, seen = cold
+    assert {(lora, same) for lora, _, same in seen} == {(True, False), (False, True)}
+    assert not any(gone for lora, gone, _ in seen if not lora)
 
 
 @pytest.mark.slow
@@ -168,24 +194,3 @@ def test_rollouts_ahead(tmp_path, way, in_flight):
     run = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
     assert _final(run) == _final(whole)
     assert steady_metrics(run) == steady_metrics(whole)
-
-
-def test_the_base_is_never_donated(tmp_path, monkeypatch):
-    """Training frees the adapters of the step before, and nothing of the base."""
-    from quatrain.update.trainer import Trainer
-
-    seen = []
-    plain = Trainer.step
-
-    def step(self, state, *rest):
-        new = plain(self, state, *rest)
-        layers = zip(state.params["layers"], new.params["layers"], strict=True)
-        for old, now in layers:
-            for name in old:
-                seen.append((("_lora_" in name), old[name].is_deleted(), old[name] is now[name]))
-        return new
-
-    monkeypatch.setattr(Trainer, "step", step)
-    train(small_run(tmp_path, "kept", *LORA, "sft.steps=0", "run.steps=1", "eval.before=false"))
-    assert {(lora, same) for lora, _, same in seen} == {(True, False), (False, True)}
-    assert not any(gone for lora, gone, _ in seen if not lora)

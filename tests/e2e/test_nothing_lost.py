@@ -1,31 +1,27 @@
 """Runs whose checkpoints are damaged, whose weights are ruined, and whose disk is full."""
 
-import shutil
-
 import pytest
-from runs import interrupted_after, small_run, steady_metrics
+from resumed_runs import killed_copy
+from runs import small_run, steady_metrics
 
 from quatrain.loop.train import train, train_sft
 from quatrain.run.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, SaveFailed
 from quatrain.run.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
-OPTIONS = ("checkpoint.every_steps=1", "eval.every_steps=0", "update.kl_coef=0.1")
+OPTIONS = (
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=4",
+    "eval.every_steps=0",
+    "sft.steps=0",
+    "run.steps=3",
+)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run of four steps."""
+    """An uninterrupted run of three steps, with a checkpoint of each."""
     return train(small_run(tmp_path_factory.mktemp("runs"), "whole", *OPTIONS)).run
-
-
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory):
-    """A folder with the run `broken`, interrupted after three steps."""
-    folder = tmp_path_factory.mktemp("runs")
-    with interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(small_run(folder, "broken", *OPTIONS))
-    return folder
 
 
 def damage_arrays(folder):
@@ -36,26 +32,25 @@ def damage_arrays(folder):
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_its_step_trained_again(whole, broken, tmp_path):
-    shutil.copytree(broken, folder := tmp_path / "runs")
-    damage_arrays(folder / "broken" / "checkpoints" / "3")
-    run = train(small_run(folder, "broken", *OPTIONS), resume="broken").run
+def test_a_damaged_checkpoint_is_set_aside_and_its_step_trained_again(whole, tmp_path):
+    run = killed_copy(whole, tmp_path, 2)
+    damage_arrays(run / "checkpoints" / "2")
+    train(small_run(tmp_path, "whole", *OPTIONS), resume="whole")
     assert steady_metrics(run) == steady_metrics(whole)
     weights = [each / "final" / "model.safetensors" for each in (run, whole)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert [path.name for path in (run / "checkpoints.damaged").iterdir()] == ["3"]
+    assert [path.name for path in (run / "checkpoints.damaged").iterdir()] == ["2"]
     log = (run / "run.log").read_text()
-    assert "the checkpoint of step 3" in log
+    assert "the checkpoint of step 2" in log
     assert "is damaged" in log
-    assert "the checkpoint of step 2 is used" in log
+    assert "the checkpoint of step 1 is used" in log
     assert "Traceback" not in log.split("resuming", 1)[1]
 
 
-def test_a_damaged_reference_ends_the_resume_with_one_message(broken, tmp_path):
-    shutil.copytree(broken, folder := tmp_path / "runs")
-    damage_arrays(folder / "broken" / "reference" / "0")
+def test_a_damaged_reference_ends_the_resume_with_one_message(whole, tmp_path):
+    damage_arrays(killed_copy(whole, tmp_path, 2) / "reference" / "0")
     with pytest.raises(DamagedCheckpoint, match=r"reference is damaged.*; no other checkpoint is left"):
-        train(small_run(folder, "broken", *OPTIONS), resume="broken")
+        train(small_run(tmp_path, "whole", *OPTIONS), resume="whole")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
@@ -95,4 +90,4 @@ def test_a_disk_that_is_full_for_one_checkpoint_costs_nothing_else(whole, tmp_pa
     assert (run / "final" / "model.safetensors").read_bytes() == (
         whole / "final" / "model.safetensors"
     ).read_bytes()
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from runs import small_run
 
@@ -53,15 +54,14 @@ def test_rewards_alone_teach_a_small_model(tmp_path):
         "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
     )
     options = (
-        f"reward.functions={{'{tmp_path}/digits.py:digits': 1.0}}", "sft.steps=0", "run.steps=10",
-        "data.eval=null", "checkpoint.every_steps=0", "optimizer.learning_rate=2e-2",
-        "optimizer.warmup_steps=0", "optimizer.schedule=constant", "data.batch_size=8", "rollout.n=8",
-        "update.kl_coef=0",
+        f"reward.functions={{'{tmp_path}/digits.py:digits': 1.0}}", "sft.steps=0", "run.steps=20",
+        "eval.before=false", "eval.every_steps=0", "checkpoint.every_steps=0", "optimizer.learning_rate=2e-2",
+        "optimizer.warmup_steps=0", "optimizer.schedule=constant",
     )  # fmt: skip
     run = train(small_run(tmp_path, "digits", *options)).run
     rewards = [row["reward/mean"] for row in read_metrics(run / "metrics.jsonl") if "reward/mean" in row]
-    assert len(rewards) == 10
-    assert rewards[-1] > rewards[0] + 0.3, rewards
+    assert len(rewards) == 20
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:2]) + 0.3, rewards
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The configurations for Qwen2.5-0.5B on GSM8K, run to their ends on a small random Qwen2."""
+"""The configurations for Qwen2.5-0.5B on GSM8K, on a small random Qwen2: dry, and run to their ends."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from architectures import changed
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.loop.export import export_policy
-from quatrain.loop.train import train
+from quatrain.loop.train import dry_run, train
 from quatrain.models.params import init_params
 from quatrain.run.metrics import read_metrics
 
@@ -60,6 +60,30 @@ def _settings(folder: Path, arch, name: str) -> tuple[str, ...]:
     )
 
 
+ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
+"""Of the recipes beside GRPO's, `CONFIG`."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, small_arch):
+    return _settings(tmp_path_factory.mktemp("qwen"), small_arch, "dry")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [CONFIG, *(CONFIG.with_name(f"{name}_{CONFIG.name}") for name in ALGORITHMS)],
+    ids=["grpo", *ALGORITHMS],
+)
+def test_a_dry_run_builds_every_part_of_a_recipe_and_warns_of_nothing(path, settings, monkeypatch):
+    """The quick form: rewards, data, model and tokenizer fit each other; nothing is computed."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    free = ("reward.overlong_buffer=null", "update.mini_batch_size=null")
+    plan, warnings = dry_run(load_config(path, (*settings, *free), environ={}))
+    assert plan.startswith("2 steps of 4 prompts x 4 samples, 16 training prompts\n")
+    assert warnings == []
+
+
+@pytest.mark.slow
 def test_the_whole_chain_runs_on_a_small_qwen2(tmp_path, small_arch, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     settings = _settings(tmp_path, small_arch, "qwen")
@@ -73,13 +97,8 @@ def test_the_whole_chain_runs_on_a_small_qwen2(tmp_path, small_arch, monkeypatch
     assert json.loads((summary.run / "final" / "config.json").read_text())["model_type"] == "qwen2"
 
 
-SLOW = (
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "remax")
-)
-
-
-@pytest.mark.parametrize("name", ["rloo", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_recipe_runs_on_a_small_qwen2(name, tmp_path, small_arch, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     path = ROOT / "configs" / f"{name}_gsm8k_qwen25_0p5b.yaml"

@@ -27,6 +27,8 @@ SMALL = (
     "checkpoint.every_steps=0",
     "reward.model_max_tokens_per_device=1024",
 )
+LIKE_OTHERS = ("rollout.n=4", "update.kl_coef=0.05", "eval.num_prompts=8", "eval.final_num_prompts=8")
+"""A run has the programs of the small runs of other tests, beside those of its reward model."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def _resolved(folder, judge, *overrides):
 
 def test_a_run_is_rewarded_by_the_model_alone(judge, tmp_path):
     """One step; the trained model evaluates to the same mean score when it is loaded again."""
-    resolved = _resolved(tmp_path, judge, "run.steps=1", "sft.steps=0", "rollout.n=4")
+    resolved = _resolved(tmp_path, judge, "run.steps=1", "sft.steps=0", *LIKE_OTHERS)
     summary = train(resolved)
     rows = read_metrics(summary.run / "metrics.jsonl")
     names = {name for row in rows for name in row} - {"step", "non_finite"}
@@ -54,7 +56,7 @@ def test_a_run_is_rewarded_by_the_model_alone(judge, tmp_path):
     assert last["update/grad_norm"] > 0
     sample = json.loads((summary.run / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
     assert sample["reward"] == pytest.approx(2 * sample["rewards"]["judge"])
-    again = _resolved(tmp_path, judge, f"model.path={summary.run / 'final'}")
+    again = _resolved(tmp_path, judge, *LIKE_OTHERS, f"model.path={summary.run / 'final'}")
     assert evaluate_run(again)["eval/reward"] == pytest.approx(summary.after["eval/reward"], rel=1e-4)
 
 

@@ -31,7 +31,10 @@ def test_on_step_sees_each_step_and_ends_the_run(tmp_path, staleness):
         seen.append((step, "eval/accuracy_strict" in metrics, metrics["reward/mean"] >= 0))
         return step == 3
 
-    options = ("sft.steps=0", "eval.before=false", "run.steps=6", f"rollout.max_staleness={staleness}")
+    options = (
+        "sft.steps=0", "eval.before=false", "run.steps=6", f"rollout.max_staleness={staleness}",
+        "update.mini_batch_size=2",
+    )  # fmt: skip
     summary = train(small_run(tmp_path, "called", *options), on_step=on_step)
     assert seen == [(1, False, True), (2, True, True), (3, False, True)]
     _ends(summary, 3)

@@ -1,6 +1,5 @@
 """Whole runs through the command's own functions, small enough for a test."""
 
-import hashlib
 import json
 import os
 import re
@@ -8,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import types
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +39,8 @@ from quatrain.update.sft import SupervisedLearner
 from quatrain.update.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
+SUM = "Tom has {} apples and buys 1 more. How many now?"
+"""As long as the problems of other runs, for which the programs are compiled."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def finished(tmp_path_factory):
     """A run with every optional part of the update on, and its summary."""
     folder = tmp_path_factory.mktemp("runs")
     options = (
-        "update.kl_coef=0.1", "update.mini_batch_size=2", "update.epochs=2", "eval.n=2",
+        "update.mini_batch_size=2", "update.epochs=2", "eval.n=2",
         "advantage.estimator=gae", "critic.epochs=1", "critic_optimizer.learning_rate=1e-3",
         "reward.kl_coef=0.05", "reward.kl_target=0.01", "reward.kl_horizon=100",
         "rollout.dynamic_sampling_rounds=3", "offload.critic=true",
@@ -173,8 +175,8 @@ def _checkpoints(run):
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, capfd):
     """Invariant 5, with the reference model, epochs and mini-batches in play.
 
-    Signals come in a rollout, at the begin of an update, and after its first optimizer step, before an
-    evaluation that is due; then the run is killed in a step after its last checkpoint.
+    Signals come in a rollout, and after the first optimizer step of an update, before an evaluation that is
+    due; then the run is killed in a step after its last checkpoint.
     """
     whole, options = finished
     run, settings = tmp_path / "stopped", ("checkpoint.every_steps=0", *options)
@@ -194,11 +196,6 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     assert "Traceback" not in log
     assert "SIGTERM: the run stops as soon as its state is whole" in capfd.readouterr().err
 
-    begin = (Learner, "step", lambda learner, state, batch: state.train_step == 1)
-    with _signalled(signal.SIGTERM, *begin), pytest.raises(Stopped, match="step 1 is saved"):
-        train(resolved, resume="stopped")
-    assert _checkpoints(run) == [1]
-
     update = (Trainer, "step", lambda trainer, state, *arguments: state.step == 5)
     with _signalled(signal.SIGHUP, *update), pytest.raises(Stopped) as second:
         train(resolved, resume="stopped")
@@ -212,7 +209,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     summary = train(resolved, resume="stopped")
 
     starts = json.loads((run / "run.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, 1, 1, 2, 2]
+    assert [start["step"] for start in starts] == [0, 1, 2, 2]
 
     # The steps before the checkpoint took more prompts than two batches of four.
     rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
@@ -236,9 +233,11 @@ def test_the_last_step_is_saved_while_the_next_one_compiles(tmp_path, monkeypatc
 
     def compiles(self, state, batch):
         if state.train_step == 1:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000_000)  # hears no signal
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # another thread gets it
+            time.sleep(1.0)  # hears no signal
             saved.append(_checkpoints(run))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return plain(self, state, batch)
 
     monkeypatch.setattr(Learner, "step", compiles)
@@ -383,6 +382,7 @@ def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path
     options = (
         f"reward.functions={{'{rewards}:fails': 1.0}}",
         "rollout.max_staleness=2",
+        "update.mini_batch_size=2",
         "eval.every_steps=0",
     )
     with pytest.raises(ValueError, match="must return a list with one number per completion"):
@@ -403,20 +403,22 @@ def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):
     options = (
         "rollout.max_staleness=1",
         "rollout.in_flight=true",
-        "rollout.max_concurrency=6",
+        "rollout.max_concurrency=8",
+        "update.mini_batch_size=2",
+        "sft.steps=0",
         "run.steps=5",
     )
     run = train(small_run(tmp_path, "flight", *options, "checkpoint.every_steps=3")).run
     rows = read_metrics(run / "metrics.jsonl")[1:]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert all(row["async/staleness_max"] <= 1 for row in rows)
+    assert all(row["async/staleness_max"] <= 2 for row in rows)  # two optimizer steps in a training step
     assert [rows[k]["async/staleness_max"] for k in (0, 3)] == [0, 0]  # at the start and after a checkpoint
     samples = [json.loads(line) for line in (run / "samples" / "step_000002.jsonl").read_text().splitlines()]
     assert sorted({sample["group_id"] for sample in samples}) == [4, 5, 6, 7]
 
 
 def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp_path):
-    options = ("update.kl_coef=0.1", "run.steps=2", "checkpoint.every_steps=0", "eval.every_steps=0")
+    options = ("run.steps=2", "checkpoint.every_steps=0", "eval.every_steps=0", "sft.steps=0")
 
     with interrupted_after(1), pytest.raises(KeyboardInterrupt):
         train(small_run(tmp_path, "mine", *options), resume="auto")
@@ -536,28 +538,39 @@ def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):
         export(run, tmp_path / "third", step=3)
 
 
-@pytest.fixture
-def own_data(tmp_path):
-    """A run of one step on two files of its own, its folder's parent, and its options."""
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory):
+    """The folder of two files of data, what writes them, and the options of a run of one step on them."""
+    folder = tmp_path_factory.mktemp("own")
 
     def write(name, *changed):
-        rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "of": name} for i in range(6)]
-        rows[5] |= dict(changed)
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"prompt": SUM.format(i), "answer": str(i + 1), "of": name} for i in range(8)]
+        rows[7] |= dict(changed)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write("data.jsonl")
     write("heldout.jsonl")
     options = (
-        f"data.train={tmp_path}/data.jsonl", f"data.eval={tmp_path}/heldout.jsonl", "sft.steps=0",
+        f"data.train={folder}/data.jsonl", f"data.eval={folder}/heldout.jsonl", "sft.steps=0",
         "run.steps=1", "checkpoint.best_metric=eval/reward",
     )  # fmt: skip
-    train(small_run(tmp_path / "runs", "own", *options))
-    return tmp_path / "runs", options, write
+    train(small_run(folder / "runs", "own", *options))
+    return folder, options, write
+
+
+@pytest.fixture
+def own_data(own_run, tmp_path):
+    """The folder with a copy of the run alone, the run's options, what writes its data, and their folder."""
+    folder, options, write = own_run
+    write("data.jsonl")
+    write("heldout.jsonl")
+    shutil.copytree(folder / "runs" / "own", tmp_path / "own")
+    return tmp_path, options, write, folder
 
 
 def test_a_resume_with_other_training_data_is_refused(own_data):
-    runs, options, write = own_data
-    data = runs.parent / "data.jsonl"
+    runs, options, write, folder = own_data
+    data = folder / "data.jsonl"
     files = [path for path in (runs / "own").iterdir() if path.is_file() and path.name not in LOCK_FILES]
     kept = {path: path.read_bytes() for path in files}
 
@@ -573,18 +586,18 @@ def test_a_resume_with_other_training_data_is_refused(own_data):
     write("data.jsonl")
     refused(differ + "the prompts, the tokens of the prompts differ", "data.system_prompt=Add.")
     data.write_text(data.read_text() + data.read_text().splitlines()[0])
-    refused("had 6 prompts that were not skipped, and has 7; restore the data")
+    refused("had 8 prompts that were not skipped, and has 9; restore the data")
     assert {path: path.read_bytes() for path in kept} == kept
     write("data.jsonl")
     assert train(small_run(runs, "own", *options, "run.steps=2"), resume="own").steps == 2
 
 
 def test_a_resume_with_other_evaluation_data_compares_nothing_with_what_was_before(own_data, capfd):
-    runs, options, write = own_data
+    runs, options, write, folder = own_data
     assert json.loads((runs / "own" / "best.json").read_text())["step"] == 1
     write("heldout.jsonl", ("answer", "7"))
     resumed = train(small_run(runs, "own", *options, "run.steps=2"), resume="own")
-    said = f"the evaluations have changed in the column `answer` of {runs.parent}/heldout.jsonl: they are"
+    said = f"the evaluations have changed in the column `answer` of {folder}/heldout.jsonl: they are"
     log = (runs / "own" / "run.log").read_text()
     assert said in log
     assert re.findall(r"train (\d/\d) .* accuracy ", log) == ["1/1"]  # that of other data is not shown after
@@ -605,7 +618,7 @@ def test_a_resume_with_fewer_steps_than_its_checkpoint_is_refused(finished):
 def test_secrets_decide_no_resume_and_stand_in_no_checkpoint(tmp_path, monkeypatch):
     """The file's name is a secret in one environment and none in the other."""
     data = tmp_path / "hunter2.jsonl"
-    rows = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(6)]
+    rows = [json.dumps({"prompt": SUM.format(i), "answer": str(i + 1)}) + "\n" for i in range(6)]
     data.write_text("".join(rows))
     other = tmp_path / "xyzzy22.jsonl"
     other.write_text("".join(rows))
@@ -627,8 +640,7 @@ def test_a_moved_run_is_resumed_where_it_is(tmp_path):
     """Its configuration knows its old place, in which another run has begun meanwhile."""
     options = ("run.steps=1", "sft.steps=0", "data.eval=null")
     run = train(small_run(tmp_path / "first", "mine", *options)).run
-    moved = run.rename(tmp_path / "moved")
-    train(small_run(tmp_path / "first", "mine", *options))
+    moved = shutil.copytree(run, tmp_path / "moved")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     seen = []
     plain = run_module.build_engine
@@ -707,7 +719,7 @@ def test_bad_input_leaves_the_name_free(tmp_path):
 def test_kl_cannot_begin_on_resume(finished, tmp_path):
     shutil.copytree(finished[0].run, tmp_path / "whole", ignore=shutil.ignore_patterns("reference"))
     with pytest.raises(
-        ValueError, match=r"resumed with update\.kl_coef 0\.1 only .*set update\.kl_coef back"
+        ValueError, match=r"resumed with update\.kl_coef 0\.05 only .*set update\.kl_coef back"
     ):
         train(small_run(tmp_path, "x", *finished[1]), resume="whole")
 
@@ -716,7 +728,8 @@ def test_no_signal_is_counted_and_skipped(tmp_path):
     rewards = tmp_path / "flat.py"
     rewards.write_text("def flat(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
     flat = (f"reward.functions={{'{rewards}:flat': 1.0}}", "run.steps=2", "eval.every_steps=0")
-    summary = train(small_run(tmp_path, "silent", *flat, "update.entropy_coef=0", "update.kl_coef=0"))
+    options = (*flat, "sft.steps=0", "update.entropy_coef=0", "update.kl_coef=0")
+    summary = train(small_run(tmp_path, "silent", *options))
     rows = read_metrics(summary.run / "metrics.jsonl")[1:]
     assert [row["advantage/zero_signal_fraction"] for row in rows] == [1.0, 1.0]
     assert [row["update/skipped_steps"] for row in rows] == [1, 1]
@@ -796,7 +809,7 @@ def test_a_mean_over_nothing_is_no_result():
 def test_greedy_baseline_overlong_and_truncated_completions(tmp_path):
     """ReMax with every completion cut short: the baseline is scored, and nothing is trained on."""
     options = (
-        "run.steps=1", "eval.every_steps=0", "advantage.estimator=remax", "update.mask_truncated=true",
+        "run.steps=1", "data.eval=null", "advantage.estimator=remax", "update.mask_truncated=true",
         "rollout.max_new_tokens=4", "reward.functions={tag_count: 1.0, overlong: 0.5}",
         "reward.overlong_buffer=2",
     )  # fmt: skip
@@ -818,8 +831,8 @@ def test_two_runs_in_threads_of_one_process_have_a_log_each(tmp_path, capfd):
 
     def begin(name):
         rewards = f"reward.functions={{'{tmp_path}/rewards.py:says': {{args: {{who: {name}}}}}}}"
-        options = ("run.steps=2", "sft.steps=0", "data.eval=null", "rollout.max_staleness=1", rewards)
-        resolved = small_run(tmp_path, name, *options)
+        options = ("run.steps=1", "sft.steps=0", "update.mini_batch_size=2", "rollout.max_staleness=1")
+        resolved = small_run(tmp_path, name, *options, rewards, "eval.before=false")
         began.wait(60)
         train(resolved)
 
@@ -830,10 +843,10 @@ def test_two_runs_in_threads_of_one_process_have_a_log_each(tmp_path, capfd):
         thread.join()
     for own, other in (names, names[::-1]):
         log = (tmp_path / own / "run.log").read_text()
-        assert log.count(f"run {own}: 2 steps") == 1
+        assert log.count(f"run {own}: 1 steps") == 1
         assert f"from {own}" in log
         assert log.count(f"the trained model, for transformers: {tmp_path / own / 'final'}") == 1
         assert f"from {other}" not in log
         assert str(tmp_path / other) not in log
     shown = capfd.readouterr().err
-    assert all(shown.count(f"run {name}: 2 steps") == 1 for name in names)
+    assert all(shown.count(f"run {name}: 1 steps") == 1 for name in names)

@@ -218,8 +218,8 @@ def test_a_run_without_a_right_to_push_ends_before_it_trains(hub, monkeypatch, t
 def small(narrow_model, monkeypatch, tmp_path):
     """Settings of a run of one step, `runs/a` in the working folder."""
     monkeypatch.chdir(tmp_path)
-    settings = ["run.steps=1", "run.name=a", "sft.steps=0", "data.batch_size=2", "rollout.n=2"]
-    settings += ["eval.num_prompts=2", "eval.final_num_prompts=2", "update.kl_coef=0"]
+    settings = ["run.steps=1", "run.name=a", "sft.steps=0", "data.batch_size=4", "rollout.n=4"]
+    settings += ["eval.num_prompts=8", "eval.final_num_prompts=8"]
     return [*settings, f"hub.push={REPOSITORY}"]
 
 

@@ -67,7 +67,7 @@ def test_every_part_is_ended_although_one_cannot_be(tmp_path, monkeypatch):
 
 def test_rows_of_a_program_are_trained_on_shown_and_evaluated(tmp_path):
     rows = {"mine": builtin_rows("arithmetic")[:4], "shown": builtin_rows("arithmetic")[4:6]}
-    rows["held out"] = builtin_rows("arithmetic-heldout")[:2]
+    rows["held out"] = builtin_rows("arithmetic-heldout")[:8]
     names = ("data.train=mine", "sft.data=shown", "data.eval=held out", "sft.steps=1", "run.steps=1")
     run = train(small_run(tmp_path, "given", *names, "eval.every_steps=0"), rows=rows).run
     for file, name in {"step_000001": "mine", "eval_000001": "held out"}.items():

@@ -110,7 +110,10 @@ def test_both_leave_with_0(together):
     ("mode", "status", "news"),
     [
         ("dies", 9, "process 1 ended without an error message"),
-        ("killed at once", -signal.SIGKILL, "process 1 ended without an error message"),
+        pytest.param(
+            *("killed at once", -signal.SIGKILL, "process 1 ended without an error message"),
+            marks=pytest.mark.slow,
+        ),
         ("fails", 5, "process 1 failed: out of luck"),
     ],
 )
@@ -162,6 +165,7 @@ def test_processes_with_different_configurations_end_before_anything_starts(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # `data/test_table.py` has what processes compare
 def test_processes_that_read_different_data_end_before_anything_is_trained(tmp_path):
     folders = [tmp_path / name for name in ("first", "second")]
     for folder, gold in zip(folders, (4, 5), strict=True):
