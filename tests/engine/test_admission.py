@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architectures import changed
-from host_model import use_host_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,16 +69,8 @@ class Watched:
         return [completion for _, completion in self.engine.take(ticket)[0]]
 
 
-@pytest.fixture(params=["host", pytest.param("jax", marks=pytest.mark.slow)])
-def model(request, monkeypatch):
-    """What engines compute with: NumPy, which compiles nothing (`host_model.py`), or JAX as in a run."""
-    if request.param == "host":
-        use_host_model(monkeypatch)
-    return request.param
-
-
 @pytest.fixture
-def make(model, small_arch, tokenizer):
+def make(computed_by, small_arch, tokenizer):
     usual = changed(small_arch, family="qwen2", windows=(24,))
     params = init_params(usual, jax.random.key(3))
 
@@ -102,11 +93,11 @@ def known():
 
 
 @pytest.fixture
-def expected(make, model, known):
+def expected(make, computed_by, known):
     """The completions with memory for all."""
-    if model not in known:
-        known[model] = make(1 << 20).run()
-    return known[model]
+    if computed_by not in known:
+        known[computed_by] = make(1 << 20).run()
+    return known[computed_by]
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +366,7 @@ def test_keys_that_are_read_in_blocks_give_what_all_of_them_give(monkeypatch, sm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [2048, 24])
-@pytest.mark.parametrize("model", ["jax"], indirect=True)
+@pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
 def test_keys_that_are_read_in_blocks_give_the_same_tokens(make, monkeypatch, window):
     """Of sequences that are preempted; the sizes are those of short sequences."""
     expected = make(1 << 20, window=window).run()
