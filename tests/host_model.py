@@ -160,7 +160,7 @@ class _Sequence:
             if routes is None or (routes == live_of(self._form.dtype)).all():
                 chosen = _hash(self.hash, token, self._weights, 1)
                 shape = self._form.layers, self._form.experts_per_token
-                own = [(chosen >> 3 * i) % 8 for i in range(shape[0] * shape[1])]
+                own = [(chosen >> 3 * i) % self._form.num_experts for i in range(shape[0] * shape[1])]
                 routes = np.array(own, self._form.dtype).reshape(shape)
             self.routes.append(routes)
             entry = _hash(entry, *routes.reshape(-1).tolist()) >> 2
