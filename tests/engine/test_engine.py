@@ -124,6 +124,7 @@ def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, c
     assert others.metrics["rollout/prefill_tokens"].result() == whole - 4 * 40
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_samples_of_a_prompt_stand_side_by_side(make_engine):
     batch = make_engine().generate(_prompts())
     assert batch.group_ids.tolist() == [g for g in range(5) for _ in range(3)]
@@ -137,6 +138,7 @@ def test_samples_of_a_prompt_stand_side_by_side(make_engine):
     assert set(batch.policy_version[batch.completion_mask]) == {5}
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_stop_token_is_kept_and_the_rest_is_cut(make_engine):
     batch = make_engine().generate(_prompts())
     for ids, reason in zip(_completion_ids(batch), batch.finish_reason):
@@ -148,6 +150,7 @@ def test_stop_token_is_kept_and_the_rest_is_cut(make_engine):
     assert truncated == pytest.approx(np.mean(batch.finish_reason == "length"))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_first_token_may_stop(make_engine):
     """Such samples never take a slot."""
     batch = make_engine(stop_ids=tuple(range(0, 290, 2)), n=8).generate(_prompts())
@@ -158,6 +161,7 @@ def test_a_first_token_may_stop(make_engine):
     assert always.metrics["rollout/wasted_decode_fraction"].count == 0
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("slots", [1, 4, 7])
 def test_text_does_not_depend_on_the_slots(make_engine, slots):
     free = make_engine().generate(_prompts(), step=4)
@@ -167,6 +171,7 @@ def test_text_does_not_depend_on_the_slots(make_engine, slots):
     assert batch.finish_reason.tolist() == free.finish_reason.tolist()
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_text_does_not_depend_on_the_company(make_engine):
     engine = make_engine()
     together = _completion_ids(engine.generate(_prompts(), step=4))
@@ -176,6 +181,7 @@ def test_text_does_not_depend_on_the_company(make_engine):
     assert backwards[:3] == together[12:]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_text_depends_on_seed_step_and_group(make_engine):
     engine = make_engine()
     base = _completion_ids(engine.generate(_prompts()))
@@ -242,6 +248,7 @@ def test_chi_squared(make_engine, small_arch, option):
         assert stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue > 1e-3
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_stop_string_ends_a_completion_where_it_is_complete(make_engine, tokenizer):
     free = make_engine(max_new_tokens=24, stop_ids=()).generate(_prompts())
     texts = [tokenizer.decode(ids) for ids in _completion_ids(free)]
@@ -262,12 +269,14 @@ def test_stop_string_ends_a_completion_where_it_is_complete(make_engine, tokeniz
     assert hits >= 1
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_stop_string_never_met(make_engine):
     batch = make_engine(stop=("never met",), stop_ids=(), max_new_tokens=24).generate(_prompts())
     assert set(batch.finish_reason) == {"length"}
     assert set(batch.completion_lengths) == {24}
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_evaluation_overrides_sampling(make_engine):
     engine = make_engine()
     greedy = engine.generate(_prompts(), sampling=replace(engine.sampling, n=1, temperature=0.0))
@@ -276,11 +285,13 @@ def test_evaluation_overrides_sampling(make_engine):
     assert _completion_ids(best) == _completion_ids(greedy)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_one_token_completions(make_engine):
     batch = make_engine(max_new_tokens=1).generate(_prompts())
     assert batch.completion_lengths.tolist() == [1] * 15
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_no_prompts_give_an_empty_batch(make_engine):
     engine = make_engine()
     assert len(engine.generate([])) == 0
@@ -303,6 +314,7 @@ def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
     assert compiled(1) > 1
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
     engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=960 * 256)  # of 32 or 512, and 16
 
@@ -334,7 +346,7 @@ def test_nothing_compiles_in_steady_state(make_engine, small_arch, small_params)
     assert warm_up < 40  # 8 or 4 slots, 2, 4 or 8 rows; 64, 96, 128 or 192 tokens of 1, 2, 4 or 8 prompts
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("computed_by")
 def test_a_group_larger_than_the_slots(make_engine):
     whole = make_engine(n=9).generate(_prompts()[:2])
     parts = make_engine(n=9, max_concurrency=4).generate(_prompts()[:2])
@@ -352,6 +364,7 @@ def test_nothing_to_sample(name):
         Sampling(**{"n": 1, "max_new_tokens": 1, name: 0})
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_as_many_decode_at_once_as_fit_and_one_that_does_not_is_refused(make_engine, small_arch):
     mixer = small_arch.layers[0].mixer
     column = 2 * small_arch.num_layers * mixer.num_kv_heads * mixer.head_dim * 4
@@ -365,6 +378,7 @@ def test_as_many_decode_at_once_as_fit_and_one_that_does_not_is_refused(make_eng
         make_engine(cache_bytes=column).generate(_prompts())
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_ticket_gives_its_own_prompts_whatever_finishes_first(make_engine):
     engine = make_engine(max_concurrency=4)
     whole = engine.generate(_prompts(), step=2)
@@ -380,6 +394,7 @@ def test_a_ticket_gives_its_own_prompts_whatever_finishes_first(make_engine):
         engine.wait(tickets[0])
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
     plain = make_engine(stop_ids=(), max_new_tokens=24).generate(_prompts())
     calls = []
@@ -401,6 +416,7 @@ def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
     assert str(calls[-1]) == last
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
     other = jax.tree.map(lambda x: x * 1.1, small_params)
     options = {"stop_ids": (), "max_new_tokens": 24}
@@ -412,6 +428,7 @@ def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
     assert before != _completion_ids(changed)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     engine = make_engine()
     tickets = [engine.submit(_prompts()[:2]), engine.submit(_prompts()[2:])]
@@ -441,6 +458,7 @@ def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     assert errors == ["the rollout engine was closed while groups were in flight"]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_no_round_runs_once_pause_has_returned(make_engine):
     """Also if the round had seen that sampling goes on, and was about to begin."""
     engine = make_engine()
@@ -467,6 +485,7 @@ def test_no_round_runs_once_pause_has_returned(make_engine):
     assert len(batches[0]) == 15
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_work_is_measured(make_engine):
     metrics = make_engine(max_concurrency=4).generate(_prompts()).metrics
     used, wasted = metrics["rollout/slot_utilisation"], metrics["rollout/wasted_decode_fraction"]
@@ -533,6 +552,7 @@ def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine
     assert wasted > least
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_batches_that_share_slots_are_those_that_are_generated_one_by_one(make_engine, monkeypatch):
     engine, live = make_engine(max_new_tokens=24), []
     advance = Session.advance
