@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -333,14 +334,34 @@ def forward(arch: Any, params: Any, ids: list[int], records_routes: bool = False
     return list(tokens), list(logprobs), sequence.routes
 
 
-def use_host_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions compute with NumPy until `monkeypatch` is undone, on one replica."""
+def _noted(name: str, program: Any, seen: set[Any]) -> Any:
+    """`program`, which notes the shapes that it is called with: each would be compiled by itself."""
+
+    def run(*args: Any, **static: Any) -> Any:
+        arrays = jax.tree.leaves(args[1:] if name in _PROGRAMS else args)
+        shapes = [x.shape for x in arrays if isinstance(x, np.ndarray)]
+        seen.add((name, *shapes))
+        return program(*args, **static)
+
+    return run
+
+
+_PROGRAMS = {"prefill": _prefill, "extend": _extend, "restore": _restore, "decode": _decode}
+
+
+def use_host_model(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """Sessions compute with NumPy until `monkeypatch` is undone, on one replica.
+
+    Returns a set of what would have been compiled so far for a device.
+    """
+    seen: set[Any] = set()
     for name in ("_pick", "_put", "_keep", "_copied"):
-        monkeypatch.setattr(decode, name, getattr(decode, name).__wrapped__)
+        monkeypatch.setattr(decode, name, _noted(name, getattr(decode, name).__wrapped__, seen))
     monkeypatch.setattr(decode, "jnp", np)
     monkeypatch.setattr(decode, "shard_mapped", lambda function, mesh, in_specs, out_specs: function)
     monkeypatch.setattr(cache, "empty_layer", _empty_layer)
     monkeypatch.setattr(cache, "empty_cache", _empty_cache)
-    programs = {"prefill": _prefill, "extend": _extend, "restore": _restore, "decode": _decode}
-    for name, program in programs.items():
-        monkeypatch.setattr(session, f"{name}_program", lambda backend, program=program: program)
+    for name, program in _PROGRAMS.items():
+        noted = _noted(name, program, seen)
+        monkeypatch.setattr(session, f"{name}_program", lambda backend, noted=noted: noted)
+    return seen
