@@ -321,9 +321,9 @@ def _decode(
     return rows.part, found
 
 
-def forward(arch: Any, params: Any, ids: list[int], records_routes: bool = False) -> Any:
+def forward(arch: Any, params: Any, ids: list[int]) -> Any:
     """(the likeliest token after each of these of one sequence, its log-probability, the routes of each)."""
-    program = SimpleNamespace(arch=arch, records_routes=records_routes)
+    program = SimpleNamespace(arch=arch)
     sequence = _Sequence(program, _weights(params), np.zeros(0, np.int64))
     greedy = SimpleNamespace(filters=None, temperature=[0.0], seeds=[0])
     deltas, drawn = bool(arch.deltas), []
@@ -332,6 +332,15 @@ def forward(arch: Any, params: Any, ids: list[int], records_routes: bool = False
         drawn.append(sequence.draw(greedy, 0, deltas=deltas))
     tokens, logprobs = zip(*drawn, strict=True)
     return list(tokens), list(logprobs), sequence.routes
+
+
+def routes_of_rows(params: Any, arch: Any, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B, T, L, k], as `routed_models.routes_of_rows` has them of a device."""
+    form = arch.routes
+    routes = np.full((*ids.shape, form.layers, form.experts_per_token), live_of(form.dtype), form.dtype)
+    for row, length in enumerate(lengths):
+        routes[row, : length - 1] = forward(arch, params, ids[row, : length - 1].tolist())[2]
+    return routes
 
 
 def _noted(name: str, program: Any, seen: set[Any]) -> Any:
@@ -365,3 +374,11 @@ def use_host_model(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
         noted = _noted(name, program, seen)
         monkeypatch.setattr(session, f"{name}_program", lambda backend, noted=noted: noted)
     return seen
+
+
+@pytest.fixture(params=["host", pytest.param("jax", marks=pytest.mark.slow)])
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What engines compute with: NumPy, which compiles nothing, or, in the slow tests, JAX as in a run."""
+    if request.param == "host":
+        use_host_model(monkeypatch)
+    return str(request.param)

@@ -1,12 +1,5 @@
 """What the engines that agents ask compute with."""
 
-import pytest
-from host_model import use_host_model
+from host_model import computed_by
 
-
-@pytest.fixture(params=["host", pytest.param("jax", marks=pytest.mark.slow)])
-def computed_by(request, monkeypatch):
-    """NumPy, which compiles nothing (`host_model.py`), or, in the slow tests, JAX as in a run."""
-    if request.param == "host":
-        use_host_model(monkeypatch)
-    return request.param
+__all__ = ["computed_by"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import host_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_model import forward as host_forward
 from routed_models import check_routes, routed_model, routes_of_rows
 from test_session_turns import PROMPTS, STOP_IDS, TURNS, Episodes, preempted
 
@@ -35,10 +35,7 @@ def check(computed_by, model) -> Callable[..., None]:
     """check(batch): each token has the experts of a pass over its sequence, by what computed it."""
 
     def of_host(batch):
-        params, arch = model[1], model[0]
-        expected = np.full_like(batch.routes, 255)
-        for row, (ids, length) in enumerate(zip(batch.input_ids, batch.lengths)):
-            expected[row, : length - 1] = host_forward(arch, params, ids[: length - 1].tolist())[2]
+        expected = host_model.routes_of_rows(model[1], model[0], batch.input_ids, batch.lengths)
         np.testing.assert_array_equal(batch.routes, expected)
 
     return of_host if computed_by == "host" else lambda batch: check_routes(model[1], model[0], batch)
