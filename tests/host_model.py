@@ -12,6 +12,7 @@ What a device computes, `decode_step.py` and the programs of `engine/decode.py`,
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -160,9 +161,9 @@ class _Sequence:
         if self._form is not None:
             if routes is None or (routes == live_of(self._form.dtype)).all():
                 chosen = _hash(self.hash, token, self._weights, 1)
-                shape = self._form.layers, self._form.experts_per_token
-                own = [(chosen >> 3 * i) % self._form.num_experts for i in range(shape[0] * shape[1])]
-                routes = np.array(own, self._form.dtype).reshape(shape)
+                layers, k = np.ogrid[: self._form.layers, : self._form.experts_per_token]
+                first = (chosen >> 7) % 10**6
+                routes = ((first * (layers + 1) + k) % self._form.num_experts).astype(self._form.dtype)
             self.routes.append(routes)
             entry = _hash(entry, *routes.reshape(-1).tolist()) >> 2
         self.hash = (self.hash * BASE + entry) & MASK
@@ -172,16 +173,18 @@ class _Sequence:
     def draw(self, sampling: Any, i: int, *ids: int, deltas: bool) -> tuple[int, float]:
         """The next token and its log-probability, of the sampling with number `i`."""
         scores = _hash(self.hash, self.state if deltas else 0)
-        numbers = [] if sampling.filters is None else [float(x[i]) for x in sampling.filters]
-        temperature = float(sampling.temperature[i])
-        if temperature and not (numbers and numbers[0] == 1):
-            off = [] if numbers[1:] in ([], [1.0, -np.inf]) and not (numbers and numbers[0]) else numbers
-            text = repr((temperature, off)).encode()
-            ids = (zlib.crc32(text), int(sampling.seeds[i]), *map(int, ids))
+        top_k, top_p, min_p = 0.0, 1.0, -np.inf
+        if sampling.filters is not None:
+            top_k, top_p, min_p = (float(x[i]) for x in sampling.filters)
+        temperature, top_k = float(sampling.temperature[i]), top_k * (top_k < self._size)
+        if temperature and top_k != 1 and top_p > 1e-6:
+            numbers = zlib.crc32(repr((temperature, top_k, top_p, min_p)).encode())
+            ids = (numbers, int(sampling.seeds[i]), *map(int, ids))
         else:
             ids = ()
         drawn = _hash(scores, *ids)
-        return (drawn >> 17) % self._size, -1 - (drawn >> 11) % 1000 / 500
+        logprob = -1 - (drawn >> 11) % 1000 / 500
+        return (drawn >> 17) % self._size, logprob * (min(temperature, 1) ** 2 or 1)
 
 
 def _weights(params: Any) -> int:
@@ -343,6 +346,12 @@ def routes_of_rows(params: Any, arch: Any, ids: np.ndarray, lengths: np.ndarray)
     return routes
 
 
+def check_routes(params: Any, arch: Any, batch: Any) -> None:
+    """As `routed_models.check_routes`."""
+    expected = routes_of_rows(params, arch, batch.input_ids, batch.lengths)
+    np.testing.assert_array_equal(batch.routes, expected)
+
+
 def _noted(name: str, program: Any, seen: set[Any]) -> Any:
     """`program`, which notes the shapes that it is called with: each would be compiled by itself."""
 
@@ -382,3 +391,12 @@ def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == "host":
         use_host_model(monkeypatch)
     return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["host", pytest.param("jax", marks=pytest.mark.slow)])
+def all_computed_by(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As `computed_by`, for all tests of a module."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "host":
+            use_host_model(monkeypatch)
+        yield str(request.param)
