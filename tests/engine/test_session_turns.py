@@ -207,9 +207,7 @@ def test_a_prefix_slot_that_others_need_is_computed_again(make_session, small_pa
 
 @pytest.mark.parametrize("slow", ["none", "some", "all"])
 @pytest.mark.parametrize("most", [None, 2, 5])
-def test_text_depends_neither_on_slots_nor_on_when_answers_come(
-    model, make_session, small_params, most, slow
-):
+def test_text_depends_neither_on_slots_nor_on_when_answers_come(make_session, small_params, most, slow):
     waits = {
         "none": lambda number, rounds: 0,
         "some": lambda number, rounds: 9 * (number == 1),
@@ -226,9 +224,7 @@ def test_text_depends_neither_on_slots_nor_on_when_answers_come(
 @pytest.mark.parametrize(
     ("positions", "rings"), [(700, ()), (2000, (32,)), (2000, ()), (1 << 20, ()), (1 << 20, (32,))]
 )
-def test_text_depends_neither_on_memory_nor_on_preemption(
-    model, make_session, small_params, positions, rings
-):
+def test_text_depends_neither_on_memory_nor_on_preemption(make_session, small_params, positions, rings):
     """With room for one sequence, for three, or for all and samples that lose their slots in any round."""
     usual = Episodes(make_session()).run(small_params)
     session = make_session(memory=positions * 256)
