@@ -85,6 +85,7 @@ def logged(path):
     return [(line["place"], (tuple(line["prompt_ids"]), tuple(line["token_ids"]))) for line in lines]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_every_sampled_token_is_trained_once_with_the_ids_that_were_sent(
     playing, tokenizer, tmp_path, caplog
 ):
@@ -142,6 +143,7 @@ def test_log_probabilities_are_those_of_the_model(playing, tokenizer, small_arch
     assert batch.metrics["agent/context_fraction"].result() > 0
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_an_agent_that_asks_once_samples_what_the_engine_samples(
     playing, tokenizer, small_arch, small_params
 ):
@@ -164,6 +166,7 @@ def test_an_agent_that_asks_once_samples_what_the_engine_samples(
     engine.close()
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_answers_of_a_simulated_user_are_context(playing, tokenizer):
     with playing("untrained") as rollouts:
         batch = rollouts.generate(prompts(tokenizer))
@@ -171,6 +174,7 @@ def test_answers_of_a_simulated_user_are_context(playing, tokenizer):
     assert all(len(turns_of(batch, row)) == 2 for row in range(len(batch)))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_limits_end_an_episode_without_a_fault(playing, tokenizer):
     with playing("many_turns", max_turns=3) as rollouts:
         turns = rollouts.generate(prompts(tokenizer))
@@ -183,6 +187,7 @@ def test_limits_end_an_episode_without_a_fault(playing, tokenizer):
     assert length.columns["environment_reward"][0] == 0.0
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_an_agent_may_be_a_function_and_a_program(playing, tokenizer, tmp_path):
     with playing("in_a_thread", n=2, args={"reward": 0.25}) as rollouts:
         batch = rollouts.generate(prompts(tokenizer))
@@ -205,6 +210,7 @@ print(json.dumps({"reward": len(said["choices"])}))
 """
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_fault_costs_one_episode(playing, tokenizer, tmp_path, caplog):
     with playing("faulty", n=6, num_workers=1, timeout_s=8.0, args={"folder": str(tmp_path)}) as rollouts:
         batch = rollouts.generate(prompts(tokenizer, 1))
@@ -216,6 +222,7 @@ def test_a_fault_costs_one_episode(playing, tokenizer, tmp_path, caplog):
     assert batch.completions == unharmed.completions
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_loop_that_hangs_costs_its_own_episode(playing, tokenizer):
     with playing("hangs_its_thread", n=3, num_workers=1, timeout_s=3.0) as rollouts:
         batch = rollouts.generate(prompts(tokenizer, 1))
@@ -224,6 +231,7 @@ def test_a_loop_that_hangs_costs_its_own_episode(playing, tokenizer):
     assert set(reasons[1:]) <= {"stop", "length", "timeout"}
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
@@ -237,6 +245,7 @@ def test_an_agent_that_cannot_be_played_ends_the_run(playing, tokenizer, name, a
         rollouts.generate(prompts(tokenizer))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_first_batch_of_faults_ends_the_run(playing, tokenizer, tmp_path):
     with (
         playing("edits", args={"log": str(tmp_path / "no" / "folder")}) as rollouts,
@@ -245,6 +254,7 @@ def test_a_first_batch_of_faults_ends_the_run(playing, tokenizer, tmp_path):
         rollouts.generate(prompts(tokenizer))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_requests_that_an_agent_leaves_behind_end_with_its_episode(playing, tokenizer, small_params):
     with playing("leaves_requests_behind", n=2) as rollouts:
         for version in (3, 4):
@@ -255,6 +265,7 @@ def test_requests_that_an_agent_leaves_behind_end_with_its_episode(playing, toke
     assert set(batch.columns["environment_reward"]) == {4.0}
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_who_keeps_a_connection_finds_it_closed(playing, tokenizer):
     """Whether or not it asks for something at the moment; the fault: sockets left open after each run."""
     with playing("once", n=1) as rollouts:
@@ -268,6 +279,7 @@ def test_who_keeps_a_connection_finds_it_closed(playing, tokenizer):
             assert each.recv(1) == b""
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_cancelled_task_is_a_fault_at_once(playing, tokenizer):
     with playing("is_cancelled", n=2) as rollouts:
         batch = rollouts.generate(prompts(tokenizer, 1))
@@ -275,6 +287,7 @@ def test_a_cancelled_task_is_a_fault_at_once(playing, tokenizer):
     assert batch.metrics["agent/retried_episodes"].result() == 0
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_who_shortens_its_history_has_met_no_limit(playing, tokenizer):
     with playing("shortens_its_history", n=2, more_tokens=60, max_turns=100) as rollouts:
         batch = rollouts.generate(prompts(tokenizer, 1))
@@ -286,6 +299,7 @@ def test_who_shortens_its_history_has_met_no_limit(playing, tokenizer):
     assert np.bincount(batch.episodes.of_row).tolist() == [2, 2]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_function_that_hangs_in_its_thread_costs_its_own_episode(playing, tokenizer):
     with playing("hangs_in_a_thread", n=3, num_workers=1, timeout_s=3.0) as rollouts:
         batch = rollouts.generate(prompts(tokenizer, 1))
@@ -295,6 +309,7 @@ def test_a_function_that_hangs_in_its_thread_costs_its_own_episode(playing, toke
     assert "timeout" not in batch.finish_reason.tolist()[1:]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_what_a_judge_says_is_the_same_in_a_repetition(playing, tokenizer):
     found = []
     for _ in range(2):
@@ -305,6 +320,7 @@ def test_what_a_judge_says_is_the_same_in_a_repetition(playing, tokenizer):
     assert found[0][0] != found[0][1]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_failure_of_the_engine_is_not_the_agents(playing, tokenizer, monkeypatch):
     def fails(self):
         raise MemoryError("no room")
@@ -314,6 +330,7 @@ def test_a_failure_of_the_engine_is_not_the_agents(playing, tokenizer, monkeypat
         rollouts.generate(prompts(tokenizer))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_server_that_cannot_be_had_is_an_error(playing, tokenizer, monkeypatch):
     def fails(self):
         raise OSError("no port")
@@ -323,6 +340,7 @@ def test_a_server_that_cannot_be_had_is_an_error(playing, tokenizer, monkeypatch
         rollouts.generate(prompts(tokenizer))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_each_role_of_an_episode_has_its_own_turns_and_reward(playing, tokenizer, tmp_path):
     log = tmp_path / "log"
     with playing("two_players", args={"log": str(log)}) as rollouts:
@@ -348,6 +366,7 @@ def test_each_role_of_an_episode_has_its_own_turns_and_reward(playing, tokenizer
     assert batch.group_ids.tolist() == [0] * 8 + [10] * 8
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_role_without_a_reward_is_not_trained(playing, tokenizer, tmp_path):
     args = {"log": str(tmp_path / "log"), "leave_out": "second"}
     with playing("two_players", args=args) as rollouts:
@@ -357,6 +376,7 @@ def test_a_role_without_a_reward_is_not_trained(playing, tokenizer, tmp_path):
     assert "agent/reward_of/second" not in batch.metrics
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("rename", ["scnd", "no name"])
 def test_rewards_of_other_roles_than_asked_are_a_fault(playing, tokenizer, tmp_path, rename):
     args = {"log": str(tmp_path / "log"), "rename": rename}

@@ -93,6 +93,9 @@ class Hanging(EngineWorker):
         self._unfinished += len(groups)
 
 
+pytestmark = pytest.mark.usefixtures("computed_by")
+
+
 @pytest.mark.parametrize("worker", [EngineWorker, Fragile])
 def test_turns_on_workers_are_those_of_one_engine(playing, tokenizer, tmp_path, worker):
     Fragile.made = Fragile.taken = 0

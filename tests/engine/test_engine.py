@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 from architectures import family_cases, of_golden
+from host_model import forward as host_forward
+from host_model import use_host_model
 from scipy import stats
 
 from quatrain.backend import CPU, this_backend
@@ -15,6 +17,7 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.session import Session
 from quatrain.models.decoder import forward, logits
 from quatrain.models.params import init_params
+from quatrain.ops.sampling import SamplingNumbers, sample, token_uniforms
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import Prompt
@@ -86,44 +89,62 @@ def _family(small_arch, case):
     return arch, jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
 
 
+COMMON_PREFIX = np.random.default_rng(0).integers(1, 290, 40).tolist()
+
+
 @pytest.mark.parametrize(
-    "case",
-    family_cases("gemma2", "gpt_oss"),  # windows, soft caps, norms behind; sinks, biases, experts
+    ("case", "common", "n"),
+    [
+        ("gemma2", True, 2),  # windows, soft caps, norms behind
+        ("gpt_oss", False, 4),  # sinks, biases, experts
+        *(
+            pytest.param(
+                case.values[0] if hasattr(case, "values") else case, False, 2, marks=pytest.mark.slow
+            )
+            for case in family_cases()
+        ),
+    ],
 )
-def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, case):
+def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, case, common, n):
     """With prompts shared, slots refilled, and a window that cuts into the prompt and the completion."""
     arch, params = _family(small_arch, case)
-    engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
-    batch = engine.generate(_prompts())
-    scores = _forward_scores(params, arch, batch)
+    engine = make_engine(arch=arch, params=params, temperature=0.0, n=n, max_concurrency=4)
+    prompts = [COMMON_PREFIX * common + ids for ids in (PROMPTS if n == 2 else PROMPTS[:3])]
+    batch = engine.generate(_prompts(prompts))
+    scores = _forward_scores(params, arch, batch, width=64 if common else WIDTH)
     rows, columns = np.nonzero(batch.completion_mask)
     assert len(set(batch.completion_lengths)) > 1 or case != "llama"
     assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
     expected = np.asarray(jax.nn.log_softmax(scores[rows, columns - 1]))
     chosen = expected[np.arange(len(rows)), batch.input_ids[rows, columns]]
     np.testing.assert_allclose(batch.rollout_logprobs[rows, columns], chosen, atol=1e-4)
+    computed = batch.metrics["rollout/prefill_tokens"].result()
+    assert (computed < sum(map(len, prompts))) == common
 
 
 @pytest.mark.parametrize("case", family_cases("gemma2"))
-def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, case):
+def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, computed_by, case):
     """Of those that are admitted together: all five, or two and those that follow."""
     arch, params = _family(small_arch, case)
-    common_prefix = np.random.default_rng(0).integers(1, 290, 40).tolist()
     engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
-    batch = engine.generate(_prompts([common_prefix + ids for ids in PROMPTS]))
-    scores = _forward_scores(params, arch, batch, width=64)
+    batch = engine.generate(_prompts([COMMON_PREFIX + ids for ids in PROMPTS]))
     rows, columns = np.nonzero(batch.completion_mask)
-    assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
+    if computed_by == "host":
+        likeliest = np.array([host_forward(arch, params, ids.tolist())[0] for ids in batch.input_ids])
+    else:
+        likeliest = _forward_scores(params, arch, batch, width=64).argmax(-1)
+    assert batch.input_ids[rows, columns].tolist() == likeliest[rows, columns - 1].tolist()
     whole = sum(40 + len(ids) for ids in PROMPTS)
     computed = batch.metrics["rollout/prefill_tokens"].result()
     assert (whole - computed) % 40 == 0
     assert whole - 4 * 40 <= computed <= whole - 40
     together = make_engine(arch=arch, params=params, temperature=0.0, n=2)
-    others = together.generate(_prompts([common_prefix + ids for ids in PROMPTS]))
+    others = together.generate(_prompts([COMMON_PREFIX + ids for ids in PROMPTS]))
     assert _completion_ids(others) == _completion_ids(batch)
     assert others.metrics["rollout/prefill_tokens"].result() == whole - 4 * 40
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_samples_of_a_prompt_stand_side_by_side(make_engine):
     batch = make_engine().generate(_prompts())
     assert batch.group_ids.tolist() == [g for g in range(5) for _ in range(3)]
@@ -137,17 +158,23 @@ def test_samples_of_a_prompt_stand_side_by_side(make_engine):
     assert set(batch.policy_version[batch.completion_mask]) == {5}
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_stop_token_is_kept_and_the_rest_is_cut(make_engine):
     batch = make_engine().generate(_prompts())
-    for ids, reason in zip(_completion_ids(batch), batch.finish_reason):
-        assert not set(ids[:-1]) & set(STOP_IDS)
-        assert (ids[-1] in STOP_IDS) == (reason == "stop")
-        assert len(ids) == 16 or reason == "stop"
+    _check_ends(batch)
     assert set(batch.finish_reason) == {"stop", "length"}
     truncated = batch.metrics["rollout/truncated_fraction"].result()
     assert truncated == pytest.approx(np.mean(batch.finish_reason == "length"))
 
 
+def _check_ends(batch):
+    for ids, reason in zip(_completion_ids(batch), batch.finish_reason):
+        assert not set(ids[:-1]) & set(STOP_IDS)
+        assert (ids[-1] in STOP_IDS) == (reason == "stop")
+        assert len(ids) == 16 or reason == "stop"
+
+
+@pytest.mark.usefixtures("computed_by")
 def test_a_first_token_may_stop(make_engine):
     """Such samples never take a slot."""
     batch = make_engine(stop_ids=tuple(range(0, 290, 2)), n=8).generate(_prompts())
@@ -158,6 +185,7 @@ def test_a_first_token_may_stop(make_engine):
     assert always.metrics["rollout/wasted_decode_fraction"].count == 0
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("slots", [1, 4, 7])
 def test_text_does_not_depend_on_the_slots(make_engine, slots):
     free = make_engine().generate(_prompts(), step=4)
@@ -167,6 +195,7 @@ def test_text_does_not_depend_on_the_slots(make_engine, slots):
     assert batch.finish_reason.tolist() == free.finish_reason.tolist()
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_text_does_not_depend_on_the_company(make_engine):
     engine = make_engine()
     together = _completion_ids(engine.generate(_prompts(), step=4))
@@ -176,6 +205,7 @@ def test_text_does_not_depend_on_the_company(make_engine):
     assert backwards[:3] == together[12:]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_text_depends_on_seed_step_and_group(make_engine):
     engine = make_engine()
     base = _completion_ids(engine.generate(_prompts()))
@@ -187,14 +217,29 @@ def test_text_depends_on_seed_step_and_group(make_engine):
 
 @pytest.mark.parametrize("option", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}])
 def test_logprobs_are_of_the_distribution_sampled_from(make_engine, small_arch, small_params, option):
-    batch = make_engine(**option).generate(_prompts())
-    scores = _forward_scores(small_params, small_arch, batch) / 0.9
+    batch = make_engine(**option).generate(_prompts(first=2), step=4)
+    logits = _forward_scores(small_params, small_arch, batch)
+    scores = logits / 0.9
+    _check_ends(batch)
     for row, column in np.argwhere(batch.completion_mask):
         p = _filtered(scores[row, column - 1], option)
         token = batch.input_ids[row, column]
         assert p[token] > 0
         assert batch.rollout_logprobs[row, column] == pytest.approx(np.log(p[token]), abs=1e-4)
     assert not batch.rollout_logprobs[~batch.completion_mask].any()
+    _check_draws(batch, logits, option)
+
+
+def _check_draws(batch, logits, option):
+    """Each token is the one that seed, step, number of its sequence and place in it say; in a prompt's pass
+    and in decode steps."""
+    rows, columns = np.nonzero(batch.completion_mask)
+    places = columns - np.argmax(batch.completion_mask, axis=1)[rows]
+    sequences = batch.group_ids[rows] * 3 + rows % 3
+    uniforms = token_uniforms(11, 4, sequences.astype(np.uint32), places.astype(np.uint32))
+    numbers = SamplingNumbers.alike(len(rows), temperature=0.9, **option)
+    tokens, _ = jax.jit(sample)(logits[rows, columns - 1], uniforms, numbers)
+    assert batch.input_ids[rows, columns].tolist() == tokens.tolist()
 
 
 def _filtered(scores, option):
@@ -215,11 +260,13 @@ def _filtered(scores, option):
 @pytest.mark.parametrize(
     "option",
     [
-        {"temperature": 0.5},
-        {"top_p": 0.7},
+        {"temperature": 0.5, "top_p": 0.9},
         *(
             pytest.param(option, marks=pytest.mark.slow)
-            for option in ({"temperature": 1.6}, {"top_k": 4}, {"min_p": 0.2})
+            for option in (
+                *({"temperature": value} for value in (0.5, 1.6)),
+                *({"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.2}),
+            )
         ),
     ],
 )
@@ -242,6 +289,7 @@ def test_chi_squared(make_engine, small_arch, option):
         assert stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue > 1e-3
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_stop_string_ends_a_completion_where_it_is_complete(make_engine, tokenizer):
     free = make_engine(max_new_tokens=24, stop_ids=()).generate(_prompts())
     texts = [tokenizer.decode(ids) for ids in _completion_ids(free)]
@@ -262,12 +310,14 @@ def test_stop_string_ends_a_completion_where_it_is_complete(make_engine, tokeniz
     assert hits >= 1
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_stop_string_never_met(make_engine):
     batch = make_engine(stop=("never met",), stop_ids=(), max_new_tokens=24).generate(_prompts())
     assert set(batch.finish_reason) == {"length"}
     assert set(batch.completion_lengths) == {24}
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_evaluation_overrides_sampling(make_engine):
     engine = make_engine()
     greedy = engine.generate(_prompts(), sampling=replace(engine.sampling, n=1, temperature=0.0))
@@ -276,20 +326,38 @@ def test_evaluation_overrides_sampling(make_engine):
     assert _completion_ids(best) == _completion_ids(greedy)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_one_token_completions(make_engine):
     batch = make_engine(max_new_tokens=1).generate(_prompts())
     assert batch.completion_lengths.tolist() == [1] * 15
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_no_prompts_give_an_empty_batch(make_engine):
     engine = make_engine()
     assert len(engine.generate([])) == 0
     assert len(engine.wait(engine.submit([]))) == 0
 
 
-def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
+def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine, monkeypatch):
     """Prompts of 20 and of 90 tokens are decoded by one program where 90 are usual, by two where 1 is."""
+    seen = use_host_model(monkeypatch)
 
+    def compiled(usual_prompt):
+        seen.clear()
+        engine = make_engine(usual_prompt=usual_prompt, n=2, stop_ids=())
+        engine.generate(_prompts([[7] * 20, [9] * 20]))
+        before = set(seen)
+        engine.generate(_prompts([[7] * 90, [9] * 90]))
+        assert before
+        return sorted(name for name, *_ in seen - before)
+
+    assert compiled(90) == ["prefill"]  # of more tokens
+    assert "decode" in compiled(1)
+
+
+@pytest.mark.slow
+def test_usual_prompts_compile_one_program_for_longer_ones(make_engine):
     def compiled(usual_prompt):
         engine = make_engine(usual_prompt=usual_prompt, n=2, stop_ids=(usual_prompt,))  # programs of its own
         short, long = (
@@ -299,10 +367,11 @@ def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
         assert short > 0
         return long
 
-    assert compiled(90) == 1  # the prefill, of more tokens
+    assert compiled(90) == 1
     assert compiled(1) > 1
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
     engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=960 * 256)  # of 32 or 512, and 16
 
@@ -316,25 +385,49 @@ def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
     assert slots_and_compilations(20) == (28, 0)
 
 
-def test_nothing_compiles_in_steady_state(make_engine, small_arch, small_params):
+def test_nothing_compiles_in_steady_state(make_engine, monkeypatch):
+    seen, counts = use_host_model(monkeypatch), []
+    sizes = {"n": 4, "max_concurrency": 8, "max_new_tokens": 40}
+    engine = make_engine(stop_ids=tuple(range(0, 290, 40)), **sizes)
+    for batch in _batches_of_any_length():
+        engine.generate(batch, step=len(counts))
+        counts.append(len(seen))
+    assert counts[30] - counts[20] <= 1
+    assert counts[20] < 40  # 8 or 4 slots, 2, 4 or 8 rows; 64, 96, 128 or 192 tokens of 1, 2, 4 or 8 prompts
+
+
+def _batches_of_any_length():
+    rng = np.random.default_rng(0)
+    yield _prompts([[1] * 32] + [[step] for step in range(7)])
+    for _ in range(30):
+        ids = [rng.integers(0, 290, rng.integers(1, 30)).tolist() for _ in range(rng.integers(4, 9))]
+        yield _prompts(ids)
+
+
+@pytest.mark.slow
+def test_nothing_compiles_in_steady_state_on_a_device(make_engine, small_arch, small_params):
     """A model of one layer, of which as many programs are compiled."""
     arch = replace(small_arch, layers=small_arch.layers[:1])
     params = {**small_params, "layers": small_params["layers"][:1]}
     sizes = {"n": 4, "max_concurrency": 8, "max_new_tokens": 40}
     engine = make_engine(arch=arch, params=params, stop_ids=tuple(range(0, 290, 40)), **sizes)
-    rng = np.random.default_rng(0)
-
-    def batch(step):
-        ids = [rng.integers(0, 290, rng.integers(1, 30)).tolist() for _ in range(rng.integers(4, 9))]
-        return engine.generate(_prompts(ids), step=step).metrics["rollout/compilations"].result()
-
-    engine.generate(_prompts([[1] * 32] + [[step] for step in range(7)]))
-    warm_up = sum(batch(step) for step in range(20))
-    assert sum(batch(step) for step in range(20, 30)) <= 1
-    assert warm_up < 40  # 8 or 4 slots, 2, 4 or 8 rows; 64, 96, 128 or 192 tokens of 1, 2, 4 or 8 prompts
+    compiled = [
+        engine.generate(batch, step=step).metrics["rollout/compilations"].result()
+        for step, batch in enumerate(_batches_of_any_length())
+    ]
+    assert sum(compiled[21:]) <= 1
+    assert sum(compiled[1:21]) < 40
 
 
-@pytest.mark.slow
+def test_compilations_are_counted(make_engine):
+    """In the metrics of a batch."""
+    batches = [make_engine(max_new_tokens=1, stop_ids=(289,)).generate(_prompts()[:1]) for _ in range(2)]
+    first, second = (batch.metrics["rollout/compilations"].result() for batch in batches)
+    assert first >= 1
+    assert second == 0
+
+
+@pytest.mark.usefixtures("computed_by")
 def test_a_group_larger_than_the_slots(make_engine):
     whole = make_engine(n=9).generate(_prompts()[:2])
     parts = make_engine(n=9, max_concurrency=4).generate(_prompts()[:2])
@@ -352,6 +445,7 @@ def test_nothing_to_sample(name):
         Sampling(**{"n": 1, "max_new_tokens": 1, name: 0})
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_as_many_decode_at_once_as_fit_and_one_that_does_not_is_refused(make_engine, small_arch):
     mixer = small_arch.layers[0].mixer
     column = 2 * small_arch.num_layers * mixer.num_kv_heads * mixer.head_dim * 4
@@ -365,6 +459,7 @@ def test_as_many_decode_at_once_as_fit_and_one_that_does_not_is_refused(make_eng
         make_engine(cache_bytes=column).generate(_prompts())
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_ticket_gives_its_own_prompts_whatever_finishes_first(make_engine):
     engine = make_engine(max_concurrency=4)
     whole = engine.generate(_prompts(), step=2)
@@ -380,6 +475,7 @@ def test_a_ticket_gives_its_own_prompts_whatever_finishes_first(make_engine):
         engine.wait(tickets[0])
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
     plain = make_engine(stop_ids=(), max_new_tokens=24).generate(_prompts())
     calls = []
@@ -401,6 +497,7 @@ def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
     assert str(calls[-1]) == last
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
     other = jax.tree.map(lambda x: x * 1.1, small_params)
     options = {"stop_ids": (), "max_new_tokens": 24}
@@ -412,6 +509,7 @@ def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
     assert before != _completion_ids(changed)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     engine = make_engine()
     tickets = [engine.submit(_prompts()[:2]), engine.submit(_prompts()[2:])]
@@ -441,6 +539,7 @@ def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     assert errors == ["the rollout engine was closed while groups were in flight"]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_no_round_runs_once_pause_has_returned(make_engine):
     """Also if the round had seen that sampling goes on, and was about to begin."""
     engine = make_engine()
@@ -467,6 +566,7 @@ def test_no_round_runs_once_pause_has_returned(make_engine):
     assert len(batches[0]) == 15
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_work_is_measured(make_engine):
     metrics = make_engine(max_concurrency=4).generate(_prompts()).metrics
     used, wasted = metrics["rollout/slot_utilisation"], metrics["rollout/wasted_decode_fraction"]
@@ -515,7 +615,7 @@ def _live_bytes():
 
 def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine, monkeypatch):
     """As on accelerators: slots compute on after their sequences have ended, and nothing of that is kept."""
-    config = {"n": 3, "max_concurrency": 6, "max_new_tokens": 13}
+    config = {"n": 4, "max_concurrency": 4, "max_new_tokens": 13}
     expected = make_engine(**config).generate(_prompts())
     monkeypatch.setattr("quatrain.backend.CPU", replace(CPU, decode_ends_early=False))
     this_backend.cache_clear()
@@ -528,11 +628,12 @@ def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine
         len(set(batch.completion_lengths)) > 3
     )  # sequences end in the middle of calls, some at a stop token
     assert _completion_ids(batch) == _completion_ids(expected)
-    np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-6)
+    np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=5e-6)
     wasted, least = (x.metrics["rollout/wasted_decode_fraction"].result() for x in (batch, expected))
     assert wasted > least
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_batches_that_share_slots_are_those_that_are_generated_one_by_one(make_engine, monkeypatch):
     engine, live = make_engine(max_new_tokens=24), []
     advance = Session.advance

@@ -78,6 +78,7 @@ def test_each_sequence_is_what_it_would_be_alone(engine_of):
         assert set(completion.versions) == {4}
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_stop_string_ends_its_sequence_alone(engine_of, tokenizer):
     engine = engine_of()
     free = PerRequestSampling(Sampling(n=1, max_new_tokens=12), 5, 0, 0)
@@ -91,6 +92,7 @@ def test_a_stop_string_ends_its_sequence_alone(engine_of, tokenizer):
     assert same.tokens == whole.tokens
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_cancelled_sequence_leaves_the_others_as_they_are(engine_of):
     def owners(count):
         return [
@@ -111,6 +113,7 @@ def test_a_cancelled_sequence_leaves_the_others_as_they_are(engine_of):
     assert engine._session._cache is None
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_sequence_for_which_there_is_no_room_is_refused_and_the_next_is_not(engine_of):
     engine = engine_of()
     long = PerRequestSampling(Sampling(n=1, max_new_tokens=10**6), 0, 0, 0)
@@ -149,6 +152,7 @@ def asked(*sizes):
     return prompts, owners
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_as_many_run_at_once_after_a_long_sequence_as_before(limited):
     engine, shapes = limited
 
@@ -164,6 +168,7 @@ def test_as_many_run_at_once_after_a_long_sequence_as_before(limited):
     assert most_at_once(24, 5, 1) == 15
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
     engine, shapes = limited
     before = engine.submit_own(*asked(*[SHORT] * 10))
@@ -180,6 +185,7 @@ def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
     assert all(completion.tokens for completion in finish(engine, [long, *before, *after]))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_any_mixture_of_lengths_fits_and_gives_what_each_gives_alone(limited):
     rng = np.random.default_rng(5)
     sizes = [(int(rng.choice([4, 100])), int(rng.choice([3, 12]))) for _ in range(20)]
@@ -195,6 +201,7 @@ def test_any_mixture_of_lengths_fits_and_gives_what_each_gives_alone(limited):
         assert alone.tokens == tokens
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_long_group_of_a_shared_sampling_does_not_lower_the_number_of_slots_for_good(engine_of):
     engine = engine_of(own=False, max_new_tokens=12)
     engine._cache_bytes = MEMORY * 256

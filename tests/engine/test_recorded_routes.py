@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import host_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from routed_models import check_routes, routed_model, routes_of_rows
-from test_session_turns import PROMPTS, STOP_IDS, TURNS, Episodes
+from test_session_turns import PROMPTS, STOP_IDS, TURNS, Episodes, preempted
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
@@ -28,6 +31,13 @@ def model():
     return routed_model()
 
 
+@pytest.fixture
+def check(computed_by, model) -> Callable[..., None]:
+    """check(batch): each token has the experts of a pass over its sequence, by what computed it."""
+    of = host_model.check_routes if computed_by == "host" else check_routes
+    return partial(of, model[1], model[0])
+
+
 def _prompts(sizes=(5, 1, 17, 9, 3), common=0) -> list[Prompt]:
     rng = np.random.default_rng(0)
     first = rng.integers(1, 290, common)
@@ -42,50 +52,32 @@ def _engine(model, tokenizer, **options):
     return engine
 
 
-@pytest.mark.parametrize(
-    ("slots", "common"),
-    [
-        pytest.param(None, 0, id="all at once", marks=pytest.mark.slow),
-        pytest.param(None, 40, id="all at once, a common prefix", marks=pytest.mark.slow),
-        pytest.param(4, 0, id="slots refilled", marks=pytest.mark.slow),
-        pytest.param(4, 40, id="slots refilled, a common prefix"),
-    ],
-)
-def test_each_token_has_the_experts_of_a_pass_over_its_sequence(model, tokenizer, slots, common):
+@pytest.mark.parametrize("slots", [None, 4], ids=["all at once", "slots refilled"])
+@pytest.mark.parametrize("common", [0, 40], ids=["", "a common prefix"])
+def test_each_token_has_the_experts_of_a_pass_over_its_sequence(model, tokenizer, check, slots, common):
     engine = _engine(model, tokenizer, max_concurrency=slots)
     batch = engine.generate(_prompts(common=common))
     assert len(np.unique(batch.completion_lengths)) > 2
-    check_routes(model[1], model[0], batch)
+    check(batch)
     assert len(np.unique(batch.routes[batch.routes != 255])) == 8
 
 
-def test_a_recording_that_is_one_token_late_or_early_is_noticed(model, tokenizer):
-    """By the check that these tests use."""
-    batch = _engine(model, tokenizer).generate(_prompts())
-    for shift in (1, -1):
-        routes = np.roll(batch.routes, shift, axis=1)
-        routes[np.arange(len(batch)), batch.lengths - 1] = 255
-        with pytest.raises(AssertionError, match="have the routes of others"):
-            check_routes(model[1], model[0], replace(batch, routes=routes))
-
-
-def test_long_prompts_have_routes_part_by_part(model, tokenizer, monkeypatch):
+def test_long_prompts_have_routes_part_by_part(model, tokenizer, check, monkeypatch):
     monkeypatch.setattr("quatrain.engine.session.PREFILL_TOKENS", 16)
-    batch = _engine(model, tokenizer).generate(_prompts((40, 3, 17)))
-    check_routes(model[1], model[0], batch)
+    check(_engine(model, tokenizer).generate(_prompts((40, 3, 17))))
 
 
-def test_stop_strings_cut_routes_too(model, tokenizer):
+def test_stop_strings_cut_routes_too(model, tokenizer, check):
     usual = _engine(model, tokenizer).generate(_prompts())
     texts = [tokenizer.decode(ids[mask][2:3]) for ids, mask in zip(usual.input_ids, usual.completion_mask)]
     stop = tuple({text for text in texts if text.strip()})[:6]
     batch = _engine(model, tokenizer, stop=stop).generate(_prompts())
     assert batch.completion_lengths.sum() < usual.completion_lengths.sum()
-    check_routes(model[1], model[0], batch)
+    check(batch)
 
 
-def _session(model, tokenizer, *, most=None, memory=1 << 28, **sampling):
-    where = "xla", one_device(), memory
+def _session(model, tokenizer, *, most=None, memory=1 << 28, usual_prompt=1, **sampling):
+    where = "xla", one_device(), memory, usual_prompt
     sampler = Sampler(
         model[0], tokenizer, STOP_IDS, 11, jnp.dtype("float32"), *where, more_context=400, records_routes=True
     )
@@ -98,35 +90,56 @@ def _session(model, tokenizer, *, most=None, memory=1 << 28, **sampling):
     return Session(sampler, settings, most, goes_on)
 
 
-def _check_turns(model, tokenizer, completions: list[Completion]) -> None:
-    prompts = [Prompt(i // 3, np.array(PROMPTS[i // 3], np.int32), "") for i in range(len(completions))]
-    check_routes(model[1], model[0], rollout_batch(list(zip(prompts, completions)), tokenizer, {}))
+def _batch(tokenizer, completions: list[Completion], ids=PROMPTS):
+    prompts = [Prompt(i // 3, np.array(ids[i // 3], np.int32), "") for i in range(len(completions))]
+    return rollout_batch(list(zip(prompts, completions)), tokenizer, {})
+
+
+@pytest.fixture(scope="module")
+def played(model, tokenizer):
+    """The batch of episodes whose prompts begin alike, on a device: slots are refilled, turns kept."""
+    prompts = [[*range(60, 100), *ids] for ids in PROMPTS[:2]]
+    session = _session(model, tokenizer, most=2, usual_prompt=200, max_new_tokens=24)
+    completions = Episodes(session).run(model[1], prompts)
+    assert max(len(completion.turns) for completion in completions) == TURNS
+    return _batch(tokenizer, completions, prompts)
+
+
+def test_turns_on_a_device_have_the_experts_of_a_pass_over_their_sequences(model, played):
+    """Of a common prefix, prompts, answers and sampled tokens; the fault: those of another token or layer."""
+    check_routes(model[1], model[0], played)
+    assert len(np.unique(played.routes[played.routes != 255])) == 8
+
+
+def test_a_recording_that_is_one_token_late_or_early_is_noticed(model, played):
+    """By the check that these tests use."""
+    for shift in (1, -1):
+        routes = np.roll(played.routes, shift, axis=1)
+        routes[np.arange(len(played)), played.lengths - 1] = 255
+        with pytest.raises(AssertionError, match="have the routes of others"):
+            check_routes(model[1], model[0], replace(played, routes=routes))
 
 
 @pytest.mark.parametrize(
     ("most", "sequences", "chance"),
-    [
-        (4, 99, 0.0),
-        (None, 99, 0.2),
-        pytest.param(None, 3, 0.0, marks=pytest.mark.slow),
-        pytest.param(4, 1.1, 0.1, marks=pytest.mark.slow),
-    ],
+    [(4, 99, 0.0), (None, 99, 0.2), (None, 3, 0.0), (4, 1.1, 0.1)],
     ids=["refilled", "preempted", "little memory", "all"],
 )
 def test_turns_that_are_kept_refilled_or_computed_again_keep_their_routes(
-    model, tokenizer, most, sequences, chance
+    model, tokenizer, check, most, sequences, chance
 ):
     memory = int(sequences * 600 * bytes_per_position(model[0], "float32"))
-    session, random = _session(model, tokenizer, most=most, memory=memory), np.random.default_rng(1)
+    session = _session(model, tokenizer, most=most, memory=memory)
     waits = lambda number, rounds: (number * 7 + rounds * 5) % 6  # noqa: E731
-    completions = Episodes(session, waits, lambda who, rounds: random.random() < chance).run(model[1])
+    completions = Episodes(session, waits, preempted(chance)).run(model[1])
     assert max(len(completion.turns) for completion in completions) == TURNS
     assert bool(chance) <= (session.stats.recomputed_tokens > 0)
-    _check_turns(model, tokenizer, completions)
+    check(_batch(tokenizer, completions))
 
 
-def test_what_is_computed_again_takes_the_recorded_experts(model, tokenizer):
+def test_what_is_computed_again_takes_the_recorded_experts(tokenizer):
     """After a preemption with other recorded experts, tokens are those of a model with these experts."""
+    model = routed_model(num_hidden_layers=2, mlp_only_layers=[1])
     [prompt] = _prompts((9,))
     sampling = Sampling(n=1, max_new_tokens=20, temperature=0.0)
     found = []
@@ -150,7 +163,7 @@ def test_what_is_computed_again_takes_the_recorded_experts(model, tokenizer):
     assert np.abs(np.subtract(found[0][1][9:], found[1][1][9:])).max() > 1e-3
 
 
-def test_requests_of_their_own_have_routes(model, tokenizer):
+def test_requests_of_their_own_have_routes(model, tokenizer, check):
     config = RolloutConfig(n=1, max_new_tokens=30)
     engine = RolloutEngine(model[0], config, tokenizer, stop_ids=(0,), seed=1, per_request_sampling=True)
     engine.sync_weights(model[1], 0)
@@ -161,9 +174,10 @@ def test_requests_of_their_own_have_routes(model, tokenizer):
         engine.advance()
     taken = [sample for ticket in tickets for sample in engine.take(ticket)[0]]
     samples = [(replace(prompt, group_id=i), completion) for i, (prompt, completion) in enumerate(taken)]
-    check_routes(model[1], model[0], rollout_batch(samples, tokenizer, {}))
+    check(rollout_batch(samples, tokenizer, {}))
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_the_off_switch_records_nothing(model, tokenizer):
     batches = [_engine(model, tokenizer, record_routes=value).generate(_prompts()) for value in (False, True)]
     assert batches[0].routes is None
@@ -172,6 +186,7 @@ def test_the_off_switch_records_nothing(model, tokenizer):
     np.testing.assert_array_equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_routes_are_refused_for_a_model_without_experts(tokenizer):
     arch = builtin_architecture("tiny", len(tokenizer), (0,))
     with pytest.raises(ValueError, match=r"rollout\.record_routes must be auto or false for a model"):
@@ -182,8 +197,10 @@ def test_routes_are_refused_for_a_model_without_experts(tokenizer):
 
 
 def test_many_experts_are_recorded_as_sixteen_bits(tokenizer):
-    arch, params = routed_model(num_experts=300, moe_intermediate_size=4)
-    batch = _engine((arch, params), tokenizer).generate(_prompts())
+    """The fault: numbers of experts above 255 that wrap around."""
+    sizes = {"num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 4}
+    arch, params = routed_model(num_experts=300, **sizes)
+    batch = _engine((arch, params), tokenizer, n=1, max_new_tokens=8).generate(_prompts((17, 9)))
     assert batch.routes.dtype == np.uint16
     assert batch.routes[batch.routes != 65535].max() > 255
     check_routes(params, arch, batch)

@@ -4,6 +4,7 @@ import threading
 import time
 
 import numpy as np
+import pytest
 from servers import service_of
 
 from quatrain.engine.groups import PerRequestSampling
@@ -11,6 +12,7 @@ from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_pause_returns_when_no_round_runs(small_arch, small_params, tokenizer, monkeypatch):
     service = service_of(small_arch, small_params, tokenizer)
     engine, inside, rounds = service._engine, threading.Event(), []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architectures import changed
+from host_model import forward as host_forward
 
 from quatrain.engine.session import Sampler, Session
 from quatrain.models.decoder import forward, logits
@@ -73,8 +74,8 @@ def answer(prompt: int, number: int, turn: int) -> list[int]:
 
 
 @pytest.fixture
-def make_session(small_arch, tokenizer):
-    def make(*, arch=small_arch, most=None, memory=1 << 28, **sampling):
+def make_session(computed_by, small_arch, tokenizer):
+    def make(*, arch=small_arch, most=None, memory=1 << 28, usual_prompt=1, **sampling):
         sampler = Sampler(
             arch,
             tokenizer,
@@ -84,6 +85,7 @@ def make_session(small_arch, tokenizer):
             "xla",
             one_device(),
             memory,
+            usual_prompt,
             more_context=400,
         )
         settings = Sampling(**{"n": 3, "max_new_tokens": 40, "temperature": 0.9, **sampling})
@@ -120,24 +122,62 @@ def check_against_the_forward_pass(arch, params, completions, n, width=256, tole
                 assert logprob == pytest.approx(scores[token], abs=tolerance)
 
 
+def check_against_the_host_model(arch, params, completions, n):
+    for i, completion in enumerate(completions):
+        before = len(PROMPTS[i // n])
+        tokens, logprobs, _ = host_forward(arch, params, [*PROMPTS[i // n], *completion.tokens])
+        for t, version in enumerate(completion.versions):
+            if version >= 0:
+                assert completion.tokens[t] == tokens[before + t - 1]
+                assert completion.logprobs[t] == pytest.approx(logprobs[before + t - 1], abs=1e-5)
+
+
+def preempted(chance, seed=1):
+    """Whether a sample loses its slot, or its place in the order of waiting, with this chance."""
+    draw = np.random.default_rng(seed)
+    return lambda who, rounds: draw.random() < chance
+
+
+@pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
 @pytest.mark.parametrize(
-    ("most", "windows", "longest"),
+    ("most", "windows", "longest", "chance"),
     [
-        (None, False, 40),
-        (4, True, 28),
-        *(pytest.param(None, False, n, marks=pytest.mark.slow) for n in (18, 20, 27)),
+        (4, True, 40, 0.1),
+        *(pytest.param(None, False, n, 0, marks=pytest.mark.slow) for n in (18, 20, 27, 40)),
+        pytest.param(4, True, 28, 0, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(
-    make_session, small_arch, most, windows, longest
+    make_session, small_arch, most, windows, longest, chance
 ):
+    """With slots refilled, a ring that grows, and turns that are computed again, by every program.
+
+    The prompt cache has its final size from the beginning: each size of it compiles all programs anew.
+    """
     if windows:
         small_arch = changed(small_arch, family="qwen2", windows=(5, None))
     params = init_params(small_arch, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
-    session = make_session(arch=small_arch, most=most, temperature=0.0, max_new_tokens=longest)
-    completions = Episodes(session).run(params)
+    sizes = {"most": most, "usual_prompt": 200 if chance else 1}
+    session = make_session(arch=small_arch, temperature=0.0, max_new_tokens=longest, **sizes)
+    prompts = PROMPTS[:2] if chance else PROMPTS
+    completions = Episodes(session, preempt=preempted(chance)).run(params, prompts)
     check_against_the_forward_pass(small_arch, params, completions, 3)
+    assert max(len(completion.turns) for completion in completions) == TURNS
+    assert bool(chance) == (session.stats.recomputed_tokens > 0)
+
+
+@pytest.mark.parametrize("chance", [0, 0.2])
+@pytest.mark.parametrize("longest", [18, 20, 27, 40])
+@pytest.mark.parametrize("most", [None, 4])
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_tokens_of_every_turn_follow_from_all_before_them(
+    make_session, small_arch, small_params, most, longest, chance
+):
+    """As above, in caches of all sizes and with tokens in them for keys."""
+    session = make_session(most=most, temperature=0.0, max_new_tokens=longest)
+    completions = Episodes(session, preempt=preempted(chance)).run(small_params)
+    check_against_the_host_model(small_arch, small_params, completions, 3)
     assert max(len(completion.turns) for completion in completions) == TURNS
 
 
@@ -165,19 +205,8 @@ def test_a_prefix_slot_that_others_need_is_computed_again(make_session, small_pa
     assert slow.stats.prefilled_tokens > fast.stats.prefilled_tokens
 
 
-@pytest.mark.parametrize(
-    ("most", "slow"),
-    [
-        (2, "some"),
-        (5, "all"),
-        *(
-            pytest.param(most, slow, marks=pytest.mark.slow)
-            for most in (None, 2, 5)
-            for slow in ("none", "some", "all")
-            if (most, slow) not in ((2, "some"), (5, "all"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("slow", ["none", "some", "all"])
+@pytest.mark.parametrize("most", [None, 2, 5])
 def test_text_depends_neither_on_slots_nor_on_when_answers_come(make_session, small_params, most, slow):
     waits = {
         "none": lambda number, rounds: 0,
@@ -192,22 +221,19 @@ def test_text_depends_neither_on_slots_nor_on_when_answers_come(make_session, sm
         assert one.logprobs == pytest.approx(two.logprobs, abs=2e-5)
 
 
-QUICK_MEMORIES = [(700, ()), (2000, (32,))]
-SLOW_MEMORIES = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1 << 20, ()), (2000, ()))]
-
-
-@pytest.mark.parametrize(("positions", "rings"), QUICK_MEMORIES + SLOW_MEMORIES)
+@pytest.mark.parametrize(
+    ("positions", "rings"), [(700, ()), (2000, (32,)), (2000, ()), (1 << 20, ()), (1 << 20, (32,))]
+)
 def test_text_depends_neither_on_memory_nor_on_preemption(make_session, small_params, positions, rings):
     """With room for one sequence, for three, or for all and samples that lose their slots in any round."""
     usual = Episodes(make_session()).run(small_params)
-    chance = np.random.default_rng(1)
     session = make_session(memory=positions * 256)
     session._admission.ring_positions = rings
     forced = positions > 2000
     other = Episodes(
         session,
         lambda number, rounds: (number * 7 + rounds * 5) % 6,
-        lambda who, rounds: forced and chance.random() < 0.2,
+        preempted(0.2 * forced),
     ).run(small_params)
     assert [c.tokens for c in other] == [c.tokens for c in usual]
     assert [c.turns for c in other] == [c.turns for c in usual]

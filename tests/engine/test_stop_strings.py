@@ -86,7 +86,7 @@ def _bytes(name, text):
 def test_the_cut_is_that_of_the_whole_text(name):
     tokenizer = TOKENIZERS[name]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(case=cases(name), given_before=st.integers(0, 3), call=st.integers(1, 9))
     def check(case, given_before, call):
         tokens, stops = case

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+import host_model
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine import session
@@ -31,12 +33,19 @@ class ForcedProgram(Program):
         return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
 
 
-def test_few_decode_steps_are_wasted(small_arch, tokenizer, monkeypatch):
+@pytest.mark.parametrize("computed_by", ["host", pytest.param("jax", marks=pytest.mark.slow)])
+def test_few_decode_steps_are_wasted(small_arch, tokenizer, monkeypatch, computed_by):
     """Log-normal lengths, median 64 tokens and sigma 1; batches that wait for their last row waste most."""
     drawn = np.random.default_rng(0).lognormal(np.log(64), 1.0, SEQUENCES)
     wanted = np.maximum(drawn.round(), 1).astype(int)
     lengths = np.minimum(wanted, LONGEST)
 
+    def forced(self, sampling, i, step, sequence, position, *, deltas):
+        return (STOP_ID if wanted[sequence] == position + 1 else OTHER_ID), -1.0
+
+    if computed_by == "host":
+        host_model.use_host_model(monkeypatch)
+        monkeypatch.setattr(host_model._Sequence, "draw", forced)
     monkeypatch.setattr(session, "Program", partial(ForcedProgram, wanted=tuple(wanted.tolist())))
     arch = replace(small_arch, layers=small_arch.layers[:1])
     config = RolloutConfig(n=N, max_new_tokens=LONGEST, max_concurrency=SLOTS)

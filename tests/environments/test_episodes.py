@@ -85,7 +85,7 @@ class Faulty(Count):
 
 
 @pytest.fixture
-def make_engine(small_arch, small_params, tokenizer):
+def make_engine(computed_by, small_arch, small_params, tokenizer):
     made = []
 
     def make(

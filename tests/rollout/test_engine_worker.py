@@ -26,7 +26,7 @@ PROMPTS = [
 
 
 @pytest.fixture
-def make_engine(small_arch, tokenizer):
+def make_engine(computed_by, small_arch, tokenizer):
     def make(arch=small_arch, **config):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 12, "temperature": 0.9, **config})
         return RolloutEngine(arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)

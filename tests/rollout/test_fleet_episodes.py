@@ -1,5 +1,6 @@
 """Episodes whose turns workers sample one by one: those of an engine that keeps them in its cache."""
 
+import host_model
 import numpy as np
 import pytest
 from routed_models import routed_model, routes_of_rows
@@ -51,7 +52,7 @@ class Dying(EngineWorker):
 
 
 @pytest.fixture
-def make(small_arch, small_params, tokenizer):
+def make(computed_by, small_arch, small_params, tokenizer):
     made = []
 
     def make(num_workers=0, worker=EngineWorker, arch=small_arch, params=small_params):
@@ -99,14 +100,15 @@ def _prompts(tokenizer) -> list[Prompt]:
     ]
 
 
-def test_episodes_have_the_routes_of_their_tokens_whoever_samples_the_turns(make, tokenizer):
+def test_episodes_have_the_routes_of_their_tokens_whoever_samples_the_turns(computed_by, make, tokenizer):
     """Of every token but those after the last turn."""
     arch, params = routed_model(vocab_size=294)
     one, fleet = (make(workers, arch=arch, params=params) for workers in (0, 2))
     expected, batch = (rollouts.generate(_prompts(tokenizer), step=3) for rollouts in (one, fleet))
     np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
     np.testing.assert_array_equal(batch.routes, expected.routes)
-    truth = routes_of_rows(params, arch, batch.input_ids, batch.lengths)
+    truth_of = host_model.routes_of_rows if computed_by == "host" else routes_of_rows
+    truth = truth_of(params, arch, batch.input_ids, batch.lengths)
     recorded = (batch.routes != 255).any(axis=(2, 3))
     np.testing.assert_array_equal(np.sort(batch.routes[recorded]), np.sort(truth[recorded]))
     assert recorded[np.roll(batch.completion_mask, -1, axis=1)].all()

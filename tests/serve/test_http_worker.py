@@ -70,7 +70,7 @@ def fleet_of(addresses, rules, folder, arch, timeout_s=20.0, **options):
 
 
 @pytest.fixture
-def own_server(small_arch, small_params, tokenizer):
+def own_server(computed_by, small_arch, small_params, tokenizer):
     service = service_of(small_arch, small_params, tokenizer, seed=99)
     with served(service, small_arch, tokenizer, token=TOKEN) as url:
         yield url, service

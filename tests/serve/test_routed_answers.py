@@ -1,10 +1,12 @@
 """`quatrain serve` of a model with experts: answers have the experts of their tokens, where asked for."""
 
+import host_model
 import httpx2 as httpx
 import numpy as np
 import pytest
+import routed_models
 from fleets import closing
-from routed_models import check_routes, routed_model, routes_of_rows
+from routed_models import routed_model
 from servers import served, service_of
 
 from quatrain.config.schema import RolloutConfig
@@ -17,6 +19,10 @@ from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.routes import routes_from_text
 
+TRUTH = {"host": host_model, "jax": routed_models}
+pytestmark = pytest.mark.usefixtures("all_computed_by")
+
+
 PROMPTS = [
     Prompt(20 + i, np.arange(3, 3 + size, dtype=np.int32), f"{i}") for i, size in enumerate((5, 2, 17))
 ]
@@ -28,7 +34,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def url(model, tokenizer):
+def url(all_computed_by, model, tokenizer):
     with served(service_of(*model, tokenizer), model[0], tokenizer) as url:
         yield url
 
@@ -40,7 +46,9 @@ def _post(url, path, **body):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
-def test_an_answer_has_the_experts_of_prompt_and_completion_but_the_last_token(url, model, path):
+def test_an_answer_has_the_experts_of_prompt_and_completion_but_the_last_token(
+    all_computed_by, url, model, path
+):
     prompt = [5, 9, 200, 17, 3]
     body = {"prompt": prompt} if path == "/v1/completions" else {"token_ids": prompt}
     answer = _post(url, path, n=2, return_routed_experts=True, **body).json()
@@ -48,8 +56,8 @@ def test_an_answer_has_the_experts_of_prompt_and_completion_but_the_last_token(u
         ids = np.array([[*prompt, *choice["token_ids"]]], np.int32)
         routes = routes_from_text(choice["routed_experts"])
         assert routes.shape == (ids.size - 1, 2, 2)
-        expected = routes_of_rows(model[1], model[0], ids, np.array([ids.size]))[0, :-1]
-        np.testing.assert_array_equal(np.sort(routes, axis=-1), np.sort(expected, axis=-1))
+        truth = TRUTH[all_computed_by].routes_of_rows(model[1], model[0], ids, np.array([ids.size]))
+        np.testing.assert_array_equal(np.sort(routes, axis=-1), np.sort(truth[0, :-1], axis=-1))
     assert "routed_experts" not in _post(url, path, **body).json()["choices"][0]
 
 
@@ -94,7 +102,7 @@ def test_a_server_that_records_no_routes_is_used_after_a_warning(model, tokenize
     assert "start it with rollout.record_routes auto" in warning
 
 
-def test_routes_of_a_server_are_those_of_an_engine_in_process(model, tokenizer, fleet_of):
+def test_routes_of_a_server_are_those_of_an_engine_in_process(all_computed_by, model, tokenizer, fleet_of):
     arch, params = model
     config = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
     engine = RolloutEngine(arch, config, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
@@ -106,4 +114,4 @@ def test_routes_of_a_server_are_those_of_an_engine_in_process(model, tokenizer, 
     expected = engine.generate(PROMPTS, step=3)
     np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
     np.testing.assert_array_equal(batch.routes, expected.routes)
-    check_routes(params, arch, batch)
+    TRUTH[all_computed_by].check_routes(params, arch, batch)
