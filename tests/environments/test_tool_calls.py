@@ -255,34 +255,34 @@ def test_a_stream_says_what_the_whole_says(completion, sizes):
 
 @pytest.mark.parametrize("part", ["a b ", "<think>a ", "<think>a</think> b ", "é", " ", "< ", "{"])
 def test_a_long_stream_takes_no_long_time(part):
-    stream, began = CallStream(), time.perf_counter()
-    for _ in range(20_000):
+    stream, began = CallStream(), time.thread_time()
+    for _ in range(10_000):
         stream.push(part)
     assert stream.end()[1] == []
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began < 2.5
 
 
 @pytest.mark.parametrize(
     "completion",
     [
-        "<tool_call>" * 20_000,
-        "<tool_call>" + "[" * 100_000,
-        '{"name": "a", "arguments": ' + "[" * 100_000,
-        '{"name": "a", "arguments": {"n": ' + "9" * 100_000 + "}}",
-        '"name" ' * 20_000,
-        "```" + "\n" * 100_000,
-        "a.call(" + "b=1," * 20_000,
-        '{"name": "arguments"' * 5_000,
-        '</think>{"name": "arguments"' * 5_000,
-        "</think>{" * 5_000,
-        "</think><|python_tag|>a" * 5_000,
-        "</think>a.call(" * 5_000 + ")",
-        "</think>```[1" * 5_000 + "```",
-        "<think></think>[" * 5_000,
-        '<tool_call>{"a' * 5_000,
+        "<tool_call>" * 10_000,
+        "<tool_call>" + "[" * 50_000,
+        '{"name": "a", "arguments": ' + "[" * 50_000,
+        '{"name": "a", "arguments": {"n": ' + "9" * 50_000 + "}}",
+        '"name" ' * 10_000,
+        "```" + "\n" * 50_000,
+        "a.call(" + "b=1," * 10_000,
+        '{"name": "arguments"' * 2_500,
+        '</think>{"name": "arguments"' * 2_500,
+        "</think>{" * 2_500,
+        "</think><|python_tag|>a" * 2_500,
+        "</think>a.call(" * 2_500 + ")",
+        "</think>```[1" * 2_500 + "```",
+        "<think></think>[" * 2_500,
+        '<tool_call>{"a' * 2_500,
     ],
 )
 def test_long_completions_take_no_long_time(completion):
-    began = time.perf_counter()
+    began = time.thread_time()
     assert all(call.problem is None or len(call.problem) < 500 for call in tool_calls(completion))
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 1

@@ -364,7 +364,7 @@ def fill_template(
         taken, text = _filled(tokenizer, form, add_generation_prompt, described, given)
         return text if taken else None
 
-    roles, problem = shown([message["role"] for message in messages]), ""
+    problem = ""
     settings = json.dumps([given, add_generation_prompt], sort_keys=True, default=str)
     others = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     for form in forms_for(template, messages):
@@ -378,7 +378,9 @@ def fill_template(
                 return text
             reason = str(first)
             problem = problem or (reason if first.kind != "call" else "")
-        problem = problem or f"the chat template rejects messages with the roles {roles}: {reason}"
+        if not problem:
+            roles = shown([message["role"] for message in messages])
+            problem = f"the chat template rejects messages with the roles {roles}: {reason}"
     raise ValueError(problem)
 
 

@@ -307,10 +307,10 @@ HOSTILE = [
 @pytest.mark.parametrize("gold", ["7", r"\sqrt{2}+x"])
 def test_hostile_text_costs_little(text, gold):
     is_correct(tagged(r"\sqrt{4}"), gold)  # so that the clock leaves the import out
-    start = time.perf_counter()
+    start = time.thread_time()
     for form in (text, tagged(text), tagged(f"${text}$")):
         assert is_correct(form, gold) is ("7" in text and gold == "7")
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 def test_verdicts_hold_in_other_threads():
