@@ -28,6 +28,14 @@ def test_a_file_may_import_its_neighbours_and_each_gets_its_own(tmp_path):
     assert not {"helpers", "kit", "kit.part"} & (set(sys.modules) - before)
 
 
+def test_nothing_is_written_beside_a_users_files(tmp_path, monkeypatch):
+    """Also where Python keeps what it compiles, as it does unless it is told not to."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert find_function(folder_of(tmp_path, "one"), {}, "function")() == "one, kit of one"
+    assert not sys.dont_write_bytecode
+    assert [*tmp_path.rglob("__pycache__")] == []
+
+
 def test_modules_from_elsewhere_stay_imported(tmp_path):
     sys.modules.pop("colorsys", None)
     (tmp_path / "a.py").write_text("import colorsys\n\ndef f():\n    return colorsys\n")
