@@ -17,6 +17,7 @@ def test_states_of_delta_layers_go_with_samples_on_a_mesh(tmp_path):
     _assert_as_with_enough(tmp_path, ["2,1,2/3300/32,64/0.1"], FAMILY="qwen3_5_text")
 
 
+@pytest.mark.slow
 def test_preempted_samples_on_a_mesh_have_the_tokens_of_one_device(tmp_path):
     """In rings of two lengths; without a prompt in parts, which `engine/` has on one device."""
     _assert_as_with_enough(tmp_path, ["2,1,2/500/32/0.3"], LENGTHS="3,1,9,30,2,4", MOST_NEW="40")

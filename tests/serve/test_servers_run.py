@@ -119,13 +119,8 @@ def train(place, folder, environment, name, *settings):
     return run, hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param((), id="all weights"),
-        pytest.param(("lora.rank=4",), id="adapters", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("lora.rank=4",)], ids=["all weights", "adapters"])
 def test_weights_are_those_of_a_run_in_one_process(server, folder, environment, tmp_path, more):
     exact = ("update.correction=none", *more)
     run, by_server = train(tmp_path, folder, environment, "by_server", *exact, f"rollout.servers=[{server}]")

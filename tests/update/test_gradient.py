@@ -32,13 +32,8 @@ def _temporary_bytes(arch, batch, remat: str) -> int:
     return lowered.compile(DEFAULT_FUSION).memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    ("kept", "made_again"),
-    [
-        ("none", "layer"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", "dots"), ("dots", "layer"))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kept", "made_again"), [("none", "layer"), ("none", "dots"), ("dots", "layer")])
 def test_remat_saves_memory(small_arch, kept, made_again):
     """On a CPU too, where the compiler by itself would merge what is computed twice."""
     arch = replace(small_arch, layers=small_arch.layers[:1] * 3)

@@ -82,8 +82,8 @@ def _import_file(name: str, path: Path) -> ModuleType:
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module  # needed by dataclasses and pickle
-    # Nothing is written beside a user's files; and a file that is edited twice in a second with the same length
-    # would be read from what was compiled before.
+    # Nothing is written beside a user's files; and a file that is edited twice in a second, with the same
+    # length, would be read from what was compiled before.
     writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         with _neighbours(path, module, folder):
