@@ -10,10 +10,10 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from tests.runs import small_run
 
 from quatrain.loop.train import train
 from quatrain.update.learner import Learner
-from tests.runs import small_run
 
 COLUMNS = 80
 
