@@ -193,7 +193,10 @@ def test_each_stage_has_a_mode_of_its_own():
     ],
 )
 def test_sweeps_of_log_probabilities(update, sweeps):
-    assert planned({f"update.{key}": value for key, value in update.items()})["logprob_passes"] == sweeps
+    """Those that are none are not shown."""
+    found = planned({f"update.{key}": value for key, value in update.items()})
+    assert found["logprob_passes"] == sweeps
+    assert ("logprob_passes" in render(found)) == (sweeps > 0)
 
 
 def test_the_critic_has_rows_of_its_own():

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import math
+import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -722,6 +723,19 @@ def test_nobody_answers(rules, small_arch, small_params, tmp_path):
         fleet.sync_weights(small_params, 4)
         with pytest.raises(WorkersLost, match=r"GET /version failed: ConnectError"):
             fleet.generate(PROMPTS, step=3)
+
+
+def test_a_host_that_has_no_address_is_refused_at_once(rules, monkeypatch):
+    """To try again would not help; a name server that fails for a while is another matter."""
+    address = "http://no-such-host.invalid:9"
+    for number, error in ((socket.EAI_NONAME, WorkerRefused), (socket.EAI_AGAIN, WorkerLost)):
+
+        def fails(*args, number=number, **options):
+            raise socket.gaierror(number, "not known")
+
+        monkeypatch.setattr(socket, "getaddrinfo", fails)
+        with pytest.raises(error, match="not known"):
+            HttpWorker(address, rules, num_slots=None, timeout_s=5.0)
 
 
 def drop_the_connection(body):

@@ -453,7 +453,7 @@ def _is_unknown_host(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, socket.gaierror):
             return error.errno == socket.EAI_NONAME
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
     return False
 
 
