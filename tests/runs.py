@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from quatrain.config.load import load_config
+from quatrain.data import builtin
+from quatrain.report import writer
 from quatrain.run.metrics import read_metrics
 from quatrain.update.learner import Learner
 
@@ -51,3 +53,25 @@ def interrupted_after(steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "step", dies)
         yield
+
+
+# For the conftest.py of a folder whose tests train.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_plots():
+    """Runs draw no plot.png, which costs as much as a step; `tests/report/` tests it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "can_plot", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows():
+    """`builtin:arithmetic` has 68 rows and its held-out part 40, which render fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtin, "TRAIN_ROWS_PER_FACT", 2)
+        patch.setattr(builtin, "HELDOUT_ROWS", 40)
+        builtin._arithmetic.cache_clear()
+        yield
+    builtin._arithmetic.cache_clear()

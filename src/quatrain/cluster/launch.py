@@ -71,11 +71,7 @@ def launch(
     signals: SimpleQueue[int] = SimpleQueue()
 
     def end_at_once(number: int) -> None:
-        for child in children:
-            child.stop(number)  # its second signal too, on which a run says how to go on
-        _wait(children, FAILURE_MESSAGE_S)
-        for child in children:
-            child.signal(signal.SIGKILL)
+        _end(children, number, FAILURE_MESSAGE_S)  # the signal is a run's second too: it says how to go on
         _finish_output(children, FAILURE_MESSAGE_S)
 
     with Signals(signals.put, on_second=end_at_once):
