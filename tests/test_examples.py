@@ -101,6 +101,7 @@ def test_gsm8k_demonstrations_show_the_calculations_in_the_format(tmp_path):
     assert has_format(completion)
 
 
+@pytest.mark.slow
 def test_the_reward_model_that_the_example_writes_can_be_used(tmp_path):
     path = EXAMPLES / "reward_model.py"
     _, _, *arguments = command_of(path, "python ")
@@ -210,6 +211,7 @@ def test_the_calculator_calculates_and_nothing_else(monkeypatch):
         assert result(text).startswith("Error: "), text
 
 
+@pytest.mark.slow
 def test_the_data_of_the_calculator(monkeypatch, tmp_path, tokenizer):
     config = configured(EXAMPLES / "calculator.py")
     script, *_ = command_of(EXAMPLES / "calculator.py", "python ")[1:]

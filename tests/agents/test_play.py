@@ -124,6 +124,7 @@ def test_every_sampled_token_is_trained_once_with_the_ids_that_were_sent(
     assert numbers["agent/turns/mean"] == 22 / 8
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_model(playing, tokenizer, small_arch, small_params, tmp_path):
     from quatrain.forward.planner import MicroBatchPlanner
     from quatrain.forward.predict import predict_tokens
@@ -222,6 +223,7 @@ def test_a_fault_costs_one_episode(playing, tokenizer, tmp_path, caplog):
     assert batch.completions == unharmed.completions
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("computed_by")
 def test_a_loop_that_hangs_costs_its_own_episode(playing, tokenizer):
     with playing("hangs_its_thread", n=3, num_workers=1, timeout_s=3.0) as rollouts:

@@ -96,7 +96,7 @@ class Hanging(EngineWorker):
 pytestmark = pytest.mark.usefixtures("computed_by")
 
 
-@pytest.mark.parametrize("worker", [EngineWorker, Fragile])
+@pytest.mark.parametrize("worker", [pytest.param(EngineWorker, marks=pytest.mark.slow), Fragile])
 def test_turns_on_workers_are_those_of_one_engine(playing, tokenizer, tmp_path, worker):
     Fragile.made = Fragile.taken = 0
     batches = []

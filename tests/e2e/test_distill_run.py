@@ -91,12 +91,10 @@ def test_the_plan_and_the_dry_run_know_the_teacher(teacher, tmp_path):
     assert "distill_forward_passes" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "loss"),
-    [
-        ("initial", "sampled"),
-        *(pytest.param("policy", loss, marks=pytest.mark.slow) for loss in ("sampled", "jsd")),
-    ],
+    [("initial", "sampled"), ("policy", "sampled"), ("policy", "jsd")],
 )
 def test_the_run_teaches_itself_with_a_prompt_that_knows_the_answer(which, loss, tmp_path):
     hint = 'distill.prompt="The answer is {answer}."'

@@ -167,6 +167,7 @@ def test_keys_of_episodes_need_an_environment(tmp_path):
         train(small_run(tmp_path, "refused", "rollout.max_turns=2"))
 
 
+@pytest.mark.slow
 def test_a_column_chooses_among_environments(options, tmp_path):
     """In processes of their own; metrics are of all episodes, and of those of each environment."""
     (tmp_path / "echo.py").write_text(ECHO)

@@ -25,6 +25,7 @@ def whole(tmp_path_factory):
     return train(small_run(tmp_path_factory.mktemp("runs"), "whole", *SMALLER, *SHORT)).run
 
 
+@pytest.mark.slow
 def test_what_is_saved_has_the_dtypes_of_the_configuration(whole):
     arrays = Checkpointer(whole / "checkpoints")._read_json(3)["arrays"]
     dtypes = {name: proof.partition("[")[0] for name, proof in arrays.items()}
@@ -42,6 +43,7 @@ def _stopped_and_resumed(folder, *options):
     return train(small_run(folder, "stopped", *options), resume="stopped").run
 
 
+@pytest.mark.slow
 def test_resumed_and_offloaded_is_the_same_run_to_the_bit(whole, tmp_path):
     """From a checkpoint at whose step the reference has not taken the policy over yet."""
     run = resumed_copy(whole, tmp_path, 1, *SMALLER, *SHORT, "offload.policy=true")

@@ -34,6 +34,7 @@ def trained_batches(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_a_run_replays_what_it_samples(tmp_path, trained_batches):
     options = (
         *MOE, "sft.steps=0", "run.steps=2", "update.num_mini_batches=2", "update.router_aux_coef=0.01",

@@ -23,7 +23,8 @@ def _ends(summary, step):
     assert "eval/accuracy_strict" in summary.after
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_on_step_sees_each_step_and_ends_the_run(tmp_path, staleness):
     seen = []
 

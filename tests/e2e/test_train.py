@@ -314,6 +314,7 @@ def test_a_run_with_rollouts_ahead_is_stale_by_its_lag_and_corrected(ahead):
     assert not unknown_metrics({name for row in rows for name in row} - {"step", "non_finite"})
 
 
+@pytest.mark.slow
 def test_rollouts_ahead_are_the_same_again_after_an_interruption(ahead, tmp_path):
     """Which takes every step a second time."""
     whole, options = ahead
@@ -636,6 +637,7 @@ def test_secrets_decide_no_resume_and_stand_in_no_checkpoint(tmp_path, monkeypat
     assert train(small_run(tmp_path, "own", *options, f"data.train={data}"), resume="own").steps == 1
 
 
+@pytest.mark.slow
 def test_a_moved_run_is_resumed_where_it_is(tmp_path):
     """Its configuration knows its old place, in which another run has begun meanwhile."""
     options = ("run.steps=1", "sft.steps=0", "data.eval=null")
@@ -822,6 +824,7 @@ def test_greedy_baseline_overlong_and_truncated_completions(tmp_path):
     assert row["update/skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_two_runs_in_threads_of_one_process_have_a_log_each(tmp_path, capfd):
     (tmp_path / "rewards.py").write_text(
         "def says(prompts, completions, *, who):\n"

@@ -52,10 +52,9 @@ def make_session(computed_by, model, tokenizer):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
-@pytest.mark.parametrize(
-    ("most", "preempts"), [(2, 4), *(pytest.param(most, 0, marks=pytest.mark.slow) for most in (None, 4))]
-)
+@pytest.mark.parametrize(("most", "preempts"), [(2, 4), (None, 0), (4, 0)])
 def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(make_session, model, most, preempts):
     """With slots refilled, turns kept in prefix slots, and turns of round `preempts` computed again."""
     sizes = {"usual_prompt": 200, "max_new_tokens": 24} if preempts else {}

@@ -95,8 +95,8 @@ COMMON_PREFIX = np.random.default_rng(0).integers(1, 290, 40).tolist()
 @pytest.mark.parametrize(
     ("case", "common", "n"),
     [
-        ("gemma2", True, 2),  # windows, soft caps, norms behind
         ("gpt_oss", False, 4),  # sinks, biases, experts
+        pytest.param("gemma2", True, 2, marks=pytest.mark.slow),  # windows, soft caps, norms behind
         *(
             pytest.param(
                 case.values[0] if hasattr(case, "values") else case, False, 2, marks=pytest.mark.slow
@@ -215,7 +215,14 @@ def test_text_depends_on_seed_step_and_group(make_engine):
     assert base != _completion_ids(engine.generate(_prompts(first=9)))
 
 
-@pytest.mark.parametrize("option", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {},
+        {"top_k": 3},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"top_p": 0.6}, {"min_p": 0.3})),
+    ],
+)
 def test_logprobs_are_of_the_distribution_sampled_from(make_engine, small_arch, small_params, option):
     batch = make_engine(**option).generate(_prompts(first=2), step=4)
     logits = _forward_scores(small_params, small_arch, batch)
@@ -257,17 +264,13 @@ def _filtered(scores, option):
     return np.where(kept, p, 0) / p[kept].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [
         {"temperature": 0.5, "top_p": 0.9},
-        *(
-            pytest.param(option, marks=pytest.mark.slow)
-            for option in (
-                *({"temperature": value} for value in (0.5, 1.6)),
-                *({"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.2}),
-            )
-        ),
+        *({"temperature": value} for value in (0.5, 1.6)),
+        *({"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.2}),
     ],
 )
 def test_chi_squared(make_engine, small_arch, option):
@@ -613,6 +616,7 @@ def _live_bytes():
     return sum(x.nbytes for x in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine, monkeypatch):
     """As on accelerators: slots compute on after their sequences have ended, and nothing of that is kept."""
     config = {"n": 4, "max_concurrency": 4, "max_new_tokens": 13}

@@ -105,6 +105,7 @@ def played(model, tokenizer):
     return _batch(tokenizer, completions, prompts)
 
 
+@pytest.mark.slow
 def test_turns_on_a_device_have_the_experts_of_a_pass_over_their_sequences(model, played):
     """Of a common prefix, prompts, answers and sampled tokens; the fault: those of another token or layer."""
     check_routes(model[1], model[0], played)
@@ -137,6 +138,7 @@ def test_turns_that_are_kept_refilled_or_computed_again_keep_their_routes(
     check(_batch(tokenizer, completions))
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_takes_the_recorded_experts(tokenizer):
     """After a preemption with other recorded experts, tokens are those of a model with these experts."""
     model = routed_model(num_hidden_layers=2, mlp_only_layers=[1])
@@ -196,6 +198,7 @@ def test_routes_are_refused_for_a_model_without_experts(tokenizer):
     assert engine.generate(_prompts((3,))).routes is None
 
 
+@pytest.mark.slow
 def test_many_experts_are_recorded_as_sixteen_bits(tokenizer):
     """The fault: numbers of experts above 255 that wrap around."""
     sizes = {"num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 4}

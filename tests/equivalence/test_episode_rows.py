@@ -50,6 +50,7 @@ def _assert_same(found, expected, before):
         assert found[1][name].result() == pytest.approx(expected[1][name].result(), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
 def test_the_update_is_that_of_turns_one_by_one(small_arch, small_params, aggregation):
     """Two mini-batches; rows of leaves, with owners that are drawn, cut at turns, and in another order."""

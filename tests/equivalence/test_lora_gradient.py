@@ -133,12 +133,13 @@ def test_the_gradient_of_some_adapters(case, targets, remat, make_batch):
 EXPERTS = ("experts_gate_up", "experts_down")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "targets", "remat", "cuttings"),
     [
         ("qwen2_moe", (*ADAPTED, *EXPERTS), "dots", (PACKED,)),
         *(
-            pytest.param(case, targets, remat, (MicroBatchPlanner(rows=2), PACKED), marks=pytest.mark.slow)
+            (case, targets, remat, (MicroBatchPlanner(rows=2), PACKED))
             for case, targets, remat in (
                 ("qwen3_moe", EXPERTS, "dots"),
                 ("qwen3_moe", ("qkv", "experts_down"), "none"),

@@ -38,7 +38,8 @@ def test_sampler_and_trainer_agree_on_adapters(adapted, small_params, tokenizer,
     _check_agreement(*adapted, small_params, tokenizer, way)
 
 
-@pytest.mark.parametrize("way", [pytest.param("merged", marks=pytest.mark.slow), "adapter"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["merged", "adapter"])
 def test_sampler_and_trainer_agree_on_adapters_of_experts(tokenizer, way):
     """Its attention and its shared expert, an MLP, have adapters too. What is merged into experts is compared
     in `weights/test_expert_adapters.py`."""

@@ -37,6 +37,7 @@ def _assert_as_on_one_device(folder, *meshes, **environment):
             np.testing.assert_allclose(got, expected, **tolerance)
 
 
+@pytest.mark.slow
 def test_adapters_on_eight_devices_are_trained_as_on_one(tmp_path):
     """Two key/value heads: `tp` 2 shards them."""
     _assert_as_on_one_device(tmp_path, "2,2,2")

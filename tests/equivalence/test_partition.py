@@ -190,7 +190,6 @@ SHARED = (MicroBatchPlanner(max_tokens=150, num_shards=2, share_prompts=True),)
 @pytest.mark.parametrize(
     ("windows", "num_common", "cuttings"),
     [
-        ((None, 5), 0, ROWS),
         ((None, 5), COMMON_PREFIX, SHARED),
         *(
             pytest.param(

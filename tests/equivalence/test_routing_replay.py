@@ -135,7 +135,6 @@ def _assert_same(got, expected):
 @pytest.mark.parametrize(
     ("coef", "remat", "cuttings"),
     [
-        (3.0, "none", CUTTINGS[1:2]),
         (3.0, "layer", CUTTINGS[2:3]),
         *(
             pytest.param(*each, CUTTINGS, marks=pytest.mark.slow)

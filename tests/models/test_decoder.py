@@ -159,6 +159,7 @@ def test_remat_gives_the_same_gradient():
     assert float(jnp.abs(plain["layers"][0]["qkv"]).max()) > 0
 
 
+@pytest.mark.slow
 def test_remat_of_parts_computes_no_product_again():
     """Those with weights, four a layer, are what whole layers compute again; no copies of what is kept."""
     arch, params = small_model()
@@ -202,6 +203,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
     assert 0 < error < 0.1 * np.asarray(exact).std() + 0.05
 
 
+@pytest.mark.slow
 def test_sinks_in_bfloat16_are_read_as_float32():
     arch = of_golden("gpt_oss", num_layers=1)
     half = init_params(arch, jax.random.key(0), jnp.bfloat16)

@@ -181,6 +181,7 @@ def test_packed_sequences_with_shared_prefixes_are_each_alone(forest):
         close(y[places], recurrence(x[0, places], ba[0, places], weights)[0])
 
 
+@pytest.mark.slow
 def test_buffers_with_different_forests_stand_side_by_side():
     nodes = [FORESTS[name] for name in ("shared", "lengths")]
     rows = [buffer(each, 340) for each in nodes]

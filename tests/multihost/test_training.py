@@ -82,6 +82,7 @@ def _launch(folder, settings, *more, devices=4, resume=None):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_take_a_step_as_one_device_does(tmp_path, settings, small_arch, small_params):
     """The small form: a device each, a model of one layer, one step."""
     arch = changed(small_arch, num_layers=1)

@@ -71,7 +71,7 @@ def test_the_gradient_of_the_reverse_kl():
 
 
 TILES = (Tile(1, 1), Tile(2, 3), Tile(3, 4), Tile(64, 64))
-QUICK_TILES = {*((kind, Tile(2, 3)) for kind in KINDS), ("jsd", Tile(1, 1)), ("jsd", Tile(64, 64))}
+QUICK_TILES = {(kind, Tile(2, 3)) for kind in KINDS}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,7 @@ def test_any_tiles_have_the_gradients_of_the_naive_formula(kind, tile):
     assert_head_gradients(total, head, hidden, value, by_logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_real_vocabulary(kind):
     rng = np.random.default_rng(1)

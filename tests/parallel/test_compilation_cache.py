@@ -170,6 +170,7 @@ def test_a_folder_that_cannot_be_made_is_told_once(jax_may_cache, tmp_path, capl
     assert "set run.compilation_cache to another folder, or to null" in message
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_read(jax_may_cache, tmp_path, monkeypatch, caplog):
     with compilation_cache(str(tmp_path)) as folder:
         _compile(0.75)
@@ -312,6 +313,7 @@ def _run(folder, name, cache):
     return *counts, same, compile_s
 
 
+@pytest.mark.slow
 def test_a_second_run_compiles_nothing_and_computes_the_same(tmp_path):
     cold = _run(tmp_path, "cold", tmp_path / "cache")
     warm = _run(tmp_path, "warm", tmp_path / "cache")

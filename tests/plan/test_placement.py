@@ -307,7 +307,7 @@ SHAPES["six layers of experts"] = (
     False,
     1024,
 )
-QUICK = {("small with norms", "layer"), ("small", "none"), ("small", "dots"), ("qwen3_moe", "layer")}
+QUICK = {("small with norms", "layer"), ("small", "none")}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,13 @@ def score_sequences(params, sequences, spec, *, max_tokens):
     return sequence_scores(params, sequences, model=spec, planner=planner)
 
 
-@pytest.mark.parametrize("case", SCORE_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case not in ("qwen3", "gemma3_text")))
+        for case in SCORE_CASES
+    ],
+)
 def test_scores_are_those_of_transformers_packed_and_one_by_one(case, tmp_path):
     golden = read_score_golden(case)
     assert weights_crc(golden.weights()) == golden.weights_crc

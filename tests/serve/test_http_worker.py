@@ -687,7 +687,14 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(vllm, rules, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["text only", "no log-probabilities", "another vocabulary", "no weight verbs", "nobody"]
+    "name",
+    [
+        "nobody",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("text only", "no log-probabilities", "another vocabulary", "no weight verbs")
+        ),
+    ],
 )
 def test_a_run_with_a_server_that_cannot_serve_ends_before_its_warm_start(name, tmp_path, monkeypatch):
     """With an error of the kind that configurations have, and nothing left behind."""

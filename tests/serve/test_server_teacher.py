@@ -132,6 +132,7 @@ def test_a_run_with_the_served_model_is_at_its_teacher(
     assert step["distill/teacher_logprob"] < -1
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_the_words_of_a_served_model(
     address, small_arch, small_params, tokenizer, tmp_path
 ):

@@ -172,6 +172,7 @@ def test_a_critic_needs_parameters_of_its_own(make_learner, small_params):
         make_learner(critic={}).init(small_params)
 
 
+@pytest.mark.slow
 def test_the_policy_rests_while_the_critic_warms_up(make_learner, make_batch, small_params, value_params):
     learner, batch = make_learner(critic={"warmup_steps": 1}), make_batch(2)
     state = learner.init(_copy(small_params), _copy(value_params))
@@ -235,6 +236,7 @@ def test_kl_in_the_reward_is_subtracted_from_each_token(make_learner, make_batch
     assert learner.step(state, advantaged).reward_kl_coef == 0.1
 
 
+@pytest.mark.slow
 def test_the_update_does_not_compute_log_probabilities_again(
     make_learner, make_batch, small_params, monkeypatch
 ):

@@ -74,6 +74,7 @@ def _mixed(batch, params, learner):
     return dataclasses.replace(batch, advantages=mixed.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_a_step_is_one_with_the_mixed_advantages(make_learner, make_batch, small_params):
     batch = _scored(make_batch(0, holes=True), without=(2, 5))
     learner = make_learner(TEACHER)
@@ -118,6 +119,7 @@ def test_a_training_step_is_the_same_in_rows_and_in_tokens(
         )
 
 
+@pytest.mark.slow
 def test_a_loss_of_whole_mini_batches_reads_the_mixed_advantages(make_learner, make_batch, small_params):
     """`clip_cov` chooses its tokens by the covariance with the advantages that it trains on."""
     batch, update = (
@@ -167,7 +169,7 @@ def test_a_step_without_rewards_is_not_skipped(make_learner, make_batch, small_p
     assert state.metrics["update/skipped_steps"].result() == 1
 
 
-@pytest.mark.parametrize("loss", ["sampled", "jsd"])
+@pytest.mark.parametrize("loss", ["sampled", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_rewards_that_are_not_trained_on_are_no_signal(make_learner, make_batch, small_params, loss):
     """A step without teacher and with a weight of rewards of 0 would move weights by momentum alone."""
     batch = make_batch(3)
@@ -181,6 +183,7 @@ def test_rewards_that_are_not_trained_on_are_no_signal(make_learner, make_batch,
         assert state.metrics["update/optimizer_steps"].result() == 1 - skipped
 
 
+@pytest.mark.slow
 def test_the_weight_falls_over_the_last_steps(make_learner, make_batch, small_params):
     term = make_learner({**TEACHER, "warmdown_steps": 4}, steps=10).objective.distillation
     weights = [term.weight_at(step) / 0.7 for step in (0, 6, 7, 8, 9, 10, 11)]

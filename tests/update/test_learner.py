@@ -84,6 +84,7 @@ def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arc
     np.testing.assert_allclose(_logprobs(make_learner(), small_params, batch), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_makes_good_completions_likelier(make_learner, make_batch, small_params):
     learner, batch = make_learner(), make_batch(1)
     before = _logprobs(learner, small_params, batch)
@@ -202,9 +203,8 @@ def test_old_logprobs_of_the_rollout_set_the_ratio(make_learner, make_batch, sma
     )
 
 
-@pytest.mark.parametrize(
-    "estimator", ["k3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k1", "k2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_pulls_back_to_the_reference(make_learner, make_batch, small_arch, small_params, estimator):
     batch = make_batch(6)
     reference = jax.tree.map(lambda x: x * 1.1, small_params)
@@ -230,6 +230,7 @@ def test_a_loss_of_ones_own_trains_and_is_compiled_once(make_learner, make_batch
     assert state.metrics["update/sequence_ratio"].result() == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_entropy_bonus_raises_entropy(make_learner, make_batch, small_params):
     batch = make_batch(7)
     silent = replace(batch, advantages=np.zeros_like(batch.advantages))
@@ -365,6 +366,7 @@ def test_bfloat16_parameters_are_rounded_by_seed_and_step(make_learner, make_bat
     assert lost > 0.5  # smaller than half the distance of two numbers
 
 
+@pytest.mark.slow
 def test_small_updates_of_bfloat16_parameters_are_lost_only_by_rounding_to_the_nearest(
     make_learner, make_batch, small_params
 ):
@@ -393,7 +395,8 @@ def test_small_updates_of_bfloat16_parameters_are_lost_only_by_rounding_to_the_n
     assert kept["nearest"] < 0.3
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_policy_that_waits_in_the_hosts_memory_is_trained_to_the_bit(
     make_learner, make_batch, small_arch, small_params, rank
 ):
@@ -455,7 +458,8 @@ def test_tokens_chosen_over_the_mini_batch_do_not_depend_on_the_cut(
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("old_logprobs", ["recompute", pytest.param("rollout", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
 def test_rounding_decides_no_gradient_of_kl_cov(
     make_learner, make_batch, small_arch, small_params, old_logprobs
 ):

@@ -78,6 +78,7 @@ def test_clipping_is_that_of_optax(scale):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
 def test_the_first_moment_in_bfloat16(name, moments):
     """Half the bytes of one moment, and nearly the updates of float32."""

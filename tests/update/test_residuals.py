@@ -69,6 +69,7 @@ def test_the_gradient_is_the_same_in_memory_used_again(small_arch, small_params,
     assert memory.lent == memory.returned == [memory.lent[0]] * 6
 
 
+@pytest.mark.slow
 def test_another_kind_of_micro_batch_has_memory_of_its_own(small_arch, small_params, monkeypatch):
     """The gradient of both kinds is the sum of those of each, in memory of another `ResidualMemory`."""
     monkeypatch.setattr(residuals, "LEAST_BYTES", 2**12)

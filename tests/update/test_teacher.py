@@ -38,7 +38,17 @@ def load(folder, tokenizer, *, max_tokens=256, temperature=0.8, weights=True, **
     return TeacherLoader(config, ModelConfig(), tokenizer, one_device(), **options).load(weights=weights)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 20}, {"memory": "host"}, {"share_prompts": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_tokens": 20},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ({"memory": "host"}, {"share_prompts": False})
+        ),
+    ],
+)
 def test_scores_are_the_teachers_own_log_probabilities(folder, tokenizer, make_batch, options):
     rewarded = make_batch(0, holes=True).rewarded
     model = load_model(str(folder))

@@ -140,6 +140,7 @@ def test_a_step_is_that_of_the_naive_loss_however_it_is_cut(
     assert max(moved) > 1e-3
 
 
+@pytest.mark.slow
 def test_what_is_logged(
     make_learner, make_teacher, make_batch, small_arch, small_params, teacher_arch, teacher_params
 ):
@@ -181,6 +182,7 @@ def test_what_is_logged(
     assert found["distill/no_teacher"].result() == untaught
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", QUICK_KINDS)
 def test_all_words_as_top_words_are_the_loss_over_all_words(
     make_learner, make_teacher, make_batch, small_arch, small_params, kind
@@ -216,6 +218,7 @@ def test_each_row_has_the_words_of_its_own_teacher(
     _assert_is(state, expected, loss)
 
 
+@pytest.mark.slow
 def test_the_update_goes_on_for_epochs_and_mini_batches(make_learner, make_teacher, make_batch, small_params):
     scored = _scored(make_batch(4), make_teacher(4))
     state = _step(make_learner("jsd", 4, tokens=40, update={"epochs": 3}), small_params, scored)

@@ -98,6 +98,7 @@ def test_a_step_is_that_of_the_naive_loss_however_it_is_cut(
     assert moved > 1e-3
 
 
+@pytest.mark.slow
 def test_rewards_and_divergence_are_added(make_learner, make_batch, small_params):
     """What a step does with both is the sum of what it does with each, for plain gradient descent."""
     batch = make_batch(1)
@@ -118,6 +119,7 @@ def test_rewards_and_divergence_are_added(make_learner, make_batch, small_params
         np.testing.assert_allclose(a - start, (b - start) + (c - start), rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_the_update_goes_on_for_epochs_and_mini_batches(make_learner, make_batch, small_params):
     learner = make_learner("forward_kl", tokens=40, update={"epochs": 3})
     batch = make_batch(2)
