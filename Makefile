@@ -31,10 +31,10 @@ train: $(RUNS)  ## run the quickstart: a small model learns by reinforcement lea
 	$(BIN)/quatrain train
 
 test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
 durations: $(STAMP) ## the test suite, and what each of its files takes into tests/durations.json
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --record-durations
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --record-durations
 
 test-slow: $(STAMP) ## the long proofs
 	$(INSTALL) -e '.[ray,reasoning-gym]' nbclient ipykernel

@@ -301,6 +301,7 @@ def test_who_shortens_its_history_has_met_no_limit(playing, tokenizer):
     assert np.bincount(batch.episodes.of_row).tolist() == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("computed_by")
 def test_a_function_that_hangs_in_its_thread_costs_its_own_episode(playing, tokenizer):
     with playing("hangs_in_a_thread", n=3, num_workers=1, timeout_s=3.0) as rollouts:

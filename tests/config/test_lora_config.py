@@ -7,7 +7,7 @@ from quatrain.config.load import load_config
 
 
 def resolved(*overrides):
-    return load_config(None, overrides, environ={})
+    return load_config(None, ["run.name=run", *overrides], environ={})  # else the second names it
 
 
 def test_without_rank_there_are_no_adapters():

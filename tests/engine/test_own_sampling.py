@@ -58,6 +58,7 @@ def finish(engine, tickets, advanced=lambda: None):
     return [engine.take(ticket)[0][0][1] for ticket in tickets]
 
 
+@pytest.mark.slow
 def test_each_sequence_is_what_it_would_be_alone(engine_of):
     engine = engine_of(max_concurrency=3)
     facts = [

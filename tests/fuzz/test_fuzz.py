@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,5 +134,5 @@ def _nodes(*words: str) -> Iterator[tuple[Path, ast.AST]]:
     """Every node of the modules of the source in which one of `words` stands, with its file."""
     for path in SOURCE.rglob("*.py"):
         text = path.read_text("utf-8")
-        if any(word in text for word in words):
+        if any(re.search(rf"\b{word}\b", text) for word in words):
             yield from ((path, node) for node in ast.walk(ast.parse(text)))

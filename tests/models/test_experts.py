@@ -168,6 +168,7 @@ def test_the_router_of_given_routes_has_its_gradient(model, others):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), none, other)
 
 
+@pytest.mark.slow
 def test_sums_count_each_token_as_often_as_asked(model):
     """The sums of two parts are those of the whole; a token that counts twice is two."""
     *_, segments = model[2]

@@ -131,6 +131,7 @@ def test_both_end_when_one_cannot_write_its_part_of_a_checkpoint(tmp_path):
     assert Checkpointer(tmp_path).steps() == [1]
 
 
+@pytest.mark.slow
 def test_the_other_ends_when_one_no_longer_answers_and_names_it():
     waiting, stopped = run_together((str(MEMBER), "hangs"), (str(MEMBER), "hangs"))
     try:

@@ -234,7 +234,9 @@ def test_uniforms_are_uniform():
 
 
 @pytest.mark.parametrize("options", [*FILTERS, {"temperature": 0.0}], ids=str)
-@pytest.mark.parametrize("vocab", [pytest.param(1, marks=pytest.mark.slow), 384, 512, 700])
+@pytest.mark.parametrize(
+    "vocab", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 384, 512)), 700]
+)
 def test_the_vocabulary_first_gives_the_same_tokens(options, vocab):
     """In blocks that divide the vocabulary (384: of 128 words) and in blocks that do not."""
     rng = np.random.default_rng(vocab)

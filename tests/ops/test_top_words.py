@@ -144,6 +144,7 @@ def test_words_that_do_not_count(tile):
     assert not gradient[:, 8:].any()
 
 
+@pytest.mark.slow
 def test_a_rest_that_the_policy_has_left_has_a_finite_gradient():
     """Probabilities of the policy's rest below what 1 - (sum of the others) could tell from 0 in float32."""
     policy, teacher = np.array([[40.0, 39, 0, 1]]), np.array([[2.0, 1, 0, 1.5]])

@@ -62,6 +62,7 @@ print(before, held, peak_bytes())
 """
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_cpu_is_the_largest_resident_set_of_the_process():
     ballast = np.ones(2**29, np.uint8)  # which the process of the test does not inherit
     run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)

@@ -81,6 +81,7 @@ def test_seven_billion_parameters_fit_one_device_of_80_gb_with_adapters(final):
     assert whole.warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
     ["layer", pytest.param("dots", marks=pytest.mark.slow), pytest.param("none", marks=pytest.mark.slow)],

@@ -350,9 +350,16 @@ def answered(kind, tokens=(8, 9), logprobs=(-1.0, -1.0), **fields):
 
 
 BAD_LOGPROBS = [math.nan, math.inf, -math.inf, 0.5, -1e300, -(10**400), None, True, "-1", [-1.0]]
+QUICK_BAD_LOGPROBS = BAD_LOGPROBS[:1] + BAD_LOGPROBS[3:5] + BAD_LOGPROBS[6:7] + BAD_LOGPROBS[8:9]
 
 
-@pytest.mark.parametrize("logprob", BAD_LOGPROBS, ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize(
+    "logprob",
+    [
+        pytest.param(value, marks=[pytest.mark.slow] * (value not in QUICK_BAD_LOGPROBS), id=str(value)[:10])
+        for value in BAD_LOGPROBS
+    ],
+)
 def test_one_bad_log_probability_costs_its_group_which_is_sampled_again(
     fake, rules, small_arch, small_params, tmp_path, logprob, caplog
 ):
