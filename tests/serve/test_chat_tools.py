@@ -15,6 +15,7 @@ from chat_templates import CALLING, FAMILIES, tokenizer_of
 from servers import MODEL, served
 
 from quatrain.engine.service import Progress
+from quatrain.types.piece import Piece
 
 ADD = {
     "type": "function",
@@ -53,7 +54,7 @@ class Scripted:
             for at in range(0, len(ids), self._size):
                 part = ids[at : at + self._size]
                 ended = self._reason if at + self._size >= len(ids) else None
-                listener(number, Progress(part, [-0.5] * len(part), [0] * len(part), ended))
+                listener(number, Progress(Piece([*part], [-0.5] * len(part), [0] * len(part)), ended))
         done = Future()
         done.set_result(keys)
         return done

@@ -94,7 +94,7 @@ def test_the_next_request_has_the_ids_that_were_sampled(stream):
     written = TOKENIZER.decode(third.given)
     assert "3" in written
     assert session.counts["tool_calls"] == 1
-    assert [turn.versions for turn in row.path] == [[0] * len(turn.tokens) for turn in row.path]
+    assert [turn.sampled.versions for turn in row.path] == [[0] * len(turn.tokens) for turn in row.path]
 
 
 def test_the_policy_that_is_sampled_is_that_of_the_run():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quatrain.serve.turn_tree import TurnTree
+from quatrain.types.piece import Piece
 
 PROMPT = [{"role": "user", "content": "How many?"}]
 PROMPT_IDS = [1, 2, 3]
@@ -39,8 +40,8 @@ class Dialogue:
         found = self.tree.find(messages, tools, lambda: render_of(messages), suffix)
         turn = self.tree.begin(found)
         if ended:
-            turn.tokens = list(range(self.next_id, self.next_id + size))
-            turn.logprobs, turn.versions = [-0.5] * size, [3] * size
+            tokens = list(range(self.next_id, self.next_id + size))
+            turn.answer(Piece(tokens, [-0.5] * size, [3] * size))
             self.next_id += size
             self.log.append((tuple(turn.prompt_ids), tuple(turn.tokens)))
         answer = {"role": "assistant", "content": f"answer {turn.tokens}"}
@@ -170,7 +171,7 @@ def test_random_numbers_go_on_and_are_of_their_own_where_a_context_is_asked_agai
 def test_ids_continue_the_longest_turn_that_begins_them():
     agent = Dialogue()
     turn = agent.tree.begin(agent.tree.find_ids(PROMPT_IDS))
-    turn.tokens = [1000, 1001]
+    turn.answer(Piece([1000, 1001], [-0.5] * 2, [3] * 2))
     assert (turn.sequence_id, turn.reason) == (5, None)
     second = agent.tree.find_ids([*PROMPT_IDS, 1000, 1001, 4])
     assert second.parent is turn

@@ -9,8 +9,9 @@ import pytest
 from quatrain.cluster.processes import _array_as_json, _array_of_json
 from quatrain.types.batches import Prompt, RewardedBatch
 from quatrain.types.join import join_groups
+from quatrain.types.piece import rows_between
 from quatrain.types.rollouts import Completion, rollout_batch
-from quatrain.types.routes import live_of, routes_between, routes_from_text, routes_to_text
+from quatrain.types.routes import ROUTES, live_of, routes_from_text, routes_to_text
 
 LIVE = live_of(np.uint8)
 
@@ -21,8 +22,8 @@ def _of(*tokens: int) -> np.ndarray:
 
 
 def _completion(prompt: list[int], tokens: list[int]) -> Completion:
-    completion = Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), "stop")
-    completion.record(0, _of(*prompt), _of(*tokens[:-1]))
+    completion = Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), finish_reason="stop")
+    completion.record(ROUTES, 0, _of(*prompt), _of(*tokens[:-1]))
     return completion
 
 
@@ -72,7 +73,7 @@ def test_routes_of_another_length_or_dtype_are_refused(tokenizer, routes):
 
 def test_rows_without_routes_are_live(tokenizer):
     prompt = Prompt(7, np.array([4, 5], np.int32), "7")
-    without = Completion([8, 9], [-0.5] * 2, [0] * 2, "stop")
+    without = Completion([8, 9], [-0.5] * 2, [0] * 2, finish_reason="stop")
     samples = [(prompt, without), (prompt, _completion([4, 5], [6]))]
     assert _tokens(rollout_batch(samples, tokenizer, {}).routes) == [[0, 0, 0, 0], [4, 5, 0, 0]]
     assert rollout_batch(samples[:1], tokenizer, {}).routes is None
@@ -80,30 +81,30 @@ def test_rows_without_routes_are_live(tokenizer):
 
 def test_a_token_keeps_the_first_route_that_was_recorded():
     completion = Completion([10, 11, 12], [0.0] * 3, [0] * 3)
-    completion.record(0, _of(4, 5))
-    completion.record(1, _of(90, 10), _of(11))  # what was computed again, and what is new
-    assert np.concatenate(completion.routes)[:, 0, 0].tolist() == [4, 5, 10, 11]
-    completion.record(0, _of(91, 92))
-    assert completion.num_routed == 4
+    completion.record(ROUTES, 0, _of(4, 5))
+    completion.record(ROUTES, 1, _of(90, 10), _of(11))  # what was computed again, and what is new
+    assert np.concatenate(completion.columns[ROUTES])[:, 0, 0].tolist() == [4, 5, 10, 11]
+    completion.record(ROUTES, 0, _of(91, 92))
+    assert completion.known(ROUTES) == 4
     with pytest.raises(AssertionError, match="gap"):
-        completion.record(5, _of(13))
+        completion.record(ROUTES, 5, _of(13))
 
 
 @pytest.mark.parametrize("length", [4, 3, 2, 1])
 def test_a_completion_that_is_cut_has_the_routes_of_what_is_left(length):
     completion = Completion([10, 11, 12, 13], [0.0] * 4, [0] * 4)
-    completion.record(0, _of(4, 5))
-    completion.record(2, _of(10, 11))
-    completion.record(4, _of(12))
+    completion.record(ROUTES, 0, _of(4, 5))
+    completion.record(ROUTES, 2, _of(10, 11))
+    completion.record(ROUTES, 4, _of(12))
     completion.cut(length)
-    assert np.concatenate(completion.routes)[:, 0, 0].tolist() == [4, 5, 10, 11, 12][: length + 1]
+    assert np.concatenate(completion.columns[ROUTES])[:, 0, 0].tolist() == [4, 5, 10, 11, 12][: length + 1]
 
 
 def test_samples_of_a_group_share_the_routes_of_their_prompt():
     prompt, completions = _of(4, 5, 6), [Completion(), Completion()]
     for completion in completions:
-        completion.record(0, prompt)
-    assert np.shares_memory(completions[0].routes[0], completions[1].routes[0])
+        completion.record(ROUTES, 0, prompt)
+    assert np.shares_memory(*(each.columns[ROUTES][0] for each in completions))
 
 
 def test_joined_batches_keep_routes_with_their_rows(tokenizer):
@@ -123,11 +124,9 @@ def test_joined_batches_keep_routes_with_their_rows(tokenizer):
 
 def test_parts_of_routes_by_tokens():
     parts = [_of(1, 2, 3), _of(4), _of(5, 6)]
-    found = [
-        [int(t[0, 0]) for part in routes_between(parts, *ends) for t in part] for ends in ((0, 9), (2, 5))
-    ]
+    found = [[int(t[0, 0]) for part in rows_between(parts, *ends) for t in part] for ends in ((0, 9), (2, 5))]
     assert found == [[1, 2, 3, 4, 5, 6], [3, 4, 5]]
-    assert routes_between(parts, 4, 4) == []
+    assert rows_between(parts, 4, 4) == []
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

@@ -33,6 +33,7 @@ from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics, describe
+from quatrain.types.piece import Piece
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.workers.threads import LoopThread
 
@@ -450,19 +451,9 @@ def _completion(row: Row) -> Completion:
     """The tokens after the root's prompt; those of turns that another row owns count as given."""
     completion = Completion(turns=[])
     for turn in row.path:
-        given = turn.given if turn.parent is not None else []
-        completion.extend(given, [0.0] * len(given), -1)
-        completion.turns.append(len(completion.tokens))
-        completion.num_given += len(given)
-        if turn in row.owned:
-            completion.tokens += turn.tokens
-            completion.logprobs += turn.logprobs
-            completion.versions += turn.versions
-        else:
-            completion.extend(turn.tokens, [0.0] * len(turn.tokens), -1)
-            completion.num_given += len(turn.tokens)
-        if turn.first_routed <= completion.num_routed:  # else an answer before it has no routes
-            completion.record(turn.first_routed, *turn.routes)
+        completion.begin_turn(turn.given if turn.parent is not None else [])
+        said = turn.sampled if turn in row.owned else Piece.given(turn.tokens, turn.sampled.columns)
+        completion.append(said, turn.first_of_columns)  # without columns where an answer before it has none
     return completion
 
 

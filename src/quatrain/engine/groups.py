@@ -24,7 +24,7 @@ from quatrain.ops.sampling import SamplingNumbers
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
-from quatrain.types.routes import live_of, routes_between
+from quatrain.types.routes import ROUTES, live_of
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer one is computed in parts."""
@@ -132,14 +132,14 @@ class Group:
     def record(self, first: int, *parts: np.ndarray) -> None:
         """Notes routes [tokens, L, k] of its context, from token `first` on, for all samples."""
         for completion in self.completions:
-            completion.record(first, *parts)
+            completion.record(ROUTES, first, *parts)
 
     def known_routes(self, first: int, tokens: int, index: int = 0) -> np.ndarray | None:
         """[tokens, L, k]: recorded routes of a sample's tokens from `first` on, live where there are none.
 
         None if there are none at all. What is computed again takes the same ones.
         """
-        parts = routes_between(self.completions[index].routes, first, first + tokens)
+        parts = self.completions[index].rows(ROUTES, first, first + tokens)
         if not parts:
             return None
         routes = np.full((tokens, *parts[0].shape[1:]), live_of(parts[0].dtype), parts[0].dtype)

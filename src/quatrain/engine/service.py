@@ -15,10 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from quatrain.cluster.threads import start_thread
 from quatrain.engine.engine import Ticket, work_metrics
@@ -28,6 +26,7 @@ from quatrain.engine.session import EngineStats
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
+from quatrain.types.piece import NOTHING, Mark, Piece
 from quatrain.types.rollouts import Completion, Rollouts, Sampling
 
 T = TypeVar("T")
@@ -38,18 +37,14 @@ Samples = tuple[list[tuple[Prompt, Completion]], Metrics]
 
 @dataclass(frozen=True)
 class Progress:
-    """What a round added to a sequence: tokens, each with its log-probability and the version of its weights.
+    """What a round added to a sequence.
 
-    `routes` are further parts of `Completion.routes`, which begin with the prompt's.
     `finish_reason` is None while the sequence goes on; `error` says in one line why it will not.
     """
 
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    versions: Sequence[int] = ()
+    piece: Piece = field(default_factory=Piece)
     finish_reason: str | None = None
     error: str | None = None
-    routes: Sequence[np.ndarray] = ()
 
 
 Listener = Callable[[int, Progress], None]
@@ -70,14 +65,12 @@ class Totals:
 
 @dataclass
 class _Sequence:
-    """A sequence in the engine: its ticket, its number in the request, and how many tokens, and parts of
-    routes, were reported."""
+    """A sequence in the engine: its ticket, its number in the request, and how much of it was reported."""
 
     ticket: Ticket
     number: int
     listener: Listener
-    reported: int = 0
-    reported_parts: int = 0
+    reported: Mark = NOTHING
 
 
 class _Batch(NamedTuple):
@@ -360,20 +353,15 @@ class EngineService:
         for key, sequence in list(self._sequences.items()):
             completion = self._engine.completion(sequence.ticket)
             finished = self._engine.finished(sequence.ticket)
-            new = slice(sequence.reported, None)
-            tokens = completion.tokens[new]
+            piece = completion.since(sequence.reported)
             if finished:
                 self._engine.take(sequence.ticket)
                 del self._sequences[key]
-            if tokens or finished:
-                sequence.reported += len(tokens)
-                self.totals.sampled_tokens += len(tokens)
+            if piece.tokens or finished:
+                sequence.reported = completion.mark
+                self.totals.sampled_tokens += len(piece.tokens)
                 reason = completion.finish_reason if finished else None
-                logprobs, versions = completion.logprobs[new], completion.versions[new]
-                routes = completion.routes[sequence.reported_parts :]
-                sequence.reported_parts += len(routes)
-                progress = Progress(tokens, logprobs, versions, reason, routes=routes)
-                sequence.listener(sequence.number, progress)
+                sequence.listener(sequence.number, Progress(piece, reason))
 
     def _report_batches(self) -> None:
         """Gives finished batches to those who wait for them, with metrics of the work since the last one."""

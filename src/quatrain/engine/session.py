@@ -64,6 +64,7 @@ from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.routes import ROUTES
 
 
 @dataclass(frozen=True)
@@ -499,7 +500,7 @@ class Session:
                     tokens, logprobs = decoded.tokens[i, :count], decoded.logprobs[i, :count]
                     if decoded.routes is not None:
                         first = len(group.context) + group.turn_length(index) - 1
-                        group.completions[index].record(first, decoded.routes[i, :count].copy())
+                        group.completions[index].record(ROUTES, first, decoded.routes[i, :count].copy())
                     group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
                     written[slot] = group.turn_length(index)
         samples = list(live.values())

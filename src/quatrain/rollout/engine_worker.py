@@ -81,10 +81,7 @@ class EngineWorker:
         completion = Completion()
 
         def listen(number: int, progress: Progress) -> None:
-            completion.tokens += progress.tokens
-            completion.logprobs += progress.logprobs
-            completion.versions += progress.versions
-            completion.routes += progress.routes
+            completion.append(progress.piece)
             if progress.finish_reason is not None:
                 completion.finish_reason = progress.finish_reason
                 result.set_result(([(group.prompt, completion)], {}))

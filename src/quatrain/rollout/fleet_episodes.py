@@ -82,10 +82,7 @@ class FleetTurns:
         for number, turn in decided_by_main(partial(self._finished, list(self._running))):
             ticket, sample, group = self._running.pop(number)
             completion = group.completions[sample]
-            completion.tokens += turn["tokens"]
-            completion.logprobs += turn["logprobs"]
-            completion.versions += turn["versions"]
-            completion.record(0, *turn["routes"])
+            completion.append(Completion(**turn), 0)
             completion.finish_reason = turn["finish_reason"]
             sampled = self.stats.decoded_tokens + len(turn["tokens"])
             self.stats = replace(self.stats, decoded_tokens=sampled)

@@ -19,6 +19,7 @@ from quatrain.rollout.fleet import LOOK_S, Fleet
 from quatrain.rollout.worker import FinishedGroup
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metric, Metrics
+from quatrain.types.piece import NOTHING
 
 
 class FleetService:
@@ -121,7 +122,7 @@ class FleetService:
             return Progress(error=f"the turn was not sampled: {group.error}")
         [(_, done)] = group.samples
         self._num_sampled += len(done.tokens)
-        return Progress(done.tokens, done.logprobs, done.versions, done.finish_reason, routes=done.routes)
+        return Progress(done.since(NOTHING), done.finish_reason)
 
     def _in_flight(self) -> list[int]:
         """Waits until sequences are in flight: their keys; none once this is closed."""

@@ -37,7 +37,9 @@ from quatrain.rollout.server_kinds import (
 from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
+from quatrain.types.piece import Columns
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.routes import ROUTES
 
 CONNECT_S = 10.0
 """Seconds in which a server must accept a connection."""
@@ -235,7 +237,7 @@ class HttpWorker:
             samples = [(spec.prompt, self._stamped(*each, min(before, after))) for each in completions]
             self._finish(FinishedGroup(spec.number, samples))
 
-    async def _samples(self, spec: GroupSpec, version: int) -> list[tuple[Answer, list[np.ndarray]]]:
+    async def _samples(self, spec: GroupSpec, version: int) -> list[tuple[Answer, Columns]]:
         """The samples of a group. If one request fails, the others are cancelled.
 
         That closes their connections, by which the server knows that it need not go on decoding.
@@ -248,8 +250,8 @@ class HttpWorker:
         finally:
             await _cancelled(requests)
 
-    async def _sample(self, spec: GroupSpec, number: int, version: int) -> tuple[Answer, list[np.ndarray]]:
-        """A sample, and the parts of its routes."""
+    async def _sample(self, spec: GroupSpec, number: int, version: int) -> tuple[Answer, Columns]:
+        """A sample, and what else is known of its tokens."""
         prompt, own = spec.prompt.input_ids.tolist(), spec.own
         seed, offset = (self._rules.seed, 0) if own is None else (own.seed, own.offset)
         place = seed, spec.step, spec.prompt.group_id, number, version, offset
@@ -263,8 +265,9 @@ class HttpWorker:
         answer = self._kind.read(_value(response))
         self._check(answer, spec.sampling)
         if self._routes is None:
-            return answer, []
-        return answer, [self._routes.read(answer.routes, len(prompt) + len(answer.tokens) - 1)]
+            return answer, {}
+        routes = self._routes.read(answer.routes, len(prompt) + len(answer.tokens) - 1)
+        return answer, {ROUTES: [routes]}
 
     def _finish(self, group: FinishedGroup) -> None:
         with self._changed:
@@ -272,7 +275,7 @@ class HttpWorker:
             self._finished.append(group)
             self._changed.notify_all()
 
-    def _stamped(self, answer: Answer, routes: list[np.ndarray], version: int) -> Completion:
+    def _stamped(self, answer: Answer, columns: Columns, version: int) -> Completion:
         """The completion, whose tokens are of the older version that the server said it had."""
         versions = answer.versions or [version] * len(answer.tokens)
         reason = "stop" if answer.finish_reason == "stop" else "length"
@@ -281,7 +284,7 @@ class HttpWorker:
             logprobs=[float(np.float32(value)) for value in answer.logprobs],
             versions=[min(each, version) for each in versions],
             finish_reason=reason,
-            routes=routes,
+            columns=columns,
         )
 
     @contextmanager

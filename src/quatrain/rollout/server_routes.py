@@ -1,6 +1,6 @@
 """The routes of experts that inference servers return with their samples, as those that training replays.
 
-Data flow: `server_kinds` reads `routed_experts` of an answer -> `RouteRules.read` -> `Completion.routes`.
+Data flow: `server_kinds` reads `routed_experts` of an answer -> `RouteRules.read` -> the column of `Piece`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, Complet
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
 from quatrain.types.answer_text import Channels, Said
 from quatrain.types.call_forms import ToolCall
-from quatrain.types.routes import routes_between, routes_to_text
+from quatrain.types.piece import Piece
+from quatrain.types.routes import ROUTES, routes_to_text
 
 
 @dataclass
@@ -49,18 +50,15 @@ class Choice:
     """The calls that were said, as the client gets them."""
     scores: Scores | None = None
     """Of the tokens of the prompt, and of the completion if there are alternatives to each."""
-    progress: list[Progress] = field(default_factory=list)
+    sampled: Piece = field(default_factory=Piece)
+    finish_reason: str | None = None
     unlisted: deque[tuple[TokenText, float]] = field(default_factory=deque)
     """Tokens of a chat whose text was not returned yet, each with its log-probability."""
 
-    @property
-    def tokens(self) -> list[int]:
-        return [token for progress in self.progress for token in progress.tokens]
-
-    @property
-    def routes(self) -> list[np.ndarray]:
-        """Parts of the routes of prompt and completion."""
-        return [part for progress in self.progress for part in progress.routes]
+    def add(self, progress: Progress) -> None:
+        """Notes what a round added."""
+        self.sampled.append(progress.piece)
+        self.finish_reason = progress.finish_reason
 
     @property
     def message(self) -> dict[str, Any]:
@@ -111,7 +109,7 @@ class Answer:
         for index, choice in enumerate(self.choices):
             choice.echoed = self._echoed(index)
             said = self._said(choice)
-            facts = self._facts(choice, choice.progress, prompt=not is_generate)
+            facts = self._facts(choice, choice.sampled, prompt=not is_generate)
             choices.append({"index": index, **said, **facts})
         numbers = {"usage": self._usage(), "weight_version": version}
         if isinstance(self._asked, GenerateRequest):
@@ -124,7 +122,7 @@ class Answer:
         """What a whole choice says."""
         if isinstance(self._asked, GenerateRequest):
             return {}
-        content, _, _ = choice.said(choice.tokens, finished=True)
+        content, _, _ = choice.said(choice.sampled.tokens, finished=True)
         if self._is_chat:
             return {"message": choice.message}
         return {"text": (choice.echoed or "") + content}
@@ -152,10 +150,11 @@ class Answer:
     def parts(self, number: int, progress: Progress) -> Iterator[dict[str, Any]]:
         """The events of a sequence's progress: one, and at the end of a chat one of each call before it."""
         choice = self.choices[number]
-        choice.progress.append(progress)
+        is_first = not choice.sampled.tokens
+        choice.add(progress)
         ended = progress.finish_reason is not None
-        new, thoughts, calls = choice.said(progress.tokens, finished=ended)
-        facts = self._facts(choice, [progress], prompt=len(choice.progress) == 1)
+        new, thoughts, calls = choice.said(progress.piece.tokens, finished=ended)
+        facts = self._facts(choice, progress.piece, prompt=is_first)
         said: dict[str, Any] = {"content": new} if new or ended or choice.calls is None else {}
         if thoughts and self._is_chat:
             yield self._delta(number, {"reasoning_content": thoughts})
@@ -182,14 +181,13 @@ class Answer:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _facts(self, choice: Choice, progress: Sequence[Progress], *, prompt: bool) -> dict[str, Any]:
+    def _facts(self, choice: Choice, piece: Piece, *, prompt: bool) -> dict[str, Any]:
         """What is said of tokens beside their text; a choice that was cut may lack further calls."""
-        tokens = [token for part in progress for token in part.tokens]
-        reason = progress[-1].finish_reason
+        tokens, reason = piece.tokens, choice.finish_reason
         reason = "tool_calls" if choice.called and reason == "stop" else reason
         facts: dict[str, Any] = {"finish_reason": reason, "logprobs": None}
         if self._asked.wants_logprobs:
-            values = [value for part in progress for value in part.logprobs]
+            values = piece.logprobs
             if not all(map(math.isfinite, values)):
                 raise BadRequest("the model's logits are not finite; load other weights", status=500)
             texts = list(map(choice.token_texts.push, tokens))
@@ -211,7 +209,7 @@ class Answer:
             facts["prompt_logprobs"] = self._of_prompt(choice, self._asked.prompt_logprobs)
         if self._asked.return_token_ids:
             facts["token_ids"] = tokens
-            facts["weight_versions"] = [version for part in progress for version in part.versions]
+            facts["weight_versions"] = piece.versions
             if prompt:
                 facts["prompt_token_ids"] = list(choice.prompt_ids)
         if self._asked.return_routed_experts:
@@ -281,7 +279,7 @@ class Answer:
 
     def _listed(self, choice: Choice) -> Iterator[dict[str, Any]]:
         """The tokens of which the text sampled so far consists; if ids were asked for, every token."""
-        text, ended = choice.text, choice.progress[-1].finish_reason is not None
+        text, ended = choice.text, choice.finish_reason is not None
         ids = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
         every = ids or (ended and not text.stopped)
         while choice.unlisted:
@@ -293,14 +291,16 @@ class Answer:
                 yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
 
     def _usage(self) -> dict[str, int]:
-        asked, sampled = (sum(map(len, each)) for each in (self._prompts, [c.tokens for c in self.choices]))
+        asked = sum(map(len, self._prompts))
+        sampled = sum(len(choice.sampled.tokens) for choice in self.choices)
         return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
 def _routed_experts(choice: Choice) -> str:
     """The experts of each token of prompt and completion but the last, in vLLM's form."""
-    inputs = len(choice.prompt_ids) + len(choice.tokens) - 1
-    if not choice.tokens or not (routes := routes_between(choice.routes, 0, inputs)):
+    sampled = choice.sampled
+    inputs = len(choice.prompt_ids) + len(sampled.tokens) - 1
+    if not sampled.tokens or not (routes := sampled.rows(ROUTES, 0, inputs)):
         raise BadRequest(
             "routes are those of a model with experts, of which tokens are sampled, and there are none with "
             "rollout.record_routes false; leave this out",

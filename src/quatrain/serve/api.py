@@ -53,7 +53,6 @@ from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.answer_text import AnswerTokens, Channels
 from quatrain.types.batches import Prompt
 from quatrain.types.call_forms import schemas_of
-from quatrain.types.routes import routes_between
 
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
@@ -420,10 +419,10 @@ class Api:
 
         async with self._events(queued, gone, ends) as events:
             async for number, progress in events:
-                choices[number].progress.append(progress)
+                choices[number].add(progress)
         if not owners:
             for choice in choices:
-                choice.progress.append(Progress(finish_reason="length"))
+                choice.add(Progress(finish_reason="length"))
         if asked.num_scored is not None:
             await self._score(request, choices, asked)
         response = await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
@@ -449,7 +448,10 @@ class Api:
 
     async def _score(self, request: Request, choices: Sequence[Choice], asked: AnyRequest) -> None:
         """Gives each choice the scores of its tokens; without alternatives, those of its prompt suffice."""
-        ids = [[*choice.prompt_ids, *(choice.tokens if asked.num_likeliest else ())] for choice in choices]
+        ids = [
+            [*choice.prompt_ids, *(choice.sampled.tokens if asked.num_likeliest else ())]
+            for choice in choices
+        ]
         scoring = asyncio.wrap_future(self._service.score(ids, asked.num_scored or 0))
         try:
             while not (await asyncio.wait({scoring}, timeout=LOOK_S))[0]:
@@ -539,7 +541,7 @@ class Api:
                     raise ServiceFailed(progress.error)
                 if number not in left:  # sampled after one of `ends`
                     continue
-                if not ends.isdisjoint(progress.tokens):
+                if not ends.isdisjoint(progress.piece.tokens):
                     progress = _until(progress, ends)
                     self._service.cancel([queued.keys[number]])
                 if progress.finish_reason is not None:
@@ -584,13 +586,10 @@ class _Recorded:
     def end(self, choices: Sequence[Choice]) -> None:
         """Records the choices that have ended; the next request may continue them."""
         for turn, choice in zip(self.reply.turns, choices, strict=True):
-            if turn.tokens or not choice.progress or choice.progress[-1].finish_reason is None:
+            if turn.tokens or choice.finish_reason is None:
                 continue
-            turn.tokens, turn.reserved = choice.tokens, 0
-            turn.logprobs = [value for part in choice.progress for value in part.logprobs]
-            turn.versions = [version for part in choice.progress for version in part.versions]
-            turn.routes = routes_between(choice.routes, turn.first_routed, len(turn.ids) - 1)
-            turn.finish_reason = choice.progress[-1].finish_reason
+            turn.answer(choice.sampled)
+            turn.finish_reason = choice.finish_reason
             self.session.counts["tool_calls"] += len(choice.called)
             if self.messages:
                 if len(self.tools) > 1:
@@ -634,8 +633,9 @@ def _bearer(request: Request) -> str:
 
 def _until(progress: Progress, ends: frozenset[int]) -> Progress:
     """Progress up to and with the first token of `ends`, which is one of its tokens."""
-    size = 1 + next(at for at, token in enumerate(progress.tokens) if token in ends)
-    return Progress(progress.tokens[:size], progress.logprobs[:size], progress.versions[:size], "stop")
+    size = 1 + next(at for at, token in enumerate(progress.piece.tokens) if token in ends)
+    progress.piece.cut(size)
+    return Progress(progress.piece, "stop")
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from quatrain.data.messages import call_of
+from quatrain.types.piece import Piece
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -36,11 +37,8 @@ class Turn:
     sequence_id: int
     offset: int
     messages: Messages = ()
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)
-    """Parts of the routes of the tokens from number `first_routed` on, but of the last."""
+    sampled: Piece = field(default_factory=Piece)
+    """The answer; its columns begin with token `first_of_columns` of the context."""
     finish_reason: str = "length"
     is_known: bool = True
     """Whether the agent may have read the answer."""
@@ -48,6 +46,11 @@ class Turn:
     """Of a root that is not the first: why it continues no answer."""
     reserved: int = 0
     """Tokens that it may still have, until its answer is complete."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the answer."""
+        return self.sampled.tokens
 
     @property
     def ids(self) -> list[int]:
@@ -60,9 +63,15 @@ class Turn:
         return self.prompt_ids[0 if self.parent is None else len(self.parent.ids) :]
 
     @property
-    def first_routed(self) -> int:
-        """The number of the first token whose route its parent does not have: the parent's last."""
+    def first_of_columns(self) -> int:
+        """The number of the first token of which its parent has no rows: the parent's last."""
         return 0 if self.parent is None else len(self.parent.ids) - 1
+
+    def answer(self, sampled: Piece) -> None:
+        """Takes what was sampled, whose columns have rows of all of the context: of these its own alone."""
+        first, end = self.first_of_columns, len(self.prompt_ids) + len(sampled.tokens) - 1
+        columns = {name: sampled.rows(name, first, end) for name in sampled.columns}
+        self.sampled, self.reserved = replace(sampled, columns=columns), 0
 
     @property
     def path(self) -> list[Turn]:

@@ -17,7 +17,8 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.types.answer_text import CONTEXT, AnswerTokens
 from quatrain.types.batches import Prompt, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, describe
-from quatrain.types.routes import live_of, routes_between
+from quatrain.types.piece import Piece
+from quatrain.types.routes import ROUTES, live_of
 
 
 @dataclass(frozen=True)
@@ -134,38 +135,19 @@ class Rollouts(Protocol):
 
 
 @dataclass
-class Completion:
-    """The tokens after a prompt, each with its log-probability and the version of the sampling weights.
+class Completion(Piece):
+    """The tokens after a prompt, in turns of the policy.
 
-    A token that the policy did not sample (an environment or a template wrote it) has version -1 and
-    log-probability 0. It is not in the completion mask and is not trained on.
+    Its columns begin with the first token of the prompt; samples of a group share the arrays of these.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     finish_reason: str = "length"
     turns: list[int] = field(default_factory=lambda: [0])
     """The index of the first token of each turn of the policy."""
-    num_given: int = 0
-    """How many of the tokens the policy did not sample."""
     tail: int = field(default=0, compare=False)
     """The index of the first token that can still be part of a stop string."""
-    routes: list[np.ndarray] = field(default_factory=list, compare=False)
-    """Parts [tokens, L, k] of the routes of the sequence's tokens, from the first token of the prompt on: of
-    those that were an input of the sampler. Samples of a group share the arrays of their prompt."""
 
     __repr__ = brief
-
-    @property
-    def num_sampled(self) -> int:
-        """How many of the tokens the policy sampled."""
-        return len(self.tokens) - self.num_given
-
-    @property
-    def num_routed(self) -> int:
-        """How many tokens of the sequence have a recorded route."""
-        return sum(map(len, self.routes))
 
     @property
     def last_turn(self) -> list[int]:
@@ -180,29 +162,10 @@ class Completion:
 
     def begin_turn(self, tokens: Sequence[int]) -> None:
         """Append `tokens` that the policy did not sample, after which its next turn begins."""
-        self.extend(tokens, [0.0] * len(tokens), -1)
-        self.num_given += len(tokens)
+        self.append(Piece.given(tokens))
         self.turns.append(len(self.tokens))
         self.tail = len(self.tokens)
         self.finish_reason = "length"
-
-    def record(self, first: int, *parts: np.ndarray) -> None:
-        """Append `parts` [tokens, L, k] of the routes of the sequence's tokens from number `first` on.
-
-        Tokens whose route is known keep it: it is that of the pass from which what follows them was drawn.
-        """
-        known = self.num_routed
-        assert first <= known or not parts, f"routes from token {first} leave a gap after {known}"
-        self.routes += routes_between(parts, known - first, sum(map(len, parts)))
-
-    def cut(self, length: int) -> None:
-        """Drop all tokens after the first `length`, and the routes of as many."""
-        left = len(self.tokens) - length
-        while left > 0 and self.routes:
-            kept = len(self.routes[-1]) - left
-            left -= len(self.routes[-1])
-            self.routes[-1:] = [self.routes[-1][:kept]] if kept > 0 else []
-        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
 
 
 def rollout_batch(
@@ -243,7 +206,7 @@ def rollout_batch(
         ),
         columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
         episode_ids=None if episodes is None else np.array(episodes, np.int64),
-        routes=_routes([completion.routes for _, completion in samples], lengths, shape[1]),
+        routes=_routes([completion.columns.get(ROUTES, ()) for _, completion in samples], lengths, shape[1]),
     )
     prompts = np.array([before for before, _ in lengths])
     return replace(batch, metrics={**_length_metrics(batch, prompts), **metrics})

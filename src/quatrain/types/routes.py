@@ -1,7 +1,7 @@
 """The experts that tokens went through: how recorded routes are stored, and their form in JSON.
 
-Data flow: the engine, or an inference server, records routes with the tokens -> `Completion.routes` ->
-`RolloutBatch.routes` -> every pass of the update over the batch, which replays them.
+Data flow: the engine, or an inference server, records routes with the tokens -> the column ROUTES of `Piece`
+-> `RolloutBatch.routes` -> every pass of the update over the batch, which replays them.
 
 A route is the k experts that a router chose for a token, in each of L MoE layers: [.., L, k].
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+ROUTES = "routes"
+"""The name of the column."""
 ROUTE_DTYPES = (np.uint8, np.uint16)
 """Dtypes of recorded routes: uint8 for at most 256 experts (255 if a token has one), else uint16."""
 
@@ -23,16 +24,6 @@ ROUTE_DTYPES = (np.uint8, np.uint16)
 def live_of(dtype: Any) -> int:
     """What all k entries of a token and layer are whose experts are chosen live: the largest of `dtype`."""
     return int(np.iinfo(dtype).max)
-
-
-def routes_between(parts: Sequence[np.ndarray], first: int, end: int) -> list[np.ndarray]:
-    """Of `parts`, the first of which begins with token 0, those of the tokens from `first` to `end`."""
-    found, begin = [], 0
-    for part in parts:
-        if len(kept := part[max(first - begin, 0) : max(end - begin, 0)]):
-            found.append(kept)
-        begin += len(part)
-    return found
 
 
 def routes_to_text(routes: np.ndarray) -> str:
