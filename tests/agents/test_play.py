@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from quatrain.agents.play import AgentRollouts, AgentRules
-from quatrain.config.schema import RolloutConfig
+from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService, ServiceFailed
+from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 
@@ -28,7 +29,7 @@ def playing(small_arch, small_params, tokenizer):
     """playing(name, n, **rules): a context with the `AgentRollouts` of an agent of `some_agents.py`."""
 
     @contextmanager
-    def played(name, n=4, seed=11, max_new_tokens=TOKENS, temperature=0.9, **rules):
+    def played(name, n=4, seed=11, max_new_tokens=TOKENS, temperature=0.9, greedy_baseline=False, **rules):
         settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position)
         engine = RolloutEngine(
             small_arch,
@@ -57,6 +58,7 @@ def playing(small_arch, small_params, tokenizer):
             sampling=Sampling(n, max_new_tokens, temperature),
             model="small",
             vocab_size=small_arch.vocab_size,
+            greedy_baseline=greedy_baseline,
         )
         try:
             rollouts.sync_weights(small_params, 3)
@@ -367,6 +369,25 @@ def test_each_role_of_an_episode_has_its_own_turns_and_reward(playing, tokenizer
     # Rewards are compared with those of the same prompt and role; a prompt's rows stay together.
     assert batch.compared_ids.tolist() == [0, 1] * 4 + [2, 3] * 4
     assert batch.group_ids.tolist() == [0] * 8 + [10] * 8
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_the_greedy_baseline_is_an_episode_of_each_prompt_with_the_roles_of_the_others(
+    playing, tokenizer, tmp_path
+):
+    batches = []
+    for attempt, seed in enumerate((11, 12)):  # what is greedy does not depend on the seed
+        args = {"log": str(tmp_path / f"log{attempt}")}
+        with playing("two_players", n=2, seed=seed, greedy_baseline=True, args=args) as rollouts:
+            batches.append(rollouts.generate(prompts(tokenizer), step=5))
+            assert rollouts.generate(prompts(tokenizer), sampling=Sampling(1, TOKENS)).baseline is None
+    first, second = (batch.baseline for batch in batches)
+    assert first.group_ids.tolist() == [0, 0, 10, 10]
+    assert first.columns["agent_role"] == ("first", "second") * 2
+    np.testing.assert_array_equal(first.input_ids, second.input_ids)
+    assert first.completions != batches[0].completions[::2]
+    rewarded = RewardScorer(RewardConfig(functions={"environment": 1.0})).score(batches[0])
+    assert rewarded.baseline_rewards.tolist() == [-1.5, 1.5] * 4  # of sample 0, and of each role its own
 
 
 @pytest.mark.usefixtures("computed_by")

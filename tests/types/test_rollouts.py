@@ -17,7 +17,6 @@ from quatrain.config.schema import (
     RolloutConfig,
     UpdateConfig,
 )
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.specs import PolicySpec
 from quatrain.report.writer import Report
 from quatrain.reward.scorer import RewardScorer
@@ -117,19 +116,14 @@ def train_on(small_arch):
     return train
 
 
-def test_the_engine_has_the_verbs_of_the_protocol():
-    verbs = {name for name in vars(Rollouts) if not name.startswith("_")}
-    assert verbs == {
-        "copy_weights",
-        "sync_weights",
-        "generate",
-        "generate_each",
-        "submit",
-        "wait",
-        "release",
-        "close",
-    }
-    assert all(callable(getattr(RolloutEngine, name)) for name in verbs)
+def test_what_samples_brings_six_verbs_and_has_the_others():
+    """An engine of a user's own writes these; `generate`, with its baseline, is written once."""
+    verbs = {"copy_weights", "sync_weights", "submit", "wait", "release", "close"}
+    assert Rollouts.__abstractmethods__ == verbs
+    own = type("Own", (Rollouts,), {name: lambda self, *args, **named: (args, named) for name in verbs})()
+    own.sampling = Sampling(4, 9)
+    [[ticket], _] = own.generate(["prompt"], step=3)
+    assert ticket == ((["prompt"],), {"step": 3, "sampling": own.sampling})
 
 
 def test_sampling_of_the_configuration():

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from quatrain.types.batches import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
+from quatrain.types.batches import AGENT_ROLE, AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric, describe
 
 ATTENTION = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], bool)
@@ -104,14 +104,23 @@ def test_batches_compare_by_identity():
             "episode_ids: expected one of group_ids for the rows of an episode; got two in one episode",
         ),
         (
-            {"episode_ids": np.array([1, 2]), "baseline": RolloutBatch(**fields())},
-            "baseline: expected none beside episodes of several rows; got one",
+            {"baseline": RolloutBatch(**fields())},
+            "baseline: expected one completion for each group and role; got 2 completions",
         ),
     ],
 )
 def test_a_rollout_batch_refuses(changes, message):
     with pytest.raises(ValueError, match=f"rollout stage, field .*{message}"):
         rollouts(**changes)
+
+
+def test_a_baseline_may_be_an_episode_of_several_rows_and_has_each_role_once():
+    stop = {"finish_reason": np.array(["stop", "stop"])}
+    assert rollouts(baseline=rollouts(episode_ids=np.array([9, 9]), **stop)).baseline is not None
+    played = {"episode_ids": np.array([0, 1]), "columns": {AGENT_ROLE: ("a", "b")}}
+    assert rollouts(baseline=rollouts(**played)).baseline is not None
+    with pytest.raises(ValueError, match="one completion for each group and role; got 2 completions"):
+        rollouts(baseline=rollouts(**played | {"columns": {AGENT_ROLE: ("a", "a")}}))
 
 
 def test_episodes_of_several_rows():

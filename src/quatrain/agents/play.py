@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -34,7 +34,14 @@ from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.piece import Piece
-from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
+from quatrain.types.rollouts import (
+    Completion,
+    OnProgress,
+    RolloutProgress,
+    Rollouts,
+    Sampling,
+    rollout_batch,
+)
 from quatrain.workers.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -211,8 +218,8 @@ class TurnService(Protocol):
     def close(self, timeout_s: float | None = None) -> Any: ...
 
 
-class AgentRollouts:
-    """A rollout engine (`Rollouts`) whose samples are episodes of agents, played by `rules`.
+class AgentRollouts(Rollouts):
+    """A rollout engine whose samples are episodes of agents, played by `rules`.
 
     `service` samples their turns: an engine with `per_request_sampling`, or the workers of a fleet. It
     belongs to this from here on. `sampling` is that of training, `model` what agents call the policy.
@@ -228,9 +235,10 @@ class AgentRollouts:
         sampling: Sampling,
         model: str,
         vocab_size: int,
+        greedy_baseline: bool = False,
         on_progress: OnProgress | None = None,
     ):
-        self.sampling = sampling
+        self.sampling, self.greedy_baseline = sampling, greedy_baseline
         self.fleet = service.fleet if isinstance(service, FleetService) else None
         """The workers that sample, if not the devices of this run."""
         self._service: TurnService = service
@@ -282,13 +290,7 @@ class AgentRollouts:
 
         Raises ValueError if the agent cannot be loaded, and if the first episodes of all have faults only.
         """
-        return self.wait(self.submit(prompts, step=step, sampling=sampling))
-
-    def generate_each(
-        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
-    ) -> Iterator[RolloutBatch]:
-        """What `generate` returns for each of `batches`, one after another."""
-        yield from (self.generate(prompts, sampling=sampling) for prompts in batches)
+        return super().generate(prompts, step=step, sampling=sampling)
 
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
         """Begins the episodes of `prompts`; `wait` returns their batch for the ticket."""

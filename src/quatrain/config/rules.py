@@ -356,14 +356,6 @@ RULES: tuple[Rule, ...] = (
         "one of them out",
     ),
     Rule(
-        "rollout.agent",
-        lambda c: (
-            c.rollout.agent is not None and (c.rollout.greedy_baseline or _takes(c, "baseline_rewards"))
-        ),
-        "has no greedy baseline, whose answers would lead to other requests; take another "
-        "advantage.estimator than remax, and leave rollout.greedy_baseline null",
-    ),
-    Rule(
         "rollout.servers",
         lambda c: c.rollout.workers and c.rollout.servers,
         "must be empty with rollout.workers: either workers or servers sample; leave one of the two out",

@@ -35,7 +35,14 @@ from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics
-from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
+from quatrain.types.rollouts import (
+    Completion,
+    OnProgress,
+    RolloutProgress,
+    Rollouts,
+    Sampling,
+    rollout_batch,
+)
 
 CACHE_SHARE = 0.5
 """Fraction of an accelerator's free memory that the KV cache may use; on a CPU, half of it, of all memory."""
@@ -100,7 +107,7 @@ def records_routes(config: RolloutConfig, arch: Architecture) -> bool:
     return config.record_routes is not False and arch.routes is not None
 
 
-class RolloutEngine:
+class RolloutEngine(Rollouts):
     """Samples completions from the weights that `sync_weights` last set.
 
     `stop_ids` are the token ids that end a completion; they are part of the completion and are trained on.
@@ -154,7 +161,7 @@ class RolloutEngine:
         self.mesh = mesh or one_device()
         self._places = shardings(self.mesh, partition(self.arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
-        self._greedy_baseline = bool(config.greedy_baseline)
+        self.greedy_baseline = bool(config.greedy_baseline)
         self._records_routes = records_routes(config, arch)
         # With staleness, copies of the weights come after the cache is sized: one in use, others waiting.
         self._more_copies = (
@@ -223,25 +230,14 @@ class RolloutEngine:
             self._params = None
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int = 0,
-        sampling: Sampling | None = None,
+        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
     ) -> RolloutBatch:
-        """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
+        """As `Rollouts.generate`; groups that were submitted but not waited for are not affected.
 
-        `step` is the training step that the randomness is derived from. Without `sampling`, and with
-        `rollout.greedy_baseline`, the batch has a greedy completion of each prompt as its `baseline`. An
-        empty list of prompts returns an empty batch. Groups that were submitted but not waited for are not
-        affected. Raises ValueError if there are no weights, because `sync_weights` was not called since the
-        last update of the parameters, and if the KV cache does not fit.
+        Raises ValueError if there are no weights, because `sync_weights` was not called since the last update
+        of the parameters, and if the KV cache does not fit.
         """
-        batch = self._generated(prompts, step, sampling or self.sampling)
-        if sampling is None and self._greedy_baseline:
-            greedy = replace(self.sampling, n=1, temperature=0.0)
-            batch = replace(batch, baseline=self._generated(prompts, step, greedy))
-        return batch
+        return super().generate(prompts, step=step, sampling=sampling)
 
     def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
         with closing(self._new_session(sampling)) as session:
@@ -256,7 +252,7 @@ class RolloutEngine:
         those of the batch before have ended, so that few environments exist at once.
         """
         if self._episodes is not None:
-            yield from (self._generated(prompts, 0, sampling) for prompts in batches)
+            yield from super().generate_each(batches, sampling=sampling, at_once=at_once)
             return
         with closing(self._new_session(sampling, at_once)) as session:
             tickets = [Ticket(session, session.submit(prompts, 0)) for prompts in batches]

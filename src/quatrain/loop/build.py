@@ -396,6 +396,7 @@ def agent_rollouts(
         sampling=Sampling.of(rollout),
         model=config.model.path,
         vocab_size=loaded.arch.vocab_size,
+        greedy_baseline=bool(rollout.greedy_baseline),
         on_progress=on_progress,
     )
 

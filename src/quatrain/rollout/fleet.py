@@ -28,7 +28,7 @@ from quatrain.rollout.supervisor import Weights, WorkerFactory, WorkerSupervisor
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, Worker
 from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, combine
-from quatrain.types.rollouts import Completion, RolloutProgress, Sampling, rollout_batch
+from quatrain.types.rollouts import Completion, RolloutProgress, Rollouts, Sampling, rollout_batch
 
 LOOK_S = 0.2
 """Seconds between two looks at the deadlines of workers."""
@@ -52,8 +52,8 @@ class FleetTicket(NamedTuple):
     n: int
 
 
-class Fleet:
-    """Samples completions on workers, which `factories` start; with the methods of `Rollouts`.
+class Fleet(Rollouts):
+    """Samples completions on workers, which `factories` start.
 
     A worker that dies, or gives no answer for `timeout_s` (three times as long while it starts), is started
     anew, and its groups are given to others, each at most `retries` times. `sampling` are the parameters of
@@ -84,7 +84,7 @@ class Fleet:
     ):
         self.sampling = sampling
         self._publisher, self._tokenizer, self._dtype = publisher, tokenizer, dtype
-        self._greedy_baseline, self._on_progress, self._prepare = greedy_baseline, on_progress, prepare
+        self.greedy_baseline, self._on_progress, self._prepare = greedy_baseline, on_progress, prepare
         self._numbers = count()
         self._table = GroupTable(retries)
         self._published: deque[Any] = deque()
@@ -153,20 +153,6 @@ class Fleet:
         while len(self._published) > KEPT_VERSIONS:
             self._publisher.discard(self._published.popleft())
         self._sync_s = weights.seconds + time.perf_counter() - began
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
-    ) -> RolloutBatch:
-        """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
-
-        Without `sampling`, and with `greedy_baseline`, the batch has a greedy completion of each prompt as
-        its `baseline`.
-        """
-        batch = self.wait(self.submit(prompts, step=step, sampling=sampling))
-        if sampling is None and self._greedy_baseline:
-            greedy = replace(self.sampling, n=1, temperature=0.0)
-            batch = replace(batch, baseline=self.generate(prompts, step=step, sampling=greedy))
-        return batch
 
     def generate_each(
         self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int

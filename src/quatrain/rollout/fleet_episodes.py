@@ -8,7 +8,7 @@ are in this run's main process. Each turn computes its whole context, unless a s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,14 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.metrics import Metric
-from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
+from quatrain.types.rollouts import (
+    Completion,
+    OnProgress,
+    RolloutProgress,
+    Rollouts,
+    Sampling,
+    rollout_batch,
+)
 
 LOOK_S = 0.05
 """Seconds that a session waits for the end of a turn before it looks for answers of environments."""
@@ -119,8 +126,8 @@ class FleetTurns:
         return [(number, vars(group.samples[0][1])) for number, group in finished]
 
 
-class FleetEpisodes:
-    """A rollout engine (`Rollouts`) whose samples are episodes by `rules`, with turns sampled on `fleet`.
+class FleetEpisodes(Rollouts):
+    """A rollout engine whose samples are episodes by `rules`, with turns sampled on `fleet`.
 
     Both belong to this from here on. `seed` is the seed of the run.
     """
@@ -137,7 +144,7 @@ class FleetEpisodes:
     ):
         self.fleet, self.sampling = fleet, fleet.sampling
         self._rules, self._seed, self._tokenizer = rules, seed, tokenizer
-        self._greedy_baseline, self._on_progress = greedy_baseline, on_progress
+        self.greedy_baseline, self._on_progress = greedy_baseline, on_progress
 
     def copy_weights(self, params: Any) -> Any:
         """As `Fleet.copy_weights`."""
@@ -148,25 +155,9 @@ class FleetEpisodes:
         self.fleet.wait_until_idle()
         self.fleet.sync_weights(params, version)
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
-    ) -> RolloutBatch:
-        """A batch of `sampling.n` episodes per prompt, as `Fleet.generate` has completions."""
-        batch = self._generated(prompts, step, sampling or self.sampling)
-        if sampling is None and self._greedy_baseline:
-            greedy = replace(self.sampling, n=1, temperature=0.0)
-            batch = replace(batch, baseline=self._generated(prompts, step, greedy))
-        return batch
-
-    def generate_each(
-        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
-    ) -> Iterator[RolloutBatch]:
-        """What `generate` returns for each of `batches`, one after another."""
-        yield from (self._generated(prompts, 0, sampling) for prompts in batches)
-
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Any:
         """Remembers `prompts` for `wait`."""
-        return partial(self._generated, prompts, step, sampling or self.sampling)
+        return partial(self._played, prompts, step, sampling or self.sampling)
 
     def wait(self, ticket: Any) -> RolloutBatch:
         """The batch of the episodes of `ticket`."""
@@ -181,7 +172,7 @@ class FleetEpisodes:
         self._rules.close()
         self.fleet.close()
 
-    def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
+    def _played(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
         began = time.perf_counter()
         turns: list[FleetTurns] = []
 

@@ -194,8 +194,12 @@ class RolloutBatch:
         self._check_episodes(check)
         self._check_routes(check)
         if self.baseline is not None:
-            same = sorted(self.baseline.group_ids.tolist()) == np.unique(self.group_ids).tolist()
-            check.rule(same, "baseline", "one completion for each group", f"{len(self.baseline)} completions")
+            greedy = self.baseline
+            of_episodes = greedy.compared_ids[greedy.episodes.first_rows]
+            same = np.array_equal(np.unique(greedy.group_ids), np.unique(self.group_ids))
+            once = len(np.unique(of_episodes)) == len(of_episodes)
+            rule, got = "one completion for each group and role", f"{len(of_episodes)} completions"
+            check.rule(same and once, "baseline", rule, got)
 
     def _check_groups(self, check: _Checker) -> None:
         prompt_of_group: dict[int, PromptText] = {}
@@ -207,7 +211,6 @@ class RolloutBatch:
         if self.episode_ids is None:
             return
         check.array("episode_ids", self.episode_ids, (len(self),), np.int64)
-        check.rule(self.baseline is None, "baseline", "none beside episodes of several rows", "one")
         for name in ("group_ids", "finish_reason"):
             values = getattr(self, name)
             differs = values != values[self.episodes.first_rows][self.episodes.of_row]
