@@ -79,6 +79,7 @@ class Admission:
 
     def next_shape(self) -> CacheShape:
         """The sizes of the next round; preempts samples that do not fit, and bars those that must wait."""
+        # Nobody new counts before it is known what those that run need.
         self.scheduler.barred = self.scheduler.first_queued
         self._choose_rings()
         self._preempt()
@@ -126,6 +127,7 @@ class Admission:
         scheduler, need = self.scheduler, self._needed()
         slots, prefix_slots = scheduler.most_in_use
         while not self.room.fits(self._least(slots, prefix_slots, need)):
+            # A context that nobody reads now is given up before a sample that runs: less is computed again.
             if not scheduler.free_a_prefix_slot():
                 placed = sorted(scheduler.placed, key=self._by_tokens)
                 assert len(placed) > 1, "`Session` accepts no sequence that does not fit alone"
@@ -175,6 +177,7 @@ class Admission:
         fitting, together = self._fitting(need), self._together(need, queued)
         most = self.most_slots
         scheduler.barred = None
+        # The usual case, in which all fit: who waits need not be looked at one by one.
         if (fit := self._fitting(together)) >= self._wanted():
             need, fitting = together, fit
         else:
@@ -248,6 +251,7 @@ class Admission:
             return self.room.fits(CacheShape((Ring(slots, positions),), max(prefix_slots, in_use), context))
 
         least = self.room.fitting(context + longest)
+        # `fitting` counts sequences alone, not prefix slots that suspended samples hold.
         while least and not fits(least, least, longest):
             least -= 1
         slots = round_down(self.room.slots(ring))

@@ -249,6 +249,7 @@ class Cache:
 
         def columns(of: int) -> np.ndarray:
             """The position in an old ring of each position of the new one."""
+            # The newest position is the one before the next to be written, in both rings: back from there.
             back = (position - 1 - np.arange(positions)) % positions
             return (self.ring_positions[of] - 1 - back) % old[of].positions
 

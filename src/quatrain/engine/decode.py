@@ -139,6 +139,7 @@ class Program:
         uniforms = by_row(sampling.seeds, steps, sequence_ids[:, None], positions[:, None])[:, 0]
         by_word = self.backend.vocabulary_first
         tokens, logprobs = sample(token_logits, uniforms, sampling, vocabulary_first=by_word)
+        # Devices that share matrices may round sums differently: one draws for all, else tokens differ.
         return from_first_device(tokens, TP), from_first_device(logprobs, TP)
 
     def stops(self, tokens: jax.Array) -> jax.Array:

@@ -128,6 +128,7 @@ class Scheduler:
         A group that is split over replicas gets a prefix slot on each of them.
         """
         admitted = []
+        # A list: assigning takes groups out of the queue that is walked.
         for group, replica, count in list(self._assignments(self.num_slots)):
             if replica not in group.parts:
                 prefix_slot = self._free_prefix_slot(replica)
@@ -398,6 +399,7 @@ class Scheduler:
         Entries in use move to the front where the number changes. Returns, for each new slot and each new
         prefix slot, the old index on its replica; for unused slots -1, for unused prefix slots 0."""
         if not rings:
+            # Without rings nothing is left to do: one span of demand has ended.
             self._peaks.append(self._peak)
             self._peak = 0
         prefix_slots_before = self.num_prefix_slots
@@ -428,6 +430,7 @@ class Scheduler:
                     ring = self.ring_of(who.ticket, who.sample)
                     (stay if ring == i else come)[ring][slot] = None
             for i, size in enumerate(rings):
+                # Where a ring keeps its size, samples keep their slots, so that the cache is not copied.
                 if i < len(old) and len(old[i]) == size:
                     new = [slot if slot in stay[i] else None for slot in old[i]]
                 else:
@@ -463,7 +466,9 @@ class Scheduler:
         for group in self._admissible():
             left = len(group.waiting)
             while left:
+                # The emptiest, of equals the first: every process of a run must choose the same.
                 replica = max(range(self.num_replicas), key=room.__getitem__)
+                # Nobody overtakes: smaller groups behind would keep a large one waiting for ever.
                 if room[replica] <= 0:
                     return
                 # Preempted samples are assigned only where they run at once: sizes are chosen for that.
@@ -527,6 +532,7 @@ class Scheduler:
         """A prefix slot on `replica` that no running or waiting sample needs now, and that its group loses.
 
         That of the sample that is suspended the longest; else of a group whose other samples are queued."""
+        # Contexts of these can be computed again; one that runs or waits for a slot is read at the next step.
         for group in [*(self._open[ticket] for ticket in self._suspended), *self._queue]:
             part = group.parts.get(replica)
             if part is not None and not part.unfinished:
@@ -536,6 +542,7 @@ class Scheduler:
 
     def _waiting_on(self, replica: int) -> Iterator[tuple[int, _Part]]:
         """(ticket, part) of the groups with samples that wait for a slot on `replica`, oldest first."""
+        # By ticket, not by when they were admitted: all processes fill slots alike, and old groups end first.
         for ticket in sorted(self._open):
             part = self._open[ticket].parts.get(replica)
             if part is not None and part.waiting:

@@ -306,6 +306,7 @@ class Session:
         self._resize()
         began = time.perf_counter()
         self._extend_resumed(params, version)
+        # Again and again: samples whose first token is their last make room for others.
         while admitted := self._scheduler.admit():
             self._prefill(admitted, params, version)
         self._restore(self._scheduler.fill(), params)
@@ -318,6 +319,7 @@ class Session:
 
     def _free_cache(self) -> None:
         """Frees the cache if no group is in flight."""
+        # The update that follows a batch needs the memory; prompts of the next one are others.
         if not self._scheduler.num_unfinished:
             self._cache = None
             self._scheduler.resize((), 0)
@@ -379,8 +381,10 @@ class Session:
         self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
     ) -> None:
         """Appends the first token of each sample, from the first replica that computed the prompt."""
+        # A preempted sample has its first token already: it had lost keys and values alone.
         if group.turn_length(0):
             return
+        # Tokens are drawn for n samples of each prompt; a turn that goes on is one of them alone.
         for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=False):
             completion.extend([token], [logprob], version)
         for index in self._ended([(group, index) for index in range(len(group.completions))]):
@@ -418,6 +422,7 @@ class Session:
             for replica, items in enumerate(batch):
                 for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
                     if routes is not None:
+                        # A view would keep the array of the whole call as long as the sample lives.
                         item.group.record(item.done, routes[i, : min(width, item.left)].copy())
                     if item.left <= width:
                         self._begin(item.group, item.ticket, tokens[i], logprobs[i], version)
@@ -438,6 +443,7 @@ class Session:
             position = self._cache.ring_positions[ring]
             for slot, who in filled:
                 group, (own, here) = self._groups[who.ticket], scheduler.place(slot)
+                # Without the last token: it is the input of the next step, which writes its keys.
                 if own == ring and (count := group.turn_length(who.sample) - 1):
                     prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
                     item = Restoration(group, who.sample, here, prefix_slot, position - count)
@@ -495,6 +501,7 @@ class Session:
             for i, slot in enumerate(rings[ring]):
                 if slot in live:
                     _, group, index = live[slot]
+                    # A step writes the keys of its input; that of the first step is the token of the prefill.
                     begins[slot] = cache.ring_positions[ring] + 1 - group.turn_length(index)
                     count = decoded.counts[i]
                     tokens, logprobs = decoded.tokens[i, :count], decoded.logprobs[i, :count]
@@ -502,6 +509,7 @@ class Session:
                         first = len(group.context) + group.turn_length(index) - 1
                         group.completions[index].record(ROUTES, first, decoded.routes[i, :count].copy())
                     group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
+                    # Before a stop string cuts the turn: a state of DeltaNet layers has read all of these.
                     written[slot] = group.turn_length(index)
         samples = list(live.values())
         ended = [samples[i] for i in self._ended([(group, index) for _, group, index in samples])]
@@ -529,6 +537,7 @@ class Session:
                 ticket = self._occupant(slot).ticket
                 self._scheduler.finish(slot)
                 self._end_turn(ticket, index, None)
+        # Those that end come first, above: prefix slots that they free are there for those that go on.
         moves = []
         for slot, group, index in suspended:
             before = self._occupant(slot)
@@ -600,6 +609,7 @@ class Session:
         """The last token, lengths, sequence id and step of the sequence in each slot of a ring, as arrays."""
         count = len(ring)
         tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
+        # 1 also where no sequence is: attention to no key at all would be NaN.
         lengths, limits, prompt_lengths = (np.ones(count, np.int32) for _ in range(3))
         offsets, sequence_ids, steps = (np.zeros(count, np.uint32) for _ in range(3))
         owners: list[PerRequestSampling | None] = [None] * count
@@ -628,6 +638,7 @@ class Session:
                 here = members[occupant.prefix_slot]
                 place[i] = occupant.prefix_slot % scheduler.num_prefix_slots * most + len(here)
                 here.append(i % num_slots)
+        # Padding names slot 0, which is computed once more; `place` reads none of it.
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.prefix_slots]
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))

@@ -223,6 +223,7 @@ class WorkerSupervisor:
         """The life of one worker: started, and kept at work until it is lost."""
         worker = None
         try:
+            # A first loss is often a machine that was taken away: at once; after further ones it waits.
             pause_s = min(2.0 ** (slot.losses - 2), LONGEST_PAUSE_S) if slot.losses > 1 else 0.0
             with self.changed:
                 self.changed.wait_for(lambda: slot.generation != generation, pause_s)
@@ -231,6 +232,7 @@ class WorkerSupervisor:
             with self._in_term(slot, generation):
                 slot.worker, slot.started = worker, True
                 if self._weights is None:
+                    # Before there are weights to load, to have started is all that a worker can show.
                     self._none_since = None
                 self.changed.notify_all()
             self._keep_at_work(slot, generation, worker)
@@ -302,6 +304,7 @@ class WorkerSupervisor:
                 worker.submit(given, version)
         with self._call(slot, generation, "sampling", self._timeout_s):
             finished = worker.take(TAKE_S)
+            # Asked again, as it may have finished between the two; one that forgot its groups never will.
             if not finished and worker.state() == "idle":
                 finished = worker.take(0)
                 if not finished:
@@ -331,6 +334,7 @@ class WorkerSupervisor:
         """Puts what a worker returned into the table."""
         for group in finished:
             versions = {each for _, completion in group.samples for each in completion.versions}
+            # -1 is of tokens that were given. Another version would be trained with the wrong old policy.
             if others := versions - {version, -1}:
                 self._stale += 1
                 raise WorkerLost(
@@ -342,6 +346,7 @@ class WorkerSupervisor:
             except ValueError as error:
                 raise WorkerLost(f"it {error}") from error
             if group.error is None:
+                # One whole group shows that it works: pauses before a restart begin anew.
                 slot.losses = 0
                 slot.num_finished += 1
             else:
@@ -358,6 +363,7 @@ class WorkerSupervisor:
         name, worker = str(slot), slot.worker
         if worker is not None and self._weights is not None:
             slot.unhealthy = not slot.loaded
+        # Its thread may hang in a call for ever; what that returns later must not touch the table.
         slot.generation += 1
         slot.worker = None
         slot.limit_s, slot.last_error = None, why
@@ -366,6 +372,7 @@ class WorkerSupervisor:
         slot.stop_clock()
         slot.loaded, slot.num_finished, slot.worked_s = False, 0, 0.0
         if worker is not None:
+            # In a thread: closing one that does not answer may take as long as asking it did.
             start_thread(_close_quietly, worker, name="end of a worker")
         if self._none_since is None and not self._able():
             self._none_since = time.monotonic()

@@ -109,6 +109,7 @@ def _added(
 
         grads, stats, arrays = gradient(loss, model.trained(params), (params, batch))
         peaks = jax.lax.pmax(stats.pop("max"), DATA_AXES)
+        # Summed in float32 whatever the weights are: many small micro-batches would vanish in bfloat16.
         grads = jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads)
         before = dict(total[1])
         peaks = jax.tree.map(jnp.maximum, before.pop("max"), peaks)
@@ -192,9 +193,11 @@ def _apply(
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
     grads = jax.tree.map(lambda g: g.sum(axis=0), total)
     norm = optax.tree.norm(grads)
+    # Decided on the device: reading the norm first would make the host wait before each step.
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
     def apply(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        # Added in float32 and rounded once, else steps below half a unit in the last place vanish.
         master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         updates, opt_state = form.update(grads, opt_state, master, numbers, norm)
         return round_tree(jax.tree.map(jnp.add, master, updates), params, draw), opt_state
@@ -307,8 +310,10 @@ def optimizer_step(
             draw,
             form=optimizer.form,
         )
+    # Host memory included; from elsewhere, the next step would be another program.
     trained, opt_state = reshard((trained, opt_state), places)
     params = model.with_trained(params, trained)
+    # One transfer: the host waits for the device here, once an optimizer step.
     host = jax.device_get({"stats": stats, "norm": norm, "finite": finite})
     sums, peaks = dict(host["stats"]["sum"]), host["stats"]["max"]
     tokens = float(sums.pop("tokens"))

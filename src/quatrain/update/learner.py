@@ -193,6 +193,7 @@ class Learner:
         kl = np.where(rollouts.completion_mask, logprobs["old_logprobs"] - logprobs["ref_logprobs"], 0)
         episodes = rollouts.episodes
         lengths = episodes.total(rollouts.completion_lengths)
+        # An episode without a sampled token counts, with a KL of 0: its divisor must not be 0.
         per_token = episodes.total(kl.sum(axis=1)) / np.maximum(lengths, 1)
         token_rewards = (-state.reward_kl_coef * kl).astype(np.float32)
         metrics = {
@@ -270,6 +271,7 @@ class Learner:
             train_step=state.train_step,
             resting_steps=self.critic.warmup_steps if self.critic else 0,
         )
+        # With one mini-batch the old policy is the one that is trained: its ratio is 1 without another pass.
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
         table = self._without_zero_signal(self._policy_table(state, batch, on_policy), totals)
         table = self._without_rejected(table, totals)
@@ -286,6 +288,7 @@ class Learner:
                 totals.skipped += 1
                 continue
             mini = self._with_mini_batch_columns(state, mini, totals, fresh=fresh)
+            # The weights of tokens are made of the whole mini-batch: from here on no sum knows how it is cut.
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
             if self.objective.distillation is not None:
                 mini = self.objective.distillation.weighted(mini, self.loss_aggregation, self.max_new_tokens)
@@ -293,6 +296,7 @@ class Learner:
                 assert self.policy.arch.routes is not None
                 mini = mini.balanced(self.config.router_aux_coef, self.policy.arch.routes.num_experts)
             state = self.trainer.step(state, mini, objective, totals, place)
+            # The rest of the batch would fail as well, and the state that is kept is the last good one.
             if totals.bad and self._too_many_bad_steps(state):
                 break
         # A base under adapters goes on waiting where it is: it is not copied again.
@@ -329,6 +333,7 @@ class Learner:
             current = predict_tokens(state.params, mini, model=self.policy, planner=self.logprob_planner)
         if old is None or (fresh and not totals.applied):
             old = current  # what the two differ by is rounding
+        # Of the place alone: a resumed run draws what the uninterrupted one does.
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
         advantages = self.objective.advantages_on_host(mini, old)
         inputs = current, advantages, mini.completion_mask, rng
@@ -481,6 +486,7 @@ class Learner:
             own = adapters_of(reference)
             reference = with_trained(params, own, arch) if lora else without_adapters(params)
         else:
+            # Experts of another model have other numbers: replaying the routes of the policy would be noise.
             table = replace(table, routes=None)
         policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)
