@@ -112,6 +112,10 @@ def test_turns_on_workers_are_those_of_one_engine(playing, tokenizer, tmp_path, 
     assert (other.policy_version[other.completion_mask] == 3).all()
     assert other.metrics["fleet/restarts"].result() == (worker is Fragile)
     assert (other.metrics["fleet/retried_groups"].result() > 0) == (worker is Fragile)
+    work = {"rollout/prefill_tokens", "rollout/prefill_s", "rollout/decode_s", "rollout/slot_utilisation"}
+    assert work <= other.metrics.keys() & one.metrics.keys()
+    prefilled = [batch.metrics["rollout/prefill_tokens"].result() for batch in batches]
+    assert prefilled[1] >= prefilled[0] > 0  # a turn of a worker that was lost is computed twice
 
 
 def test_new_weights_wait_for_what_agents_have_left(playing, small_params, tokenizer):

@@ -39,12 +39,14 @@ Samples = tuple[list[tuple[Prompt, Completion]], Metrics]
 class Progress:
     """What a round added to a sequence.
 
-    `finish_reason` is None while the sequence goes on; `error` says in one line why it will not.
+    `finish_reason` is None while the sequence goes on; `error` says in one line why it will not. At its end,
+    `metrics` are those of the engine's work since another sequence or batch has ended.
     """
 
     piece: Piece = field(default_factory=Piece)
     finish_reason: str | None = None
     error: str | None = None
+    metrics: Metrics = field(default_factory=dict)
 
 
 Listener = Callable[[int, Progress], None]
@@ -361,16 +363,21 @@ class EngineService:
                 sequence.reported = completion.mark
                 self.totals.sampled_tokens += len(piece.tokens)
                 reason = completion.finish_reason if finished else None
-                sequence.listener(sequence.number, Progress(piece, reason))
+                metrics = self._work_done() if finished else {}
+                sequence.listener(sequence.number, Progress(piece, reason, metrics=metrics))
 
     def _report_batches(self) -> None:
         """Gives finished batches to those who wait for them, with metrics of the work since the last one."""
         for ticket in [ticket for ticket in self._batches if self._engine.finished(ticket)]:
             samples, metrics = self._engine.take(ticket)
-            now, stats = time.perf_counter(), self._engine.stats
-            metrics = {**metrics, **work_metrics(stats - self._stats, now - self._since)}
-            self._stats, self._since = stats, now
-            self._batches.pop(ticket).result.set_result((samples, metrics))
+            self._batches.pop(ticket).result.set_result((samples, {**metrics, **self._work_done()}))
+
+    def _work_done(self) -> Metrics:
+        """Metrics of the engine's work since this was last called."""
+        now, stats = time.perf_counter(), self._engine.stats
+        metrics = work_metrics(stats - self._stats, now - self._since)
+        self._stats, self._since = stats, now
+        return metrics
 
     def _fail(self, error: str) -> None:
         with self._changed:

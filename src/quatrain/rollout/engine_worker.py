@@ -84,7 +84,7 @@ class EngineWorker:
             completion.append(progress.piece)
             if progress.finish_reason is not None:
                 completion.finish_reason = progress.finish_reason
-                result.set_result(([(group.prompt, completion)], {}))
+                result.set_result(([(group.prompt, completion)], progress.metrics))
             elif progress.error is not None:
                 result.set_exception(ServiceFailed(progress.error))
 

@@ -18,7 +18,7 @@ from quatrain.engine.service import CLOSED, Listener, Progress, ServiceFailed
 from quatrain.rollout.fleet import LOOK_S, Fleet
 from quatrain.rollout.worker import FinishedGroup
 from quatrain.types.batches import Prompt
-from quatrain.types.metrics import Metric, Metrics
+from quatrain.types.metrics import Metric, Metrics, combine
 from quatrain.types.piece import NOTHING
 
 
@@ -37,6 +37,7 @@ class FleetService:
         self._changed = threading.Condition()
         self._listeners: dict[int, tuple[int, Listener]] = {}  # by the numbers of groups
         self._closed, self._num_sampled = False, 0
+        self._engines_did: list[Metrics] = []  # of the engines of workers, with each sequence that has ended
         self._thread = start_thread(self._work, name="turns on the fleet")
 
     @property
@@ -85,9 +86,12 @@ class FleetService:
         return self._num_sampled
 
     def work_since(self, before: int, seconds: float) -> Metrics:
-        """Metrics of the tokens since `counts` was `before`, `seconds` ago, and of the workers."""
+        """Metrics of the tokens since `counts` was `before`, `seconds` ago, and of the workers and their
+        engines since this was last called."""
+        with self._changed:
+            engines, self._engines_did = combine(*self._engines_did), []
         sampled = Metric(self._num_sampled - before, seconds)
-        return {**self.fleet.work_metrics(), "rollout/tokens_per_s": sampled}
+        return {**engines, **self.fleet.work_metrics(), "rollout/tokens_per_s": sampled}
 
     def release(self) -> None:
         """Nothing to free: the workers' memory is their own."""
@@ -122,6 +126,8 @@ class FleetService:
             return Progress(error=f"the turn was not sampled: {group.error}")
         [(_, done)] = group.samples
         self._num_sampled += len(done.tokens)
+        with self._changed:
+            self._engines_did.append(group.metrics)
         return Progress(done.since(NOTHING), done.finish_reason)
 
     def _in_flight(self) -> list[int]:
