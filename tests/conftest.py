@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -114,6 +115,15 @@ def _room_for_programs():
         jax.clear_caches()
         gc.collect()
     _counted = time.monotonic()
+
+
+@pytest.fixture(autouse=True)
+def _no_signal_stays_blocked():
+    """A test that leaves one blocked makes others wait for child processes, which inherit that, for ever."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    left = signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert left == before, f"signals {left ^ before} were left blocked"
 
 
 @pytest.fixture(scope="session")

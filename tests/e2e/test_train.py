@@ -235,9 +235,11 @@ def test_the_last_step_is_saved_while_the_next_one_compiles(tmp_path, monkeypatc
         if state.train_step == 1:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # another thread gets it
-            time.sleep(1.0)  # hears no signal
-            saved.append(_checkpoints(run))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            try:
+                time.sleep(1.0)  # hears no signal
+                saved.append(_checkpoints(run))
+            finally:  # `Stopped` may be raised here
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return plain(self, state, batch)
 
     monkeypatch.setattr(Learner, "step", compiles)
