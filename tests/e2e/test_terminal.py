@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from tests.runs import small_run
+from runs import small_run
 
 from quatrain.loop.train import train
 from quatrain.update.learner import Learner

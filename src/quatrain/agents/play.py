@@ -221,6 +221,9 @@ class TurnService(Protocol):
 class AgentRollouts(Rollouts):
     """A rollout engine whose samples are episodes of agents, played by `rules`.
 
+    Of a prompt's episodes, each role is one of the batch, whose rows are adjacent. `wait` raises ValueError
+    if the agent cannot be loaded, and if the first episodes of all have faults only.
+
     `service` samples their turns: an engine with `per_request_sampling`, or the workers of a fleet. It
     belongs to this from here on. `sampling` is that of training, `model` what agents call the policy.
     """
@@ -280,17 +283,6 @@ class AgentRollouts(Rollouts):
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on."""
         self._service.load(params, version)
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
-    ) -> RolloutBatch:
-        """A batch of `sampling.n` episodes per prompt, in order, with the rows of an episode adjacent.
-
-        Each role of an episode is an episode of the batch.
-
-        Raises ValueError if the agent cannot be loaded, and if the first episodes of all have faults only.
-        """
-        return super().generate(prompts, step=step, sampling=sampling)
 
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
         """Begins the episodes of `prompts`; `wait` returns their batch for the ticket."""

@@ -229,17 +229,12 @@ class RolloutEngine(Rollouts):
         with self._interruption():
             self._params = None
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
-    ) -> RolloutBatch:
-        """As `Rollouts.generate`; groups that were submitted but not waited for are not affected.
+    def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
+        """In a session of its own: groups that were submitted but not waited for are not affected.
 
         Raises ValueError if there are no weights, because `sync_weights` was not called since the last update
         of the parameters, and if the KV cache does not fit.
         """
-        return super().generate(prompts, step=step, sampling=sampling)
-
-    def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
         with closing(self._new_session(sampling)) as session:
             return self._collect(Ticket(session, session.submit(prompts, step)))
 

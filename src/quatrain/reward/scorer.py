@@ -51,7 +51,6 @@ from quatrain.reward.functions import (
 from quatrain.reward.functions import format as format_reward
 from quatrain.reward.values import Scores
 from quatrain.types.batches import (
-    AGENT_ROLE,
     DATA_SOURCE,
     ENVIRONMENT,
     EPISODE_COLUMNS,
@@ -402,9 +401,9 @@ class RewardScorer:
             greedy = self.score(rollouts.baseline)
             metrics = combine(metrics, {k: m for k, m in greedy.metrics.items() if m.reduction == "sum"})
             metrics |= describe("reward/greedy", greedy.rewards, ("mean",))
-            drawn = dict(zip(_compared(rollouts.baseline), greedy.rewards, strict=True))
+            drawn = dict(zip(rollouts.baseline.compared, greedy.rewards, strict=True))
             # A role that the greedy episode has not played has nothing to be compared with.
-            baseline_rewards = np.array([drawn.get(each, np.nan) for each in _compared(rollouts)], np.float32)
+            baseline_rewards = np.array([drawn.get(each, np.nan) for each in rollouts.compared], np.float32)
         return RewardedBatch(
             rollouts,
             rewards[of_row],
@@ -556,12 +555,6 @@ def _pool(
         memory_mb=config.memory_mb,
         on_output=lambda path, text: log_output(logger, f"reward function `{called.get(path, path)}`", text),
     )
-
-
-def _compared(rollouts: RolloutBatch) -> list[tuple[int, str]]:
-    """The group of each row, and the role that an agent played in it."""
-    roles = rollouts.columns.get(AGENT_ROLE, ("",) * len(rollouts))
-    return list(zip(rollouts.group_ids.tolist(), roles, strict=True))
 
 
 def _weighted_sum(raw: np.ndarray, weights: Sequence[float]) -> np.ndarray:

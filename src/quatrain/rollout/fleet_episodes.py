@@ -88,10 +88,10 @@ class FleetTurns:
         """Takes the turns that have ended; waits a little for one."""
         for number, turn in decided_by_main(partial(self._finished, list(self._running))):
             ticket, sample, group = self._running.pop(number)
-            completion = group.completions[sample]
-            completion.append(Completion(**turn), 0)
-            completion.finish_reason = turn["finish_reason"]
-            sampled = self.stats.decoded_tokens + len(turn["tokens"])
+            completion, done = group.completions[sample], Completion(**turn)
+            completion.append(done, 0)
+            completion.finish_reason = done.finish_reason
+            sampled = self.stats.decoded_tokens + len(done.tokens)
             self.stats = replace(self.stats, decoded_tokens=sampled)
             suspended = None
             if self._goes_on(completion):

@@ -195,9 +195,9 @@ class RolloutBatch:
         self._check_routes(check)
         if self.baseline is not None:
             greedy = self.baseline
-            of_episodes = greedy.compared_ids[greedy.episodes.first_rows]
+            of_episodes = [greedy.compared[row] for row in greedy.episodes.first_rows]
             same = np.array_equal(np.unique(greedy.group_ids), np.unique(self.group_ids))
-            once = len(np.unique(of_episodes)) == len(of_episodes)
+            once = len(set(of_episodes)) == len(of_episodes)
             rule, got = "one completion for each group and role", f"{len(of_episodes)} completions"
             check.rule(same and once, "baseline", rule, got)
 
@@ -264,14 +264,18 @@ class RolloutBatch:
         return Episodes(of_row, first_rows)
 
     @cached_property
+    def compared(self) -> list[tuple[int, str]]:
+        """The group and the AGENT_ROLE of each row: rewards are compared where both are the same."""
+        roles = self.columns.get(AGENT_ROLE, ("",) * len(self))
+        return list(zip(self.group_ids.tolist(), map(str, roles), strict=True))
+
+    @cached_property
     def compared_ids(self) -> np.ndarray:
-        """[B] int64: equal in the rows whose rewards are compared, those of one group and one AGENT_ROLE."""
-        roles = self.columns.get(AGENT_ROLE)
-        if roles is None:
+        """[B] int64: numbers of `compared` in this batch; without roles, the groups."""
+        if AGENT_ROLE not in self.columns:
             return self.group_ids
-        _, groups = np.unique(self.group_ids, return_inverse=True)
-        names, of_row = np.unique(np.array(roles, np.str_), return_inverse=True)
-        return (groups * len(names) + of_row).astype(np.int64)
+        numbers = {each: number for number, each in enumerate(sorted(set(self.compared)))}
+        return np.array([numbers[each] for each in self.compared], np.int64)
 
     @property
     def completion_lengths(self) -> np.ndarray:

@@ -76,9 +76,10 @@ class Piece:
         self.versions += other.versions
         self.num_given += other.num_given
         for name, parts in other.columns.items():
-            known = self.known(name)
-            if first is None or first <= known:
-                self.record(name, known if first is None else first, *parts)
+            if first is None:
+                self.columns.setdefault(name, []).extend(parts)
+            elif first <= self.known(name):
+                self.record(name, first, *parts)
 
     @property
     def mark(self) -> Mark:
