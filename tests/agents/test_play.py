@@ -10,15 +10,18 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
-from quatrain.agents.play import AgentRollouts, AgentRules
+from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import EngineService, ServiceFailed
+from quatrain.engine.service import EngineService
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import ServiceFailed
 
 AGENTS = Path(__file__).with_name("some_agents.py")
 TOKENS = 24
@@ -26,10 +29,19 @@ TOKENS = 24
 
 @pytest.fixture
 def playing(small_arch, small_params, tokenizer):
-    """playing(name, n, **rules): a context with the `AgentRollouts` of an agent of `some_agents.py`."""
+    """playing(name, n, **rules): a context with the rollouts of an agent of `some_agents.py`."""
 
     @contextmanager
-    def played(name, n=4, seed=11, max_new_tokens=TOKENS, temperature=0.9, greedy_baseline=False, **rules):
+    def played(
+        name,
+        n=4,
+        seed=11,
+        max_new_tokens=TOKENS,
+        temperature=0.9,
+        greedy_baseline=False,
+        thread=None,
+        **rules,
+    ):
         settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position)
         engine = RolloutEngine(
             small_arch,
@@ -50,16 +62,17 @@ def playing(small_arch, small_params, tokenizer):
             "longest": small_arch.max_position,
             **rules,
         }
-        rollouts = AgentRollouts(
-            EngineService(engine),
+        service = EngineService(engine, thread=thread)
+        player = AgentPlayer(
+            service,
             AgentRules(agent=name if " " in name else f"{AGENTS}:{name}", seed=seed, **fields),
             tokenizer=tokenizer,
             stop_ids=engine.stop_ids,
-            sampling=Sampling(n, max_new_tokens, temperature),
             model="small",
             vocab_size=small_arch.vocab_size,
-            greedy_baseline=greedy_baseline,
         )
+        sampling = Sampling(n, max_new_tokens, temperature)
+        rollouts = Rollouts(service, tokenizer, sampling, player, greedy_baseline)
         try:
             rollouts.sync_weights(small_params, 3)
             yield rollouts
@@ -155,7 +168,7 @@ def test_an_agent_that_asks_once_samples_what_the_engine_samples(
         batch = rollouts.generate(given, step=2)
         greedy = rollouts.generate(given, sampling=Sampling(1, TOKENS, 0.0))
     settings = RolloutConfig(n=4, max_new_tokens=TOKENS, temperature=0.9)
-    engine = RolloutEngine(
+    engine = local_rollouts(
         small_arch, settings, tokenizer, stop_ids=(tokenizer.eos_token_id,), seed=11, cache_bytes=1 << 26
     )
     engine.sync_weights(small_params, 3)

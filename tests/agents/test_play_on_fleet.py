@@ -1,24 +1,25 @@
 """Agents whose turns workers of a fleet sample: the episodes of one engine, whichever worker is lost."""
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from test_play import AGENTS, prompts
 
-from quatrain.agents.play import AgentRollouts, AgentRules
+from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import EngineService, ServiceFailed
+from quatrain.engine.service import EngineService
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.fleet_service import FleetService
 from quatrain.rollout.publish import InMemory
-from quatrain.rollout.worker import WorkerLost
+from quatrain.rollout.rollouts import Rollouts
+from quatrain.rollout.worker import FinishedGroup, WorkerLost
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import ServiceFailed
 
 
 @pytest.fixture
@@ -37,21 +38,21 @@ def playing(small_arch, small_params, tokenizer):
         def factory():
             return worker(engine(), read, name="engine", num_slots=None, timeout_s=60.0)
 
-        options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
-        return FleetService(Fleet([factory] * num_workers, InMemory(), **options))
+        return Fleet([factory] * num_workers, InMemory(), dtype="float32", timeout_s=60.0)
 
     @contextmanager
     def played(name, num_workers=0, worker=EngineWorker, **args):
         fields = {"concurrency": None, "timeout_s": 60.0, "max_turns": 8, "more_tokens": 200, "seed": 11}
-        rollouts = AgentRollouts(
-            on_fleet(num_workers, worker) if num_workers else EngineService(engine()),
+        sampler = on_fleet(num_workers, worker) if num_workers else EngineService(engine(), thread=None)
+        player = AgentPlayer(
+            sampler,
             AgentRules(f"{AGENTS}:{name}", args, num_workers=2, longest=small_arch.max_position, **fields),
             tokenizer=tokenizer,
             stop_ids=(tokenizer.eos_token_id,),
-            sampling=sampling,
             model="small",
             vocab_size=small_arch.vocab_size,
         )
+        rollouts = Rollouts(sampler, tokenizer, sampling, player)
         try:
             rollouts.sync_weights(small_params, 3)
             yield rollouts
@@ -83,9 +84,7 @@ class Refusing(EngineWorker):
     def submit(self, groups, version):
         self._unfinished += len(groups)
         for group in groups:
-            failed = Future()
-            failed.set_exception(ValueError("no"))
-            self._finish(group.number, failed)
+            self._finish(FinishedGroup(group.number, error="ValueError: no"))
 
 
 class Hanging(EngineWorker):

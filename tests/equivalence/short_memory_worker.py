@@ -15,10 +15,10 @@ from tiny_qwen2 import tiny_qwen2
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from architectures import of_golden
+from rollouts import local_rollouts
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh
@@ -45,7 +45,7 @@ def sampled(case: str) -> dict[str, np.ndarray]:
     memory = int(positions) * bytes_per_position(ARCH, "float32", shape.tp)
     memory += 20 * bytes_per_state(ARCH, "float32", shape.tp)
     settings = {"stop_ids": tuple(range(0, 64, 25)), "seed": 11, "mesh": mesh, "cache_bytes": memory}
-    engine = RolloutEngine(ARCH, config, _WithoutText(), **settings)
+    engine = local_rollouts(ARCH, config, _WithoutText(), **settings)
     engine.sync_weights(init_params(ARCH, jax.random.key(0), mesh=mesh), 1)
     prompts = [Prompt(i, draw.integers(1, 64, size, np.int32), "") for i, size in enumerate(LENGTHS)]
     ticket = engine.submit(prompts, step=3)

@@ -9,12 +9,12 @@ from functools import partial
 
 import jax
 import numpy as np
+from rollouts import local_rollouts
 from tiny_qwen2 import tiny_qwen2
 
 from quatrain.backend import backend_of
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig, UpdateConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
@@ -61,7 +61,7 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     batches = [batch for _, batch in micro_batches(table(), planner, mesh, model.forms)]
     assert all((batch.layout is not None) == (name == "cudnn") for batch in batches)
     grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
-    engine = RolloutEngine(
+    engine = local_rollouts(
         ARCH,
         RolloutConfig(n=2, max_new_tokens=8),
         _WithoutText(),

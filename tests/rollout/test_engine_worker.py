@@ -6,13 +6,13 @@ from contextlib import closing
 import jax
 import numpy as np
 import pytest
+from rollouts import fleet_rollouts
 
 from quatrain.config.schema import LoraConfig, RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
-from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import Folder, InMemory, gathered
 from quatrain.rollout.worker import GroupSpec, WorkerLost
 from quatrain.types.batches import Prompt
@@ -41,7 +41,7 @@ def worker_of(engine, base=None, timeout_s=60.0, slots=None):
 
 def fleet_of(engines, tokenizer, publisher=None, **options):
     factories = [lambda engine=engine: worker_of(engine, **options) for engine in engines]
-    return Fleet(
+    return fleet_rollouts(
         factories,
         publisher or InMemory(),
         sampling=engines[0].sampling,

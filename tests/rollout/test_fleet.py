@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fake_workers import Workers, lost, sample
 from fleets import closing
+from rollouts import fleet_rollouts
 
 from quatrain.rollout import supervisor
-from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.publish import InMemory
 from quatrain.rollout.supervisor import WorkersLost
@@ -34,7 +34,7 @@ class Tokenizer:
 
 
 def fleet_of(workers, timeout_s=5.0, **options):
-    fleet = Fleet(
+    fleet = fleet_rollouts(
         workers.factories,
         InMemory(),
         sampling=SAMPLING,
@@ -197,7 +197,7 @@ def test_a_slow_worker_without_a_number_of_slots_does_not_hold_up_a_batch():
     workers = Workers(2, faults, num_slots=None)
     taken, most = [], []
     with fleet_of(workers) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         for version in (1, 2):
             fleet.sync_weights(PARAMS, version)
             batch = fleet.generate(MANY, step=3)
@@ -215,7 +215,7 @@ def test_a_slow_worker_without_a_number_of_slots_does_not_hold_up_a_batch():
 
 def test_without_a_number_of_slots_no_worker_gets_all_groups_that_another_may_take():
     with fleet_of(workers := Workers(3, num_slots=None)) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         generate(fleet)
     assert max(worker.most for worker in workers.made) <= 4
 
@@ -228,7 +228,7 @@ def test_groups_for_one_worker_are_sampled_by_that_worker(number):
         for i, make in enumerate(workers.factories)
     ]
     with fleet_of(workers) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         fleet.sync_weights(PARAMS, 7)
         own = fleet.submit(PROMPTS, step=3, worker=number)
         assert list(fleet.wait(own).completions) == texts()
@@ -296,7 +296,7 @@ def test_workers_that_start_and_never_load_end_the_run(monkeypatch):
     workers = Workers(2, {"all": in_call("load", lambda worker: lost("cannot read the weights"))})
     began = time.monotonic()
     with fleet_of(workers, timeout_s=0.5) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         with pytest.raises(WorkersLost, match="cannot read the weights"):
             generate(fleet)
     assert time.monotonic() - began < 10
@@ -325,8 +325,8 @@ def test_the_start_waits_for_each_worker():
     slow = in_call("start", lambda worker: time.sleep(0.3))
     first = in_call("start", lambda worker: lost("still loading"))
     with fleet_of(Workers(3, {0: first, 1: slow})) as fleet:
-        fleet.wait_for_start()
-        assert len(fleet.workers) == 3
+        fleet.sampler.wait_for_start()
+        assert len(fleet.sampler.workers) == 3
         assert list(generate(fleet).completions) == texts()
 
 
@@ -346,7 +346,7 @@ def test_a_worker_that_does_not_start_is_an_error_although_others_have(hangs, ca
         fleet_of(workers, timeout_s=0.5) as fleet,
         pytest.raises(ValueError, match=r"1 of 2 did not within .* \(0.5 s\).*worker 1: no") as caught,
     ):
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
     asleep.set()
     assert time.monotonic() - began < 10
     assert "\n" not in str(caught.value)
@@ -362,7 +362,7 @@ def test_a_worker_that_refuses_the_run_at_its_start_ends_it():
 
     workers = Workers(2, {1: in_call("start", refuse)})
     with fleet_of(workers) as fleet, pytest.raises(WorkerRefused, match="another vocabulary"):
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
 
 
 def test_a_worker_that_refuses_the_run_ends_it_at_once():
@@ -404,7 +404,7 @@ def test_a_group_that_comes_twice_counts_once(caplog):
 def test_each_version_is_loaded_once_by_each_worker_before_its_groups():
     workers = Workers(3)
     with fleet_of(workers) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         for version in (1, 2):
             batch = generate(fleet, version)
             assert set(batch.policy_version[batch.completion_mask].tolist()) == {version}
@@ -452,7 +452,7 @@ def test_a_version_is_published_once():
 
     workers = Workers(1)
     with closing(
-        Fleet(
+        fleet_rollouts(
             workers.factories, Store(), sampling=SAMPLING, tokenizer=Tokenizer(), dtype="float32", timeout_s=5
         ),
         LIMIT_S,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 PROMPT = Prompt(1, np.ones(1, np.int32), "p")
 SAMPLING = Sampling(n=1, max_new_tokens=1)

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import openai
 import pytest
+from rollouts import local_rollouts
 from servers import MODEL, served, service_of
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
-from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import ServiceFailed
 from quatrain.models.decoder import forward, logits
 from quatrain.serve.requests import MOST_SEQUENCES
@@ -95,7 +95,7 @@ def test_with_little_memory_requests_are_preempted_and_answered_the_same(
 
 def test_tokens_are_those_that_training_samples(small_arch, small_params, tokenizer, client):
     settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
-    engine = RolloutEngine(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine = local_rollouts(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
     engine.sync_weights(small_params, 0)
     prompt = Prompt(21, np.array(PROMPT, np.int32), "")
     batch = engine.generate([prompt], step=5)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 State = Literal["starting", "compiling", "idle", "busy"]
 """What a worker does; each state has a deadline of its own."""
