@@ -40,7 +40,7 @@ def playing(small_arch, small_params, tokenizer):
         temperature=0.9,
         greedy_baseline=False,
         thread=None,
-        **rules,
+        **options,
     ):
         settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position)
         engine = RolloutEngine(
@@ -60,7 +60,7 @@ def playing(small_arch, small_params, tokenizer):
             "max_turns": 8,
             "more_tokens": 200,
             "longest": small_arch.max_position,
-            **rules,
+            **options,
         }
         service = EngineService(engine, thread=thread)
         player = AgentPlayer(
@@ -276,7 +276,7 @@ def test_requests_that_an_agent_leaves_behind_end_with_its_episode(playing, toke
     with playing("leaves_requests_behind", n=2) as rollouts:
         for version in (3, 4):
             batch = rollouts.generate(prompts(tokenizer))
-            assert rollouts._service.num_running == 0
+            assert rollouts.sampler.num_running == 0
             rollouts.release()
             rollouts.sync_weights(small_params, version)
     assert set(batch.columns["environment_reward"]) == {4.0}
@@ -287,7 +287,7 @@ def test_who_keeps_a_connection_finds_it_closed(playing, tokenizer):
     """Whether or not it asks for something at the moment; the fault: sockets left open after each run."""
     with playing("once", n=1) as rollouts:
         rollouts.generate(prompts(tokenizer, 1))
-        address = urlsplit(rollouts._url)
+        address = urlsplit(rollouts.player._url)
         kept = [socket.create_connection((address.hostname, address.port), timeout=20) for _ in range(2)]
         kept[0].sendall(b"GET /v1/models HTTP/1.1\r\n")
         time.sleep(0.3)  # until both are accepted
@@ -344,7 +344,9 @@ def test_a_failure_of_the_engine_is_not_the_agents(playing, tokenizer, monkeypat
         raise MemoryError("no room")
 
     monkeypatch.setattr(RolloutEngine, "advance", fails)
-    with playing("once") as rollouts, pytest.raises(ServiceFailed, match="MemoryError"):
+    with playing("once") as rollouts, pytest.raises(MemoryError):
+        rollouts.generate(prompts(tokenizer))
+    with playing("once", thread="engine") as rollouts, pytest.raises(ServiceFailed, match="MemoryError"):
         rollouts.generate(prompts(tokenizer))
 
 
@@ -353,7 +355,7 @@ def test_a_server_that_cannot_be_had_is_an_error(playing, tokenizer, monkeypatch
     def fails(self):
         raise OSError("no port")
 
-    monkeypatch.setattr(AgentRollouts, "_serve", fails)
+    monkeypatch.setattr(AgentPlayer, "_serve", fails)
     with playing("once") as rollouts, pytest.raises(OSError, match="no port"):
         rollouts.generate(prompts(tokenizer))
 

@@ -135,24 +135,17 @@ def test_a_turn_that_no_worker_samples_costs_its_episode(playing, tokenizer, tmp
         rollouts.generate(prompts(tokenizer), step=5)
 
 
-def test_a_cancelled_turn_is_not_looked_for(playing, tokenizer):
-    """It may be cancelled between two looks of the thread that takes turns."""
-    with playing("once", 1) as rollouts:
-        service = rollouts.fleet
-        numbers = service.submit_own([], [])
-        service.cancel_own([7])
-        assert service.take_own([*numbers, 7], 0.01) == []
-
-
 def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokenizer):
     with playing("once", 1, Hanging) as rollouts:
         ticket = rollouts.submit(prompts(tokenizer), step=1)
-        while not rollouts.fleet._table.num_unfinished:
+        fleet = rollouts.sampler
+        while not fleet._table.num_unfinished:
             time.sleep(0.01)
+        fleet.drop(list(fleet._awaited))  # the worker has it still
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(rollouts.fleet.wait_until_idle)
+            waiting = threads.submit(fleet.load, small_params, 4)
             time.sleep(0.3)
-            rollouts.fleet.close()
+            fleet.close()
             with pytest.raises(RuntimeError, match="the fleet was closed"):
                 waiting.result(5)
         with pytest.raises(ServiceFailed):

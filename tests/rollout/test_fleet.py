@@ -2,7 +2,6 @@
 
 import threading
 import time
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +11,10 @@ from fleets import closing
 from rollouts import fleet_rollouts
 
 from quatrain.rollout import supervisor
+from quatrain.rollout.fleet import OneWorker
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.publish import InMemory
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, WorkerRefused
 from quatrain.types.batches import Prompt
@@ -93,39 +94,6 @@ def test_a_batch_is_that_of_one_engine_in_the_order_of_the_prompts(count):
     assert 0 < value(batch, "fleet/busy_fraction") <= 1
     assert sum(worker.taken for worker in workers.made) == 9
     assert all(worker.closed.is_set() for worker in workers.made)
-
-
-def test_the_dialogue_of_an_episode_replaces_the_messages_of_the_data():
-    opening, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-
-    def episodes(worker):
-        groups, worker.groups = worker.groups, []
-        finished = [worker.finished(spec) for spec in groups]
-        return [
-            FinishedGroup(
-                each.number,
-                [
-                    (
-                        replace(
-                            p, columns={**p.columns, "messages": [opening, answer], "turn_rewards": [1.0]}
-                        ),
-                        c,
-                    )
-                    for p, c in each.samples
-                ],
-            )
-            for each in finished
-        ]
-
-    prompts = [replace(PROMPTS[0], columns={"messages": [opening], "answer": 1})]
-    with fleet_of(Workers(1, {0: in_call("take", episodes)})) as fleet:
-        fleet.sync_weights(PARAMS, 7)
-        batch = fleet.generate(prompts)
-    assert batch.columns == {
-        "messages": ([opening, answer],) * SAMPLING.n,
-        "answer": (1,) * SAMPLING.n,
-        "turn_rewards": ([1.0],) * SAMPLING.n,
-    }
 
 
 def test_workers_have_groups_for_their_slots_and_one_more():
@@ -230,8 +198,8 @@ def test_groups_for_one_worker_are_sampled_by_that_worker(number):
     with fleet_of(workers) as fleet:
         fleet.sampler.wait_for_start()
         fleet.sync_weights(PARAMS, 7)
-        own = fleet.submit(PROMPTS, step=3, worker=number)
-        assert list(fleet.wait(own).completions) == texts()
+        own = Rollouts(OneWorker(fleet.sampler, number), Tokenizer(), SAMPLING)
+        assert list(own.generate(PROMPTS, step=3).completions) == texts()
         assert {worker.place for worker in workers.made if worker.taken} == {number}
         assert list(generate(fleet).completions) == texts()
 
@@ -495,7 +463,7 @@ def test_a_fleet_that_is_closed_ends_the_wait():
     hanging = in_call("take", lambda worker: time.sleep(0.2) or [])
     with fleet_of(Workers(1, {0: hanging})) as fleet:
         threading.Timer(0.3, fleet.close).start()
-        with pytest.raises(RuntimeError, match="closed while groups were in flight"):
+        with pytest.raises(RuntimeError, match="closed while turns were in flight"):
             generate(fleet)
 
 
@@ -503,20 +471,18 @@ def test_an_evaluation_keeps_few_samples_in_flight():
     workers = Workers(2)
     with fleet_of(workers) as fleet:
         fleet.sync_weights(PARAMS, 7)
-        waiting, most, submit, wait = set(), [], fleet.submit, fleet.wait
+        running, most, start = [], [], fleet.sampler.start
 
-        def submitted(prompts, **options):
-            ticket = submit(prompts, **options)
-            waiting.update(ticket.groups)
-            most.append(len(waiting) * SAMPLING.n)
-            return ticket
+        def started(requests, listener):
+            def listen(number, progress):
+                running.pop()
+                listener(number, progress)
 
-        def waited(ticket):
-            batch = wait(ticket)
-            waiting.difference_update(ticket.groups)
-            return batch
+            running.extend([1] * sum(each.sampling.n for each in requests))
+            most.append(len(running))
+            return start(requests, listen)
 
-        fleet.submit, fleet.wait = submitted, waited
+        fleet.sampler.start = started
         parts = [[prompt] for prompt in PROMPTS] * 2
         batches = list(fleet.generate_each(parts, sampling=SAMPLING, at_once=2 * SAMPLING.n))
     assert [list(batch.completions) for batch in batches] == [texts(part, 0) for part in parts]

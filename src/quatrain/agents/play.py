@@ -330,9 +330,9 @@ class AgentEpisodes(Playing):
         self.player, self.episodes, self.futures = player, episodes, futures
 
     def rows(self) -> Sequence[Sequence[tuple[Prompt, Completion]]]:
-        """Those of the parts of each episode; warns of faults."""
+        """Those of each part of an episode, which is one of the batch; warns of faults."""
         self._check_faults()
-        return [[row for part in episode.parts for row in part.samples()] for episode in self.episodes]
+        return [part.samples() for episode in self.episodes for part in episode.parts]
 
     def metrics(self) -> Metrics:
         """Those of the episodes, and how long the last of them held up the batch."""

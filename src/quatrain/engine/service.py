@@ -82,6 +82,15 @@ class _Asked(NamedTuple):
         return (first.step, 0, 0) if own is None else (own.step, own.sequence_id, own.offset)
 
 
+class _Come(NamedTuple):
+    """What has come since the last round."""
+
+    asked: Sequence[_Asked]
+    dropped: Sequence[int]
+    ended: bool
+    """Whether the one who waits has what he waits for."""
+
+
 class _Scoring(NamedTuple):
     """Sequences to score, some of them between any two rounds."""
 
@@ -249,13 +258,14 @@ class EngineService(Sampler):
         """
         if self._thread is not None:
             return super().advance_until(futures, on_look)
-        while (come := self._come(futures)) is not None:
+        while not (come := self._come(futures)).ended:
             try:
-                self._one_round(*come)
+                self._one_round(come)
             except BaseException as error:
                 self._fail(f"the engine failed: {type(error).__name__}: {error}")
                 raise
             on_look()
+        self._forget(come.dropped)  # what players left behind is not in flight any more
         return None
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -288,10 +298,9 @@ class EngineService(Sampler):
         try:
             while self._wait():
                 self._carry_out()
-                if not self.paused:
-                    if self._running:
-                        self._players.wait()
-                    self._one_round(*self._taken())
+                if self._running and not self.paused:
+                    self._players.wait()
+                self._one_round(self._taken())
         except Exception as failure:
             if not self._closed:
                 error = f"the engine failed: {type(failure).__name__}: {failure}"
@@ -300,43 +309,42 @@ class EngineService(Sampler):
 
     def _wait(self) -> bool:
         """Waits until there is something to do; False if the service was closed."""
+
+        def asked() -> bool:
+            if self._asked or self._dropped:  # which are answered also while nothing is sampled
+                return True
+            return bool(self._running or self._waiting or self._scoring) and not self.paused
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._closed
-                    or self._commands
-                    or self._dropped
-                    or ((self._running or self._asked or self._waiting or self._scoring) and not self.paused)
-                )
-            )
+            self._changed.wait_for(lambda: self._closed or self._commands or asked())
             return not self._closed
 
-    def _taken(self) -> tuple[list[_Asked], list[int]]:
+    def _taken(self, ended: bool = False) -> _Come:
         """What was asked for, and what was dropped, since this was last called."""
         with self._changed:
             asked, dropped = sorted(self._asked, key=lambda each: each.order), self._dropped
             self._asked, self._dropped = [], []
-        return asked, dropped
+        return _Come(asked, dropped, ended)
 
-    def _come(self, futures: Sequence[Future[Any]]) -> tuple[list[_Asked], list[int]] | None:
-        """`_taken`, of the main process if the service is led; None once `futures` are done."""
+    def _come(self, futures: Sequence[Future[Any]]) -> _Come:
+        """`_taken`, of the main process if the service is led; it has ended once `futures` are done."""
         if not self._led:
-            return None if self._answered(futures) else self._taken()
-        asked: list[_Asked] = []
+            return self._taken(self._answered(futures))
+        here = _Come([], [], False)
 
-        def came() -> dict[str, Any] | None:
-            if self._answered(futures):
-                return None
-            taken, dropped = self._taken()
-            asked.extend(taken)
-            return {"asked": [[plain(request) for request in a.requests] for a in taken], "dropped": dropped}
+        def came() -> dict[str, Any]:
+            nonlocal here
+            here = self._taken(self._answered(futures))
+            asked = [[plain(request) for request in each.requests] for each in here.asked]
+            return {"asked": asked, "dropped": here.dropped, "ended": here.ended}
 
-        if (told := decided_by_main(came)) is None:
-            return None
-        if not is_main_process():  # where nobody listens, but the engine does the same
-            requests = ([request_of(each) for each in several] for several in told["asked"])
-            asked = [_Asked(Future(), each, lambda number, progress: None) for each in requests]
-        return asked, told["dropped"]
+        told = decided_by_main(came)
+        if is_main_process():
+            return here
+        # Nobody listens in this process, but the engine does the same.
+        requests = ([request_of(each) for each in several] for several in told["asked"])
+        asked = [_Asked(Future(), each, lambda number, progress: None) for each in requests]
+        return _Come(asked, told["dropped"], told["ended"])
 
     def _answered(self, futures: Sequence[Future[Any]]) -> bool:
         """Whether `futures` are done, after players had time to answer; waits a little if nothing runs."""
@@ -356,18 +364,18 @@ class EngineService(Sampler):
             except BaseException as error:  # raised where the result is asked for
                 result.set_exception(error)
 
-    def _one_round(self, asked: Sequence[_Asked], dropped: Sequence[int]) -> None:
+    def _one_round(self, come: _Come) -> None:
         """A round of the engine with what came for it, and some of the sequences that are to be scored."""
-        if self._scoring:
+        if self._scoring and not self.paused:
             self._score_some()
         self._round = time.monotonic(), num_compilations()
-        self._forget(dropped)
-        self._waiting.extend(asked)
+        self._forget(come.dropped)
+        self._waiting.extend(come.asked)
         if not self._running:
             self._since, self._stats = time.perf_counter(), self._engine.stats
         while self._waiting and not self._waits(self._waiting[0]):
             self._submit(self._waiting.popleft())
-        if self._running:
+        if self._running and not self.paused:
             self._engine.advance()
             self._report()
         self._round = None

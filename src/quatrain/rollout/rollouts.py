@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
+from quatrain.data.columns import ENVIRONMENTS
 from quatrain.parallel.compilations import num_compilations
 from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics
@@ -42,7 +43,7 @@ class Playing(ABC):
 
     @abstractmethod
     def rows(self) -> Sequence[Sequence[Row]]:
-        """Of each episode that has ended, in order, its sequences."""
+        """Of each episode that has ended, in order, its sequences; of an agent, each role is an episode."""
 
     def metrics(self) -> Metrics:
         """Metrics of the episodes."""
@@ -249,23 +250,21 @@ class Rollouts:
     def _shared(self, ticket: Ticket) -> tuple[Sequence[Sequence[Row]], Metrics]:
         """`_finished` of the main process, in all."""
 
+        own: tuple[Sequence[Sequence[Row]], Metrics] = (), {}
+        given = {prompt.group_id: prompt for prompt in ticket.prompts}
+
         def of_main() -> dict[str, Any]:
-            rows, metrics = self._finished(ticket)
-            n = len(rows) // max(len(ticket.prompts), 1)
+            nonlocal own
+            own = rows, metrics = self._finished(ticket)
             return {
-                "rows": [
-                    [_plain(ticket.prompts[number // n], *row) for row in each]
-                    for number, each in enumerate(rows)
-                ],
+                "rows": [[_plain(given[row[0].group_id], *row) for row in each] for each in rows],
                 "metrics": {name: [m.value, m.count, m.reduction] for name, m in metrics.items()},
             }
 
         told = decided_by_main(of_main)
-        n = len(told["rows"]) // max(len(ticket.prompts), 1)
-        rows = [
-            [_row(ticket.prompts[number // n], row) for row in each]
-            for number, each in enumerate(told["rows"])
-        ]
+        if is_main_process():  # whose rows may have objects of this process: environments
+            return own
+        rows = [[_row(given[row["group"]], row) for row in each] for each in told["rows"]]
         return rows, {name: Metric(*each) for name, each in told["metrics"].items()}
 
     def _report(self, ticket: Ticket) -> None:
@@ -284,9 +283,11 @@ def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str
     columns = {
         name: value
         for name, value in returned.columns.items()
-        if name not in before or (name in EPISODE_COLUMNS and value != before[name])
+        if name != ENVIRONMENTS
+        and (name not in before or (name in EPISODE_COLUMNS and value != before[name]))
     }
-    return {"ids": returned.input_ids.tolist(), "columns": columns, "completion": vars(completion)}
+    plain = {"ids": returned.input_ids.tolist(), "columns": columns, "completion": vars(completion)}
+    return {**plain, "group": returned.group_id}
 
 
 def _row(prompt: Prompt, plain: dict[str, Any]) -> Row:
