@@ -213,6 +213,7 @@ class AgentPlayer(Player):
             stop_ids=stop_ids,
             sessions=self._sessions,
         )
+        self._tasks: set[asyncio.Task[None]] = set()
         self._url: str | None = None
         self._listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._server: uvicorn.Server | None = None
@@ -247,6 +248,8 @@ class AgentPlayer(Player):
         except OSError as error:
             return future.set_exception(error)
         task = self._thread.loop.create_task(self._play(episode))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
         def end(task: asyncio.Task[None]) -> None:
             if task.cancelled():
@@ -312,13 +315,19 @@ class AgentPlayer(Player):
     def _end(self) -> None:
         """Ends everything that lives in the thread, as its last work."""
         self._processes.end()
-        loop = self._thread.loop
-        if tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(tasks))
+        loop, server = self._thread.loop, self._server
+        for listening in getattr(server, "servers", ()):
+            listening.close()
+        # The episodes first. What takes over a connection must have begun before it is cancelled: it would
+        # leave the socket open.
+        for tasks in (lambda: self._tasks, lambda: asyncio.all_tasks(loop)):
+            if left := set(tasks()):
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.wait(left))
+            loop.run_until_complete(asyncio.sleep(0))
         # A connection is none of the tasks: who keeps one open would find it open after the server has ended.
-        for connection in list(self._server.server_state.connections) if self._server else ():
+        for connection in list(server.server_state.connections) if server else ():
             connection.transport.abort()
         loop.run_until_complete(asyncio.sleep(0))
 
