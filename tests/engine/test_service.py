@@ -15,7 +15,7 @@ from quatrain.types.sampler import PerRequestSampling, Request
 @pytest.mark.usefixtures("computed_by")
 def test_pause_returns_when_no_round_runs(small_arch, small_params, tokenizer, monkeypatch):
     service = service_of(small_arch, small_params, tokenizer)
-    engine, inside, rounds = service._engine, threading.Event(), []
+    engine, inside, rounds = service.engine, threading.Event(), []
     advance = engine.advance
 
     def observed():

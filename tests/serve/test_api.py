@@ -89,7 +89,7 @@ def test_with_little_memory_requests_are_preempted_and_answered_the_same(
     ):
         few.pause()
         found = answers(short, all_at_once)
-        assert few._engine.stats.preempted > 0
+        assert few.engine.stats.preempted > 0
     assert found == answers(client)
 
 
@@ -396,13 +396,13 @@ def test_a_client_that_leaves_frees_its_slots_while_tokens_come(server, http, mo
     service = server[1]
     body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 600, "stream": stream}
     http.post("/v1/completions", json=body).raise_for_status()  # compiles: no round is slow afterwards
-    advance = service._engine.advance
+    advance = service.engine.advance
 
     def slowly():
         time.sleep(0.1)
         advance()
 
-    monkeypatch.setattr(service._engine, "advance", slowly)
+    monkeypatch.setattr(service.engine, "advance", slowly)
     cancelled = service.totals.sequences_cancelled
     with http.stream("POST", "/v1/completions", json=body) if stream else pytest.raises(httpx.ReadTimeout):
         if not stream:
@@ -765,7 +765,7 @@ def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, 
     def fail():
         raise RuntimeError("out of memory")
 
-    service._engine.advance = fail
+    service.engine.advance = fail
     with served(service, small_arch, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
         answer = http.post("/v1/completions", json=GOOD)
         assert answer.status_code == 503

@@ -128,7 +128,9 @@ class EngineService(Sampler):
         self.version = version
         self.paused = False
         self.error: str | None = None
-        self._engine, self._read, self._led = engine, read, led
+        self.engine = engine
+        """None but this may use it."""
+        self._read, self._led = read, led
         self._players = Pause()
         self._changed = threading.Condition()
         self._loading = threading.Lock()
@@ -176,8 +178,8 @@ class EngineService(Sampler):
         Those with another sampling than those in flight wait until these have finished, unless the engine
         takes one for each. The future has a ValueError if the KV cache has no room for one of them.
         """
-        if self._engine.per_request_sampling:
-            requests = [each for request in requests for each in request.singly(self._engine.seed)]
+        if self.engine.per_request_sampling:
+            requests = [each for request in requests for each in request.singly(self.engine.seed)]
         if not requests:
             nothing: Future[list[int]] = Future()
             nothing.set_result([])
@@ -195,7 +197,7 @@ class EngineService(Sampler):
 
         Others decode meanwhile; a future that is cancelled ends the work.
         """
-        parts = self._engine.score(sequences, num_likeliest)
+        parts = self.engine.score(sequences, num_likeliest)
         return self._queue(lambda result: self._scoring.append(_Scoring(result, parts, [])))
 
     def load(self, weights: Any, version: int, *, free_first: bool = False) -> int:
@@ -207,11 +209,11 @@ class EngineService(Sampler):
         """
         with self._loading:
             if free_first and not self.num_running:
-                self.run(self._engine.release).result()
+                self.run(self.engine.release).result()
             params = self._read(weights)
 
             def use() -> int:
-                self._engine.sync_weights(params, version)
+                self.engine.sync_weights(params, version)
                 self.version = version
                 self.totals.weight_loads += 1
                 return version
@@ -220,24 +222,24 @@ class EngineService(Sampler):
 
     def copy_weights(self, params: Any) -> Any:
         """As `RolloutEngine.copy_weights`."""
-        return self._engine.copy_weights(params)
+        return self.engine.copy_weights(params)
 
     def work(self) -> Work:
         """What the engine has done so far."""
-        stats = self._engine.stats
-        return Work(stats.completions, stats.decoded_tokens, self._engine.num_live, stats)
+        stats = self.engine.stats
+        return Work(stats.completions, stats.decoded_tokens, self.engine.num_live, stats)
 
     def work_since(self, before: Work, seconds: float) -> Metrics:
         """Metrics of the engine's work since `work` was `before`, `seconds` ago."""
-        synced = Metric(self._engine.sync_s)
+        synced = Metric(self.engine.sync_s)
         return {
-            **work_metrics(self._engine.stats - before.of_sampler, seconds),
+            **work_metrics(self.engine.stats - before.of_sampler, seconds),
             "time/rollout_sync_s": synced,
         }
 
     def release(self) -> None:
         """Free the weights until the next `load`."""
-        self.run(self._engine.release).result()
+        self.run(self.engine.release).result()
 
     def pause(self) -> None:
         """Returns when no round runs; the next runs after `resume`. What is asked for waits."""
@@ -372,17 +374,17 @@ class EngineService(Sampler):
         self._forget(come.dropped)
         self._waiting.extend(come.asked)
         if not self._running:
-            self._since, self._stats = time.perf_counter(), self._engine.stats
+            self._since, self._stats = time.perf_counter(), self.engine.stats
         while self._waiting and not self._waits(self._waiting[0]):
             self._submit(self._waiting.popleft())
         if self._running and not self.paused:
-            self._engine.advance()
+            self.engine.advance()
             self._report()
         self._round = None
 
     def _waits(self, asked: _Asked) -> bool:
         """Whether turns in flight must end first, which have another sampling."""
-        if self._engine.per_request_sampling or not self._running:
+        if self.engine.per_request_sampling or not self._running:
             return False
         return next(iter(self._running.values())).ticket.session.sampling != asked.requests[0].sampling
 
@@ -390,7 +392,7 @@ class EngineService(Sampler):
         if not asked.keys.set_running_or_notify_cancel():
             return
         try:
-            tickets = self._engine.submit(asked.requests)
+            tickets = self.engine.submit(asked.requests)
         except Exception as error:  # of these requests alone, e.g. if there is no room
             asked.keys.set_exception(error)
             return
@@ -407,8 +409,8 @@ class EngineService(Sampler):
             if (running := self._running.get(key)) is None:
                 continue
             self.totals.sequences_cancelled += 1
-            if self._engine.per_request_sampling:
-                self._engine.cancel(running.ticket)
+            if self.engine.per_request_sampling:
+                self.engine.cancel(running.ticket)
                 del self._running[key]
             else:  # the others of its batch go on, and it with them
                 running.listener = None
@@ -431,13 +433,13 @@ class EngineService(Sampler):
         Of a request of several turns, each is told at the end of all.
         """
         for key, running in list(self._running.items()):
-            finished = self._engine.finished(running.ticket)
+            finished = self.engine.finished(running.ticket)
             metrics: Metrics = {}
-            turns = self._engine.completions(running.ticket)
+            turns = self.engine.completions(running.ticket)
             if not finished and len(turns) > 1:
                 continue
             if finished:
-                self._engine.take(running.ticket)
+                self.engine.take(running.ticket)
                 del self._running[key]
                 metrics = self._work_done()
             for number, turn in enumerate(turns, running.number):
@@ -454,7 +456,7 @@ class EngineService(Sampler):
 
     def _work_done(self) -> Metrics:
         """Metrics of the engine's work since this was last called."""
-        now, stats = time.perf_counter(), self._engine.stats
+        now, stats = time.perf_counter(), self.engine.stats
         metrics = work_metrics(stats - self._stats, now - self._since)
         self._stats, self._since = stats, now
         return metrics
@@ -472,6 +474,6 @@ class EngineService(Sampler):
                 result.set_exception(ServiceFailed(error))
         for each in running:
             if each.listener is not None:
-                for number in range(each.number, each.number + len(self._engine.completions(each.ticket))):
+                for number in range(each.number, each.number + len(self.engine.completions(each.ticket))):
                     each.listener(number, Progress(error=error))
-        self._engine.close()
+        self.engine.close()

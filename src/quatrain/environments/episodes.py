@@ -159,29 +159,29 @@ class EnvironmentPlayer(Player):
 
     def __init__(self, rules: EpisodeRules):
         self.pause = self._pause = Pause()
-        self._rules = rules
+        self.rules = rules
         self._thread = LoopThread("quatrain-episodes", CLOSED, self._end)
 
     def begin(self, prompts: Sequence[Prompt], step: int, sampling: Sampling, sampler: Sampler) -> Playing:
         """Begins the environments; each episode then asks for its turns one after another."""
-        assert self._rules.calls is not None, "the main process alone plays"
+        assert self.rules.calls is not None, "the main process alone plays"
         episodes = [self._episode(p, i, step, sampling) for p in prompts for i in range(sampling.n)]
         self._pause.left_s = PATIENCE_S
         self._pause.owe(len(episodes))
         futures: list[Future[None]] = [Future() for _ in episodes]
         for episode, future in zip(episodes, futures, strict=True):
             self._thread.do(self._begin, episode, sampler, future)
-        return _Episodes(episodes, futures, self._rules.calls, self._pause)
+        return _Episodes(episodes, futures, self.rules.calls, self._pause)
 
     def close(self) -> None:
         """Ends the episodes and the environments."""
         self._thread.close()
-        if self._rules.calls is not None:
-            self._rules.calls.close()
+        if self.rules.calls is not None:
+            self.rules.calls.close()
 
     def _episode(self, prompt: Prompt, sample: int, step: int, sampling: Sampling) -> Episode:
-        number, turns = next(self._rules.numbers), self._rules.turns(prompt.columns)
-        kind = self._rules.kind(prompt.columns)
+        number, turns = next(self.rules.numbers), self.rules.turns(prompt.columns)
+        kind = self.rules.kind(prompt.columns)
         start = prompt.text, prompt.input_ids
         return Episode(number, prompt, sample, step, sampling, *start, turns, kind)
 
@@ -193,13 +193,13 @@ class EnvironmentPlayer(Player):
 
     async def _play(self, episode: Episode, sampler: Sampler) -> None:
         """The whole of an episode; while it is not asking for a turn, it is to (`Pause`)."""
-        calls, number, owes = self._rules.calls, episode.number, True
+        calls, number, owes = self.rules.calls, episode.number, True
         assert calls is not None
         try:
             columns = {**episode.prompt.columns, "prompt": _listed(episode.prompt.text)}
             self._open(episode, await asyncio.wrap_future(calls.begin(number, columns)))
             while episode.reason is None:
-                turn = self._ask(episode.request(self._rules.seed, self._rules.max_tokens), sampler)
+                turn = self._ask(episode.request(self.rules.seed, self.rules.max_tokens), sampler)
                 owes = False
                 self._pause.pay()
                 done = await asyncio.wrap_future(turn)
@@ -251,7 +251,7 @@ class EnvironmentPlayer(Player):
 
     def _open(self, episode: Episode, opening: InitialObservation) -> None:
         """The environment's `reset` has returned: the prompt of the first turn, or the end of the episode."""
-        rules, before, ids = self._rules, len(episode.prompt.input_ids), episode.input_ids
+        rules, before, ids = self.rules, len(episode.prompt.input_ids), episode.input_ids
         if opening is not None:
             if rules.is_too_long(opening):
                 episode.reason = "length"
@@ -269,13 +269,13 @@ class EnvironmentPlayer(Player):
         # A column has rows from the first token of the prompt on: those that are known stay as they are.
         episode.completion.append(turn, 0)
         context = context_of(episode.input_ids, episode.completion)
-        text = self._rules.answers.text(turn.tokens, context)
+        text = self.rules.answers.text(turn.tokens, context)
         episode.messages.append({"role": "assistant", "content": text})
         return text
 
     def _answered(self, episode: Episode, turn: StepResult | None) -> None:
         """The environment has answered a turn: what the next begins after, or the end of the episode."""
-        rules, completion = self._rules, episode.completion
+        rules, completion = self.rules, episode.completion
         if turn is None:
             episode.reason = "stop"
             return
