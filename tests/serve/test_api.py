@@ -751,7 +751,7 @@ def test_a_fault_of_the_server_is_an_error_in_openais_form(server, http, monkeyp
     def fail(*_):
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(server[1], "submit", fail)
+    monkeypatch.setattr(server[1], "start", fail)
     answer = http.post("/v1/completions", json=GOOD, headers={"Connection": "close"})
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "the request failed: RuntimeError: a fault"
