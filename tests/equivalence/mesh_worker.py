@@ -16,6 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from rollouts import local_rollouts
 
 from quatrain.advantage.estimate import AdvantageEstimator

@@ -4,11 +4,15 @@ Writes them to the file argv[1]; further arguments are meshes.
 """
 
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
-from rollouts import local_rollouts
 from routed_models import routed_model
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rollouts import local_rollouts
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig, UpdateConfig

@@ -31,9 +31,8 @@ def test_the_engine_decodes_where_the_weights_are():
     loaded = _load()
     config = load_config(None, environ={}).config
     meshes = loaded.meshes
-    assert (
-        meshes.train == meshes.rollout == meshes.reference == build_engine(config, loaded).sampler.engine.mesh
-    )
+    engine = build_engine(config, loaded).sampler.engine
+    assert meshes.train == meshes.rollout == meshes.reference == engine.mesh
     assert {leaf.sharding.mesh for leaf in loaded.params["layers"][0].values()} == {meshes.train}
 
 
