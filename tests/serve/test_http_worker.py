@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import math
+import queue
 import socket
 import threading
 import time
@@ -25,12 +26,13 @@ from quatrain.loop import run
 from quatrain.loop.train import train
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
-from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
+from quatrain.rollout.http_worker import HttpWorker, workers
 from quatrain.rollout.publish import Folder, gathered
-from quatrain.rollout.server_kinds import Refusal
-from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
+from quatrain.servers.client import Refusal
+from quatrain.servers.probe import ServerRules
+from quatrain.servers.routes import RouteRules
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.routes import routes_to_text
@@ -150,10 +152,8 @@ class Fake:
         return tokens, [self.logprob(sampling["temperature"])] * count
 
     def vllm_answer(self, path, body):
-        if path == "/version":
-            return 200, {"version": "0.32.0"}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "fake"}]}
+            return 200, {"data": [{"id": "fake", "owned_by": "vllm"}]}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
         if path in ("/pause", "/resume"):
@@ -189,6 +189,8 @@ class Fake:
         return 404, {"error": {"message": "not found"}}
 
     def sglang_answer(self, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "fake", "owned_by": "sglang"}]}
         if path == "/get_model_info":
             return 200, {"model_path": "fake", "weight_version": self.label}
         if path in ("/pause_generation", "/continue_generation"):
@@ -541,7 +543,7 @@ def test_a_server_that_refuses_the_weights_ends_the_run_by_name(
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_server_that_asks_for_another_token_says_so(vllm, rules, status):
-    vllm.faults["/version"] = lambda body: (status, {"error": {"message": "no such key"}})
+    vllm.faults["/v1/models"] = lambda body: (status, {"error": {"message": "no such key"}})
     with listening(vllm) as url, pytest.raises(WorkerRefused, match=rf"{url}: it asks for a token.*_TOKEN"):
         HttpWorker(url, rules, num_slots=None, timeout_s=10)
 
@@ -586,22 +588,29 @@ def test_a_server_whose_worker_is_closed_in_a_load_goes_on(fake, rules):
 
 
 def test_the_client_of_a_closed_worker_is_closed_after_the_last_answer(fake, rules):
-    """What a thread opens in a client that is closed meanwhile would stay open."""
-    asked, answer = threading.Event(), threading.Event()
+    """What is opened in a client that is closed meanwhile would stay open. Groups are not waited for."""
+    asked, answer = queue.Queue(), threading.Event()
 
     def wait(body):
-        asked.set()
+        asked.put(body)
         assert answer.wait(20)
 
     with listening(fake) as url:
         worker = HttpWorker(url, rules, num_slots=None, timeout_s=20)
+        http = worker._client._http
         fake.faults["/weight_info"] = fake.faults["/get_model_info"] = wait
         worker.submit([GroupSpec(0, PROMPTS[0], 3, SAMPLING)], 4)
-        assert asked.wait(20)
+        loading = threading.Thread(target=load_quietly, args=(worker,), daemon=True)
+        loading.start()
+        for _ in range(2):
+            asked.get(timeout=20)
         worker.close()
-        assert not worker._client.is_closed
+        wait_until(lambda: len(worker._client._works) == 2)  # the load, and what closes the client
+        assert not http.is_closed
         answer.set()
-        wait_until(lambda: worker._client.is_closed)
+        wait_until(lambda: http.is_closed)
+        loading.join(20)
+        assert worker.take(0) == []
 
 
 def wait_until(holds):
@@ -670,15 +679,19 @@ BAD_SERVERS = {
     ),
     "no worker extension": (
         {"/collective_rpc": lambda body: (500, {"error": "no such method"})},
-        "--worker-extension-cls quatrain.rollout.vllm_extension.Reload",
+        "--worker-extension-cls quatrain.servers.vllm_extension.Reload",
     ),
     "refuses": (
-        {"/v1/models": lambda body: (401, {"error": {"message": "no key"}})},
-        "refused a question.*no key",
+        {"/v1/completions": lambda body: (400, {"error": {"message": "no such field"}})},
+        "refused a question.*no such field",
     ),
     "another server": (
-        {"/version": lambda body: (404, ""), "/get_model_info": lambda body: (404, "")},
-        "no server of `quatrain serve`, vLLM or SGLang.*which ends before /v1",
+        {"/v1/models": lambda body: (200, {"data": [{"id": "m", "owned_by": "llamacpp"}]})},
+        "no server of `quatrain serve`, vLLM or SGLang.*owned by 'llamacpp'",
+    ),
+    "no model": (
+        {"/v1/models": lambda body: (200, {"data": []})},
+        "/v1/models must name its model: it answered .*; give the address of the server itself, up to /v1",
     ),
 }
 
@@ -709,7 +722,7 @@ def test_a_run_with_a_server_that_cannot_serve_ends_before_its_warm_start(name, 
     monkeypatch.setattr(run, "warm_start", lambda *args, **options: began.append(args))
     tokenizer = load_tokenizer("builtin:tiny")
     good, bad = (Fake("vllm", tokenizer, len(tokenizer)) for _ in range(2))
-    faults, message = BAD_SERVERS.get(name, ({}, "GET /version failed: ConnectError"))
+    faults, message = BAD_SERVERS.get(name, ({}, "GET /v1/models failed: ConnectError"))
     bad.faults |= faults
     with listening(good) as first, listening(bad) as second:
         second = "http://127.0.0.1:9" if name == "nobody" else second
@@ -735,7 +748,7 @@ def test_unprocessed_log_probabilities_are_refused(vllm, rules):
 def test_nobody_answers(rules, small_arch, small_params, tmp_path):
     with fleet_of(["http://127.0.0.1:9"], rules, tmp_path, small_arch, timeout_s=1.5) as fleet:
         fleet.sync_weights(small_params, 4)
-        with pytest.raises(WorkersLost, match=r"GET /version failed: ConnectError"):
+        with pytest.raises(WorkersLost, match=r"GET /v1/models failed: ConnectError"):
             fleet.generate(PROMPTS, step=3)
 
 
@@ -766,8 +779,8 @@ def test_a_connection_that_drops_does_not_mean_a_missing_extension(vllm, rules):
 
 
 RESTARTS = {
-    "no answer for its version": ({"/version": (404, ""), "/get_model_info": (404, "")}, "no server of"),
-    "no models": ({"/v1/models": (404, "no route")}, "no route"),
+    "another server": ({"/v1/models": (200, {"data": [{"id": "m"}]})}, "no server of"),
+    "no models": ({"/v1/models": (404, "no route")}, "no route.*up to /v1"),
     "no extension": ({"/collective_rpc": (500, "starting")}, "no worker extension"),
 }
 
@@ -794,8 +807,7 @@ def test_a_proxy_that_finds_no_server_for_a_while_costs_no_group(
     with listening(vllm) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
         fleet.sync_weights(small_params, 4)
         expected = fleet.generate(PROMPTS, step=3)
-        for path in ("/version", "/get_model_info"):
-            vllm.faults[path] = once((404, "no server"))
+        vllm.faults["/v1/models"] = once((404, "no server"))
         after_the_probe(vllm, once((502, "")))
         batch = fleet.generate(PROMPTS, step=3)
         np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
