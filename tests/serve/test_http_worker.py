@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import itertools
 import json
 import math
 import queue
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx2 as httpx
 import jax
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from quatrain.rollout.http_worker import HttpWorker, workers
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
-from quatrain.servers.client import Refusal
+from quatrain.servers.client import Client, Refusal
 from quatrain.servers.probe import ServerRules
 from quatrain.servers.routes import RouteRules
 from quatrain.types.batches import Prompt
@@ -136,6 +138,7 @@ class Fake:
         self.faults, self.asked, self.label, self.paused = {}, [], "default", False
         self.logprob = lambda temperature: -math.log(vocab_size) if temperature > 0.1 else 0.0
         self.routes = lambda ids: None  # [tokens, layers, k] int32 of an input of `ids`
+        self.versions = None  # a label for each of `count` tokens, if it labels them
 
     def answer(self, method, path, body):
         self.asked.append((path, body))
@@ -183,6 +186,8 @@ class Fake:
                 "logprobs": {"token_logprobs": logprobs},
                 "prompt_token_ids": ids,
             }
+            if self.versions is not None:
+                choice["weight_versions"] = self.versions(len(tokens))
             if (routes := self.routes([*ids, *tokens][:-1])) is not None:
                 choice["routed_experts"] = routes if isinstance(routes, str) else routes_to_text(routes)
             return 200, {"choices": [choice]}
@@ -212,6 +217,12 @@ class Fake:
                 "weight_version": self.label,
                 "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens)],
             }
+            if self.versions is not None:
+                labels, start, meta["weight_versions"] = self.versions(len(tokens)), 0, []
+                for label, same in itertools.groupby(labels):
+                    span = {"version": str(label), "start": start, "end": start + len(list(same))}
+                    meta["weight_versions"].append(span)
+                    start = span["end"]
             if body.get("return_routed_experts"):
                 routes = self.routes([*ids, *tokens][:-1])
                 is_array = isinstance(routes, np.ndarray)
@@ -297,6 +308,49 @@ def test_ids_seeds_weights_and_labels(fake, rules, small_arch, small_params, tmp
         assert set(salts[-45:]) == {"quatrain 4"}
 
 
+def test_tokens_have_the_versions_that_their_server_labels_them_with(fake, rules):
+    """Else tokens of newer weights would be trained on as those of the older version of the server."""
+    fake.versions = lambda count: ["default"] * count
+    with listening(fake) as url:
+        worker = HttpWorker(url, replace(rules, needs_versions=True), num_slots=None, timeout_s=20)
+        assert worker.labels_versions
+        fake.label, fake.versions = "4", lambda count: [4] * (count // 2) + [5] * (count - count // 2)
+        worker.submit([GroupSpec(0, PROMPTS[0], 3, SAMPLING)], 4)
+        [group] = finished_of(worker, 1)
+        for _, completion in group.samples:
+            assert completion.versions == fake.versions(len(completion.tokens))
+        fake.versions = lambda count: ["default"] * count  # of no run, which cannot be trained on
+        worker.submit([GroupSpec(1, PROMPTS[0], 3, SAMPLING)], 4)
+        [group] = finished_of(worker, 1)
+        assert "must return the version of each token's weights, a number from 0" in group.error
+        worker.close()
+
+
+def test_a_server_that_labels_no_versions_is_refused_where_weights_change_in_flight(fake, rules):
+    """By its own answer: it would be found out after the first exchange of weights, if at all."""
+    with (
+        listening(fake) as url,
+        pytest.raises(WorkerRefused, match=rf"{url}: it must say which version .* for rollout\.in_flight"),
+    ):
+        HttpWorker(url, replace(rules, needs_versions=True), num_slots=None, timeout_s=20)
+
+
+def test_requests_of_a_session_name_it():
+    """A proxy that spreads requests over servers could not keep a session on one of them without its name."""
+    seen = []
+
+    def answer(request):
+        seen.append(request.headers.get("x-session-id"))
+        return httpx.Response(200, json={})
+
+    client = Client("http://server", timeout_s=5)
+    client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=client.address)
+    client.run(client.ask("/a", {}, session="episode 7"))
+    client.run(client.ask("/a", {}))
+    client.close()
+    assert seen == ["episode 7", None]
+
+
 def once(answer):
     """The fault of the first request alone."""
     left = [answer]
@@ -314,7 +368,9 @@ def after_the_probe(fake, fault):
     fake.faults["/v1/completions"] = fake.faults["/generate"] = on_groups
 
 
-@pytest.mark.parametrize("answer", [(500, {"error": "out of memory"}), "reset"], ids=["500", "reset"])
+@pytest.mark.parametrize(
+    "answer", [(500, {"error": "out of memory"}), (429, "busy"), "reset"], ids=["500", "429", "reset"]
+)
 def test_a_failed_request_costs_time_and_no_group(fake, rules, small_arch, small_params, tmp_path, answer):
     with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
         fleet.sync_weights(small_params, 4)
@@ -461,7 +517,7 @@ def test_after_a_refusal_the_server_stops_decoding_the_others_of_the_group(
 ):
     url, service = own_server
     spec = GroupSpec(0, PROMPTS[0], 3, replace(SAMPLING, n=4))
-    worker = HttpWorker(url, rules, num_slots=None, timeout_s=20)
+    worker = HttpWorker(url, replace(rules, needs_versions=True), num_slots=None, timeout_s=20)
     worker.load(Folder(tmp_path, small_arch).publish(gathered(small_params, "float32"), 4), 4, 20)
     sample = worker._sample
 
