@@ -506,7 +506,7 @@ def test_answers_that_stay_unusable_end_the_run_by_name(vllm, rules, small_arch,
         fleet.sync_weights(small_params, 4)
         for server in (vllm, other):
             after_the_probe(server, without("logprobs"))
-        message = r"failed 4 times, last on worker \d: vLLM at http.*: it returns no log-probabilities.*mend"
+        message = r"failed 4 times, last on worker \d: vLLM at http.*: it must return a log-prob.*mend"
         with pytest.raises(GroupFailed, match=message) as error:
             fleet.generate(PROMPTS, step=3)
         assert "\n" not in str(error.value)
@@ -709,8 +709,14 @@ def replaced(**fields):
 
 
 BAD_SERVERS = {
-    "text only": ({"/v1/completions": without("token_ids")}, "text without token ids"),
-    "no log-probabilities": ({"/v1/completions": without("logprobs")}, "no log-probabilities"),
+    "text only": (
+        {"/v1/completions": without("token_ids")},
+        "1 to 8 token ids, .*text does not determine.*got null",
+    ),
+    "no log-probabilities": (
+        {"/v1/completions": without("logprobs")},
+        "a log-probability for each token.*2 tokens and null",
+    ),
     "too few": (
         {"/v1/completions": replaced(logprobs={"token_logprobs": [-1.0]})},
         "a log-probability for each token",

@@ -150,6 +150,7 @@ class HttpWorker:
             # Of tokens without labels the older one counts: a newer version must not be claimed for them.
             version = min(before, await self._server.version())
         except (Refusal, Unfit) as error:
+            # Not the worker: another server may answer it, and one bad answer says little of the others.
             refused = " refused it" if isinstance(error, Refusal) else ""
             self._finish(FinishedGroup(spec.number, error=f"{self.name}{refused}: {error}"))
         except Exception as error:
@@ -162,9 +163,10 @@ class HttpWorker:
             self._finish(FinishedGroup(spec.number, samples))
 
     async def _sample(self, spec: GroupSpec, number: int, version: int) -> Answer:
-        own = spec.own
+        own = spec.own  # of a turn of an agent, whose draws go on from its episode's
         seed, offset = (self._seed, 0) if own is None else (own.seed, own.offset)
         place = seed, spec.step, spec.prompt.group_id, number, version, offset
+        # The fleet gives out a group more than fills the slots; it waits here, not in the server's memory.
         async with self._client.room:
             try:
                 return await self._server.sample(Asked(spec.prompt.input_ids.tolist(), spec.sampling, *place))
@@ -182,6 +184,7 @@ def _completion(answer: Answer, version: int) -> Completion:
     """The completion of an answer; tokens without labels are of `version`."""
     return Completion(
         tokens=answer.tokens,
+        # As the engine's, which are float32: a run with a server is then that with the engine, to the bit.
         logprobs=[float(np.float32(value)) for value in answer.logprobs],
         versions=answer.versions or [version] * len(answer.tokens),
         finish_reason="stop" if answer.finish_reason == "stop" else "length",

@@ -78,12 +78,24 @@ class Client:
         self._works = dict[Any, bool]()  # tasks, and whether `close` cancels them
 
     def run(self, work: Coroutine[Any, Any, Found]) -> Found:
-        """The result of `work`, which goes on to its end also if the client is closed meanwhile."""
-        return self._scheduled(work, cancel=False).result()
+        """The result of `work`, which goes on to its end also if the client is closed meanwhile.
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begins `work`; `close` cancels it."""
-        self._scheduled(work, cancel=True)
+        Blocks; work in the event loop awaits other work instead.
+        """
+        return self.start(work, cancel=False).result()
+
+    def start(self, work: Coroutine[Any, Any, Found], *, cancel: bool = True) -> Future[Found]:
+        """The future result of `work`, which `close` cancels, or else waits for."""
+
+        async def counted() -> Found:
+            task = asyncio.current_task()
+            self._works[task] = cancel
+            try:
+                return await work
+            finally:
+                del self._works[task]
+
+        return asyncio.run_coroutine_threadsafe(counted(), self._loop)
 
     async def ask(
         self, path: str, body: Any = None, *, timeout_s: float | None = None, session: str = ""
@@ -95,14 +107,16 @@ class Client:
         and Unfit for a host that has no address.
         """
         method = "GET" if body is None else "POST"
+        # Short for questions that cost nothing: a server that hangs is found out before a step is lost.
         limit = min(CONTROL_S, self.timeout_s) if timeout_s is None else timeout_s
+        # No limit for `pool`: to wait for a connection here is no sign that the server is lost.
         wait = httpx.Timeout(None if limit == math.inf else limit, connect=min(CONNECT_S, limit), pool=None)
         headers = {"X-Session-ID": session} if session else {}
         try:
             response = await self._http.request(method, path, json=body, headers=headers, timeout=wait)
         except (httpx.HTTPError, OSError) as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            if _is_unknown_host(error):
+            if _is_unknown_host(error):  # a misspelt name would be asked for until rollout.timeout_s is over
                 raise Unfit(f"its host has no address ({reason}); correct its name") from error
             raise ServerLost(f"{method} {path} failed: {reason}") from error
         return _value(response)
@@ -122,17 +136,6 @@ class Client:
     def close(self) -> None:
         """Cancels what was started; connections are closed when what runs has ended. May be called again."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-
-    def _scheduled(self, work: Coroutine[Any, Any, Found], *, cancel: bool) -> Future[Found]:
-        async def counted() -> Found:
-            task = asyncio.current_task()
-            self._works[task] = cancel
-            try:
-                return await work
-            finally:
-                del self._works[task]
-
-        return asyncio.run_coroutine_threadsafe(counted(), self._loop)
 
     async def _end(self) -> None:
         for task, cancel in self._works.items():
@@ -179,6 +182,7 @@ def _value(response: httpx.Response) -> Any:
     """The JSON of a response, or its text; raises ServerLost or Refusal by its status."""
     status = response.status_code
     if status >= 500 or status in TRY_AGAIN:
+        # As a server that is gone: its groups are given to others meanwhile, and it is asked again later.
         lost = ServerError if status == 500 else ServerLost
         raise lost(f"status {status}, {shortened(response.text)}")
     if status >= 400:

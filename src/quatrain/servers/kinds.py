@@ -95,7 +95,7 @@ class Quatrain:
             "max_tokens": asked.sampling.max_new_tokens,
             "top_k": asked.sampling.top_k,
             **_common(asked.sampling),
-            "logprobs": 0,
+            "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
             **self._fields(asked, stop_ids),
             **_routes_wanted(asked),
@@ -168,6 +168,7 @@ class Vllm(Quatrain):
         """A seed for each sequence; and no block of the prefix cache of another version is used."""
         return {
             "seed": seed_of(asked),
+            # The run's own: the folder that vLLM serves may name others, or none.
             "stop_token_ids": list(stop_ids),
             "cache_salt": f"quatrain {asked.version}",
             "skip_special_tokens": True,
@@ -177,6 +178,7 @@ class Vllm(Quatrain):
         """The label comes last: after a load that fails half way, the old one says to load again."""
         body = {"method": "load_quatrain_weights", "kwargs": {"path": path}, "timeout": timeout_s}
         label = {"new_version": str(version)}
+        # Without the reset, prompts that it had computed would go on with keys and values of old weights.
         return [("/collective_rpc", body), ("/reset_prefix_cache", {}), ("/update_weight_version", label)]
 
 
@@ -206,11 +208,11 @@ class Sglang:
         """As `Quatrain.request`; for the probe a text."""
         parameters = {
             "max_new_tokens": asked.sampling.max_new_tokens,
-            "top_k": asked.sampling.top_k or -1,
+            "top_k": asked.sampling.top_k or -1,  # 0 is refused there
             **_common(asked.sampling),
             "stop_token_ids": list(stop_ids),
             "sampling_seed": seed_of(asked),
-            "no_stop_trim": True,
+            "no_stop_trim": True,  # the token that ends a completion is trained on too
         }
         return "/generate", {**_generate(asked.prompt, parameters), **_routes_wanted(asked)}
 
@@ -242,6 +244,7 @@ class Sglang:
             [(int(entry[1]), float(entry[0])) for entry in place or ()]
             for place in meta["input_top_logprobs"]
         ]
+        # vLLM lists the token itself among the words; here it is added, so that both mean the same.
         for pairs, token, value in zip(words[1:], prompt[1:], logprobs[1:], strict=True):
             if token not in (word for word, _ in pairs):
                 pairs.append((token, value))
@@ -249,6 +252,7 @@ class Sglang:
 
     def loading(self, path: str, version: int, timeout_s: float) -> list[Question]:
         """As `Quatrain.loading`; cached keys and values are forgotten."""
+        # Labelled with the load, in one question: no answer can come between them.
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         return [("/update_weights_from_disk", body)]
 
@@ -260,6 +264,7 @@ KINDS: dict[str, type[ServerKind]] = {"quatrain": Quatrain, "vllm": Vllm, "sglan
 
 def seed_of(asked: Asked) -> int:
     """A seed that derives from the run's seed, the training step and the sequence alone."""
+    # Without an offset of 0: the seeds of turns came later, and those of whole completions stay as they were.
     place = [asked.seed, asked.step, asked.group_id, asked.sample, *([asked.offset] if asked.offset else ())]
     digest = hashlib.sha256(json.dumps(place).encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1  # SGLang keeps seeds in signed 32 bits

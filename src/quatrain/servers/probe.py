@@ -29,8 +29,6 @@ PROBE_GAP = 0.02
 UNAUTHORIZED = (401, 403)
 """Statuses with which a server refuses a token."""
 
-UP_TO_V1 = "give the address of the server itself, up to /v1, as http://host:8000"
-
 logger = logging.getLogger(__name__)
 
 
@@ -102,9 +100,10 @@ class Server:
                 answer = await ask(*question, timeout_s=timeout_s)
                 if isinstance(answer, dict) and answer.get("success") is False:
                     raise ServerLost(f"it could not load {path}: {answer.get('message')}")
-        finally:
+        finally:  # a server that stays paused would hold the next run up too
             if kind.pause is not None:
                 await self.resume()
+        # Its own word: behind one address may be a proxy with several servers, of which one has loaded.
         return await self.version()
 
     async def resume(self, timeout_s: float | None = None) -> None:
@@ -121,33 +120,33 @@ class Server:
     async def sample(self, asked: Asked, *, session: str = "") -> Answer:
         """One sequence, with the run's routes, if it has them; raises Unfit if it cannot be trained on."""
         asked = asked._replace(routes=self._routes is not None)
-        answer = await self._answer(asked, self._rules.stop_ids, math.inf, session)
-        if self.labels_versions or answer.versions is not None:
-            self._check_versions(answer)
-        if self._routes is None:
-            return answer._replace(routes=None)
+        answer = await self._answer(asked, trained=True, session=session)
         return answer._replace(routes=self._read_routes(asked, answer))
 
-    async def _answer(self, asked: Asked, stop_ids: Sequence[int], timeout_s: float, session: str) -> Answer:
-        question = self._kind.request(asked, stop_ids)
+    async def _answer(self, asked: Asked, *, trained: bool = False, session: str = "") -> Answer:
+        """A checked answer; one of the probe, which is not `trained` on, may be of weights of no run."""
+        question = self._kind.request(asked, self._rules.stop_ids if trained else ())
+        # A sample may wait in the server's queue. The first answer of a server may compile.
+        timeout_s = math.inf if trained else self._client.timeout_s
         value = await self._client.ask(*question, timeout_s=timeout_s, session=session)
         try:
             answer = self._kind.read(value)
         except (LookupError, TypeError, ValueError) as error:
             raise Unfit(f"its answer is no completion of {self._kind.name}: {shortened(value)}") from error
-        self._check(answer, asked.sampling)
+        labelled = self.labels_versions or answer.versions is not None
+        self._check(answer, asked.sampling.max_new_tokens, versions=trained and labelled)
         return answer
 
     async def _probe(self) -> None:
         rules = self._rules
         ids = rules.tokenizer.encode(PROBE_TEXT)
         sampling = Sampling(n=1, max_new_tokens=PROBE_TOKENS)
+        # A text: ids that the run sends would be taken by a server with any tokenizer of that size.
         asked = Asked(PROBE_TEXT, sampling, rules.seed, 0, 0, 0, 0)
-        answer = await self._probed(asked)
+        answer = await self._answer(asked)
         seen = answer.prompt_tokens
-        # Some kinds tell the number of ids alone: by chance equal for two tokenizers, but rarely.
-        same = seen == ids if isinstance(seen, list) else seen in (None, len(ids))
-        if not same:
+        # SGLang tells their number alone, which may be the same for another tokenizer, but rarely is.
+        if seen not in (ids, len(ids), None):
             raise Unfit(
                 f"its tokenizer must be that of training: the text {PROBE_TEXT!r} has the ids "
                 f"{shortened(ids)} here and {shortened(seen)} there; serve the model that is trained"
@@ -164,7 +163,8 @@ class Server:
         if rules.sampling.temperature == 1:  # raw and processed ones are the same there
             return
         cold = Sampling(n=1, max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
-        answer = await self._probed(asked._replace(prompt=ids, sampling=cold))
+        answer = await self._answer(asked._replace(prompt=ids, sampling=cold))
+        # The median, because a nearly even choice among the likeliest may stand in one place.
         median = float(np.median(answer.logprobs))
         if median < -PROBE_GAP:
             raise Unfit(
@@ -178,12 +178,12 @@ class Server:
         """Warns, once in a run, if routes are to be recorded, and none come with the tokens of `asked`."""
         why = ""
         try:
-            answer = await self._probed(asked)
+            answer = await self._answer(asked)
         except Refusal as refusal:
             if not asked.routes:
                 raise
             # `quatrain serve` refuses to return what it does not record; without routes it may serve.
-            answer, why = await self._probed(asked._replace(routes=False)), f" ({refusal})"
+            answer, why = await self._answer(asked._replace(routes=False)), f" ({refusal})"
         if self._routes is None:
             return
         if answer.routes is not None:
@@ -200,76 +200,64 @@ class Server:
                 "%s, or set rollout.record_routes to false (said once, of the first such server)",
                 *(self._client.name, why, self._routes.gap, self._kind.routes_by),
             )
-        self._routes = None
+        self._routes = None  # no longer asked for: each answer would be refused for its want of them
 
-    async def _probed(self, asked: Asked) -> Answer:
-        # As long as a load may take: the first answer of a server may compile.
-        return await self._answer(asked, (), self._client.timeout_s, "")
-
-    def _read_routes(self, asked: Asked, answer: Answer) -> np.ndarray:
-        assert self._routes is not None, "asked for"
+    def _read_routes(self, asked: Asked, answer: Answer) -> np.ndarray | None:
+        if self._routes is None:
+            return None
         return self._routes.read(answer.routes, len(asked.prompt) + len(answer.tokens) - 1)
 
-    def _check(self, answer: Answer, sampling: Sampling) -> None:
+    def _check(self, answer: Answer, most: int, *, versions: bool) -> None:
         """Raises Unfit for an answer that cannot be trained on, and ServerLost for one cut short."""
-        tokens, logprobs = answer.tokens, answer.logprobs
+        tokens, logprobs, size = answer.tokens, answer.logprobs, self._rules.vocab_size
         if answer.finish_reason not in ("stop", "length"):
             raise ServerLost(f"a request ended with {answer.finish_reason!r}")
-        if not isinstance(tokens, list):
+        if not _are(tokens, (int,), 0, size - 1) or not 1 <= len(tokens) <= most:
             raise Unfit(
-                "it returns text without token ids; text does not determine the ids that were sampled. "
-                "Serve with `quatrain serve`, or vLLM 0.10.2 or newer, which return them"
-            )
-        if not isinstance(logprobs, list):
-            raise Unfit(
-                "it returns no log-probabilities, which were asked for; let it return them (vLLM: "
-                "--max-logprobs of at least 1)"
+                f"it must return 1 to {most} token ids, each below the vocabulary's size of {size}, because "
+                f"text does not determine the ids that were sampled; got {shortened(tokens)}"
             )
         # Kept in float32, in which lower ones would be infinite; rounding may put one just above 0.
-        numbers = all(type(value) in (int, float) and LOWEST <= value <= 1e-3 for value in logprobs)
-        if len(logprobs) != len(tokens) or not numbers:
+        if not _are(logprobs, (int, float), LOWEST, 1e-3) or len(logprobs) != len(tokens):
             raise Unfit(
-                f"it must return a log-probability for each token, each a number of at most 0; got "
-                f"{len(tokens)} tokens and {shortened(logprobs)}"
+                "it must return a log-probability for each token, each a number of at most 0 (vLLM: with "
+                f"--max-logprobs of at least 1); got {len(tokens)} tokens and {shortened(logprobs)}"
             )
-        ids = all(type(token) is int and 0 <= token < self._rules.vocab_size for token in tokens)
-        if not ids or not 1 <= len(tokens) <= sampling.max_new_tokens:
-            raise Unfit(
-                f"it must return 1 to {sampling.max_new_tokens} token ids, each below the vocabulary's size "
-                f"of {self._rules.vocab_size}; got {shortened(tokens)}"
-            )
-
-    def _check_versions(self, answer: Answer) -> None:
-        """Raises Unfit unless each token has the version of a run's weights; not of those of the probe."""
-        versions, tokens = answer.versions, answer.tokens
-        if (
-            not isinstance(versions, list)
-            or not all(type(each) is int and each >= 0 for each in versions)
-            or len(versions) != len(tokens)
+        if versions and (
+            not _are(answer.versions, (int,), 0, math.inf) or len(answer.versions) != len(tokens)
         ):
             raise Unfit(
                 f"it must return the version of each token's weights, a number from 0; got {len(tokens)} "
-                f"tokens and {shortened(versions)}"
+                f"tokens and {shortened(answer.versions)}"
             )
 
 
+def _are(values: Any, kinds: tuple[type, ...], low: float, high: float) -> bool:
+    """Whether `values` are a list of numbers of `kinds`, from `low` to `high`; no truth values, no NaN."""
+    return isinstance(values, list) and all(type(x) in kinds and low <= x <= high for x in values)
+
+
 async def described(ask: Callable[[str], Awaitable[Any]]) -> tuple[str, str, int]:
-    """(who owns a server's first model, that one's name, tokens of its longest sequence).
+    """(who owns a server's first model, that one's name, its most tokens beside one that is sampled).
 
     Raises Unfit if the server that `ask` asks has not OpenAI's interface.
     """
+    listed: Any = None
     try:
         listed = await ask("/v1/models")
+        model = listed["data"][0]
+        longest = int(model.get("max_model_len") or 2**31) - 1
+        return str(model.get("owned_by", "")), str(model["id"]), longest
     except Refusal as refusal:
         if refusal.status in UNAUTHORIZED:
             raise Unfit(
                 f"it asks for a token, and the one that it got is not that: {refusal}; set {SERVE_TOKEN} "
                 "here to the value with which the server was started"
             ) from refusal
-        raise Unfit(f"/v1/models must name its model: {refusal}; {UP_TO_V1}") from refusal
-    try:
-        model = listed["data"][0]
-        longest = int(model.get("max_model_len") or 2**31) - 1
-        return str(model.get("owned_by", "")), str(model["id"]), longest
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise Unfit(f"/v1/models must name its model: it answered {shortened(listed)}; {UP_TO_V1}") from error
+        why = str(refusal)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        why = f"it answered {shortened(listed)}"
+    raise Unfit(
+        f"/v1/models must name its model: {why}; give the address of the server itself, up to /v1, as "
+        "http://host:8000"
+    )

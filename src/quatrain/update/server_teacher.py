@@ -70,6 +70,8 @@ class ServerTeacher:
         width = 0 if top is None else top.count + 1
         words = np.full((*mask.shape, width), NO_WORD, np.int32)
         word_logprobs = np.full((*mask.shape, width + 1), LOWEST, np.float32)
+        # Decided by the main process: two answers of a server may differ by rounding, and each process of a
+        # mesh must have the same batch.
         for row, (logprobs, pairs) in enumerate(decided_by_main(lambda: self._of_all(sequences))):
             places = np.flatnonzero(mask[row])
             result[row, places] = np.asarray(logprobs, np.float64)[places]
@@ -99,6 +101,7 @@ class ServerTeacher:
                 f"({type(error).__name__})"
             ) from error
         length = len(logprobs) if isinstance(prompt, str) else len(prompt)
+        # Above 0 by rounding alone; SAME lies far over that, and under any error that matters.
         if len(logprobs) != length or not all(math.isfinite(x) and x < SAME for x in logprobs[1:]):
             raise Unfit(
                 "it must give a finite log-probability for each token of a prompt; of one with "
