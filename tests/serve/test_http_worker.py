@@ -32,9 +32,9 @@ from quatrain.rollout.http_worker import HttpWorker, workers
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
-from quatrain.servers.client import Client, Refusal
-from quatrain.servers.probe import ServerRules
-from quatrain.servers.routes import RouteRules
+from quatrain.servers.client import Refusal, ServerClient
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.server import ServerRules
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.routes import routes_to_text
@@ -343,7 +343,7 @@ def test_requests_of_a_session_name_it():
         seen.append(request.headers.get("x-session-id"))
         return httpx.Response(200, json={})
 
-    client = Client("http://server", timeout_s=5)
+    client = ServerClient("http://server", timeout_s=5)
     client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=client.address)
     client.run(client.ask("/a", {}, session="episode 7"))
     client.run(client.ask("/a", {}))

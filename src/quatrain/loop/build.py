@@ -51,8 +51,8 @@ from quatrain.rollout.fleet_episodes import FleetEpisodes
 from quatrain.rollout.fleet_service import FleetService
 from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.supervisor import WorkerFactory
-from quatrain.servers.probe import ServerRules
-from quatrain.servers.routes import RouteRules
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.server import ServerRules
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
 from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
-from quatrain.servers.client import Client, Refusal, ServerLost, Unfit, all_of
-from quatrain.servers.kinds import Answer, Asked
-from quatrain.servers.probe import Server, ServerRules
+from quatrain.servers.client import Refusal, ServerClient, ServerLost, Unfit, all_of
+from quatrain.servers.kinds import Asked, ServerAnswer
+from quatrain.servers.server import Server, ServerRules
 from quatrain.types.rollouts import Completion
 from quatrain.types.routes import ROUTES
 
@@ -64,7 +64,7 @@ class HttpWorker:
         self._error: Exception | None = None
         self._progressed = 0.0
         self._loading = False
-        self._client = Client(address, timeout_s=timeout_s, at_once=num_slots)
+        self._client = ServerClient(address, timeout_s=timeout_s, at_once=num_slots)
         try:
             self._server = self._client.run(Server.probed(self._client, rules))
         except BaseException as error:
@@ -162,7 +162,7 @@ class HttpWorker:
             samples = [(spec.prompt, _completion(each, version)) for each in answers]
             self._finish(FinishedGroup(spec.number, samples))
 
-    async def _sample(self, spec: GroupSpec, number: int, version: int) -> Answer:
+    async def _sample(self, spec: GroupSpec, number: int, version: int) -> ServerAnswer:
         own = spec.own  # of a turn of an agent, whose draws go on from its episode's
         seed, offset = (self._seed, 0) if own is None else (own.seed, own.offset)
         place = seed, spec.step, spec.prompt.group_id, number, version, offset
@@ -180,7 +180,7 @@ class HttpWorker:
             self._changed.notify_all()
 
 
-def _completion(answer: Answer, version: int) -> Completion:
+def _completion(answer: ServerAnswer, version: int) -> Completion:
     """The completion of an answer; tokens without labels are of `version`."""
     return Completion(
         tokens=answer.tokens,

@@ -1,7 +1,7 @@
 """The HTTP client of an inference server: its connections and time limits, and one text for each failure.
 
-Data flow: path and JSON of `kinds.py` -> `Client.ask` -> the JSON of the answer, or an error: another try may
-help (`ServerLost`), this question was refused (`Refusal`), or the server is of no use here (`Unfit`).
+Data flow: path and JSON of `kinds.py` -> `ServerClient.ask` -> the JSON of the answer, or an error: another
+try may help (`ServerLost`), this question was refused (`Refusal`), or the server is of no use (`Unfit`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONNECT_S = 10.0
 CONTROL_S = 60.0
 """Longest wait for the answer to a question that costs a server nothing."""
 PAUSE_S = 1.0
-"""Seconds between two attempts of `Client.ask_patiently`."""
+"""Seconds between two attempts of `ServerClient.ask_patiently`."""
 TRY_AGAIN = (408, 429)
 """Statuses below 500 of a server that may answer later: it timed out, or has too many requests."""
 
@@ -55,7 +55,7 @@ class Unfit(ValueError):
     """A server cannot serve this run, or its answer cannot be used."""
 
 
-class Client:
+class ServerClient:
     """Asks the server at `address`. `room` lets `at_once` samples through at a time (None: any number).
 
     Other questions do not wait for `room`, so that a server whose queue is full is still asked for its

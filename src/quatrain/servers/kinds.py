@@ -1,7 +1,7 @@
 """The kinds of inference servers, and how each is asked: quatrain's own, vLLM and SGLang.
 
 Data flow: `owned_by` in the answer to `/v1/models` -> KINDS -> path and JSON of each request, and what its
-answer says, for `probe.py` and for teachers behind servers. Token ids go in and out, each with its
+answer says, for `server.py` and for teachers behind servers. Token ids go in and out, each with its
 log-probability; no text is encoded again. All stop decoding what was asked for by a connection that closes.
 """
 
@@ -33,7 +33,7 @@ PromptScores = tuple[list[float], list[Pairs]]
 """Of a prompt's tokens: log-probabilities, NaN for the first, and the likeliest words there, if any."""
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """A sampled sequence, as a server says: ids, a log-probability for each, and why it ended."""
 
     tokens: Any
@@ -101,10 +101,10 @@ class Quatrain:
             **_routes_wanted(asked),
         }
 
-    def read(self, value: Any) -> Answer:
+    def read(self, value: Any) -> ServerAnswer:
         """The answer to such a request; raises LookupError, TypeError or ValueError if `value` is none."""
         choice = dict(value["choices"][0])
-        return Answer(
+        return ServerAnswer(
             choice.get("token_ids"),
             dict(choice.get("logprobs") or {}).get("token_logprobs"),
             str(choice["finish_reason"]),
@@ -216,11 +216,11 @@ class Sglang:
         }
         return "/generate", {**_generate(asked.prompt, parameters), **_routes_wanted(asked)}
 
-    def read(self, value: Any) -> Answer:
+    def read(self, value: Any) -> ServerAnswer:
         """As `Quatrain.read`."""
         meta = value["meta_info"]
         pairs = [(entry[1], entry[0]) for entry in meta["output_token_logprobs"]]
-        return Answer(
+        return ServerAnswer(
             [token for token, _ in pairs],
             [logprob for _, logprob in pairs],
             str(meta["finish_reason"]["type"]),

@@ -19,9 +19,9 @@ from quatrain.data.vocabulary import TEXTS
 from quatrain.forward.table import TokenTable
 from quatrain.ops.logprobs import LOWEST
 from quatrain.ops.top_words import LEAST_REST, NO_WORD
-from quatrain.servers.client import Client, Refusal, ServerLost, Unfit, all_of
+from quatrain.servers.client import Refusal, ServerClient, ServerLost, Unfit, all_of
 from quatrain.servers.kinds import KINDS, Pairs, PromptScores, Quatrain
-from quatrain.servers.probe import described
+from quatrain.servers.server import described
 from quatrain.update.teacher_scores import Scores, TopWords
 
 AT_ONCE = 32
@@ -50,10 +50,10 @@ class ServerTeacher:
         self._kind = KINDS.get(owner, Quatrain)(model)
         decided_by_main(lambda: self._asked(lambda client: self._probe(client, tokenizer)))
 
-    def _asked(self, work: Callable[[Client], Coroutine[Any, Any, Found]]) -> Found:
+    def _asked(self, work: Callable[[ServerClient], Coroutine[Any, Any, Found]]) -> Found:
         """What `work` finds with a client of the server; its errors name the teacher."""
         try:
-            with closing(Client(self.address, timeout_s=self._timeout_s, at_once=AT_ONCE)) as client:
+            with closing(ServerClient(self.address, timeout_s=self._timeout_s, at_once=AT_ONCE)) as client:
                 return client.run(work(client))
         except Refusal as error:
             raise ValueError(f"the teacher at {self.address}: it refused a question: {error}") from error
@@ -88,13 +88,13 @@ class ServerTeacher:
             lambda client: all_of(self._of_prompt(client, ids, self._num_words) for ids in sequences)
         )
 
-    async def _of_prompt(self, client: Client, prompt: list[int] | str, num_words: int) -> PromptScores:
+    async def _of_prompt(self, client: ServerClient, prompt: list[int] | str, num_words: int) -> PromptScores:
         """The scores of each token of `prompt`; raises Unfit for an answer without them."""
         async with client.room:
             answer = await client.ask_patiently(*self._kind.score_request(prompt, num_words))
         try:
             logprobs, words = self._kind.read_scores(answer, prompt, num_words)
-        except (LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Unfit(
                 "it must give a log-probability for each token of a prompt (echo or prompt_logprobs of "
                 "/v1/completions, or return_logprob of SGLang's /generate); its answer has none "
@@ -123,7 +123,7 @@ class ServerTeacher:
                 "--max-logprobs)"
             )
 
-    async def _probe(self, client: Client, tokenizer: Any) -> None:
+    async def _probe(self, client: ServerClient, tokenizer: Any) -> None:
         """Raises Unfit if the server reads a text in other ids than `tokenizer`, or gives no words."""
         for text in TEXTS:
             ids = encode(tokenizer, text)

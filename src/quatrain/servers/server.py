@@ -1,6 +1,6 @@
 """Whether an inference server can serve a run, found by asking it, and the server that can.
 
-Data flow: a `Client` -> `Server.probed` -> a `Server`, whose answers are checked, for `HttpWorker`.
+Data flow: a `ServerClient` -> `Server.probed` -> a `Server`, whose answers are checked, for `HttpWorker`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.ops.logprobs import LOWEST
-from quatrain.servers.client import Client, Refusal, ServerError, ServerLost, Unfit, shortened
-from quatrain.servers.kinds import KINDS, Answer, Asked, ServerKind, version_of
-from quatrain.servers.routes import RouteRules
+from quatrain.servers.client import Refusal, ServerClient, ServerError, ServerLost, Unfit, shortened
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.kinds import KINDS, Asked, ServerAnswer, ServerKind, version_of
 from quatrain.types.rollouts import Sampling
 
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46"
@@ -52,18 +52,18 @@ class ServerRules:
 
 
 class Server:
-    """A server that its probe found to suit a run by `rules`. Methods raise as `Client.ask` does."""
+    """A server that its probe found to suit a run by `rules`. Methods raise as `ServerClient.ask` does."""
 
     labels_versions = False
     """Whether its answers say which version of the weights sampled each token."""
 
-    def __init__(self, client: Client, kind: ServerKind, rules: ServerRules):
+    def __init__(self, client: ServerClient, kind: ServerKind, rules: ServerRules):
         self._client, self._kind, self._rules = client, kind, rules
         self._routes = rules.routes
         """Those of its answers; None if it has none."""
 
     @classmethod
-    async def probed(cls, client: Client, rules: ServerRules) -> Server:
+    async def probed(cls, client: ServerClient, rules: ServerRules) -> Server:
         """The server that `client` asks.
 
         Raises Unfit, with the remedy, if it is of no known kind, takes no weights, has another vocabulary,
@@ -117,13 +117,13 @@ class Server:
             raise ServerLost(f"it has weights that this run did not load: their label is {label!r}")
         return version
 
-    async def sample(self, asked: Asked, *, session: str = "") -> Answer:
+    async def sample(self, asked: Asked, *, session: str = "") -> ServerAnswer:
         """One sequence, with the run's routes, if it has them; raises Unfit if it cannot be trained on."""
         asked = asked._replace(routes=self._routes is not None)
         answer = await self._answer(asked, trained=True, session=session)
         return answer._replace(routes=self._read_routes(asked, answer))
 
-    async def _answer(self, asked: Asked, *, trained: bool = False, session: str = "") -> Answer:
+    async def _answer(self, asked: Asked, *, trained: bool = False, session: str = "") -> ServerAnswer:
         """A checked answer; one of the probe, which is not `trained` on, may be of weights of no run."""
         question = self._kind.request(asked, self._rules.stop_ids if trained else ())
         # A sample may wait in the server's queue. The first answer of a server may compile.
@@ -202,12 +202,12 @@ class Server:
             )
         self._routes = None  # no longer asked for: each answer would be refused for its want of them
 
-    def _read_routes(self, asked: Asked, answer: Answer) -> np.ndarray | None:
+    def _read_routes(self, asked: Asked, answer: ServerAnswer) -> np.ndarray | None:
         if self._routes is None:
             return None
         return self._routes.read(answer.routes, len(asked.prompt) + len(answer.tokens) - 1)
 
-    def _check(self, answer: Answer, most: int, *, versions: bool) -> None:
+    def _check(self, answer: ServerAnswer, most: int, *, versions: bool) -> None:
         """Raises Unfit for an answer that cannot be trained on, and ServerLost for one cut short."""
         tokens, logprobs, size = answer.tokens, answer.logprobs, self._rules.vocab_size
         if answer.finish_reason not in ("stop", "length"):
