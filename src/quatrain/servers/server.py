@@ -255,6 +255,8 @@ async def described(ask: Callable[[str], Awaitable[Any]]) -> tuple[str, str, int
                 "here to the value with which the server was started"
             ) from refusal
         why = str(refusal)
+    except Unfit:
+        raise  # the client's own: its host has no address
     except (AttributeError, LookupError, TypeError, ValueError):
         why = f"it answered {shortened(listed)}"
     raise Unfit(
