@@ -377,12 +377,6 @@ RULES: tuple[Rule, ...] = (
         "must be null with rollout.workers and rollout.servers, which have devices of their own; set null, "
         "or sample on devices of this run",
     ),
-    Rule(
-        "rollout.in_flight",
-        lambda c: c.rollout.has_fleet and c.rollout.in_flight,
-        "must be false with rollout.workers and rollout.servers: each of their groups is sampled from one "
-        "version of the weights; set false, or sample on devices of this run",
-    ),
     *no_effect(["rollout.weights_dir"], *without("rollout.workers", "rollout.servers")),
     Rule(
         "rollout.weights_dir",

@@ -113,7 +113,6 @@ class EngineService(Sampler):
 
     can_score = True
     is_everywhere = True
-    exchanges_in_flight = True
 
     def __init__(
         self,
@@ -146,6 +145,11 @@ class EngineService(Sampler):
         self._round: tuple[float, int] | None = None
         """When the round that runs began, and how many programs had been compiled then."""
         self._thread = None if thread is None else start_thread(self._work, name=thread)
+
+    @property
+    def exchanges_in_flight(self) -> bool:
+        """It may: between two rounds."""
+        return True
 
     @property
     def num_running(self) -> int:

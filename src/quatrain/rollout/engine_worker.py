@@ -38,6 +38,8 @@ class EngineWorker:
     longer than `timeout_s` (three times as long if it compiles), makes the worker lost.
     """
 
+    labels_versions = True
+
     def __init__(
         self,
         engine: RolloutEngine,

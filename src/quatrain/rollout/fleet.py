@@ -100,6 +100,11 @@ class Fleet(Sampler):
         return self._supervisor.workers
 
     @property
+    def exchanges_in_flight(self) -> bool:
+        """Whether every worker labels its tokens with versions; asked for once they have started."""
+        return all(worker.labels_versions for worker in self.workers)
+
+    @property
     def num_running(self) -> int:
         """Requests that are not finished."""
         return len(self._awaited)
@@ -131,7 +136,8 @@ class Fleet(Sampler):
         """Sample from `weights` from now on; workers load them before they get further groups.
 
         Nothing is done for the version that was published last: its parameters are these. Waits for groups
-        that were dropped. Raises ValueError while others are in flight: a group is sampled from one version.
+        that were dropped. Raises ValueError while others are in flight, unless `exchanges_in_flight`: a group
+        is then sampled from one version.
         """
         if self._has_weights and version == self.version:
             self._sync_s = 0.0
@@ -144,12 +150,13 @@ class Fleet(Sampler):
 
     def _publish(self, weights: HostWeights, version: int) -> None:
         with self._supervisor.changed:
-            if self._awaited:
+            exchanges = self.exchanges_in_flight
+            if self._awaited and not exchanges:
                 raise ValueError(
                     "a fleet's workers sample each group from one version of the weights; "
                     f"{len(self._awaited)} groups are in flight; wait for them before sync_weights"
                 )
-            while self._table.num_unfinished:
+            while self._table.num_unfinished and not exchanges:
                 if self._closed:
                     raise RuntimeError(CLOSED)
                 self._supervisor.check()

@@ -68,6 +68,11 @@ class Worker(Protocol):
     num_slots: int | None
     """Sequences that it decodes at the same time; None: as many as it is given."""
 
+    @property
+    def labels_versions(self) -> bool:
+        """Whether it may load weights while it has groups, whose tokens say which version sampled each."""
+        ...
+
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """Sample from `weights` from now on; the version that the worker has afterwards.
 

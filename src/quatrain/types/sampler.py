@@ -158,8 +158,11 @@ class Sampler(ABC):
     """Whether given tokens can be scored."""
     is_everywhere: bool = False
     """Whether every process of a run takes part in the work; otherwise the main process alone samples."""
-    exchanges_in_flight: bool = False
-    """Whether weights may be loaded while turns are sampled, whose tokens then say which sampled them."""
+
+    @property
+    def exchanges_in_flight(self) -> bool:
+        """Whether weights may be loaded while turns are sampled, whose tokens then say which sampled them."""
+        return False
 
     @abstractmethod
     def start(self, requests: Sequence[Request], listener: Listener) -> Future[list[int]]:
