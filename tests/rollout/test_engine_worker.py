@@ -197,3 +197,27 @@ def test_a_round_that_compiles_has_three_times_as_long_while_it_compiles(
         assert worker.state() == "compiling"
         with pytest.raises(WorkerLost, match="the end of the round"):
             finished_of(worker, 1, 10)
+
+
+def test_weights_are_exchanged_while_workers_sample(make_engine, small_params, tokenizer):
+    """Tokens of a group say which weights sampled each, as those of one engine do; the fault: a group whose
+    tokens all claim one version, and a worker that is lost for tokens of the older."""
+
+    engine = make_engine(max_new_tokens=200, max_concurrency=3)
+    fleet = fleet_of([engine], tokenizer, slots=3)
+    fleet.sampler.wait_for_start()
+    assert fleet.sampler.exchanges_in_flight
+    fleet.sync_weights(small_params, 5)
+    ticket = fleet.submit(PROMPTS, step=3)
+    while not fleet.sampler.work().completions:
+        time.sleep(0.01)
+    fleet.sync_weights(small_params, 6)
+    batch = fleet.wait(ticket)
+    versions = batch.policy_version[batch.completion_mask]
+    assert set(versions) == {5, 6}
+    assert batch.metrics["fleet/restarts"].result() == 0
+    whole = make_engine(max_new_tokens=200)
+    whole.sync_weights(small_params, 5)
+    np.testing.assert_array_equal(batch.input_ids, whole.generate(PROMPTS, step=3).input_ids)
+    assert whole.sampler.exchanges_in_flight
+    fleet.close()

@@ -47,6 +47,7 @@ from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout import http_worker
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.own_sampler import own_sampler
 from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.rollouts import Player, Rollouts, SingleTurns
 from quatrain.rollout.supervisor import WorkerFactory
@@ -315,8 +316,16 @@ def build_engine(
 def build_sampler(config: Config, loaded: LoadedPolicy, usual_prompt: int) -> Sampler:
     """The engine on this run's devices, a fleet of workers or servers, or the class `rollout.sampler`."""
     rollout = config.rollout
-    if rollout.has_fleet:
-        sampler: Sampler = _fleet(config, loaded, usual_prompt)
+    if rollout.sampler is not None:
+        given = {
+            "config": config,
+            "tokenizer": loaded.tokenizer,
+            "stop_ids": loaded.stop_ids,
+            "arch": loaded.arch,
+        }
+        sampler: Sampler = own_sampler(rollout.sampler, given, loaded.arch.vocab_size)
+    elif rollout.has_fleet:
+        sampler = _fleet(config, loaded, usual_prompt)
     else:
         sampler = EngineService(
             local_engine(
