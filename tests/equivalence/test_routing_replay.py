@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 from routed_models import routed_model
 
 from quatrain.config.schema import LogprobConfig, LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
@@ -41,7 +41,7 @@ CUTTINGS = (
 def _sampled(arch, params, tokenizer, *, dtype="float32", n=4, new=24, **options) -> RolloutBatch:
     config = RolloutConfig(n=n, max_new_tokens=new, **options)
     stop_ids = tuple(range(0, 290, 41))
-    engine = RolloutEngine(arch, config, tokenizer, stop_ids=stop_ids, seed=1, dtype=dtype)
+    engine = local_rollouts(arch, config, tokenizer, stop_ids=stop_ids, seed=1, dtype=dtype)
     engine.sync_weights(params, 0)
     rng = np.random.default_rng(0)
     common = rng.integers(1, 290, 33)

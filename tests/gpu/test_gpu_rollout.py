@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
 from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
@@ -28,7 +28,7 @@ def _sampled(arch, params, n, attention, **config):
     """Completions of 16 sequences on eight slots, so that slots are refilled."""
     settings = RolloutConfig(n=n, max_new_tokens=40, max_concurrency=8, **config)
     stop_ids = tuple(range(0, arch.vocab_size, 50))
-    engine = RolloutEngine(arch, settings, _WithoutText(), stop_ids=stop_ids, seed=1, attention=attention)
+    engine = local_rollouts(arch, settings, _WithoutText(), stop_ids=stop_ids, seed=1, attention=attention)
     engine.sync_weights(params, 0)
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, arch.vocab_size, rng.integers(1, 60)).astype(np.int32) for _ in range(16 // n)]

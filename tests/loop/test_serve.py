@@ -11,6 +11,7 @@ from queue import Queue
 
 import httpx2 as httpx
 import jax
+import numpy as np
 import openai
 import pytest
 import uvicorn
@@ -19,6 +20,9 @@ from servers import service_of
 from quatrain.config.load import load_config
 from quatrain.loop.build import load_policy
 from quatrain.loop.serve import serve, serving_engine, weights_of
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import Request
 from quatrain.weights.hf import save_hf
 
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")
@@ -111,5 +115,5 @@ def test_weights_of_another_architecture_are_refused(config, small_arch, small_p
 def test_requests_end_with_the_service(small_arch, small_params, tokenizer):
     service = service_of(small_arch, small_params, tokenizer)
     service.close()
-    with pytest.raises(RuntimeError, match="it was closed"):
-        service.submit([], [], print).result()
+    with pytest.raises(RuntimeError, match="was closed"):
+        service.start([Request(Prompt(0, np.ones(1, np.int32), ""), 0, Sampling(1, 1))], print).result()

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 PROMPT = Prompt(1, np.ones(1, np.int32), "p")
 SAMPLING = Sampling(n=1, max_new_tokens=1)
@@ -53,7 +53,8 @@ def test_each_group_comes_out_once(count, retries, operations):
             return
         assert max(failures.values()) <= retries
         held = [number for numbers in has.values() for number in numbers]
-        assert len(set(held)) == len(held) == table.num_given
+        assert len(set(held)) == len(held)
+        assert {n for n in range(count) if table.is_given(n)} == set(held)
         for each in has.values():
             assert len(each) == 1 or all(failures[number] < 2 for number in each) or not each
     for _ in range(count):

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import openai
 import pytest
+from rollouts import local_rollouts
 from servers import MODEL, served, service_of
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
-from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import ServiceFailed
 from quatrain.models.decoder import forward, logits
 from quatrain.serve.requests import MOST_SEQUENCES
@@ -89,13 +89,13 @@ def test_with_little_memory_requests_are_preempted_and_answered_the_same(
     ):
         few.pause()
         found = answers(short, all_at_once)
-        assert few._engine.stats.preempted > 0
+        assert few.engine.stats.preempted > 0
     assert found == answers(client)
 
 
 def test_tokens_are_those_that_training_samples(small_arch, small_params, tokenizer, client):
     settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
-    engine = RolloutEngine(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine = local_rollouts(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
     engine.sync_weights(small_params, 0)
     prompt = Prompt(21, np.array(PROMPT, np.int32), "")
     batch = engine.generate([prompt], step=5)
@@ -396,13 +396,13 @@ def test_a_client_that_leaves_frees_its_slots_while_tokens_come(server, http, mo
     service = server[1]
     body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 600, "stream": stream}
     http.post("/v1/completions", json=body).raise_for_status()  # compiles: no round is slow afterwards
-    advance = service._engine.advance
+    advance = service.engine.advance
 
     def slowly():
         time.sleep(0.1)
         advance()
 
-    monkeypatch.setattr(service._engine, "advance", slowly)
+    monkeypatch.setattr(service.engine, "advance", slowly)
     cancelled = service.totals.sequences_cancelled
     with http.stream("POST", "/v1/completions", json=body) if stream else pytest.raises(httpx.ReadTimeout):
         if not stream:
@@ -751,7 +751,7 @@ def test_a_fault_of_the_server_is_an_error_in_openais_form(server, http, monkeyp
     def fail(*_):
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(server[1], "submit", fail)
+    monkeypatch.setattr(server[1], "start", fail)
     answer = http.post("/v1/completions", json=GOOD, headers={"Connection": "close"})
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "the request failed: RuntimeError: a fault"
@@ -765,7 +765,7 @@ def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, 
     def fail():
         raise RuntimeError("out of memory")
 
-    service._engine.advance = fail
+    service.engine.advance = fail
     with served(service, small_arch, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
         answer = http.post("/v1/completions", json=GOOD)
         assert answer.status_code == 503

@@ -18,15 +18,14 @@ import jax
 import numpy as np
 import pytest
 from fleets import closing
+from rollouts import fleet_rollouts, local_rollouts
 from runs import small_run
 from servers import served, service_of
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.engine.engine import RolloutEngine
 from quatrain.loop import run
 from quatrain.loop.train import train
-from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, workers
 from quatrain.rollout.publish import Folder, gathered
@@ -62,7 +61,7 @@ def rules(small_arch, tokenizer):
 
 def fleet_of(addresses, rules, folder, arch, timeout_s=20.0, **options):
     factories = workers(addresses, rules, max_concurrency=None, timeout_s=timeout_s)
-    fleet = Fleet(
+    fleet = fleet_rollouts(
         factories,
         Folder(folder, arch),
         sampling=rules.sampling,
@@ -85,7 +84,7 @@ def test_tokens_and_weights_are_those_of_an_engine_in_process(
     own_server, rules, small_arch, small_params, tokenizer, tmp_path
 ):
     settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
-    engine = RolloutEngine(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine = local_rollouts(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
     with fleet_of([own_server[0]], rules, tmp_path / "weights", small_arch) as fleet:
         for version, factor in ((5, 1.0), (6, 1.5)):
             params = jax.tree.map(lambda x, factor=factor: x * factor, small_params)
@@ -485,7 +484,7 @@ def test_what_one_server_answers_badly_another_is_given(fake, rules, small_arch,
         listening(other) as second,
         fleet_of([url, second], rules, tmp_path, small_arch) as fleet,
     ):
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         fleet.sync_weights(small_params, 4)
         expected = fleet.generate(PROMPTS * 3, step=3)
         after_the_probe(fake, lambda body: answered(fake.kind, logprobs=[math.nan, -1.0]))

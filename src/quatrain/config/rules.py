@@ -361,6 +361,11 @@ RULES: tuple[Rule, ...] = (
         "must be empty with rollout.workers: either workers or servers sample; leave one of the two out",
     ),
     Rule(
+        "rollout.sampler",
+        lambda c: c.rollout.sampler is not None and (c.rollout.workers or c.rollout.servers),
+        "must be null with rollout.workers or rollout.servers: one of them samples; leave the others out",
+    ),
+    Rule(
         "rollout.servers",
         lambda c: len(set(c.rollout.servers)) < len(c.rollout.servers),
         "must name each server once; leave the second one out",
@@ -376,12 +381,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.has_fleet and c.placement.rollout is not None,
         "must be null with rollout.workers and rollout.servers, which have devices of their own; set null, "
         "or sample on devices of this run",
-    ),
-    Rule(
-        "rollout.in_flight",
-        lambda c: c.rollout.has_fleet and c.rollout.in_flight,
-        "must be false with rollout.workers and rollout.servers: each of their groups is sampled from one "
-        "version of the weights; set false, or sample on devices of this run",
     ),
     *no_effect(["rollout.weights_dir"], *without("rollout.workers", "rollout.servers")),
     Rule(
@@ -458,11 +457,15 @@ RULES: tuple[Rule, ...] = (
         f"reads the sampler's log-probabilities as those of the policy's own distribution, and {FILTERS} "
         "make the sampler draw from another; unset these, or take another loss",
     ),
-    Rule(
-        "rollout.servers",
-        lambda c: _filters(c) and c.rollout.servers,
-        f"must be empty with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
-        "sampler, which then draws from another distribution; unset these, or sample on devices of this run",
+    *(
+        Rule(
+            key,
+            lambda c, key=key: _filters(c) and value_at(c, key),
+            f"must be {none} with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
+            "sampler, which then draws from another distribution; unset these, or sample on devices of this "
+            "run",
+        )
+        for key, none in (("rollout.servers", "empty"), ("rollout.sampler", "null"))
     ),
     Rule(
         "rollout.max_staleness",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -25,6 +25,7 @@ from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coa
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.routes import ROUTES, live_of
+from quatrain.types.sampler import PerRequestSampling
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer one is computed in parts."""
@@ -42,23 +43,6 @@ EXTENDED_TOKENS = 1024
 """Most tokens of one call that computes what follows in prefix slots or slots."""
 FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
 """Tokens of one sequence in such a call, if no sequence has EXTENDED_TOKENS left."""
-
-
-@dataclass(frozen=True)
-class PerRequestSampling:
-    """The sampling of one sequence, of which `sampling.n` is 1, and what its randomness derives from."""
-
-    sampling: Sampling
-    seed: int
-    step: int
-    sequence_id: int
-    offset: int = 0
-    """The position of its first token among those that derive from `sequence_id`."""
-
-    @cached_property
-    def numbers(self) -> SamplingNumbers:
-        """Host arrays [1] of its numbers."""
-        return _numbers(self.sampling, self.seed, 1)
 
 
 @dataclass(frozen=True)
@@ -465,13 +449,19 @@ def sampling_numbers(owners: Sequence[PerRequestSampling | None], usual: UsualSa
     numbers = usual.numbers(len(owners))
     for i, own in enumerate(owners):
         if own is not None:
-            numbers = numbers.put(i, own.numbers)
+            numbers = numbers.put(i, _numbers_of_one(own.sampling, own.seed))
     return numbers
 
 
 def _numbers(sampling: Sampling, seed: int, count: int) -> SamplingNumbers:
     names = "temperature", "top_k", "top_p", "min_p"
     return SamplingNumbers.alike(count, seed=seed, **{name: getattr(sampling, name) for name in names})
+
+
+@lru_cache(maxsize=1024)
+def _numbers_of_one(sampling: Sampling, seed: int) -> SamplingNumbers:
+    """Host arrays [1], which are only read; kept, as each decode call asks for those of all its slots."""
+    return _numbers(sampling, seed, 1)
 
 
 def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:

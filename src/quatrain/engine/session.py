@@ -124,6 +124,9 @@ class EngineStats:
         """These totals with `more` added to the named fields."""
         return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
+    def __add__(self, later: EngineStats) -> EngineStats:
+        return self.plus(**vars(later))
+
     def __sub__(self, earlier: EngineStats) -> EngineStats:
         return self.plus(**{name: -value for name, value in vars(earlier).items()})
 
@@ -240,9 +243,9 @@ class Session:
                 f"{remedy}"
             )
 
-    def completion(self, ticket: int) -> Completion:
-        """What there is of the only sample of a group."""
-        return self._groups[ticket].completions[0]
+    def completions(self, ticket: int) -> list[Completion]:
+        """What there is of the samples of a group."""
+        return self._groups[ticket].completions
 
     def cancel(self, ticket: int) -> None:
         """Forget a group of one sample, finished or not."""

@@ -1,6 +1,6 @@
 """`quatrain agent`: plays an agent on a few rows of the data, and shows the tree of its turns.
 
-Data flow: configuration -> `AgentRollouts` with the model as it is -> episodes -> text, for people.
+Data flow: configuration -> `Rollouts` with the model as it is -> episodes -> text, for people.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from quatrain.agents.hubs import hub_rows
-from quatrain.agents.play import AgentRollouts, Episode, Part
+from quatrain.agents.play import AgentEpisodes, Episode, Part
 from quatrain.config.load import Resolved
 from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import NO_ROWS
-from quatrain.loop.build import agent_rollouts, load_policy
+from quatrain.loop.build import build_engine, load_policy
 from quatrain.report.progress import waiting
 from quatrain.report.start_up import stage, starting
 from quatrain.serve.turn_tree import Turn
@@ -38,10 +38,10 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
     rows = hub_rows(config, config.data.train, NO_ROWS)
     source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed, rows=rows)
-    with closing(agent_rollouts(config, loaded)) as rollouts:
-        assert isinstance(rollouts, AgentRollouts)
+    with closing(build_engine(config, loaded)) as rollouts:
         rollouts.sync_weights(loaded.params, 0)
         ticket = rollouts.submit(source.head(count), sampling=replace(rollouts.sampling, n=1))
+        assert isinstance(ticket.playing, AgentEpisodes)
         problem: ValueError | None = None
         try:
             with starting(), waiting():
@@ -49,7 +49,7 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
                 rollouts.wait(ticket)
         except ValueError as error:  # that all have faults, which the trees explain
             problem = error
-        for number, episode in enumerate(ticket.episodes):
+        for number, episode in enumerate(ticket.playing.episodes):
             if episode.fault or any(part.rows for part in episode.parts):
                 for part in episode.parts:
                     yield f"row {number}{_role(part)}: {_outcome(episode, part)}"

@@ -32,7 +32,7 @@ from quatrain.engine.service import EngineService
 from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.environment_workers import InWorkers
-from quatrain.environments.episodes import EpisodeRules
+from quatrain.environments.episodes import EnvironmentPlayer, EpisodeRules
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.models.attention.probe import trusted_attention
@@ -47,14 +47,15 @@ from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout import http_worker
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.fleet_episodes import FleetEpisodes
-from quatrain.rollout.fleet_service import FleetService
+from quatrain.rollout.own_sampler import own_sampler
 from quatrain.rollout.publish import Folder, InMemory, Publisher
+from quatrain.rollout.rollouts import Player, Rollouts, SingleTurns
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.servers.expert_routes import RouteRules
 from quatrain.servers.server import ServerRules
 from quatrain.types.batches import brief
-from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
+from quatrain.types.rollouts import OnProgress, Sampling
+from quatrain.types.sampler import Sampler
 from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.weights.load import BUILTIN, Model, load_model
@@ -210,6 +211,7 @@ def _episode_rules(config: Config, loaded: LoadedPolicy) -> EpisodeRules | None:
         max_turns=rollout.max_turns,
         max_environment_tokens=environment_tokens(config),
         max_tokens=loaded.arch.longest,
+        seed=config.seed,
         kind=loaded.environments.kind,
     )
 
@@ -293,36 +295,65 @@ def role_meshes(config: Config) -> Meshes:
 def build_engine(
     config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
 ) -> Rollouts:
-    """What samples for `loaded`: an engine on this run's devices, or a fleet of workers or servers.
+    """What samples for `loaded`, and plays the episodes: line 1 of a training step.
 
     It has no weights until its `sync_weights` is called. `on_progress` is called with the progress of the
     rollout. The prompt cache always has room for prompts of `usual_prompt` tokens. Waits until each worker or
-    server has started; raises ValueError, which names it, if one fails to or cannot serve this run.
+    server has started; raises ValueError, which names it, if one fails to or cannot serve this run, for an
+    agent of the running program, and for one without the packages of the extra `serve`.
     """
-    rollout = config.rollout
-    if rollout.agent is not None:
-        return agent_rollouts(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
-    if not rollout.has_fleet:
-        return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
-    rules = _episode_rules(config, loaded) if rollout.servers else None  # workers on Ray have environments
-    if rules is None:
-        return _fleet(config, loaded, on_progress, usual_prompt)
+    sampler = build_sampler(config, loaded, usual_prompt)
     try:
-        fleet = _fleet(config, loaded, on_progress, usual_prompt)
+        player = build_player(config, loaded, sampler)
     except BaseException:
-        rules.close()
+        sampler.close()
         raise
-    return FleetEpisodes(
-        fleet,
-        rules,
-        seed=config.seed,
-        tokenizer=loaded.tokenizer,
-        greedy_baseline=bool(rollout.greedy_baseline),
-        on_progress=on_progress,
-    )
+    rollout = config.rollout
+    greedy = bool(rollout.greedy_baseline)
+    return Rollouts(sampler, loaded.tokenizer, Sampling.of(rollout), player, greedy, on_progress)
 
 
-def _fleet(config: Config, loaded: LoadedPolicy, on_progress: OnProgress | None, usual_prompt: int) -> Fleet:
+def build_sampler(config: Config, loaded: LoadedPolicy, usual_prompt: int) -> Sampler:
+    """The engine on this run's devices, a fleet of workers or servers, or the class `rollout.sampler`."""
+    rollout = config.rollout
+    if rollout.sampler is not None:
+        given = {
+            "config": config,
+            "tokenizer": loaded.tokenizer,
+            "stop_ids": loaded.stop_ids,
+            "arch": loaded.arch,
+        }
+        sampler: Sampler = own_sampler(rollout.sampler, given, loaded.arch.vocab_size)
+    elif rollout.has_fleet:
+        sampler = _fleet(config, loaded, usual_prompt)
+    else:
+        sampler = EngineService(
+            local_engine(
+                config, loaded, usual_prompt=usual_prompt, per_request_sampling=rollout.has_episodes
+            ),
+            # Ahead of training it samples while training computes; else whoever waits for it has the time.
+            thread="quatrain-engine" if rollout.max_staleness else None,
+            led=num_processes() > 1 and rollout.has_episodes,
+        )
+    if rollout.in_flight and not sampler.exchanges_in_flight:
+        sampler.close()
+        raise ValueError(
+            "rollout.in_flight needs a sampler that says of each token which version of the weights sampled "
+            "it; the workers or servers of this run do not; set false, or sample on devices of this run"
+        )
+    return sampler
+
+
+def build_player(config: Config, loaded: LoadedPolicy, sampler: Sampler) -> Player:
+    """What plays the episodes: an agent, environments, or nobody, where a completion is one turn."""
+    if config.rollout.agent is not None:
+        return _agents(config, loaded, sampler)
+    if (rules := _episode_rules(config, loaded)) is not None:
+        return EnvironmentPlayer(rules)
+    return SingleTurns()
+
+
+def _fleet(config: Config, loaded: LoadedPolicy, usual_prompt: int) -> Fleet:
     """The fleet of `rollout.workers` or `rollout.servers`, all of which have started."""
     rollout = config.rollout
     factories, publisher = (
@@ -333,12 +364,8 @@ def _fleet(config: Config, loaded: LoadedPolicy, on_progress: OnProgress | None,
         publisher,
         # Servers load whole models; quatrain's own workers have the base, and take adapters.
         prepare=partial(merged, arch=loaded.arch, dtype=config.model.dtype) if rollout.servers else None,
-        sampling=Sampling.of(rollout),
-        tokenizer=loaded.tokenizer,
         dtype=config.model.dtype,
         timeout_s=rollout.timeout_s,
-        greedy_baseline=bool(rollout.greedy_baseline),
-        on_progress=on_progress,
     )
     try:
         fleet.wait_for_start()
@@ -348,17 +375,10 @@ def _fleet(config: Config, loaded: LoadedPolicy, on_progress: OnProgress | None,
     return fleet
 
 
-def agent_rollouts(
-    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
-) -> Rollouts:
-    """What samples by the agent `rollout.agent`, with the parameters of `build_engine`.
-
-    Its turns are sampled by an engine on this run's devices, or by a fleet of workers or servers. Raises
-    ValueError for an agent of the running program, in a run of several processes, and without the packages
-    of the extra `serve`.
-    """
+def _agents(config: Config, loaded: LoadedPolicy, sampler: Sampler) -> Player:
+    """The player of `rollout.agent`."""
     try:
-        from quatrain.agents.play import AgentRollouts, AgentRules
+        from quatrain.agents.play import AgentPlayer, AgentRules
         from quatrain.agents.workers import check_agent  # other runs need no HTTP server
     except ImportError as error:
         raise ValueError(
@@ -367,11 +387,6 @@ def agent_rollouts(
 
     rollout = config.rollout
     assert rollout.agent is not None
-    if num_processes() > 1:
-        raise ValueError(
-            f"rollout.agent needs a run of one process; this one has {num_processes()}; use the devices of "
-            "one host, or an environment (rollout.environment)"
-        )
     check_agent(rollout.agent, rollout.agent_args, rollout.agent_python)
     rules = AgentRules(
         agent=rollout.agent,
@@ -385,29 +400,14 @@ def agent_rollouts(
         seed=config.seed,
         python=rollout.agent_python,
     )
-    service: EngineService | FleetService
-    if rollout.has_fleet:
-        service = FleetService(_fleet(config, loaded, None, usual_prompt))
-    else:
-        service = EngineService(_engine_of_turns(config, loaded, usual_prompt), name="quatrain-agents-engine")
-    return AgentRollouts(
-        service,
+    return AgentPlayer(
+        sampler,
         rules,
         tokenizer=loaded.tokenizer,
         stop_ids=loaded.stop_ids,
-        sampling=Sampling.of(rollout),
         model=config.model.path,
         vocab_size=loaded.arch.vocab_size,
-        greedy_baseline=bool(rollout.greedy_baseline),
-        on_progress=on_progress,
     )
-
-
-def _engine_of_turns(config: Config, loaded: LoadedPolicy, usual_prompt: int) -> RolloutEngine:
-    """An engine for the turns of agents, each of which has a sampling of its own."""
-    one = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest}
-    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update=one)})
-    return local_engine(changed, loaded, usual_prompt=usual_prompt, per_request_sampling=True)
 
 
 def rollout_workers(
@@ -474,11 +474,12 @@ def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:
 
     With adapters, it loads the base, because only adapters are published.
     """
-    loaded = load_policy(config, critic=False, weights=config.lora.rank > 0)
-    make = local_engine if config.rollout.agent is None else _engine_of_turns
-    engine = make(config, loaded, usual_prompt=usual_prompt)
-    read = weights_reader(loaded.arch, loaded.meshes.rollout, loaded.params)
+    loaded = load_policy(config, critic=False, weights=config.lora.rank > 0, environments=False)
     rollout = config.rollout
+    engine = local_engine(
+        config, loaded, usual_prompt=usual_prompt, per_request_sampling=rollout.has_episodes
+    )
+    read = weights_reader(loaded.arch, loaded.meshes.rollout, loaded.params)
     return EngineWorker(
         engine, read, name=name, num_slots=rollout.max_concurrency, timeout_s=rollout.timeout_s
     )
@@ -488,11 +489,10 @@ def local_engine(
     config: Config,
     loaded: LoadedPolicy,
     *,
-    on_progress: OnProgress | None = None,
     usual_prompt: int = 1,
     per_request_sampling: bool = False,
 ) -> RolloutEngine:
-    """The rollout engine on devices of this run, with the parameters of `build_engine`.
+    """The engine on devices of this run, with the parameters of `build_engine`.
 
     With `per_request_sampling`, each sequence has a sampling of its own.
     """
@@ -505,9 +505,7 @@ def local_engine(
         dtype=config.model.dtype,
         attention=loaded.attention,
         mesh=loaded.meshes.rollout,
-        on_progress=on_progress,
         usual_prompt=usual_prompt,
-        episodes=_episode_rules(config, loaded),
         per_request_sampling=per_request_sampling,
         backend=loaded.backend,
     )

@@ -30,12 +30,13 @@ from quatrain.report.start_up import starting
 from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format as format_reward
 from quatrain.reward.scorer import STATS, RewardScorer, short_names
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.catalogue import CATALOGUE
 from quatrain.run.metrics import reduce_metrics
 from quatrain.run.samples import evaluation_sample
 from quatrain.types.batches import FAULTS, Prompt, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, combine
-from quatrain.types.rollouts import Rollouts, Sampling, rollout_batch
+from quatrain.types.rollouts import Sampling, rollout_batch
 
 logger = logging.getLogger(__name__)
 

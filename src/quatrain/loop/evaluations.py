@@ -20,12 +20,12 @@ from quatrain.config.values import shown_data_sets
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.evaluate import Evaluation, Evaluator, finite_numbers, result
 from quatrain.loop.recorder import Recorder
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.best import Best
 from quatrain.run.resume import differing
 from quatrain.run.run_dir import RunDir
 from quatrain.types.batches import RolloutBatch
 from quatrain.types.metrics import Metric
-from quatrain.types.rollouts import Rollouts
 from quatrain.update.learner import TrainState
 
 logger = logging.getLogger(__name__)

@@ -67,7 +67,8 @@ from quatrain.report.progress import waiting
 from quatrain.report.start_up import stage, starting
 from quatrain.report.writer import Report, own_messages
 from quatrain.reward.scorer import MADE_UP, RewardScorer
-from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.fleet import Fleet, OneWorker
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run import resume
 from quatrain.run.checkpoint import Checkpointer, SaveFailed, form
 from quatrain.run.description import describe, describe_end
@@ -284,14 +285,16 @@ class Run:
                 "rollout.logprob_diff_warning is null"
             )
             return
-        engine, servers = self.stages.rollout, self.config.rollout.servers
-        fleet = getattr(engine, "fleet", engine)  # that of agents, or the sampler itself
-        assert isinstance(fleet, Fleet), "servers are workers of a fleet"
-        prompts, sampling = self.prompts.head(PROBES), replace(engine.sampling, n=1)
-        fleet.sync_weights(state.params, state.step)
-        tickets = [fleet.submit(prompts, sampling=sampling, worker=each) for each in range(len(servers))]
-        for server, ticket in zip(servers, tickets, strict=True):
-            gap = self.stages.update.sampler_mismatch(state, fleet.wait(ticket))
+        rollout, servers = self.stages.rollout, self.config.rollout.servers
+        assert isinstance(rollout.sampler, Fleet), "servers are workers of a fleet"
+        prompts, sampling = self.prompts.head(PROBES), replace(rollout.sampling, n=1)
+        rollout.sync_weights(state.params, state.step)
+        each = [
+            Rollouts(OneWorker(rollout.sampler, i), rollout.tokenizer, sampling) for i in range(len(servers))
+        ]
+        tickets = [probed.submit(prompts) for probed in each]
+        for server, probed, ticket in zip(servers, each, tickets, strict=True):
+            gap = self.stages.update.sampler_mismatch(state, probed.wait(ticket))
             if not gap <= SERVER_TOLERANCE * limit:
                 raise ValueError(
                     "a server (rollout.servers) and the trainer must agree in log-probabilities of sampled "

@@ -101,8 +101,7 @@ def serve(
 
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
-    changes = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest, "max_staleness": 0}
-    served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
+    served = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 0})})
     engine = local_engine(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)
     return engine

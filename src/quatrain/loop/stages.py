@@ -24,7 +24,8 @@ from quatrain.loop.build import (
     build_teachers,
 )
 from quatrain.reward.scorer import RewardScorer
-from quatrain.types.rollouts import OnProgress, Rollouts
+from quatrain.rollout.rollouts import Rollouts
+from quatrain.types.rollouts import OnProgress
 from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation
 from quatrain.update.learner import KLReward, Learner
@@ -77,14 +78,12 @@ def keeping_environments(config: Config, loaded: LoadedPolicy, scorer: RewardSco
     """
     if loaded.environments is None or not scorer.asks_for_environments:
         return loaded
-    rollout = config.rollout
-    for key in ("environment_workers", "workers"):
-        if count := getattr(rollout, key):
-            raise ValueError(
-                f"rollout.{key} must be 0 if a reward function gets the `environments` of episodes, which "
-                f"are objects of this process; got {count}; set 0, or give the class a method get_reward "
-                "and take the reward `environment`"
-            )
+    if count := config.rollout.environment_workers:
+        raise ValueError(
+            "rollout.environment_workers must be 0 if a reward function gets the `environments` of episodes, "
+            f"which are objects of this process; got {count}; set 0, or give the class a method get_reward "
+            "and take the reward `environment`"
+        )
     return replace(loaded, environments=loaded.environments.keeping())
 
 

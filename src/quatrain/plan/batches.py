@@ -172,6 +172,8 @@ def _fleet_rows(config: Config) -> Iterator[Row]:
     rollout, whole = config.rollout, _whole(config)
     if rollout.servers:
         name, count, why = "server", len(rollout.servers), "W: rollout.servers; their devices are not planned"
+    elif rollout.sampler is not None:
+        name, count, why = "sampler", 1, "W: rollout.sampler; its devices are not planned"
     else:
         name, count, why = "worker", rollout.workers, "W: rollout.workers, with devices of their own"
     yield Row(f"rollout_{name}s", count, f"{name}s", why)
@@ -384,7 +386,7 @@ def overview(result: BatchPlan) -> list[str]:
     """The plan in sentences of less than 80 columns; `render` has every number with its formula."""
 
     keys = {row.key for row in result.rows}
-    sampler = next(name for name in ("replica", "worker", "server") if f"rollout_{name}s" in keys)
+    sampler = next(name for name in ("replica", "worker", "server", "sampler") if f"rollout_{name}s" in keys)
 
     def some(key: str, noun: str, plural: str = "s") -> str:
         return f"{_format_value(result[key])} {noun}{plural * (result[key] != 1)}"

@@ -72,10 +72,9 @@ class GroupTable:
         """Groups that no worker has, and `worker` may have."""
         return sum(entry.waits_for(worker, able) for entry in self._entries.values())
 
-    @property
-    def num_given(self) -> int:
-        """Groups that a worker has."""
-        return sum(entry.worker is not None for entry in self._entries.values())
+    def is_given(self, number: int) -> bool:
+        """Whether a worker has this group."""
+        return self._entries[number].worker is not None
 
     def add(self, groups: Iterable[GroupSpec], *, only: str | None = None) -> None:
         """Groups with new numbers, which wait to be given out in this order; with `only`, to this worker."""

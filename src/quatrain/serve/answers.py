@@ -19,7 +19,6 @@ import numpy as np
 
 from quatrain.data.turns import CALL_ID
 from quatrain.engine.scoring import Scores
-from quatrain.engine.service import Progress
 from quatrain.environments.tool_calls import CallStream
 from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest, GenerateRequest
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
@@ -27,6 +26,7 @@ from quatrain.types.answer_text import Channels, Said
 from quatrain.types.call_forms import ToolCall
 from quatrain.types.piece import Piece
 from quatrain.types.routes import ROUTES, routes_to_text
+from quatrain.types.sampler import Progress
 
 
 @dataclass

@@ -33,8 +33,7 @@ from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import MAX_TEXT_CHARS, checked_messages
 from quatrain.data.tokenizer import encode_further, render
 from quatrain.data.turns import TurnTemplate
-from quatrain.engine.groups import PerRequestSampling
-from quatrain.engine.service import EngineService, Progress, ServiceFailed
+from quatrain.engine.service import EngineService
 from quatrain.environments.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
 from quatrain.serve.answers import Answer, Choice
 from quatrain.serve.requests import (
@@ -53,6 +52,8 @@ from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.answer_text import AnswerTokens, Channels
 from quatrain.types.batches import Prompt
 from quatrain.types.call_forms import schemas_of
+from quatrain.types.sampler import PerRequestSampling, Progress, Sampler, ServiceFailed
+from quatrain.types.sampler import Request as Turns
 
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
@@ -76,7 +77,7 @@ class Api:
 
     def __init__(
         self,
-        service: EngineService,
+        service: Sampler,
         tokenizer: Any,
         *,
         model: str,
@@ -233,6 +234,12 @@ class Api:
                 status=401,
             )
 
+    @property
+    def _engine(self) -> EngineService:
+        """What samples, for requests that agents do not make: none of them is told the server's token."""
+        assert isinstance(self._service, EngineService)
+        return self._service
+
     async def _health(self, request: Request) -> Response:
         error = self._service.error
         if error is not None:
@@ -262,7 +269,7 @@ class Api:
         return self._described | ({} if session is None else {"max_model_len": session.rules.max_tokens})
 
     async def _metrics(self, request: Request) -> Response:
-        service = self._service
+        service = self._engine
         numbers = {
             "sequences_running": ("gauge", service.num_running),
             "weight_version": ("gauge", service.version),
@@ -284,11 +291,11 @@ class Api:
         return JSONResponse({"weight_version": version})
 
     async def _pause(self, request: Request) -> Response:
-        await asyncio.to_thread(self._service.pause)
+        await asyncio.to_thread(self._engine.pause)
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
-        await asyncio.to_thread(self._service.resume)
+        await asyncio.to_thread(self._engine.resume)
         return JSONResponse({"status": "ok"})
 
     async def _completions(self, request: Request) -> Response:
@@ -503,14 +510,15 @@ class Api:
                 loop.call_soon_threadsafe(queue.put_nowait, (number, progress))
 
         arrays = [Prompt(0, np.array(prompt, np.int32), "") for prompt in prompts]
-        submitted = self._service.submit(arrays, owners, listen)
+        turns = list(map(Turns.alone, arrays, owners))
+        submitted = self._service.start(turns, listen)
         try:
             return _Queued(await asyncio.shield(asyncio.wrap_future(submitted)), queue)
         except ValueError as error:
             raise BadRequest(str(error), "max_tokens") from error
         except asyncio.CancelledError:
             submitted.add_done_callback(
-                lambda done: None if done.exception() else self._service.cancel(done.result())
+                lambda done: None if done.exception() else self._service.drop(done.result())
             )
             raise
 
@@ -544,7 +552,7 @@ class Api:
                     continue
                 if not ends.isdisjoint(progress.piece.tokens):
                     progress = _until(progress, ends)
-                    self._service.cancel([queued.keys[number]])
+                    self._service.drop([queued.keys[number]])
                 if progress.finish_reason is not None:
                     left.remove(number)
                 yield number, progress
@@ -552,7 +560,7 @@ class Api:
         try:
             yield events()
         finally:
-            self._service.cancel(queued.keys)
+            self._service.drop(queued.keys)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from quatrain.config.errors import listed, shown
 from quatrain.data.messages import checked_tools
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import MOST_LIKELIEST, MOST_OF_PROMPT
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 MOST_SEQUENCES = 1024
 """Sequences of one request."""

@@ -20,11 +20,11 @@ from typing import Literal
 from starlette.responses import Response
 
 from quatrain.data.messages import as_messages
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.serve.requests import NO_ROOM, AnyRequest, BadRequest, ChatRequest, CompletionRequest
 from quatrain.serve.turn_tree import Found, Turn, TurnTree
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 MOST_ROLES = 64
 """Roles that an episode may have."""

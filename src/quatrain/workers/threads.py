@@ -65,14 +65,18 @@ class LoopThread:
                     raise
             self.loop.call_soon_threadsafe(work, *args)
 
-    def close(self) -> None:
-        """Ends the thread after the work it was given, and waits for it. May be called again."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Ends the thread after the work it was given, and waits for it so long. May be called again.
+
+        Whether the thread has ended.
+        """
         with self._lock:
             thread, was_closed, self._is_closed = self._thread, self._is_closed, True
             if thread is not None and not was_closed:
                 self.loop.call_soon_threadsafe(self.loop.stop)
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
         try:

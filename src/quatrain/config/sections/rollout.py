@@ -120,6 +120,9 @@ class RolloutConfig(Section):
     servers: tuple[Url, ...] = Field((), strict=False)
     """Addresses of inference servers that sample in place of this run's devices, e.g. `[http://gpu1:8000]`:
     `quatrain serve`, vLLM or SGLang: [servers.md](servers.md)."""
+    sampler: Text | None = None
+    """A sampler of your own, as `path.py:Class`, a class derived from `quatrain.Sampler`; null: the devices
+    of this run, workers or servers: [library.md](library.md#a-sampler-of-ones-own)."""
     timeout_s: float = Field(600.0, gt=0)
     """With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives no answer is lost
     and started anew (three times as many while it starts); also the deadline of loading weights, the longest
@@ -149,8 +152,9 @@ class RolloutConfig(Section):
 
     @property
     def has_fleet(self) -> bool:
-        """Whether workers outside this run's processes sample."""
-        return self.workers > 0 or bool(self.servers)
+        """Whether workers, servers or a sampler of one's own sample, and not the engine on this run's
+        devices."""
+        return self.workers > 0 or bool(self.servers) or self.sampler is not None
 
     @property
     def samples_the_policy(self) -> bool:
@@ -160,4 +164,4 @@ class RolloutConfig(Section):
     @property
     def differs_from_trainer(self) -> bool:
         """Whether other weights or another engine sample than those that are trained."""
-        return self.max_staleness > 0 or bool(self.servers)
+        return self.max_staleness > 0 or bool(self.servers) or self.sampler is not None
