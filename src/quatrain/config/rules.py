@@ -94,6 +94,14 @@ def _of_single_scores(key: str) -> Rule:
     return Rule(key, lambda c: _over_all_words(c) and value_at(c, key) is not None, sentence)
 
 
+def _of_other_engines(key: str, none: str) -> Rule:
+    sentence = (
+        f"must be {none} with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
+        "sampler, which then draws from another distribution; unset these, or sample on devices of this run"
+    )
+    return Rule(key, lambda c: _filters(c) and value_at(c, key), sentence)
+
+
 def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
     sentence = f"needs {needed}; set that, or false"
     return Rule("rollout.in_flight", lambda c: c.rollout.in_flight and lacking(c), sentence)
@@ -457,16 +465,8 @@ RULES: tuple[Rule, ...] = (
         f"reads the sampler's log-probabilities as those of the policy's own distribution, and {FILTERS} "
         "make the sampler draw from another; unset these, or take another loss",
     ),
-    *(
-        Rule(
-            key,
-            lambda c, key=key: _filters(c) and value_at(c, key),
-            f"must be {none} with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
-            "sampler, which then draws from another distribution; unset these, or sample on devices of this "
-            "run",
-        )
-        for key, none in (("rollout.servers", "empty"), ("rollout.sampler", "null"))
-    ),
+    _of_other_engines("rollout.servers", "empty"),
+    _of_other_engines("rollout.sampler", "null"),
     Rule(
         "rollout.max_staleness",
         lambda c: _filters(c) and c.rollout.max_staleness,

@@ -6,7 +6,7 @@ Data flow: `path.py:Class` -> `own_sampler` -> `Rollouts`, which ask it as they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -45,7 +45,6 @@ class _Checked(Sampler):
     def __init__(self, own: Sampler, name: str, vocab_size: int):
         self._own, self._name, self._vocab_size = own, name, vocab_size
         self._completions = self._tokens = 0
-        self.copy_weights: Callable[[Any], Any] = own.copy_weights
 
     @property
     def exchanges_in_flight(self) -> bool:
@@ -64,6 +63,10 @@ class _Checked(Sampler):
             listener(number, progress if problem is None else Progress(error=f"{self._name}: {problem}"))
 
         return self._own.start(requests, listen)
+
+    def copy_weights(self, params: Any) -> Any:
+        """As the user's."""
+        return self._own.copy_weights(params)
 
     def load(self, weights: Any, version: int) -> None:
         """As the user's; the version is noted."""
