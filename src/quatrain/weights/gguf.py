@@ -23,8 +23,9 @@ from quatrain.models.architecture import Architecture, Head, LayerKind
 from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.blocks.experts import APART, Experts
 from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
-from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.common import GGUF
 from quatrain.models.families.ropes import write_rope
+from quatrain.models.hf_config import GGUFKeys
 from quatrain.models.params import Params, assemble, tensor_names, tensor_shapes
 from quatrain.models.rope import Rope
 from quatrain.models.spec import TensorName
