@@ -85,7 +85,7 @@ def test_auto_runs_what_it_chose(arch, params):
     def run(attention, params):
         return forward(
             params, arch, ids, positions, segments, dtype="bfloat16", attention=attention, layout=layout
-        )
+        ).hidden
 
     with jax.default_matmul_precision("highest"):
         got, expected = (jax.jit(partial(run, attention))(params) for attention in (name, "xla"))

@@ -73,7 +73,7 @@ def _log_softmax(params, arch, r, words):
 @partial(jax.jit, static_argnames=("arch", "words"))
 def _whole(params, arch, ids, mask, words):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    hidden = forward(params, arch, ids, positions, mask.astype(np.int32))
+    hidden = forward(params, arch, ids, positions, mask.astype(np.int32)).hidden
     return jax.nn.log_softmax(logits(params, arch, hidden)[:, :-1, :words] / TEMPERATURE)
 
 

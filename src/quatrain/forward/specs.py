@@ -23,7 +23,7 @@ from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.models.attention import longest_buffer, unpacks_above
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.blocks.experts import RouterSums
-from quatrain.models.decoder import output_head, project, routed_forward, scores, vocabulary_axis
+from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
@@ -126,7 +126,7 @@ class ModelSpec(ABC):
         There are sums of micro-batches with `counts`. In a function mapped over the mesh.
         """
         assert not (self.arch.deltas and batch.packed and batch.chunks is None), "packed rows need chunks"
-        forwarded = routed_forward(
+        forwarded = forward(
             params,
             self.arch,
             batch.input_ids,

@@ -75,40 +75,6 @@ def forward(
     packed: bool = True,
     layout: Unpacking | None = None,
     chunks: Chunks | None = None,
-    backend: Backend = ACCELERATOR,
-) -> jax.Array:
-    """The hidden states of `routed_forward`, in which every layer chooses its experts."""
-    return routed_forward(
-        params,
-        arch,
-        input_ids,
-        positions,
-        segment_ids,
-        branch_ids=branch_ids,
-        dtype=dtype,
-        remat=remat,
-        attention=attention,
-        packed=packed,
-        layout=layout,
-        chunks=chunks,
-        backend=backend,
-    ).hidden
-
-
-def routed_forward(
-    params: Params,
-    arch: Architecture,
-    input_ids: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    branch_ids: jax.Array | None = None,
-    dtype: DTypeLike = jnp.float32,
-    remat: str = "none",
-    attention: str = "xla",
-    packed: bool = True,
-    layout: Unpacking | None = None,
-    chunks: Chunks | None = None,
     routes: jax.Array | None = None,
     counted: jax.Array | None = None,
     backend: Backend = ACCELERATOR,
@@ -216,7 +182,7 @@ def run_layers(
     `attend_of(mixer)` is the attention of the layers with this mixer, which takes and returns the cache of
     each, and `recur` the same of DeltaNet layers; `caches` are those of `Architecture.cached`. They must be
     pure functions: layers of one kind are traced and lowered once. For the other arguments see
-    `routed_forward`.
+    `forward`.
 
     `routes` [B, T, L, k] of `Routes.dtype` are the experts to take in each of the L layers that have experts,
     and `Routes.live` in all k entries where the layer chooses them. Their weights are computed from the
