@@ -7,7 +7,7 @@ Data flow: `RewardedBatch` with the teacher's log-probabilities (`teacher.py`) -
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +72,8 @@ class Distillation:
         """
         if self.kind is None or not self.top_k:
             return policy
-        values = {f.name: getattr(policy, f.name) for f in fields(policy)}
         count = policy.arch.vocab_size if num_words is None else num_words
-        return OutcomesSpec(**values, kind=self.kind, beta=self.beta, num_words=count)
+        return policy.extended(OutcomesSpec, kind=self.kind, beta=self.beta, num_words=count)
 
     def weight_at(self, train_step: int) -> float:
         """The weight in the training step after `train_step` finished ones."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -24,8 +24,8 @@ from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.predict import scored_hidden_program
 from quatrain.forward.specs import DistilledSpec, ModelSpec, PolicySpec
 from quatrain.forward.table import TokenTable
-from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.params import output_head_name
+from quatrain.models.probe import trusted_attention
 from quatrain.ops.divergences import Divergence
 from quatrain.parallel.axes import TP
 from quatrain.parallel.host_memory import trim_after_compiling
@@ -126,7 +126,7 @@ class WordTeacher:
         The hidden states of a micro-batch are computed when it is asked for, just before its own pass. Raises
         ValueError for vocabularies of different sizes that are sharded over `tp`.
         """
-        teacher, values = self._model.spec, {f.name: getattr(policy, f.name) for f in fields(policy)}
+        teacher = self._model.spec
         sizes = policy.arch.vocab_size, teacher.arch.vocab_size
         if policy.mesh_shape.tp > 1 and sizes[0] != sizes[1]:
             raise ValueError(
@@ -136,7 +136,7 @@ class WordTeacher:
             )
         weights = self._model.on_device()
         name = output_head_name(teacher.arch)
-        spec = DistilledSpec(**values, teacher=teacher, kind=self._kind, beta=self._beta)
+        spec = policy.extended(DistilledSpec, teacher=teacher, kind=self._kind, beta=self._beta)
         program = scored_hidden_program(teacher.backend)
 
         def with_states() -> Iterator[MicroBatch]:
@@ -205,7 +205,8 @@ class Teacher:
 
     def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> Scores:
         prompts = self._prompts
-        of_row = self._of_rows(rollouts)
+        names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
+        of_row = [_of_source(self._sources, name) for name in names]
         taught = [each is not None for each in of_row]
         table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts, taught)
         gathered = Gathered(table, None if top is None else self._width)
@@ -217,11 +218,6 @@ class Teacher:
             return gathered.scores
         found = {name: x for name, x in gathered.scores._asdict().items() if x is not None}
         return Scores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
-
-    def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
-        """What scores each row."""
-        names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
-        return [_of_source(self._sources, name) for name in names]
 
 
 def _of_source(sources: Mapping[str, Found | None], name: str) -> Found | None:

@@ -5,7 +5,7 @@ Data flow: parameters and a `TokenTable` -> `model_scores` -> `Scores` -> `Teach
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,8 +45,7 @@ def model_scores(
     """What `model` says of `table`; with `top`, also its likeliest words."""
     if top is None:
         return Scores(predict_tokens(params, table, model=model, planner=planner))
-    values = {f.name: getattr(model, f.name) for f in fields(model)}
-    spec = TopWordsSpec(**values, count=top.count, num_words=top.num_words)
+    spec = model.extended(TopWordsSpec, count=top.count, num_words=top.num_words)
     return Scores(*predict_columns(params, table, model=spec, planner=planner, count=4))
 
 
