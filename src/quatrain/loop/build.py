@@ -35,11 +35,10 @@ from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.forward.specs import CriticSpec, PolicySpec
-from quatrain.models.attention.probe import trusted_attention
-from quatrain.models.expert_probe import trusted_experts
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.models.params import check_policy
+from quatrain.models.probe import trusted_attention, trusted_experts
 from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.model import load_reward_models

@@ -8,6 +8,7 @@ Shapes: N tokens, k experts of each, P = N k pairs of a token and an expert, E e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,10 +99,6 @@ def rows_of_block(pairs: int, experts: int) -> int:
     return min(max(2 ** (pairs // experts).bit_length() // 2, FEWEST_ROWS), MOST_ROWS, pairs)
 
 
-def _ragged(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return lax.ragged_dot(x_PI, w_EIO, sizes_E)
-
-
 def _tokamax(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
     import tokamax
 
@@ -109,7 +106,7 @@ def _tokamax(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array
     return product
 
 
-_RAGGED = {"ragged": _ragged, "tokamax": _tokamax}
+_RAGGED: dict[str, Callable[..., jax.Array]] = {"ragged": lax.ragged_dot, "tokamax": _tokamax}
 PRODUCTS = ("blocks", *_RAGGED)
 """Blocks of rows of one expert; XLA's `ragged_dot`, which is a kernel on TPUs alone; tokamax's kernel."""
 
@@ -172,10 +169,6 @@ def _blocks(x_PI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, rows: int) ->
     return _over_blocks(x_PI, w_EOI.shape[1], sizes_E, rows, product)
 
 
-def _blocks_forward(x: jax.Array, w: jax.Array, sizes: jax.Array, rows: int) -> tuple[jax.Array, Any]:
-    return _blocks(x, w, sizes, rows), (x, w, sizes)
-
-
 def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """Both gradients in one loop, which reads the rows once."""
     x_PI, w_EOI, sizes_E = residuals
@@ -194,4 +187,4 @@ def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.A
     return dx, dw.astype(w_EOI.dtype), None
 
 
-_blocks.defvjp(_blocks_forward, _blocks_backward)
+_blocks.defvjp(lambda x, w, sizes, rows: (_blocks(x, w, sizes, rows), (x, w, sizes)), _blocks_backward)

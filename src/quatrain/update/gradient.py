@@ -149,20 +149,17 @@ gradient_program = jit_for_backend(
 """`gradient_program(backend)` is the jitted `_accumulate`."""
 
 
-def _sums_like(layers: int, experts: int) -> Any:
-    """The shapes of `RouterSums` of all layers."""
-    of_experts: Any = jax.ShapeDtypeStruct((layers, experts), jnp.float32)
-    of_layers: Any = jax.ShapeDtypeStruct((layers,), jnp.float32)
-    return RouterSums(of_experts, of_experts, of_layers, of_layers)
-
-
 def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Objective) -> Total:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
-    scored: Any = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
-    routes = None if batch.counts is None else model.arch.routes
-    predicted = Predicted(
-        (scored,) * len(model.tokens.predictions), routes and _sums_like(routes.layers, routes.num_experts)
-    )
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    routers = None
+    if batch.counts is not None and (routes := model.arch.routes):
+        of_experts, of_layers = floats(routes.layers, routes.num_experts), floats(routes.layers)
+        routers = RouterSums(of_experts, of_experts, of_layers, of_layers)
+    predicted = Predicted((floats(*batch.mask.shape),) * len(model.tokens.predictions), routers)
     summed = partial(weighted_loss, model=model, objective=objective)
     _, stats = jax.eval_shape(summed, predicted, batch)
     grads = jax.tree.map(

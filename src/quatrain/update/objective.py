@@ -68,6 +68,7 @@ class PolicyObjective:
             key="update.loss_args",
         )
         _refuse_unused(config, name, loss)
+        rules = sorted(config.reject.items())
         return cls(
             name,
             loss,
@@ -80,7 +81,7 @@ class PolicyObjective:
             config.correction_cap,
             config.correction_floor,
             config.correction_level,
-            _rejections(config),
+            tuple((name, tuple(b) if isinstance(b, list | tuple) else (b,)) for name, b in rules),
             config.rejected,
             distillation,
         )
@@ -239,12 +240,6 @@ class PolicyObjective:
                     f"{np.asarray(values).dtype} of shape {np.shape(values)}"
                 )
         return columns
-
-
-def _rejections(config: UpdateConfig) -> Rejections:
-    """The rules of `update.reject`, each with a tuple of bounds."""
-    rules = sorted(config.reject.items())
-    return tuple((name, tuple(b) if isinstance(b, list | tuple) else (b,)) for name, b in rules)
 
 
 def _whole(table: TokenTable, old_logprobs: np.ndarray) -> ScoredTokens:

@@ -62,19 +62,16 @@ class StepTotals:
     expert_tokens: np.ndarray | None = None
     """[L, E] float64: tokens of each expert of each layer; None for a model without experts."""
 
-    def add(self, metrics: dict[str, Metric], applied: bool) -> None:
-        """Count an optimizer step and combine its metrics with those of the steps before."""
+    def add(self, metrics: dict[str, Metric], applied: bool, expert_tokens: np.ndarray | None) -> None:
+        """Count an optimizer step and its tokens of each expert [L, E]; combine its metrics."""
         first = not self.applied and not self.bad
         self.applied += applied
         self.bad += not applied
         # Only before the first update are sampler and trainer the same weights.
         self.combine({k: v for k, v in metrics.items() if first or not k.startswith(OF_SAMPLED_WEIGHTS)})
-
-    def count_experts(self, tokens: np.ndarray | None) -> None:
-        """Count the tokens of each expert, [L, E]."""
-        if tokens is not None:
+        if expert_tokens is not None:
             before = 0.0 if self.expert_tokens is None else self.expert_tokens
-            self.expert_tokens = before + tokens.astype(np.float64)
+            self.expert_tokens = before + expert_tokens.astype(np.float64)
 
     @property
     def load_metrics(self) -> dict[str, Metric]:
@@ -158,8 +155,7 @@ class Trainer:
         )
         if self.teacher is not None:
             params = params["policy"]
-        totals.add(metrics, applied)
-        totals.count_experts(expert_tokens)
+        totals.add(metrics, applied, expert_tokens)
         bad = 0 if applied else state.bad_steps + 1
         if bad:
             logger.warning("optimizer step not applied: loss or gradient is not finite (%d in a row)", bad)

@@ -83,10 +83,14 @@ def load_hf(
         _check_tied(files[LM_HEAD], files[EMBEDDINGS])
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
-        if name.name in files:
-            _read_tensor(files[name.name], name, parameter)
-        else:
+        tensor = files.get(name.name)
+        if tensor is None:
             parameter[...] = 0.0
+        elif tensor.scales:
+            read_packed(tensor, name, parameter)
+        else:
+            for start, block in _blocks(tensor):
+                name.put(parameter, block, start)
 
     return arch, assemble(stored, dtype, read, mesh)
 
@@ -190,17 +194,13 @@ def _downloading(model_id: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            raise _hub_error(model_id, error, unreachable) from error
-
-
-def _hub_error(model_id: str, error: Exception, unreachable: str) -> ValueError:
-    said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    reason = "; ".join(filter(None, (unreachable, said)))
-    return ValueError(
-        f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
-        f"({reason}): check the name and the network, log in if the model is gated, or give the path of a "
-        "local directory or .gguf file"
-    )
+            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            reason = "; ".join(filter(None, (unreachable, said)))
+            raise ValueError(
+                f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
+                f"({reason}): check the name and the network, log in if the model is gated, or give the path "
+                "of a local directory or .gguf file"
+            ) from error
 
 
 def check_classifier(path: str) -> None:
@@ -400,14 +400,6 @@ def _blocks(tensor: Stored) -> Iterator[tuple[int, np.ndarray]]:
             block = view[start : min(start + step, rows)]
         yield start, block
         start += step
-
-
-def _read_tensor(tensor: Stored, name: TensorName, parameter: np.ndarray) -> None:
-    if tensor.scales:
-        read_packed(tensor, name, parameter)
-        return
-    for start, block in _blocks(tensor):
-        name.put(parameter, block, start)
 
 
 def _write_tensors(

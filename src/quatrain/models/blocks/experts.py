@@ -193,7 +193,10 @@ class Experts:
         ) -> tuple[jax.Array, jax.Array, Groups, jax.Array, RouterSums | None]:
             x_ND, routes, counted = inputs
             x_ND = enter(x_ND, layer)
-            logits_NE = self._logits(x_ND, layer)
+            # In float32 at full precision: rounding would choose other experts than the sampler did.
+            logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
+            if self.bias:
+                logits_NE += layer[f"{ROUTER}_bias"]
             chosen_Nk = self._chosen(logits_NE, routes)
             weights_Nk = psum_backward(self._weights(logits_NE, chosen_Nk), TP)
             weights_Nk, all_ND = (all_gather(each, OVER_EP) for each in (weights_Nk, psum_backward(x_ND, TP)))
@@ -250,11 +253,6 @@ class Experts:
             return jax.nn.sigmoid(run.linear(enter(x_BTD, layer), layer, "shared_gate")) * y_BTD
 
         return run.part(gated, (x_BTD, y_BTD)) if self.shared_gate else y_BTD
-
-    def _logits(self, x_ND: jax.Array, layer: Layer) -> jax.Array:
-        """[N, E] float32."""
-        logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
-        return logits_NE + layer[f"{ROUTER}_bias"] if self.bias else logits_NE
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         if self.clamp is None:

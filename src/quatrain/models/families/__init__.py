@@ -108,18 +108,16 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}{near}")
     values = {**FAMILIES[family].defaults, **config}
     for key, remedy in _UNSUPPORTED.items():
-        if values.get(key) and not _harmless(key, values[key]):
-            raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
+        value = values.get(key)
+        # Harmless: what is of images alone, and MXFP4, which `weights/mxfp4.py` reads.
+        packed = isinstance(value, Mapping) and value.get("quant_method") == "mxfp4"
+        if value and value != "vision" and not packed:
+            raise ValueError(f"{source} has {key} = {shown(value)}: {remedy}")
     hf_config = checked(HFConfig, values, source)
     try:
         return FAMILIES[family].read(hf_config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-
-
-def _harmless(key: str, value: Any) -> bool:
-    """Whether it is of images alone, or MXFP4 (`weights/mxfp4.py`)."""
-    return value == "vision" or (isinstance(value, Mapping) and value.get("quant_method") == "mxfp4")
 
 
 def architecture_to_hf(arch: Architecture) -> Json:
