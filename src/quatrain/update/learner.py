@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -432,10 +433,7 @@ class Learner:
 
         None if no sequence has a teacher. All processes of the mesh must call this together.
         """
-
-        def own(name: str, table: TokenTable, temperature: float, top: TopWords | None) -> Scores:
-            return self._own_scores(params, name, table, temperature, top)
-
+        own = partial(self.own_scores, params)
         gap = self._logprobs(params, rollouts) - teacher.logprobs(rollouts, own)
         known = rollouts.completion_mask & ~np.isnan(gap)
         return Metric(float(gap[known].sum(dtype=np.float64)), float(known.sum())) if known.any() else None
@@ -450,17 +448,12 @@ class Learner:
         return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
 
     def own_scores(
-        self, state: TrainState, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
+        self, params: Any, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
     ) -> Scores:
         """What weights of the run say of the scored tokens of `table`, with the words `top` or none.
 
-        Those of `state` for the `teacher` `policy`, those of the reference for `initial`.
+        The policy's, `params`, for the `teacher` `policy`; those of the reference for `initial`.
         """
-        return self._own_scores(state.params, teacher, table, temperature, top)
-
-    def _own_scores(
-        self, params: Any, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
-    ) -> Scores:
         policy = replace(self.policy, temperature=temperature)
         if teacher != "policy":
             return self._by_reference(params, table, policy, top)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -48,17 +48,6 @@ OwnScores = Callable[[str, TokenTable, float, TopWords | None], Scores]
 """(`policy` or `initial`, table, temperature, which words) -> what these weights say of it."""
 
 
-class Source(Protocol):
-    """What computes scores for a teacher."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that it can read."""
-
-    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None) -> Scores:
-        """The scores of the scored tokens of `table`, with the words `top` or none."""
-
-
 @dataclass(frozen=True)
 class OwnWeights:
     """A `Source` with weights of the run: the policy's at the start of the step, or the reference's."""
@@ -66,13 +55,17 @@ class OwnWeights:
     name: str
     temperature: float
     longest: int
+    """Tokens of the longest sequence that it can read."""
 
     def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None = None) -> Scores:
-        """As `Source.scores`; raises ValueError without `own`."""
+        """The scores of the scored tokens of `table`, with the words `top` or none.
+
+        Raises ValueError without `own`.
+        """
         if own is None:
             raise ValueError(
                 f"the teacher {self.name} has weights of the run; give teacher.score what computes with "
-                "them, functools.partial(update.own_scores, state)"
+                "them, functools.partial(update.own_scores, state.params)"
             )
         return own(self.name, table, self.temperature, top)
 
@@ -98,12 +91,16 @@ class FrozenModel:
         self._params = to_memory(memory, params)
 
     def scores(self, table: TokenTable, own: OwnScores | None = None, top: TopWords | None = None) -> Scores:
-        """As `Source.scores`."""
+        """As `OwnWeights.scores`."""
         return model_scores(self.on_device(), table, model=self.spec, planner=self._planner, top=top)
 
     def on_device(self) -> Any:
         """The parameters on the devices."""
         return to_memory("device", self._params)
+
+
+Source = OwnWeights | FrozenModel | ServerTeacher
+"""What computes scores for a teacher."""
 
 
 class WordTeacher:

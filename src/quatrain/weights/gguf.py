@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 
 from quatrain.config.errors import installation, shown
 from quatrain.config.files import checked
-from quatrain.models.architecture import Architecture, Head, LayerKind
+from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.delta import GatedDeltaNet
-from quatrain.models.blocks.experts import APART, Experts
+from quatrain.models.blocks.experts import APART
 from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
 from quatrain.models.families.common import GGUF
 from quatrain.models.families.ropes import write_rope
@@ -111,11 +111,7 @@ def load_gguf(
 def _as_stored(arch: Architecture) -> Architecture:
     """`arch` with the experts of a layer in three tensors, as a file has them."""
     layout: dict[str, Any] = {"names": APART, "stacked": True, "transposed": False}
-
-    def layer(kind: LayerKind) -> LayerKind:
-        return replace(kind, mlp=replace(kind.mlp, **layout)) if isinstance(kind.mlp, Experts) else kind
-
-    return replace(arch, layers=tuple(map(layer, arch.layers)))
+    return arch.with_experts(lambda mlp: replace(mlp, **layout))
 
 
 def gguf_architecture(path: str | Path) -> Architecture:

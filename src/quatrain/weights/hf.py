@@ -29,7 +29,7 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.architecture import Architecture, Head, LayerKind
+from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.experts import APART, FUSED, Experts
 from quatrain.models.families import architecture_from_hf, architecture_to_hf
 from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
@@ -99,13 +99,12 @@ def _as_stored(arch: Architecture, files: Mapping[str, Stored]) -> Architecture:
     """`arch` with experts named as in the files: apart, or those of a layer as one tensor."""
     stacked = any(name.endswith(f".experts.{FUSED[0]}") for name in files)
 
-    def renamed(kind: LayerKind) -> LayerKind:
-        mlp = kind.mlp
-        if not isinstance(mlp, Experts) or mlp.transposed or stacked == mlp.stacked:
-            return kind
-        return replace(kind, mlp=replace(mlp, names=FUSED if stacked else APART, stacked=stacked))
+    def renamed(mlp: Experts) -> Experts:
+        if mlp.transposed or stacked == mlp.stacked:
+            return mlp
+        return replace(mlp, names=FUSED if stacked else APART, stacked=stacked)
 
-    return replace(arch, layers=tuple(map(renamed, arch.layers)))
+    return arch.with_experts(renamed)
 
 
 def read_architecture(directory: str | Path) -> Architecture:
