@@ -54,7 +54,7 @@ from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
 from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
-from quatrain.weights.load import BUILTIN, Model, load_model
+from quatrain.weights.load_model import BUILTIN, Model, load_model
 from quatrain.workers.pool import default_workers
 
 

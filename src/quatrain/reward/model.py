@@ -22,7 +22,7 @@ from quatrain.models.probe import trusted_attention
 from quatrain.parallel.mesh import to_memory
 from quatrain.reward.values import Scores
 from quatrain.types.batches import PromptText, RolloutBatch
-from quatrain.weights.load import load_classifier
+from quatrain.weights.load_model import load_classifier
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation, over_taught
 from quatrain.update.objective import SQUARES, PolicyObjective
 from quatrain.update.teacher import Teacher, WordTeacher
-from quatrain.update.teacher_scores import Scores, TopWords, model_scores
+from quatrain.update.teacher_scores import TeacherScores, TopWords, model_scores
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -449,7 +449,7 @@ class Learner:
 
     def own_scores(
         self, params: Any, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
-    ) -> Scores:
+    ) -> TeacherScores:
         """What weights of the run say of the scored tokens of `table`, with the words `top` or none.
 
         The policy's, `params`, for the `teacher` `policy`; those of the reference for `initial`.
@@ -465,7 +465,7 @@ class Learner:
 
     def _by_reference(
         self, params: Any, table: TokenTable, policy: PolicySpec, top: TopWords | None = None
-    ) -> Scores:
+    ) -> TeacherScores:
         """What the reference says of `table`. With adapters, its base is that of the policy `params`.
 
         That base has the policy's routers, and so the routes of `table`; another model has routes of its own.

@@ -202,7 +202,7 @@ class PolicyObjective:
         read: set[str] = set()
 
         def traced(tokens: ScoredTokens) -> TokenLoss:
-            self._policy_loss(replace(tokens, columns=_Recorded(tokens.columns, read)))
+            self._policy_loss(replace(tokens, columns=_ReadColumns(tokens.columns, read)))
             return self(tokens)
 
         floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
@@ -251,7 +251,7 @@ def _whole(table: TokenTable, old_logprobs: np.ndarray) -> ScoredTokens:
     return ScoredTokens(jnp.zeros(shape), jnp.zeros(shape), mask, ids, columns)
 
 
-class _Recorded(dict[str, jax.Array]):
+class _ReadColumns(dict[str, jax.Array]):
     """Columns that note in `read` which of them are asked for."""
 
     def __init__(self, columns: Mapping[str, jax.Array], read: set[str]):

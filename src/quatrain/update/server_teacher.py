@@ -1,7 +1,7 @@
 """A teacher behind an inference server, which gives log-probabilities of the tokens of a prompt.
 
 Data flow: `TokenTable` -> one request for each sequence, token ids in and log-probabilities out
-(`prompt_scores.py`) -> `Scores` -> `Teacher.score`.
+(`prompt_scores.py`) -> `TeacherScores` -> `Teacher.score`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quatrain.forward.table import TokenTable
 from quatrain.ops.logprobs import LOWEST
 from quatrain.ops.top_words import LEAST_REST, NO_WORD
 from quatrain.update.prompt_scores import Form, Pairs, PromptScores, form_of
-from quatrain.update.teacher_scores import Scores, TopWords
+from quatrain.update.teacher_scores import TeacherScores, TopWords
 
 AT_ONCE = 32
 """Sequences that are asked for at one time."""
@@ -64,7 +64,7 @@ class ServerTeacher:
                 f"the teacher {self.address} must be an address such as http://host:8000; {error}; correct it"
             ) from error
 
-    def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> Scores:
+    def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> TeacherScores:
         """As `OwnWeights.scores`, with a word more than `top` asks for: the token itself."""
         sequences = [table.input_ids[row, :length].tolist() for row, length in enumerate(table.lengths)]
         mask = table.completion_mask
@@ -82,7 +82,7 @@ class ServerTeacher:
                 ids, values = _outcomes(found.words[place], width, top.num_words)
                 words[row, place, : len(ids)] = ids
                 word_logprobs[row, place, [*range(len(ids)), -1]] = values
-        return Scores(result) if top is None else Scores(result, words, word_logprobs)
+        return TeacherScores(result) if top is None else TeacherScores(result, words, word_logprobs)
 
     def _of_all(self, sequences: Sequence[list[int]]) -> list[PromptScores]:
         with self._client() as client, ThreadPoolExecutor(AT_ONCE) as threads:

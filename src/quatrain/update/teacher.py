@@ -35,8 +35,8 @@ from quatrain.types.metrics import Metric
 from quatrain.update.distillation import TEACHER_LOGPROBS
 from quatrain.update.server_teacher import ServerTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
-from quatrain.update.teacher_scores import Gathered, Scores, TopWords, model_scores
-from quatrain.weights.load import BUILTIN, load_model
+from quatrain.update.teacher_scores import Gathered, TeacherScores, TopWords, model_scores
+from quatrain.weights.load_model import BUILTIN, load_model
 
 logger = logging.getLogger(__name__)
 MOST_SOURCES = 16
@@ -44,7 +44,7 @@ MOST_SOURCES = 16
 
 Found = TypeVar("Found")
 
-OwnScores = Callable[[str, TokenTable, float, TopWords | None], Scores]
+OwnScores = Callable[[str, TokenTable, float, TopWords | None], TeacherScores]
 """(`policy` or `initial`, table, temperature, which words) -> what these weights say of it."""
 
 
@@ -57,7 +57,7 @@ class OwnWeights:
     longest: int
     """Tokens of the longest sequence that it can read."""
 
-    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None = None) -> Scores:
+    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None = None) -> TeacherScores:
         """The scores of the scored tokens of `table`, with the words `top` or none.
 
         Raises ValueError without `own`.
@@ -90,7 +90,9 @@ class FrozenModel:
         """Tokens of the longest sequence that the model can read."""
         self._params = to_memory(memory, params)
 
-    def scores(self, table: TokenTable, own: OwnScores | None = None, top: TopWords | None = None) -> Scores:
+    def scores(
+        self, table: TokenTable, own: OwnScores | None = None, top: TopWords | None = None
+    ) -> TeacherScores:
         """As `OwnWeights.scores`."""
         return model_scores(self.on_device(), table, model=self.spec, planner=self._planner, top=top)
 
@@ -200,7 +202,7 @@ class Teacher:
         """[B, T]: the `teacher_logprobs` of `score`, of any completions."""
         return self._scores(rollouts, own, None).logprobs
 
-    def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> Scores:
+    def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> TeacherScores:
         prompts = self._prompts
         names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
         of_row = [_of_source(self._sources, name) for name in names]
@@ -214,7 +216,7 @@ class Teacher:
         if prompts is None:
             return gathered.scores
         found = {name: x for name, x in gathered.scores._asdict().items() if x is not None}
-        return Scores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
+        return TeacherScores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
 
 
 def _of_source(sources: Mapping[str, Found | None], name: str) -> Found | None:
@@ -231,7 +233,7 @@ def _data_sources(rollouts: RolloutBatch) -> list[str]:
     return [str(value) for value in rollouts.columns.get(DATA_SOURCE, ())]
 
 
-def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
+def _metrics(rollouts: RolloutBatch, scores: TeacherScores) -> dict[str, Metric]:
     """Metrics of the teacher's `scores` [B, T] of what was sampled."""
     logprobs = scores.logprobs
     missing = np.isnan(logprobs)

@@ -1,6 +1,6 @@
 """What a teacher says of a table of tokens: log-probabilities, and its likeliest words if they are asked for.
 
-Data flow: parameters and a `TokenTable` -> `model_scores` -> `Scores` -> `Teacher.score` (`teacher.py`).
+Data flow: parameters and a `TokenTable` -> `model_scores` -> `TeacherScores` -> `Teacher.score`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TopWords:
     num_words: int
 
 
-class Scores(NamedTuple):
+class TeacherScores(NamedTuple):
     """Of a table [B, T]; arbitrary outside the scored tokens but for `logprobs`, which are 0 there."""
 
     logprobs: np.ndarray
@@ -41,27 +41,27 @@ class Scores(NamedTuple):
 
 def model_scores(
     params: Any, table: TokenTable, *, model: PolicySpec, planner: MicroBatchPlanner, top: TopWords | None
-) -> Scores:
+) -> TeacherScores:
     """What `model` says of `table`; with `top`, also its likeliest words."""
     if top is None:
-        return Scores(predict_tokens(params, table, model=model, planner=planner))
+        return TeacherScores(predict_tokens(params, table, model=model, planner=planner))
     spec = model.extended(TopWordsSpec, count=top.count, num_words=top.num_words)
-    return Scores(*predict_columns(params, table, model=spec, planner=planner, count=4))
+    return TeacherScores(*predict_columns(params, table, model=spec, planner=planner, count=4))
 
 
 class Gathered:
-    """The `Scores` of a table [B, T] that sources give for some of its rows each; NaN for all others."""
+    """The scores of a table [B, T] that sources give for some of its rows each; NaN for all others."""
 
     def __init__(self, table: TokenTable, width: int | None):
         shape = table.completion_mask.shape
         logprobs = np.where(table.completion_mask, np.float32(np.nan), np.float32(0))
-        self.scores = Scores(logprobs)
+        self.scores = TeacherScores(logprobs)
         if width is not None:
             words = np.full((*shape, width), NO_WORD, np.int32)
             word_logprobs = np.full((*shape, width + 1), LOWEST, np.float32)
-            self.scores = Scores(logprobs, words, word_logprobs, np.zeros(shape, np.float32))
+            self.scores = TeacherScores(logprobs, words, word_logprobs, np.zeros(shape, np.float32))
 
-    def add(self, rows: np.ndarray, scores: Scores) -> None:
+    def add(self, rows: np.ndarray, scores: TeacherScores) -> None:
         """Those of `rows`."""
         self.scores.logprobs[rows] = scores.logprobs
         if self.scores.words is None:

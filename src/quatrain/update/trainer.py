@@ -1,6 +1,6 @@
 """Optimizer steps of one model: mini-batch -> micro-batches -> exact gradient -> optimizer.
 
-Used for the policy (`learner.py`), the critic (`critic.py`) and the supervised warm start (`sft.py`).
+Used for the policy (`learner.py`), the critic (`critic.py`) and the supervised warm start (`supervised.py`).
 """
 
 from __future__ import annotations

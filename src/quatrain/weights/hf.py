@@ -37,8 +37,8 @@ from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
 from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
 from quatrain.models.spec import TensorName
 from quatrain.parallel.mesh import to_host
-from quatrain.weights.hub import hub_without_retries
 from quatrain.weights.mxfp4 import Stored, check_packed, read_packed, with_packed
+from quatrain.weights.offline_hub import hub_without_retries
 
 logger = logging.getLogger(__name__)
 
