@@ -283,6 +283,7 @@ class DistilledSpec(PolicySpec):
             **tiling,
         )
         mass = jnp.zeros_like(divergence)
+        # Static: where the vocabularies agree no further pass over the teacher's head is compiled.
         if len(heads[1]) > words:
             nothing = jnp.zeros((len(states), 0), jnp.int32)
             # Over `tp` both vocabularies have as many rows, so there is no axis to sum over here.

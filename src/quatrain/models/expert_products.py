@@ -37,6 +37,7 @@ def group_pairs(experts_P: jax.Array, num_experts: int) -> Groups:
     foreign = (experts_P < 0) | (experts_P >= num_experts)
     keys = jnp.where(foreign, num_experts, experts_P)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    # The inverse by a scatter of unique indices: a second sort would cost as much as the first.
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
     sizes = jnp.diff(jnp.searchsorted(keys[order], jnp.arange(num_experts + 1))).astype(jnp.int32)
     return Groups(order, place, sizes)
@@ -76,6 +77,8 @@ def expert_product(x_PI: jax.Array, w_EOI: jax.Array, groups: Groups, how: str) 
     w_EOI = w_EOI.astype(x_PI.dtype)
     if how == "blocks":
         return _blocks(x_PI, w_EOI, groups.sizes, rows_of_block(len(x_PI), len(w_EOI)))
+    # Rows of other devices' experts come last and belong to no group: a kernel may leave whatever memory held
+    # there.
     own = (jnp.arange(len(x_PI)) < groups.sizes.sum())[:, None]
     return jnp.where(own, _RAGGED[how](jnp.where(own, x_PI, 0), w_EOI.swapaxes(1, 2), groups.sizes), 0)
 
@@ -128,6 +131,7 @@ def _table(sizes_E: jax.Array, pairs: int, rows: int) -> tuple[jax.Array, Any]:
         expert = jnp.sum(ends_of_blocks <= i)
         number = i - (ends_of_blocks[expert] - blocks[expert])
         first = ends[expert] - sizes_E[expert] + number * rows
+        # The last block is moved back into the array; `own` keeps it from touching rows of the block before.
         at = jnp.minimum(first, pairs - rows)
         place = at + jnp.arange(rows)
         own = (place >= first) & (place < jnp.minimum(first + rows, ends[expert]))

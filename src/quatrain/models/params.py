@@ -224,11 +224,13 @@ def assemble(
     parts: dict[tuple[str | int, ...], list[TensorName]] = {}
     for name in tensor_names(arch):
         parts.setdefault(name.path, []).append(name)
+    # The largest first: its host copy exists while the devices are still empty.
     for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
         spec = leaf_at(params, path)
         parameter = _aligned(spec.shape, jnp.dtype(spec.dtype or dtype))
         for name in parts[path]:
             read(name, parameter)
+        # Waited for: otherwise the host would hold the copies of all parameters that are on their way.
         placed = jax.block_until_ready(device_put(parameter, leaf_at(places, path)))
         leaf_at(params, path[:-1])[path[-1]] = placed
     return params

@@ -198,6 +198,7 @@ class Tiled:
     def __init__(self, how: How, rows: Sequence[jax.Array], hidden: Sequence[jax.Array], live: jax.Array):
         self.words = Words.of(len(rows[0]), how.tile)
         self._how, self._rows, self._hidden, self._live = how, rows, hidden, live
+        # Cast once here: within the loops XLA would cast the same rows again for every chunk of tokens.
         self._narrow = [narrowed(x, states.dtype) for x, states in zip(rows, hidden, strict=True)]
 
     def _rows_of(self, j: jax.Array) -> list[jax.Array]:
@@ -263,6 +264,7 @@ class Tiled:
             to_rows = tuple(lax.dynamic_slice_in_dim(x, first, self.words.size) for x in to_head)
             to_rows, to_hidden = lax.fori_loop(0, self._live, one_chunk, (to_rows, to_hidden))
             updated = zip(to_head, to_rows, strict=True)
+            # Tiles are the outer loop, so that a tile's part of the head's gradient is read and written once.
             return tuple(lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in updated), to_hidden
 
         # Sums over chunks and tiles are in float32 even where parameters and activations are not.
@@ -325,6 +327,7 @@ def _forward(
         lower, shrink = own_peak - peak, jnp.exp(own_peak - peak)
         total, weighted = lax.psum((total * shrink, (weighted + total * lower) * shrink), axis)
         target = lax.psum(target, axis)
+    # Chunks that no token asked for were not computed: their sums are 0, and the logarithm would be -inf.
     computed = jnp.arange(len(targets))[:, None] < live
     total = jnp.where(computed, total, 1.0)
     log_total = jnp.log(total)

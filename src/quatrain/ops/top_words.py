@@ -49,6 +49,7 @@ def outcome_divergence(
     of `LOWEST` and add nothing. Gradients flow to `logits`.
     """
     log_p = jax.nn.log_softmax(logits)
+    # A rest that a server rounded to 0 would make the reverse KL infinite.
     log_q = teacher_logprobs.at[..., -1].max(math.log(LEAST_REST))
     log_q = lax.stop_gradient(jnp.where(logits < LOWEST / 2, LOWEST, log_q))
     p, q = jnp.exp(log_p), jnp.exp(log_q)
@@ -136,6 +137,8 @@ def _forward(
         found, *rest = seen
         places = _inside(tiles, own_words[i], j)
         logits, _ = _divided(how, num_words, rows, logits, tiles.first(j))
+        # A gather is enough going forward; its gradient is the scatter in `_backward`, of places within the
+        # tile alone.
         here = jnp.take_along_axis(logits, jnp.minimum(places, tiles.size - 1), axis=1)
         found = jnp.where(places < tiles.size, here, found)
         return found, *Sums(*rest).with_tile(_without(logits, places))[0]
@@ -190,6 +193,7 @@ def _likeliest(
     rest, outside = (_logsumexp(peak, total, how.axis) for peak, total in (sums[:2], sums[2:]))
     if how.axis is not None:
         words = words + how.first_word(rows)
+        # The likeliest of all are among the likeliest of each device: k numbers travel, not the vocabulary.
         words, best = (lax.all_gather(x, how.axis, axis=2, tiled=True) for x in (words, best))
         flat_words, flat_best = (x.reshape(-1, x.shape[-1]) for x in (words, best))
         split = _split(flat_words, flat_best, count)

@@ -102,6 +102,7 @@ class Optimizer:
         """
         config, peak = self.config, self.config.learning_rate
         assert peak is not None, "learning rates are derived before they come here"
+        # Steps below 0 are those in which the policy rests while the critic warms up.
         step = max(step, 0)
         if step < config.warmup_steps:
             return peak * (step + 1) / config.warmup_steps
@@ -148,6 +149,7 @@ def scale_by_adam(moment_dtype: str) -> optax.GradientTransformationExtraArgs:
         count = optax.safe_increment(state.count)
         mu = jax.tree.map(lambda g, m: numbers.beta1_complement * g + _times(b1, m), grads, state.mu)
         nu = jax.tree.map(lambda g, v: numbers.beta2_complement * (g * g) + b2 * v, grads, state.nu)
+        # With `count` of applied steps: a skipped step leaves the moments, and so their bias, as they were.
         mean, square = 1 - b1**count, 1 - b2**count
         updates = jax.tree.map(lambda m, v: m / mean / (jnp.sqrt(v / square) + numbers.eps), mu, nu)
         return updates, optax.ScaleByAdamState(count, optax.tree.cast(mu, moment_dtype), nu)
@@ -226,6 +228,8 @@ def clip_by_global_norm() -> optax.GradientTransformationExtraArgs:
         **_: Any,
     ) -> Any:
         norm = optax.tree.norm(grads) if global_norm is None else global_norm
+        # A norm of 0 gives infinity, and so the factor 1; a norm that is not finite never comes here
+        # (`_apply`).
         factor = jnp.minimum(1.0, numbers.max_grad_norm / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
 

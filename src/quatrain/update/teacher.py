@@ -88,6 +88,8 @@ class FrozenModel:
         assert self._planner.max_tokens is not None
         self.longest = min(self._planner.max_tokens, spec.arch.longest)
         """Tokens of the longest sequence that the model can read."""
+        # On the host between passes if asked to: a teacher is often larger than the policy and is used once a
+        # step.
         self._params = to_memory(memory, params)
 
     def scores(
@@ -127,6 +129,8 @@ class WordTeacher:
         """
         teacher = self._model.spec
         sizes = policy.arch.vocab_size, teacher.arch.vocab_size
+        # Each `tp` device compares its rows with the teacher's: of vocabularies of other sizes they are other
+        # words.
         if policy.mesh_shape.tp > 1 and sizes[0] != sizes[1]:
             raise ValueError(
                 f"with {TP} above 1 the teacher's vocabulary must have as many rows as the policy's for "
@@ -209,7 +213,10 @@ class Teacher:
         taught = [each is not None for each in of_row]
         table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts, taught)
         gathered = Gathered(table, None if top is None else self._width)
+        # By identity: two data sources may name one teacher, whose rows then share micro-batches and one
+        # pass.
         for source in {id(each): each for each in of_row if each is not None}.values():
+            # Rows that are too long stay NaN and are counted; cut, they would be scored in another context.
             held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
             if held.size:
                 gathered.add(held, source.scores(table.take(held), own, top))
@@ -237,6 +244,7 @@ def _metrics(rollouts: RolloutBatch, scores: TeacherScores) -> dict[str, Metric]
     """Metrics of the teacher's `scores` [B, T] of what was sampled."""
     logprobs = scores.logprobs
     missing = np.isnan(logprobs)
+    # Of what the sampler saw: the KL to the teacher is then that of the samples, before any update.
     scored = rollouts.completion_mask & ~missing
     gaps = np.where(scored, rollouts.rollout_logprobs - np.nan_to_num(logprobs), 0).astype(np.float64)
 
@@ -296,6 +304,7 @@ class TeacherLoader:
         the policy's `tokenizer`.
         """
         config = self.config
+        # Each model once, whatever number of data sources name it.
         loaded: dict[str, Source | None] = {path: self._model(path, weights) for path in config.models}
         if not config.teachers or not weights:
             return None
@@ -338,10 +347,13 @@ class TeacherLoader:
     def _model(self, path: str, weights: bool) -> FrozenModel | None:
         config, model, size = self.config, self.model, len(self.tokenizer)
         try:
+            # Ids are compared, not sizes: two tokenizers of one size may differ in a single word, and scores
+            # would be of other texts.
             if not path.startswith(BUILTIN):
                 check_same_tokens(load_tokenizer(path), self.tokenizer)
             given: dict[str, Any] = {"seed": self.seed, "vocab_size": size, "mesh": self.mesh}
             loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
+            # The other way round is no error: heads are often padded beyond the tokenizer's last id.
             if size > loaded.arch.vocab_size:
                 raise ValueError(
                     "a teacher must have an embedding for each token of the policy's tokenizer: it has "

@@ -54,6 +54,7 @@ class Gathered:
 
     def __init__(self, table: TokenTable, width: int | None):
         shape = table.completion_mask.shape
+        # NaN is what no source has filled in: 0 would be a certain token.
         logprobs = np.where(table.completion_mask, np.float32(np.nan), np.float32(0))
         self.scores = TeacherScores(logprobs)
         if width is not None:
@@ -70,6 +71,8 @@ class Gathered:
         assert scores.word_logprobs is not None, "a source gives the words that it is asked for"
         assert self.scores.word_logprobs is not None, "words have log-probabilities"
         assert self.scores.outside_mass is not None, "words have log-probabilities"
+        # A server gives one word more than a model, the sampled one; narrower rows leave `NO_WORD` before the
+        # rest.
         count = scores.words.shape[-1]
         self.scores.words[rows, :, :count] = scores.words
         self.scores.word_logprobs[rows, :, :count] = scores.word_logprobs[..., :-1]

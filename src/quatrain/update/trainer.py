@@ -137,6 +137,7 @@ class Trainer:
         cuts = self.planner.plans(mini)
         model, params = self.model, state.params
         forms = model.forms if self.teacher is None else model.forms.joined(self.teacher.forms)
+        # All before the first pass, so that no pass waits for the host to fill buffers.
         batches: Iterable[MicroBatch] = [fill(cut, mini, model.mesh, forms) for cut in cuts]
         totals.combine(describe_plans(mini, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
@@ -150,6 +151,7 @@ class Trainer:
             objective=objective,
             optimizer=self.optimizer,
             residuals=self.residuals,
+            # From the step, not from a generator that lives on: a resumed run rounds to the same bits.
             draw=None if self._draws is None else np.array([*self._draws, state.step], np.uint32),
             schedule_step=schedule_step,
         )
@@ -159,6 +161,7 @@ class Trainer:
         bad = 0 if applied else state.bad_steps + 1
         if bad:
             logger.warning("optimizer step not applied: loss or gradient is not finite (%d in a row)", bad)
+        # Only applied steps count: they number the versions of the weights that samplers hold.
         step = state.step + applied
         return replace(state, params=params, opt_state=opt_state, step=step, bad_steps=bad)
 
@@ -174,6 +177,7 @@ def mini_batches_of_step(
     [B]; `size` groups per mini-batch at most; in the first `resting_steps` training steps there is no
     optimizer step.
     """
+    # Whole groups: an advantage is relative to its group, and must be trained against the same weights.
     groups, membership = np.unique(group_ids, return_inverse=True)
     orders = (
         np.random.default_rng([seed, train_step, epoch]).permutation(len(groups)) for epoch in range(epochs)

@@ -96,6 +96,7 @@ def load_gguf(
     """
     header = read_header(path)
     arch, tensors = _architecture(header), {tensor.name: tensor for tensor in header.tensors}
+    # Before memory is taken: a wrong header must cost an error, not the memory of the model that it claims.
     _check_tensors(header.path, tensors, _as_stored(arch))
     arch = replace(arch, head=head)
 
@@ -248,6 +249,7 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
         if module in _BY_VALUE_HEAD:
             numbers = numbers[_order_of_value_heads(delta, len(numbers), size)]
         else:
+            # The output's inputs are by value head too: its columns are in the file's order, not its rows.
             columns = np.argsort(_order_of_value_heads(delta, parameter.shape[-1], size))
     plain = module == "ssm_norm" or not tensor.name.endswith("norm.weight")
     offset = 0.0 if plain else arch.norm.offset
@@ -255,6 +257,8 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
         if columns is not None:
             values = values[:, columns]
         if module == "ssm_a":
+            # llama.cpp stores what it multiplies by; the parameter is its logarithm, so that training cannot
+            # change the sign.
             values = np.log(-values)
         if name.stacked:
             each = numbers.reshape((-1, *values.shape[1:]) if name.vector else -1)

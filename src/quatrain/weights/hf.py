@@ -118,6 +118,8 @@ def read_architecture(directory: str | Path) -> Architecture:
     ends = _generation_config(directory)
     if ends is not None:
         ids = checked(GenerationConfig, config, source).eos_token_id + ends.eos_token_id
+        # Chat models often name the end of a turn in generation_config.json alone: without it they never
+        # stop.
         config["eos_token_id"] = list(dict.fromkeys(ids))
     return architecture_from_hf(config, source)
 
@@ -152,6 +154,7 @@ def save_hf(
     directory = Path(directory)
     if is_main_process():
         directory.mkdir(parents=True, exist_ok=True)
+        # A shard of an earlier save beside a single file would make the folder ambiguous for every reader.
         for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
             stale.unlink(missing_ok=True)
         dtype = params["embed"].dtype.name
@@ -176,6 +179,7 @@ def model_directory(path: str, *, weights: bool = True) -> Path:
     from huggingface_hub.errors import EntryNotFoundError
 
     with _downloading(path):
+        # First, by itself: a model of an unsupported family is refused before gigabytes are fetched.
         config = Path(hf_hub_download(path, CONFIG))
     with _downloading(path), suppress(EntryNotFoundError):  # not every model has it
         hf_hub_download(path, GENERATION)
@@ -409,6 +413,7 @@ def _write_tensors(
     for name in names:
         parameter = leaf_at(params, name.path)
         sizes[name.name] = math.prod(name.shape_in(parameter.shape)) * parameter.dtype.itemsize
+    # Sharded parameters are gathered to the host: a file then needs memory beside them, and is kept small.
     if isinstance(params["embed"], jax.Array) and len(params["embed"].sharding.device_set) > 1:
         max_shard_bytes = min(max_shard_bytes, max(sizes.values()))
     shards: list[list[TensorName]] = [[]]
