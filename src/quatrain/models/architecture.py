@@ -191,15 +191,11 @@ class Architecture:
 
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
-        ropes = {mixer: mixer.rope and mixer.rope.for_length(tokens) for mixer in self.attentions}
-        if all(mixer.rope == rope for mixer, rope in ropes.items()):
-            return self
-        new = {mixer: replace(mixer, rope=rope) for mixer, rope in ropes.items()}
-
-        def layer(kind: LayerKind) -> LayerKind:
-            return replace(kind, mixer=new[kind.mixer]) if isinstance(kind.mixer, Attention) else kind
-
-        return replace(self, layers=tuple(map(layer, self.layers)))
+        new: dict[Mixer, Mixer] = {
+            mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_length(tokens)) for mixer in self.attentions
+        }
+        layers = (replace(kind, mixer=new.get(kind.mixer, kind.mixer)) for kind in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @property
     def longest(self) -> int:
