@@ -186,12 +186,6 @@ class PolicySpec(ModelSpec):
         self, params: Any, batch: MicroBatch
     ) -> tuple[ScoredStates, tuple[jax.Array, jax.Array]]:
         """The states before the scored tokens, and log-probability and entropy of these tokens."""
-        scored = self.scored_states(params, batch)
-        targets = batch.targets.reshape(-1)[scored.order]
-        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
-
-    def scored_states(self, params: Any, batch: MicroBatch) -> ScoredStates:
-        """The hidden states before the scored tokens, for the output head."""
         hidden, routers = self.hidden(params, batch)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
@@ -200,8 +194,10 @@ class PolicySpec(ModelSpec):
         # Those the list does not fill, and other devices' go last, where the tiles past the live ones are not
         # computed.
         order = jnp.argsort(~here.reshape(-1), stable=True)
-        scored = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
-        return ScoredStates(hidden.reshape(-1, hidden.shape[-1])[scored], order, here, routers)
+        states = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
+        scored = ScoredStates(hidden.reshape(-1, hidden.shape[-1])[states], order, here, routers)
+        targets = batch.targets.reshape(-1)[order]
+        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
 
 
 class ScoredStates(NamedTuple):
