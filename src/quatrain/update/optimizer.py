@@ -67,7 +67,9 @@ class OptimizerForm:
         moments = {
             "adamw": lambda: optax.scale_by_adam(mu_dtype=self.state_dtype),
             "lion": lambda: optax.scale_by_lion(mu_dtype=self.state_dtype),
-            "sgd": lambda: optax.trace(0.0, self.state_dtype) if self.momentum else optax.identity(),
+            "sgd": lambda: (
+                optax.trace(0.0, accumulator_dtype=self.state_dtype) if self.momentum else optax.identity()
+            ),
         }[self.name]()
         decay = [] if self.name == "sgd" else [optax.add_decayed_weights(0.0, mask=is_decayed)]
         steps = optax.chain(moments, *decay, optax.scale_by_schedule(lambda count: 0.0))
