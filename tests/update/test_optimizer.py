@@ -136,7 +136,10 @@ def of_optax(config, total_steps):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_numbers_as_data_are_those_of_optax(name, dtype):
-    """Decays near 1 too, whose complement float32 would get wrong in the fifth digit if it subtracted."""
+    """Decays near 1 too, whose complement float32 would get wrong in the fifth digit if it subtracted.
+
+    Catches a state that a step returns in another dtype than the one it began in.
+    """
     config = OptimizerConfig(
         name=name,
         learning_rate=1e-3,
@@ -160,9 +163,9 @@ def test_numbers_as_data_are_those_of_optax(name, dtype):
     assert counts[0] == counts[1]
     names = [
         {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(s)}
-        for s in (ours, state)
+        for s in (ours, state, Optimizer(config, 6).form.init(params))
     ]
-    assert names[0] == names[1]  # the names of a checkpoint's arrays
+    assert names[0] == names[1] == names[2]  # the names of a checkpoint's arrays
 
 
 def test_optimizers_of_one_form_share_their_programs():

@@ -64,13 +64,12 @@ class OptimizerForm:
     @cached_property
     def _like(self) -> optax.GradientTransformation:
         """The transformation of optax that has this state: its paths name the arrays of a checkpoint."""
+        momentum = optax.trace(0.0, accumulator_dtype=self.state_dtype)
         moments = {
-            "adamw": lambda: optax.scale_by_adam(mu_dtype=self.state_dtype),
-            "lion": lambda: optax.scale_by_lion(mu_dtype=self.state_dtype),
-            "sgd": lambda: (
-                optax.trace(0.0, accumulator_dtype=self.state_dtype) if self.momentum else optax.identity()
-            ),
-        }[self.name]()
+            "adamw": optax.scale_by_adam(mu_dtype=self.state_dtype),
+            "lion": optax.scale_by_lion(mu_dtype=self.state_dtype),
+            "sgd": momentum if self.momentum else optax.identity(),
+        }[self.name]
         decay = [] if self.name == "sgd" else [optax.add_decayed_weights(0.0, mask=is_decayed)]
         steps = optax.chain(moments, *decay, optax.scale_by_schedule(lambda count: 0.0))
         return optax.chain(optax.clip_by_global_norm(1.0), steps) if self.clips else steps
