@@ -63,10 +63,11 @@ class TokenTable:
 
     def take(self, rows: np.ndarray) -> TokenTable:
         """The sequences `rows` of this table."""
-        ids, *masks = (each[rows] for each in (self.input_ids, self.attention_mask, self.completion_mask))
-        columns = {name: values[rows] for name, values in self.columns.items()}
         optional = self.group_ids, self.episode_ids, self.routes
-        return TokenTable(ids, *masks, columns, *(None if each is None else each[rows] for each in optional))
+        groups, episodes, routes = (None if each is None else each[rows] for each in optional)
+        masks = self.attention_mask[rows], self.completion_mask[rows]
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return TokenTable(self.input_ids[rows], *masks, columns, groups, episodes, routes)
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
         """This table with the token weights of `aggregation` over all its sequences."""

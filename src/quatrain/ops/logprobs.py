@@ -320,7 +320,8 @@ def _forward(
 
     nothing = jnp.zeros(targets.shape, jnp.float32)
     begin = (jnp.full_like(nothing, LOWEST), nothing, nothing, nothing)
-    kept = (jnp.zeros((words.num_tiles, *targets.shape, words.size), jnp.float32),) if keep else ()
+    shape = words.num_tiles, *targets.shape, words.size
+    kept: Arrays = (jnp.zeros(shape, jnp.float32),) if keep else ()
     (peak, total, weighted, target), kept = tiled.over(one, begin, kept)
     if axis is not None:
         own_peak, peak = peak, lax.pmax(peak, axis)
