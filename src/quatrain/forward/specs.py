@@ -78,9 +78,9 @@ class ModelSpec(ABC):
         In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
         """
 
-    def extended(self, kind: type[Extended], **more: Any) -> Extended:
-        """This model as a spec of the subclass `kind`, whose further fields are `more`."""
-        return kind(**{each.name: getattr(self, each.name) for each in fields(self)}, **more)
+    def extended(self, spec: type[Extended], /, **more: Any) -> Extended:
+        """This model as a `spec` of a subclass, whose further fields are `more`."""
+        return spec(**{each.name: getattr(self, each.name) for each in fields(self)}, **more)
 
     def trained(self, tree: Any) -> Any:
         """The part that is trained of a tree like the parameters: all of it, or the adapters."""
