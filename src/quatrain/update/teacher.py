@@ -209,13 +209,14 @@ class Teacher:
     def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> TeacherScores:
         prompts = self._prompts
         names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
-        of_row = [_of_source(self._sources, name) for name in names]
+        of_row: list[Source | None] = [_of_source(self._sources, name) for name in names]
         taught = [each is not None for each in of_row]
         table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts, taught)
         gathered = Gathered(table, None if top is None else self._width)
         # By identity: two data sources may name one teacher, whose rows then share micro-batches and one
         # pass.
-        for source in {id(each): each for each in of_row if each is not None}.values():
+        sources: dict[int, Source] = {id(each): each for each in of_row if each is not None}
+        for source in sources.values():
             # Rows that are too long stay NaN and are counted; cut, they would be scored in another context.
             held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
             if held.size:
