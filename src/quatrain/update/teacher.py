@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -41,8 +41,6 @@ from quatrain.weights.load_model import BUILTIN, load_model
 logger = logging.getLogger(__name__)
 MOST_SOURCES = 16
 """Values of the column `data_source` in a batch up to which each has a metric of its own."""
-
-Found = TypeVar("Found")
 
 OwnScores = Callable[[str, TokenTable, float, TopWords | None], TeacherScores]
 """(`policy` or `initial`, table, temperature, which words) -> what these weights say of it."""
@@ -209,7 +207,7 @@ class Teacher:
     def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> TeacherScores:
         prompts = self._prompts
         names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
-        of_row: list[Source | None] = [_of_source(self._sources, name) for name in names]
+        of_row = [self._sources.get(name, self._sources.get(DEFAULT)) for name in names]
         taught = [each is not None for each in of_row]
         table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts, taught)
         gathered = Gathered(table, None if top is None else self._width)
@@ -227,13 +225,10 @@ class Teacher:
         return TeacherScores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
 
 
-def _of_source(sources: Mapping[str, Found | None], name: str) -> Found | None:
-    return sources.get(name, sources.get(DEFAULT))
-
-
 def has_teacher(config: DistillConfig, columns: Mapping[str, Any]) -> bool:
     """Whether a row with the data `columns` has a teacher."""
-    return _of_source(config.teachers, str(columns.get(DATA_SOURCE, DEFAULT))) is not None
+    name = str(columns.get(DATA_SOURCE, DEFAULT))
+    return config.teachers.get(name, config.teachers.get(DEFAULT)) is not None
 
 
 def _data_sources(rollouts: RolloutBatch) -> list[str]:
