@@ -194,8 +194,8 @@ class Architecture:
         new: dict[Mixer, Mixer] = {
             mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_length(tokens)) for mixer in self.attentions
         }
-        layers = (replace(kind, mixer=new.get(kind.mixer, kind.mixer)) for kind in self.layers)
-        return replace(self, layers=tuple(layers))
+        layers = tuple(replace(kind, mixer=new.get(kind.mixer, kind.mixer)) for kind in self.layers)
+        return self if layers == self.layers else replace(self, layers=layers)
 
     @property
     def longest(self) -> int:
