@@ -47,7 +47,7 @@ from quatrain.types.batches import RolloutBatch
 from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.update.teacher_scores import TopWords, model_scores
 from quatrain.weights.hf import save_hf
-from quatrain.weights.load import load_model
+from quatrain.weights.load_model import load_model
 
 TARGET, HALF_TARGET = 0.95, 0.9
 STEPS: Settings = {"run.steps": 60, "eval.every_steps": 5}

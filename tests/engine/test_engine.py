@@ -73,7 +73,7 @@ def _completion_ids(batch):
 @partial(jax.jit, static_argnames="arch")
 def _scores(params, arch, ids, real):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)))
+    return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)).hidden)
 
 
 def _forward_scores(params, arch, batch, width=WIDTH):

@@ -20,7 +20,7 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.blocks.experts import RouterSums
-from quatrain.models.decoder import routed_forward
+from quatrain.models.decoder import forward
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
@@ -167,7 +167,7 @@ def test_the_auxiliary_loss_is_that_of_the_whole_batch(model, sampled):
 
     @jax.jit
     def summed(params):
-        forwarded = routed_forward(params, arch, ids, positions, real, counted=counted, packed=False)
+        forwarded = forward(params, arch, ids, positions, real, counted=counted, packed=False)
         return forwarded.sums.probabilities
 
     probabilities = np.asarray(summed(params)) / counted.sum()

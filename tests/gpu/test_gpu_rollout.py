@@ -53,7 +53,7 @@ def test_greedy_is_the_argmax_of_the_forward_pass(arch, params):
         batch = _sampled(arch, params, 2, "xla", temperature=0.0)
         positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
         segments = batch.attention_mask.astype(np.int32)
-        hidden = forward(params, arch, batch.input_ids, positions, segments)
+        hidden = forward(params, arch, batch.input_ids, positions, segments).hidden
         scores = np.asarray(logits(params, arch, hidden))
     rows, columns = np.nonzero(batch.completion_mask)
     assert len(rows) > 100

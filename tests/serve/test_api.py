@@ -165,7 +165,9 @@ def test_a_stop_string_ends_the_text_before_it(client):
 
 @partial(jax.jit, static_argnames="arch")
 def _forward(params, arch, ids, real):
-    return jax.nn.log_softmax(logits(params, arch, forward(params, arch, ids, np.arange(64)[None], real)))[0]
+    return jax.nn.log_softmax(
+        logits(params, arch, forward(params, arch, ids, np.arange(64)[None], real).hidden)
+    )[0]
 
 
 def own_logprobs(arch, params, ids):

@@ -26,7 +26,7 @@ from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.reward.scorer import short_names
 from quatrain.run.metrics import read_metrics
-from quatrain.weights.load import classifier_architecture
+from quatrain.weights.load_model import classifier_architecture
 
 MEASURES = (
     "time/step_s",

@@ -22,7 +22,7 @@ from quatrain.config.places import HUB_ID, local_path
 from quatrain.config.values import REASONING_GYM
 from quatrain.data.builtin import builtin_rows
 from quatrain.data.reasoning_gym import gym_rows
-from quatrain.weights.hub import hub_without_retries
+from quatrain.weights.offline_hub import hub_without_retries
 
 Row = dict[str, Any]
 GivenRows = Mapping[str, Any]

@@ -26,7 +26,7 @@ from quatrain.data.left_out import REFUSED, Kind, LeftOut, Messages, Tools, left
 from quatrain.data.messages import checked_messages, forms_for, unfit_text
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
-from quatrain.weights.hub import hub_without_retries
+from quatrain.weights.offline_hub import hub_without_retries
 from quatrain.workers.pool import Failure, Pool
 from quatrain.workers.process import log_output
 

@@ -35,11 +35,10 @@ from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.episodes import EnvironmentPlayer, EpisodeRules
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.forward.specs import CriticSpec, PolicySpec
-from quatrain.models.attention.probe import trusted_attention
-from quatrain.models.expert_probe import trusted_experts
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.models.params import check_policy
+from quatrain.models.probe import trusted_attention, trusted_experts
 from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.model import load_reward_models
@@ -58,7 +57,7 @@ from quatrain.types.rollouts import OnProgress, Sampling
 from quatrain.types.sampler import Sampler
 from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
-from quatrain.weights.load import BUILTIN, Model, load_model
+from quatrain.weights.load_model import BUILTIN, Model, load_model
 from quatrain.workers.pool import default_workers
 
 

@@ -128,12 +128,14 @@ def plan_packing(
     groups = np.arange(len(lengths)) if groups is None else groups
     prefixes = np.zeros(len(lengths), np.int64) if prefixes is None else prefixes - shared_prefix
     units = _units(lengths - shared_prefix, groups, prefixes)
+    # Each token also attends to the prefix of all: (p + t)^2 - p^2 = 2 p t + t^2.
     cost = PackingCost(cost.linear + 2 * shared_prefix * cost.quadratic, cost.quadratic)
     single, several = (
         tuple(width - shared_prefix for width in widths if width > shared_prefix)
         for widths in (width_buckets(max_tokens), _rungs(max_tokens, SEVERAL))
     )
     micro_batches = _micro_batches(_Pool(units), single, several, num_shards, cost)
+    # A single micro-batch has more widths to choose from: it is a program of its own anyway.
     rungs = single if len(micro_batches) == 1 else several
     least = (next(width for width in rungs if width >= tokens) for _, tokens in micro_batches)
     bins = tuple(tuple(map(_rows, bins)) for bins, _ in micro_batches)
@@ -214,6 +216,7 @@ def _micro_batches(
             filled.append(pool.fill(full, num_shards, cost))
         rungs = single if count == 1 else several
         widths = _widths(rungs, total - len(filled) * full, count - len(filled))
+        # Tried on a copy: where not all sequences fit, the same ones are placed anew in wider buffers.
         rest = _Pool(pool.units)
         last = [rest.fill(width, num_shards, cost) for width in widths]
         if not rest.sizes:
@@ -248,6 +251,7 @@ class _Pool:
         rooms, costs = [width] * num_shards, [0.0] * num_shards
         while unit := self.take(max(rooms)):
             fitting = [k for k, room in enumerate(rooms) if room >= unit.tokens]
+            # By cost, not by tokens: shards wait for the slowest, and attention makes long sequences dearer.
             k = min(fitting, key=costs.__getitem__)
             bins[k].append(unit)
             rooms[k] -= unit.tokens
@@ -262,6 +266,8 @@ class _Pool:
         for k in reversed(range(len(self.units) if self.has_groups else 0)):
             if parts := self.units[k].split(room):
                 self._pop(k)
+                # Put back in its order, and not at the end: every process must take the same units in the
+                # same order.
                 at = bisect.bisect_left(self.units, parts[1])
                 self.units.insert(at, parts[1])
                 self.sizes.insert(at, parts[1].tokens)

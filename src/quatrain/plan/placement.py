@@ -53,7 +53,7 @@ from quatrain.plan.device_memory import (
     in_units,
 )
 from quatrain.update.optimizer import OptimizerForm
-from quatrain.weights.load import BUILTIN, classifier_architecture, load_architecture
+from quatrain.weights.load_model import BUILTIN, classifier_architecture, load_architecture
 
 FROZEN = "; frozen"
 OFFLOADED = "; in host memory while not in use"

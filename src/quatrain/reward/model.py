@@ -18,11 +18,11 @@ from quatrain.config.schema import LogprobConfig, ModelConfig, RewardConfig
 from quatrain.data.tokenizer import load_tokenizer, render_completed
 from quatrain.forward.predict import sequence_scores
 from quatrain.forward.specs import CriticSpec
-from quatrain.models.attention.probe import trusted_attention
+from quatrain.models.probe import trusted_attention
 from quatrain.parallel.mesh import to_memory
 from quatrain.reward.values import Scores
 from quatrain.types.batches import PromptText, RolloutBatch
-from quatrain.weights.load import load_classifier
+from quatrain.weights.load_model import load_classifier
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """A teacher behind an inference server, which gives log-probabilities of the tokens of a prompt.
 
 Data flow: `TokenTable` -> one request for each sequence, token ids in and log-probabilities out
-(`servers/`) -> `Scores` -> `Teacher.score`.
+(`servers/`) -> `TeacherScores` -> `Teacher.score`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quatrain.ops.top_words import LEAST_REST, NO_WORD
 from quatrain.servers.client import Refusal, ServerClient, ServerLost, Unfit, all_of
 from quatrain.servers.kinds import KINDS, Pairs, PromptScores, Quatrain
 from quatrain.servers.server import described
-from quatrain.update.teacher_scores import Scores, TopWords
+from quatrain.update.teacher_scores import TeacherScores, TopWords
 
 AT_ONCE = 32
 """Sequences that are asked for at one time."""
@@ -62,7 +62,7 @@ class ServerTeacher:
         except ServerLost as error:
             raise ConnectionError(f"the teacher at {self.address}: {error}") from error
 
-    def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> Scores:
+    def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> TeacherScores:
         """As `Source.scores`, with a word more than `top` asks for: the token itself."""
         sequences = [table.input_ids[row, :length].tolist() for row, length in enumerate(table.lengths)]
         mask = table.completion_mask
@@ -81,7 +81,7 @@ class ServerTeacher:
                 ids, values = _outcomes(pairs[place], width, top.num_words)
                 words[row, place, : len(ids)] = ids
                 word_logprobs[row, place, [*range(len(ids)), -1]] = values
-        return Scores(result) if top is None else Scores(result, words, word_logprobs)
+        return TeacherScores(result) if top is None else TeacherScores(result, words, word_logprobs)
 
     def _of_all(self, sequences: Sequence[list[int]]) -> list[PromptScores]:
         return self._asked(

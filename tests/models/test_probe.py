@@ -8,10 +8,10 @@ import pytest
 from architectures import changed
 
 from quatrain.models import attention
+from quatrain.models import probe as module
 from quatrain.models.attention import kernels
-from quatrain.models.attention import probe as module
-from quatrain.models.attention.probe import probe, trusted_attention
 from quatrain.models.families import builtin_architecture
+from quatrain.models.probe import probe_attention, trusted_attention
 
 ARCH = changed(builtin_architecture("tiny", 100, ()), family="gemma3_text", windows=(None, 512) * 2)
 
@@ -41,7 +41,7 @@ def without_plans(q, k, v, *, window, cap):
 def gpu(monkeypatch):
     """Sets the kernels that the names cudnn and tokamax stand for."""
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(module, "_probed", module._compared)
+    monkeypatch.setattr(module, "compared", module.compared.__wrapped__)
 
     def use(**functions):
         for name, function in functions.items():
@@ -93,14 +93,14 @@ def test_a_named_kernel_that_is_right_is_used(gpu):
 
 
 def test_xla_is_not_compared_with_itself(monkeypatch):
-    monkeypatch.delattr(module, "_results")
+    monkeypatch.delattr(module.AttentionCase, "results")
     assert trusted_attention("auto", ARCH, platform="cpu", dtype="float32") == "xla"
     assert trusted_attention("xla", ARCH, platform="gpu", dtype="float32") == "xla"
 
 
 def test_a_kernel_is_probed_once_for_models_of_one_shape(monkeypatch):
     probed = []
-    monkeypatch.setattr(module, "_compared", lambda name, case: probed.append(case.window))
+    monkeypatch.setattr(module.AttentionCase, "results", lambda case, *_: probed.append(case.window) or {})
     for pairs in (1, 2):
-        probe("cudnn", changed(ARCH, windows=(None, 512) * pairs, head_dim=24), "bfloat16")
-    assert probed == [None, 50]
+        probe_attention("cudnn", changed(ARCH, windows=(None, 512) * pairs, head_dim=24), "bfloat16")
+    assert probed == [None, None, 50, 50]  # each with the reference

@@ -24,6 +24,7 @@ def followed(reference: Any, params: Any, mixup: float) -> Any:
         new = to_memory("device", new)
         on_device = old.sharding.with_memory_kind(str(new.sharding.memory_kind))
         moved = reshard(new, on_device)
+        # Without reading the old reference: with host memory that would bring it to the devices for nothing.
         if mixup == 1:
             mixed = copy_if_aliased(moved.astype(old.dtype), new)
         else:

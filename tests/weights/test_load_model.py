@@ -8,7 +8,7 @@ import pytest
 
 from quatrain.models.families import architecture_to_hf, builtin_architecture
 from quatrain.weights.hf import model_directory, save_hf
-from quatrain.weights.load import load_architecture, load_classifier, load_model
+from quatrain.weights.load_model import load_architecture, load_classifier, load_model
 
 
 def test_builtin_model():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quatrain.parallel.mesh import to_memory
-from quatrain.update.reference import followed
+from quatrain.update.moving_reference import followed
 
 OLD, NEW = np.float32([1, 2, 3]), np.float32([3, 2, -1])
 
