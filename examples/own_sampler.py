@@ -19,7 +19,9 @@ class AskFunction(Sampler):
 
     def __init__(self, arch, stop_ids):
         self.stop_ids = stop_ids
-        self.scores = jax.jit(lambda params, *row: logits(params, arch, forward(params, arch, *row))[0])
+        self.scores = jax.jit(
+            lambda params, *row: logits(params, arch, forward(params, arch, *row).hidden)[0]
+        )
 
     def load(self, weights, version):
         self.params, self.version = jax.tree.map(jnp.copy, weights), version  # training takes over `weights`

@@ -192,7 +192,8 @@ class Architecture:
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
         new: dict[Mixer, Mixer] = {
-            mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_length(tokens)) for mixer in self.attentions
+            mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_length(tokens))
+            for mixer in self.attentions
         }
         layers = tuple(replace(kind, mixer=new.get(kind.mixer, kind.mixer)) for kind in self.layers)
         return self if layers == self.layers else replace(self, layers=layers)

@@ -63,7 +63,7 @@ class ServerTeacher:
             raise ConnectionError(f"the teacher at {self.address}: {error}") from error
 
     def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> TeacherScores:
-        """As `Source.scores`, with a word more than `top` asks for: the token itself."""
+        """As `OwnWeights.scores`, with a word more than `top` asks for: the token itself."""
         sequences = [table.input_ids[row, :length].tolist() for row, length in enumerate(table.lengths)]
         mask = table.completion_mask
         result = np.zeros(mask.shape, np.float32)
