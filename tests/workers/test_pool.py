@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from quatrain.workers.loop_thread import LoopThread
 from quatrain.workers.pool import Failure, Pool
 from quatrain.workers.process import LONGEST_OUTPUT, WorkerProcess
-from quatrain.workers.threads import LoopThread
 
 FUNCTIONS = """
 import os, signal, threading, time

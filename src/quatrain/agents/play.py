@@ -22,8 +22,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import uvicorn
 
+from quatrain.agents.agent_processes import CLOSED, AgentProcesses, Played
 from quatrain.agents.child import Client
-from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
 from quatrain.data.messages import as_messages
 from quatrain.engine.service import EngineService, ServiceFailed
 from quatrain.parallel.compilations import num_compilations
@@ -42,7 +42,8 @@ from quatrain.types.rollouts import (
     Sampling,
     rollout_batch,
 )
-from quatrain.workers.threads import LoopThread
+from quatrain.workers.faults import Fault as AgentFault
+from quatrain.workers.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 

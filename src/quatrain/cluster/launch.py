@@ -23,8 +23,8 @@ from typing import IO
 
 from quatrain.cluster.launcher import LAUNCHER
 from quatrain.cluster.rendezvous import ANOTHER_FAILED, TOKEN
+from quatrain.cluster.start_thread import start_thread
 from quatrain.cluster.stop import Signals
-from quatrain.cluster.threads import start_thread
 
 COMMANDS = ("train", "eval", "sft")
 # Options that `launch` adds to the command of each process.

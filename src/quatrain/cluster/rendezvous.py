@@ -23,8 +23,8 @@ from typing import Any
 
 from quatrain.cluster import messages
 from quatrain.cluster.messages import receive, seconds_until, send
+from quatrain.cluster.start_thread import start_thread
 from quatrain.cluster.stop import Agreement
-from quatrain.cluster.threads import start_thread
 
 TOKEN = "QUATRAIN_CLUSTER_TOKEN"
 """The environment variable with the secret that the processes of a run share."""

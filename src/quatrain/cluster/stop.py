@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import Any, NoReturn
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 UNHANDLED = (signal.SIG_DFL, signal.default_int_handler)

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.engine.engine import Ticket, work_metrics
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import Scores

@@ -1,6 +1,6 @@
 """Environments in threads, with a time limit for each call.
 
-Data flow: an episode, or a worker process (`environment_worker.py`) -> `InThreads` -> `CheckedEnvironment`.
+Data flow: an episode, or a worker process (`environment_workers.py`) -> `InThreads` -> `CheckedEnvironment`.
 Python cannot end a thread: one whose call takes too long is left behind, and another takes its place.
 """
 
@@ -21,21 +21,18 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.environments.environment import (
     CLOSED,
-    SHOWN_FRAMES,
     CheckedEnvironment,
     Ended,
-    EnvironmentFault,
-    FaultKind,
     InitialObservation,
     KeptEnvironment,
     StepResult,
-    run_guarded,
 )
 from quatrain.environments.load_environment import AnyEnvironments
-from quatrain.workers.threads import ClosedError, LoopThread, running_future
+from quatrain.workers.faults import SHOWN_FRAMES, Fault, FaultKind, run_guarded
+from quatrain.workers.loop_thread import ClosedError, LoopThread, running_future
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +120,8 @@ class InThreads:
     def close(self) -> None:
         self._thread.close()
 
-    def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> EnvironmentFault:
-        return EnvironmentFault(f"{self._environments.name}: {call.method}{how}", kind, detail)
+    def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> Fault:
+        return Fault(f"{self._environments.name}: {call.method}{how}", kind, detail)
 
     def _submit(self, episode: _Episode, method: str, work: Callable[[_Call], Any]) -> Future[Any]:
         call = _Call(episode, method, work)
@@ -166,7 +163,7 @@ class InThreads:
             call.thread = threading.get_ident()
             try:
                 outcome = run_guarded(f"{self._environments.name}: {call.method}", partial(call.work, call))
-            except EnvironmentFault as fault:
+            except Fault as fault:
                 outcome = fault.with_traceback(None)  # whose frames would keep the environment
             try:
                 self._thread.do(self._returned, call, outcome)
@@ -257,7 +254,7 @@ class _Call:
 
     def settle(self, outcome: Any) -> None:
         """Sets the future, to a result or a fault."""
-        if isinstance(outcome, EnvironmentFault):
+        if isinstance(outcome, Fault):
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)

@@ -32,7 +32,6 @@ from quatrain.engine.session import EngineStats, TurnEnd
 from quatrain.environments.environment import (
     Ended,
     EnvironmentCalls,
-    EnvironmentFault,
     InitialObservation,
     StepResult,
     with_opening,
@@ -41,6 +40,7 @@ from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.rollouts import Completion, Sampling, context_of
+from quatrain.workers.faults import Fault as EnvironmentFault
 
 logger = logging.getLogger(__name__)
 

@@ -356,8 +356,8 @@ def agent_rollouts(
     of the extra `serve`.
     """
     try:
+        from quatrain.agents.agent_processes import check_agent  # other runs need no HTTP server
         from quatrain.agents.play import AgentRollouts, AgentRules
-        from quatrain.agents.workers import check_agent  # other runs need no HTTP server
     except ImportError as error:
         raise ValueError(
             f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.service import CLOSED, Listener, Progress, ServiceFailed
 from quatrain.rollout.fleet import LOOK_S, Fleet

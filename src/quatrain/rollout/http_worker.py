@@ -23,7 +23,7 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.rollout.server_kinds import (
     TOKEN,
     Answer,

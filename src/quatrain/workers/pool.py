@@ -1,12 +1,14 @@
-"""Calls of functions in worker processes.
+"""Worker processes for all rooms: for calls of functions, and for what lives in them.
 
 Data flow: users' reward functions (`reward/calls.py`), comparisons of expressions (`reward/math/grader.py`)
 and chat templates (`data/tokenizer.py`) -> `Pool.submit` -> a `WorkerProcess` -> the result, or a `Failure`.
-Environments use worker processes without a `Pool`, because each stays in its process.
+Environments and agents live in a `Host`, many in each, because their state is there: `Hosts.chosen` -> calls
+of that process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import weakref
@@ -18,11 +20,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from quatrain.workers.loop_thread import ClosedError, LoopThread
 from quatrain.workers.process import Failure as Failure
 from quatrain.workers.process import Kind as Kind
-from quatrain.workers.process import WorkerProcess, not_started
-from quatrain.workers.threads import ClosedError, LoopThread
+from quatrain.workers.process import WorkerProcess, log_output, not_started
 from quatrain.workers.worker import LOAD_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 8
 
@@ -167,3 +171,93 @@ def _close(thread: LoopThread, waiting: deque[_Job]) -> None:
     thread.close()
     while waiting:
         waiting.popleft().future.cancel()
+
+
+class Host(WorkerProcess):
+    """A process, and the numbers of what lives in it; used in the thread of its loop alone.
+
+    One in which a call hangs gets nothing new, and is ended after the last that lives in it.
+    """
+
+    def __init__(self, *args: Any, end_s: float, **options: Any):
+        super().__init__(*args, **options)
+        late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
+        self.loaded: Future[Any] = self.call("load", limit_s=LOAD_TIMEOUT_S, late=late)
+        """What came of loading the user's code: a `Failure`, or anything else."""
+        self.live: set[int] = set()
+        self.is_retired = False
+        """Whether a call hangs in the process."""
+        self._end_s = end_s
+
+    def hear(self, news: Mapping[str, Any]) -> None:
+        """A call hangs: Python cannot end its thread, so the process must end, when it can be spared."""
+        self.is_retired = True
+        self._end_if_left()
+
+    def leave(self, number: int) -> None:
+        """Forgets what lived in it; what is being closed may still end."""
+        self.live.discard(number)
+        self._end_if_left()
+
+    def _end_if_left(self) -> None:
+        if self.is_retired and not self.live:
+            self.let_end(self._end_s)
+
+
+class Hosts:
+    """Up to `most` processes, which start when they are needed, in the loop of `thread`.
+
+    Args:
+        what: what `ps` shows of them.
+        name: what is hosted, for the log.
+        settings: those of `worker.py`.
+        end_s: seconds that a process gets to end.
+        answer_s: seconds in which a process must answer at any time, or it is ended; None: no limit.
+    """
+
+    def __init__(
+        self,
+        thread: LoopThread,
+        what: str,
+        name: str,
+        settings: Mapping[str, Any],
+        *,
+        most: int,
+        end_s: float,
+        answer_s: float | None = None,
+    ):
+        def start() -> Host:
+            return Host(
+                thread.loop,
+                what,
+                settings,
+                lambda _, text: log_output(logger, name, text),
+                answer_s=answer_s,
+                end_s=end_s,
+            )
+
+        self._start, self._most = start, most
+        self._hosts: list[Host] = []
+
+    def chosen(self, number: int) -> Host:
+        """Where `number` lives from now on: the process with the fewest, or a new one."""
+        self._hosts = [host for host in self._hosts if host.failure is None]
+        open_to_all = [host for host in self._hosts if not host.is_retired and not host.has_ended()]
+        best = min(open_to_all, key=lambda host: len(host.live), default=None)
+        if best is None or (best.live and len(open_to_all) < self._most):
+            best = self._start()
+            self._hosts.append(best)
+        best.live.add(number)
+        return best
+
+    def alone(self, number: int) -> Host:
+        """A new process, in which nothing else will live than `number`."""
+        host = self._start()
+        host.is_retired = True
+        host.live.add(number)
+        self._hosts.append(host)
+        return host
+
+    def kill_all(self, why: str) -> None:
+        """Ends the processes; their calls get a failure that says why."""
+        kill_all(self._hosts, why)

@@ -1,7 +1,7 @@
 """Worker processes for users' code: how they are started, asked, heard, limited and ended.
 
-Data flow: `pool.py` (functions) or `environments/environment_workers.py` -> `WorkerProcess.call` -> a pickle
-to `worker.py` -> a line of JSON -> the future of the call. The two processes share a socket and a pipe, and
+Data flow: `pool.py` -> `WorkerProcess.call` -> a pickle to `worker.py` -> a line of JSON -> the future of the
+call. The two processes share a socket and a pipe, and
 nothing with other workers, so that a worker can be killed at any moment; libraries for process pools are not
 used, because their workers share a queue and its locks, which a worker that is killed may hold.
 """
@@ -29,7 +29,8 @@ from typing import Any, Literal
 
 from quatrain.config.secrets import redact
 from quatrain.workers.descendants import end_descendants, is_stopped
-from quatrain.workers.threads import running_future
+from quatrain.workers.faults import Fault
+from quatrain.workers.loop_thread import running_future
 from quatrain.workers.worker import LOAD_TIMEOUT_S, SIZE_BYTES
 
 PAUSE_S = 0.1
@@ -60,6 +61,10 @@ class Failure:
     detail: str
 
 
+NO_REPLY = Failure("crash", "its process sent a reply that is none")
+"""Of a process in which users' code wrote into the socket: nothing that comes from it can be believed."""
+
+
 def not_started(error: Exception) -> Failure:
     """The failure of calls of a process that the system does not start."""
     return Failure("crash", f"its process could not be started: {error}")
@@ -86,7 +91,6 @@ class WorkerProcess:
         settings: what `worker.py` reads first; `memory_mb` is MiB of private memory, or None; `python` the
             interpreter, if it is another than this one.
         on_output: called with what the last call was of, and what was printed.
-        on_news: called with lines that answer no call.
         answer_s: seconds in which it must answer at any time, also when its calls have no limit.
     """
 
@@ -96,12 +100,11 @@ class WorkerProcess:
         what: str,
         settings: Mapping[str, Any],
         on_output: Callable[[str, str], None],
-        on_news: Callable[[Mapping[str, Any]], None] = lambda news: None,
         answer_s: float | None = None,
     ):
         self.failure: Failure | None = None
         """How it ended; None as long as it may be called."""
-        self._loop, self._what, self._on_output, self._on_news = loop, what, on_output, on_news
+        self._loop, self._what, self._on_output = loop, what, on_output
         self._answer_s = answer_s
         self._requests, self._received = bytearray(), b""
         self._calls: dict[int, _Call] = {}
@@ -136,7 +139,7 @@ class WorkerProcess:
         late: str | None = None,
         loads: bool = False,
     ) -> Future[Any]:
-        """Asks the process for something; `future` gets the reply or a `Failure`.
+        """Asks the process for something; `future` gets the reply, a `Fault` or a `Failure`, as its result.
 
         Args:
             what: what the call is of, for `on_output`.
@@ -163,6 +166,9 @@ class WorkerProcess:
         if self._next_look is None:
             self._next_look = self._loop.call_later(PAUSE_S, self._look)
         return future
+
+    def hear(self, news: Mapping[str, Any]) -> None:
+        """Called with a line that answers no call."""
 
     def let_end(self, within_s: float) -> None:
         """Sends nothing more, upon which the process ends; it is killed after `within_s` seconds."""
@@ -272,7 +278,7 @@ class WorkerProcess:
                 for line in lines:
                     self._take(json.loads(line))
             except (ValueError, LookupError, TypeError, RecursionError):  # users' code wrote into the socket
-                self.kill(Failure("crash", "its process sent a reply that is none"))
+                self.kill(NO_REPLY)
         return None
 
     def _take(self, reply: Mapping[str, Any]) -> None:
@@ -285,16 +291,21 @@ class WorkerProcess:
         if "died" in reply:  # the process goes on as another
             return self._settle_all(self._how_ended(reply["died"]))
         if number is None:
-            return self._on_news(reply)
+            return self.hear(reply)
         call = self._calls[number]
         if "loaded" in reply:
             self._loaded.add(call.what)
             call.limit.cancel()
             call.limit = self._loop.call_later(call.limit_s, self.kill, call.late)
             return None
-        outcome = Failure(reply["kind"], reply["detail"]) if "kind" in reply else reply["value"]
-        if isinstance(outcome, Failure) and outcome.kind != "error":
-            return self.kill(outcome)  # what it left behind would harm the next call
+        outcome = reply.get("value")
+        if "fault" in reply:
+            text, kind, detail = reply["fault"]
+            outcome = Fault(text, kind, detail)
+        elif "kind" in reply:
+            outcome = Failure(reply["kind"], reply["detail"])
+            if outcome.kind != "error":
+                return self.kill(outcome)  # what it left behind would harm the next call
         del self._calls[number]
         return self._settle(call, outcome)
 

@@ -55,6 +55,15 @@ def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: st
     return function
 
 
+def check_importable(spec: object, what: str, remedy: str = "") -> None:
+    """Raises ValueError for a class or function of the running program, which processes cannot import."""
+    if not isinstance(spec, str) or spec.startswith("__main__:"):
+        raise ValueError(
+            f"{what} must be named as `path/file.py:name`, which processes import; got {spec!r}, of the "
+            f"running program; put it into a file{', or ' if remedy else ''}{remedy}"
+        )
+
+
 def _import(name: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)

@@ -20,7 +20,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +67,16 @@ class Connection:
         with self._lock:
             self._socket.sendall(line)
 
+    def requests(self) -> Iterator[tuple[Any, ...]]:
+        """(reply, operation, *arguments) of each request, until no more can come; pings are answered here."""
+        with contextlib.suppress(EOFError):
+            while True:
+                number, operation, *arguments = self.request()
+                if operation == "ping":  # whether this process can run at all
+                    self.reply(number, value={})
+                else:
+                    yield partial(self.reply, number), operation, *arguments
+
     def end_if_forked(self) -> None:
         """Ends a process that a user's code forked, and that has come back."""
         if os.getpid() != self.process:
@@ -103,13 +114,10 @@ def main() -> None:
         parent = guarded(parent, connection.number)
         connection.process = os.getpid()
         connection.reply(None, process=connection.process)
-    from quatrain.workers.user_code import find_function
-
     _enter({**settings, "parent": parent})
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    serve = find_function(settings["serve"], {}, "service") if "serve" in settings else _serve_functions
-    serve(connection, settings)
+    (_serve_host if "host" in settings else _serve_functions)(connection, settings)
     os._exit(0)  # whatever hangs in a thread
 
 
@@ -217,6 +225,24 @@ def _serve_functions(connection: Connection, settings: Mapping[str, Any]) -> Non
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_PROF, 0)
         del arguments
+
+
+def _serve_host(connection: Connection, settings: Mapping[str, Any]) -> None:
+    """Has `settings["host"]` load users' code, and what that returns serve it until no more can come.
+
+    The first request is to load it, which has a time limit of its own.
+    """
+    from quatrain.workers.faults import format_error
+    from quatrain.workers.user_code import find_function
+
+    number, _ = connection.request()
+    try:
+        serve = find_function(settings["host"], {}, "host")(settings)
+    except BaseException as error:  # of the user's module
+        text = str(error) if isinstance(error, ValueError) else format_error(error)
+        return connection.reply(number, kind="refused", detail=text)
+    connection.reply(number, value={})
+    return serve(connection)
 
 
 def _fork_while_killed(connection: Connection, settings: Mapping[str, Any]) -> None:

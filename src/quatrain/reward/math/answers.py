@@ -33,8 +33,8 @@ from quatrain.reward.math.words import (
     without_letter_unit,
     without_units,
 )
+from quatrain.workers.loop_thread import map_in_threads
 from quatrain.workers.pool import Failure
-from quatrain.workers.threads import map_in_threads
 
 # Of a long text only the last characters are read, because the answer is expected at the end.
 _TAIL_CHARS = 4000

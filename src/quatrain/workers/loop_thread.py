@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 
 T = TypeVar("T")
 U = TypeVar("U")
