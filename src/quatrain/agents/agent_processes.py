@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,15 +70,14 @@ class AgentProcesses:
 
     async def play(self, client: Client, row: Mapping[str, Any], *, alone: bool = False) -> Played:
         """Plays an episode; raises Fault. `alone`: in a process of its own, that none else can end."""
-        if not alone:
-            return await self._play(client, row, alone)
-        async with self._alone:
+        # As many as there are other processes at most, however many episodes are played at a time.
+        async with self._alone if alone else nullcontext():
             return await self._play(client, row, alone)
 
     async def _play(self, client: Client, row: Mapping[str, Any], alone: bool) -> Played:
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        host = self._hosts.alone(number) if alone else self._hosts.chosen(number)
+        host = self._hosts.chosen(number, alone=alone)
         began = math.inf
         episode = pickled({"client": asdict(client), "row": dict(row)}, "agents")
         try:

@@ -145,7 +145,12 @@ class _Child:
         )
         outputs = ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr))
         self.readers = [start_thread(self._pass_on, *pair, name="output of a process") for pair in outputs]
-        self._ended = start_thread(self._note_end, name="end of a process")
+
+        def note_end() -> None:
+            self._popen.wait()
+            self.ended_at = time.monotonic()
+
+        self._ended = start_thread(note_end, name="end of a process")
 
     @property
     def running(self) -> bool:
@@ -171,10 +176,6 @@ class _Child:
         """Sends a signal to the process alone, which may need its own child processes to stop."""
         if self.running:
             self._popen.send_signal(number)
-
-    def _note_end(self) -> None:
-        self._popen.wait()
-        self.ended_at = time.monotonic()
 
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
         unended = 0  # messages of Gloo of which the first piece has come, and not yet the end of the line

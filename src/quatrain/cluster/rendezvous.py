@@ -216,10 +216,16 @@ def connect_to_main(
         "timeout_s": seconds_until(deadline),
         "challenge": secrets.token_hex(),
     }
-    try:
-        answer = _answer_to(hello, connection, token, deadline + DELIVERY_TIMEOUT_S) or {}
-    except OSError:
-        answer = {}
+    answer: Mapping[str, Any] = {}
+    with contextlib.suppress(OSError):
+        asked = receive(connection, deadline + DELIVERY_TIMEOUT_S)
+        if messages.has_form(asked, {"challenge"}):  # else it is no process 0
+            proof = messages.proof(token, "process", asked["challenge"], hello)
+            send({**hello, "proof": proof}, connection)
+            received = receive(connection, deadline + DELIVERY_TIMEOUT_S)
+            # Process 0 proves it too: whoever listens on its port could else send this process off.
+            known = messages.proven(received, token, "main", hello["challenge"], *messages.ANSWERS)
+            answer = known or {}
     if "go" in answer:
         return connection
     connection.close()
@@ -231,19 +237,6 @@ def connect_to_main(
         f"{TOKEN}; set it to the same value in all processes, end the run that uses this port or choose "
         "another port, then start all processes again"
     )
-
-
-def _answer_to(
-    hello: Mapping[str, Any], connection: socket.socket, token: str, deadline: float
-) -> dict[str, Any] | None:
-    """The answer of process 0 to `hello`; None if it is no process 0 of this run."""
-    asked = receive(connection, deadline)
-    if not messages.has_form(asked, {"challenge"}):
-        return None
-    proof = messages.proof(token, "process", asked["challenge"], hello)
-    send({**hello, "proof": proof}, connection)
-    received = receive(connection, deadline)
-    return messages.proven(received, token, "main", hello["challenge"], *messages.ANSWERS)
 
 
 def _connect(address: str, process_id: int, timeout_s: float) -> socket.socket:
@@ -291,7 +284,12 @@ class Connections:
         )
         for connection in self._connections.values():
             connection.settimeout(None)
-            _keep_alive(connection, silence_s)
+            # So that a connection to an unreachable host fails before `silence_s` are over.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            every_s = max(1, math.floor(silence_s / 5))
+            for option, value in (("TCP_KEEPIDLE", every_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", 3)):
+                if hasattr(socket, option):  # these options do not exist on every operating system
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._thread = start_thread(self._read, name="rendezvous")
 
     def fail(self, message: str) -> None:
@@ -378,12 +376,3 @@ class Connections:
 def _named(processes: Iterable[int]) -> str:
     ids = sorted(processes)
     return f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
-
-
-def _keep_alive(connection: socket.socket, silence_s: float) -> None:
-    """Sets TCP keep-alive so that a connection to an unreachable host fails before `silence_s` are over."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every_s = max(1, math.floor(silence_s / 5))
-    for option, value in (("TCP_KEEPIDLE", every_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):  # these options do not exist on every operating system
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

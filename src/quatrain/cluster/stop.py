@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NoReturn
 
 from quatrain.cluster.start_thread import start_thread
@@ -141,18 +142,16 @@ def _block() -> None:
     _forking.blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _unblock() -> None:
+def _unblock(in_child: bool) -> None:
+    if in_child and _open is not None:
+        _open.restore()  # a forked child would write its own signals into the pipe of its parent
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked_before)
 
 
-def _handle_nothing() -> None:
-    if _open is not None:
-        _open.restore()
-    _unblock()
-
-
-# A forked child would write its own signals into the pipe of its parent.
-os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_handle_nothing)
+# Blocked meanwhile: a signal between the fork and `restore` would be one for the parent's handler.
+os.register_at_fork(
+    before=_block, after_in_parent=partial(_unblock, False), after_in_child=partial(_unblock, True)
+)
 
 
 _leave: Callable[[Stopped], NoReturn] | None = None

@@ -1,8 +1,8 @@
 """Environments: what answers the model in an episode of several turns, and the checks of what they return.
 
-Data flow: an episode -> `EnvironmentCalls` -> `CheckedEnvironment`, which `load_environment.py` makes for
-each sample; users write the class inside it. Whatever an environment does wrong is a `Fault`,
-which costs that episode and never the run.
+Data flow: an episode -> `InThreads` or `InWorkers` -> `CheckedEnvironment`, which `load_environment.py` makes
+for each sample; users write the class inside it. Whatever an environment does wrong is a `Fault`, which costs
+that episode and never the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
@@ -100,57 +99,6 @@ class Environment(Protocol):
         ...
 
 
-class EnvironmentCalls(Protocol):
-    """Runs the environments of episodes, in threads of this process or in worker processes.
-
-    Any thread may call it. An environment that is slow holds up no other episode.
-
-    An episode is a number that its caller chooses, and has at most one call at a time. Each future has the
-    result or a `Fault`, nothing else, and cannot be cancelled; it is set by a background thread,
-    in which its callbacks run, and must not take long. After a fault the episode is abandoned.
-    The time limit of a call begins when the environment is called, not while the call waits for a thread.
-    """
-
-    keeps: bool
-    """Whether the environments of episodes that have ended are kept, to be asked for with `kept`."""
-
-    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
-        """Makes the environment of a new episode and resets it with the columns of the prompt's row."""
-        ...
-
-    def step(self, episode: int, completion: str) -> Future[StepResult | None]:
-        """Answers a completion."""
-        ...
-
-    def end(self, episode: int) -> Future[Ended]:
-        """Ends the episode: its reward and counts; then the environment is closed, unless it is kept.
-
-        A `close` that raises or takes too long is a warning.
-        """
-        ...
-
-    def kept(self, episode: int) -> KeptEnvironment | None:
-        """The environment of an episode that has ended, if it was to be kept; None after a fault.
-
-        It is asked for once.
-        """
-        ...
-
-    def abandon(self, episode: int) -> None:
-        """Forgets an episode that is not ended, or kept: it is closed in the background, if it can be.
-
-        A call of it that has not begun is an "error" fault. May be called for episodes that are gone.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends everything: processes are killed, threads that hang are left behind as daemons.
-
-        Calls that have not ended, and later ones, are "crash" faults. May be called again.
-        """
-        ...
-
-
 class CheckedEnvironment:
     """A user's environment that keeps to its protocol: each method checks what came, or raises the fault.
 
@@ -162,11 +110,37 @@ class CheckedEnvironment:
 
     def reset(self, columns: Mapping[str, Any]) -> InitialObservation:
         """What follows the prompt; the environment gets a copy of `columns`, which it may change."""
-        return run_guarded(f"{self._name}: reset", lambda: self._reset(columns))
+
+        def work() -> InitialObservation:
+            reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
+            taken = {n: v for n, v in columns.items() if self._accepts is None or n in self._accepts}
+            opening = reset(**copy.deepcopy(taken))
+            if opening is None or opening == "":
+                return None
+            if isinstance(opening, str):
+                self._messages("reset", [{"role": "user", "content": opening}])
+                return opening
+            if not isinstance(opening, list | tuple):
+                self._refuse("reset must return a list of messages, a text or None", opening)
+            return self._messages("reset", opening) or None
+
+        return run_guarded(f"{self._name}: reset", work)
 
     def step(self, completion: str) -> StepResult | None:
         """The answer to a completion: messages as dictionaries, and a finite reward."""
-        return run_guarded(f"{self._name}: step", lambda: self._step(completion))
+
+        def work() -> StepResult | None:
+            turn = self._environment.step(completion)
+            if turn is None:
+                return None
+            if not isinstance(turn, StepResult):
+                self._refuse("step must return a quatrain.StepResult(messages, reward, done) or None", turn)
+            messages = self._messages("step", turn.messages)
+            if not messages and not turn.done:
+                self._refuse("a turn must have messages, or done=True", turn.messages)
+            return StepResult(messages, self._number("the reward of a turn", turn.reward), bool(turn.done))
+
+        return run_guarded(f"{self._name}: step", work)
 
     def final_reward(self) -> float:
         """The reward that the environment adds to those of its turns, at the end; 0 if it has none."""
@@ -192,30 +166,6 @@ class CheckedEnvironment:
         if not isinstance(counts, Counter) or set(counts) != set(COUNTS):
             return Counter()
         return Counter({name: count for name, count in counts.items() if isinstance(count, int)})
-
-    def _reset(self, columns: Mapping[str, Any]) -> InitialObservation:
-        reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
-        taken = {name: v for name, v in columns.items() if self._accepts is None or name in self._accepts}
-        opening = reset(**copy.deepcopy(taken))
-        if opening is None or opening == "":
-            return None
-        if isinstance(opening, str):
-            self._messages("reset", [{"role": "user", "content": opening}])
-            return opening
-        if not isinstance(opening, list | tuple):
-            self._refuse("reset must return a list of messages, a text or None", opening)
-        return self._messages("reset", opening) or None
-
-    def _step(self, completion: str) -> StepResult | None:
-        turn = self._environment.step(completion)
-        if turn is None:
-            return None
-        if not isinstance(turn, StepResult):
-            self._refuse("step must return a quatrain.StepResult(messages, reward, done) or None", turn)
-        messages = self._messages("step", turn.messages)
-        if not messages and not turn.done:
-            self._refuse("a turn must have messages, or done=True", turn.messages)
-        return StepResult(messages, self._number("the reward of a turn", turn.reward), bool(turn.done))
 
     def _messages(self, method: str, messages: Any) -> tuple[Message, ...]:
         if not isinstance(messages, list | tuple):

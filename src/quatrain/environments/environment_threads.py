@@ -49,10 +49,15 @@ _MANY_LEFT = (
 
 
 class InThreads:
-    """`EnvironmentCalls` in daemon threads of this process; each call may take `timeout_s` seconds.
+    """Runs the environments of episodes in daemon threads of this process, each call for `timeout_s` seconds.
 
     A call that takes longer goes on in its thread, which Python cannot end, and its result is ignored;
     `on_left` is called for each thread that is left behind, before the future of its call is set.
+
+    Any thread may call this. An episode is a number that its caller chooses, and has at most one call at a
+    time. Each future has the result or a `Fault`, nothing else, and cannot be cancelled; it is set by a
+    background thread, in which its callbacks run, and must not take long. After a fault the episode is
+    abandoned. The time limit of a call begins when the environment is called, not while the call waits.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class InThreads:
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
         self.keeps = environments.kept
+        """Whether the environments of episodes that have ended are kept, to be asked for with `kept`."""
         self._episodes: dict[int, _Episode] = {}
         self._thread = LoopThread("quatrain-environments", CLOSED, self._end_calls)
         # Only that thread uses what follows, but for `_to_make`.
@@ -69,6 +75,7 @@ class InThreads:
         self._num_idle = self._num_left = 0  # threads
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
+        """Makes the environment of a new episode and resets it with the columns of the prompt's row."""
         new = self._episodes[episode] = _Episode()
 
         def work(call: _Call) -> InitialObservation:
@@ -78,10 +85,15 @@ class InThreads:
         return self._submit(new, "reset", work)
 
     def step(self, episode: int, completion: str) -> Future[StepResult | None]:
+        """Answers a completion."""
         known = self._episodes[episode]
         return self._submit(known, "step", lambda call: known.begun().step(completion))
 
     def end(self, episode: int) -> Future[Ended]:
+        """Ends the episode: its reward and counts; then the environment is closed, unless it is kept.
+
+        A `close` that raises or takes too long is a warning.
+        """
         known = self._episodes[episode] if self.keeps else self._episodes.pop(episode)
 
         def work(call: _Call) -> Ended:
@@ -97,12 +109,17 @@ class InThreads:
         return self._submit(known, "end", work)
 
     def kept(self, episode: int) -> KeptEnvironment | None:
+        """The environment of an episode that has ended, if it was to be kept; None after a fault."""
         known = self._episodes.get(episode)
         if known is None or known.environment is None:
             return None
         return KeptEnvironment(known.environment.users, partial(self.abandon, episode))
 
     def abandon(self, episode: int) -> None:
+        """Forgets an episode that is not ended, or kept: it is closed in the background, if it can be.
+
+        A call of it that has not begun is an "error" fault. May be called for episodes that are gone.
+        """
         known = self._episodes.pop(episode, None)
         if known is not None:
             with suppress(ClosedError):
@@ -118,6 +135,10 @@ class InThreads:
             time.sleep(0.01)
 
     def close(self) -> None:
+        """Ends everything; threads that hang are left behind as daemons. May be called again.
+
+        Calls that have not ended, and later ones, are "crash" faults.
+        """
         self._thread.close()
 
     def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> Fault:

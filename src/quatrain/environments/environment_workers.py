@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class InWorkers:
-    """`EnvironmentCalls` in up to `num_workers` processes, which start when they are needed.
+    """`InThreads` in up to `num_workers` processes, which start when they are needed.
 
     `specs` is the environment `path.py:Class`, or several by a column, as `rollout.environment` has them, or
     a list of tools `path.py:function`; the processes import them. Each call may take `timeout_s` seconds. A
@@ -142,6 +142,7 @@ class InWorkers:
                 future.set_result(_VALUES[operation](value))
 
 
+EnvironmentCalls = InThreads | InWorkers
 _FAULTS: Mapping[Kind, FaultKind] = {"timeout": "timeout", "refused": "error"}
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "begin": lambda value: tuple(value) if isinstance(value, list) else value,

@@ -31,11 +31,11 @@ from quatrain.engine.groups import Group
 from quatrain.engine.session import EngineStats, TurnEnd
 from quatrain.environments.environment import (
     Ended,
-    EnvironmentCalls,
     InitialObservation,
     StepResult,
     with_opening,
 )
+from quatrain.environments.environment_workers import EnvironmentCalls
 from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe

@@ -29,9 +29,8 @@ from quatrain.data.turns import TurnsOfRow
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.engine.engine import RolloutEngine, records_routes
 from quatrain.engine.service import EngineService
-from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.environment_workers import InWorkers
+from quatrain.environments.environment_workers import EnvironmentCalls, InWorkers
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.forward.specs import CriticSpec, PolicySpec

@@ -41,14 +41,10 @@ from quatrain.reward.functions import (
     TAGS,
     accepted_answers,
     begun_answer,
-    correct,
-    graded,
+    builtin_function,
     has_format,
-    overlong,
-    tag_count,
     why_unjudged,
 )
-from quatrain.reward.functions import format as format_reward
 from quatrain.reward.values import Scores
 from quatrain.types.batches import (
     DATA_SOURCE,
@@ -64,7 +60,7 @@ from quatrain.types.batches import (
 from quatrain.types.metrics import Metric, combine, describe
 from quatrain.workers.pool import Failure, Pool, default_workers
 from quatrain.workers.process import log_output
-from quatrain.workers.user_code import find_function, parameters_of
+from quatrain.workers.user_code import check_importable, find_function, parameters_of
 
 if TYPE_CHECKING:
     from quatrain.data.prompts import PromptSource
@@ -158,13 +154,13 @@ class RewardScorer:
         self._builtin = {f.spec: f for f in self._functions if f.spec not in functions}
         weighted = episodes and ENVIRONMENT in entries and ENVIRONMENT not in functions
         self._environment_weight = entries[ENVIRONMENT].weight if weighted else 0.0
-        self._warns_of_unused = episodes and accuracy_beside is None
         self.asks_for_environments = episodes and any(ENVIRONMENTS not in f.hidden for f in self._functions)
         """Whether a function gets the environments of episodes, which must be kept for it."""
-        self._warns_of_unused &= not self.asks_for_environments
-        self._warns_of_unused &= not any(
+        reads = any(
             name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
         )
+        unread = not (self.asks_for_environments or reads)
+        self._warns_of_unused = episodes and accuracy_beside is None and unread
         needs = {
             column: f"the reward `{f.name}`"
             for f in self._functions
@@ -193,7 +189,7 @@ class RewardScorer:
 
         if from_python is not None or self._pool is None or ":" not in path:
             is_users = from_python is not None or spec not in BUILTIN_FUNCTIONS
-            function = users_function() if is_users else _builtin(spec, config, self.opening)
+            function = users_function() if is_users else builtin_function(spec, config, self.opening)
             # A column of the name of a built-in function's limit must not replace the limit.
             bound |= getattr(function, "keywords", {}).keys()
             submit: Submit = partial(call_in_process, function, is_users)
@@ -379,7 +375,10 @@ class RewardScorer:
             )
         called = self._decide(lambda: self._called(rollouts))
         if self.asks_for_environments:
-            rollouts = _without_environments(rollouts)
+            columns = dict(rollouts.columns)
+            for kept in filter(None, columns.pop(ENVIRONMENTS, ())):
+                kept.close()
+            rollouts = replace(rollouts, columns=columns)
         scores = {name: Scores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         rollouts = self._with_columns(rollouts, scores)
@@ -389,7 +388,10 @@ class RewardScorer:
         faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
         raw[:, faults] = self._fault_reward
         metrics = _described(raw, scores, self.function_names)
-        rewards = _weighted_sum(raw, list(self._weights.values()))
+        weights = np.array(list(self._weights.values()), np.float64)
+        # In float64, rounded once. A function that abstains takes no part; where all do there is no reward.
+        rewards = np.nansum(weights[:, None] * raw, axis=0).astype(np.float32)
+        rewards[np.isnan(raw).all(axis=0)] = np.nan
         rewards[faults] = self._fault_reward
         metrics |= describe("reward", rewards, STATS)
         self._check_environment_rewards(rollouts, raw[:, ~faults])
@@ -412,7 +414,7 @@ class RewardScorer:
             metrics,
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
-            function_weights=np.array(list(self._weights.values()), np.float32),
+            function_weights=weights.astype(np.float32),
         )
 
     def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:
@@ -446,15 +448,6 @@ class RewardScorer:
         values[held] = np.asarray(scores.values, np.float32)[held]
         return scores._replace(values=values)
 
-    def _warn_of_unlogged(self, name: str, first: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            logger.warning(
-                "reward function `%s` logs what is no finite number, has a name that no metric can have, or "
-                "is not one value per sample: %s; reward/%s/unlogged counts them",
-                *(name, first, name),
-            )
-
     def _with_columns(self, rollouts: RolloutBatch, scores: Mapping[str, Scores]) -> RolloutBatch:
         """The rollouts with the columns that functions logged, in this batch or before."""
         of_row, _ = rollouts.episodes
@@ -473,7 +466,13 @@ class RewardScorer:
             counts = {"errors": errors.total()} | {f"errors/{kind}": n for kind, n in errors.items()}
             if log.unlogged:
                 counts["unlogged"] = len(log.unlogged)
-                self._warn_of_unlogged(function.name, log.unlogged[0])
+                if function.name not in self._told:
+                    self._told.add(function.name)
+                    logger.warning(
+                        "reward function `%s` logs what is no finite number, has a name that no metric can "
+                        "have, or is not one value per sample: %s; reward/%s/unlogged counts them",
+                        *(function.name, log.unlogged[0], function.name),
+                    )
             seconds = time.perf_counter() - began
             called[function.name] = values.tolist(), counts, seconds, log.metrics, log.columns
         return called
@@ -490,14 +489,6 @@ def _described(raw: np.ndarray, scores: Mapping[str, Scores], names: Sequence[st
         logged = scores[name].metrics.items()
         metrics |= {f"reward/{name}/{key}": Metric(total[0], total[1]) for key, total in logged}
     return metrics
-
-
-def _without_environments(rollouts: RolloutBatch) -> RolloutBatch:
-    """The rollouts without the environments that were kept, which are closed."""
-    columns = dict(rollouts.columns)
-    for kept in filter(None, columns.pop(ENVIRONMENTS, ())):
-        kept.close()
-    return replace(rollouts, columns=columns)
 
 
 def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: int) -> Samples:
@@ -557,13 +548,6 @@ def _pool(
     )
 
 
-def _weighted_sum(raw: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """[B] float32: sum over functions of weight * raw[F, B] without NaN entries; NaN if all are NaN."""
-    terms = np.asarray(weights, np.float64)[:, None] * raw
-    total = np.where(np.isnan(raw), 0.0, terms).sum(axis=0)
-    return np.where(np.isnan(raw).all(axis=0), np.nan, total).astype(np.float32)
-
-
 def short_names(config: RewardConfig) -> dict[str, str]:
     """Spec -> name in metrics: the function's name, or the whole spec if two functions have the same name.
 
@@ -575,31 +559,9 @@ def short_names(config: RewardConfig) -> dict[str, str]:
     return {spec: name if shared[name] == 1 else spec for spec, name in short.items()}
 
 
-def _builtin(spec: str, config: RewardConfig, opening: str | None) -> Callable[..., Any]:
-    """A built-in function with its arguments; raises ValueError for arguments that it does not have."""
-    function: Callable[..., Any] = find_function(spec, BUILTIN_FUNCTIONS, WHAT)
-    if args := config.entries[spec].args:
-        has, remedy = "has no arguments of its own", "leave them out"
-        if function is overlong:
-            has = "takes limit and buffer from reward.overlong_limit and reward.overlong_buffer"
-            remedy = "set these keys instead"
-        raise ValueError(f"reward function {spec!r} is built in and {has}; got args {listed(args)}; {remedy}")
-    if function is overlong:
-        assert config.overlong_limit is not None, "the limit is derived before it comes here"
-        assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
-        return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
-    if function is correct:
-        return partial(graded, timeout_s=config.timeout_s)
-    return partial(function, opening=opening) if function in (format_reward, tag_count) else function
-
-
 def _loaded(pool: Pool, spec: str) -> list[Any] | None:
     """The parameters of a user's function, which a worker imports."""
-    if spec.startswith("__main__:"):
-        raise ValueError(
-            f"{WHAT} {spec!r} is defined in the running program, which worker processes cannot import; put "
-            "it into a file and name it as `path/file.py:function`, or set reward.workers to 0"
-        )
+    check_importable(spec, "a reward function", "set reward.workers to 0")
     reply = pool.load(spec)
     if isinstance(reply, Failure):
         raise ValueError(f"{WHAT} {spec!r} cannot be imported ({reply.kind}): {reply.detail}")

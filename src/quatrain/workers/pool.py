@@ -239,24 +239,20 @@ class Hosts:
         self._start, self._most = start, most
         self._hosts: list[Host] = []
 
-    def chosen(self, number: int) -> Host:
-        """Where `number` lives from now on: the process with the fewest, or a new one."""
+    def chosen(self, number: int, *, alone: bool = False) -> Host:
+        """Where `number` lives from now on: the process with the fewest, or a new one.
+
+        `alone`: a new one, in which nothing else will live.
+        """
         self._hosts = [host for host in self._hosts if host.failure is None]
         open_to_all = [host for host in self._hosts if not host.is_retired and not host.has_ended()]
         best = min(open_to_all, key=lambda host: len(host.live), default=None)
-        if best is None or (best.live and len(open_to_all) < self._most):
+        if alone or best is None or (best.live and len(open_to_all) < self._most):
             best = self._start()
+            best.is_retired = alone
             self._hosts.append(best)
         best.live.add(number)
         return best
-
-    def alone(self, number: int) -> Host:
-        """A new process, in which nothing else will live than `number`."""
-        host = self._start()
-        host.is_retired = True
-        host.live.add(number)
-        self._hosts.append(host)
-        return host
 
     def kill_all(self, why: str) -> None:
         """Ends the processes; their calls get a failure that says why."""

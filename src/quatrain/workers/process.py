@@ -193,7 +193,7 @@ class WorkerProcess:
             for file in (self._socket, self._printed):
                 self._loop.remove_reader(file)
                 file.close()
-            self._settle_all(self.failure)
+            self._settle(self.failure, *self._calls)
 
     def has_ended(self, *, or_stopped: bool = False) -> bool:
         """Whether the process has ended (or was stopped), without reading its status."""
@@ -289,7 +289,7 @@ class WorkerProcess:
             return None
         self._heard, self._pinged = time.monotonic(), False
         if "died" in reply:  # the process goes on as another
-            return self._settle_all(self._how_ended(reply["died"]))
+            return self._settle(self._how_ended(reply["died"]), *self._calls)
         if number is None:
             return self.hear(reply)
         call = self._calls[number]
@@ -306,24 +306,16 @@ class WorkerProcess:
             outcome = Failure(reply["kind"], reply["detail"])
             if outcome.kind != "error":
                 return self.kill(outcome)  # what it left behind would harm the next call
-        del self._calls[number]
-        return self._settle(call, outcome)
+        return self._settle(outcome, number)
 
-    def _settle(self, call: _Call, outcome: Any) -> None:
-        call.limit.cancel()
+    def _settle(self, outcome: Any, *numbers: int) -> None:
+        calls = [self._calls.pop(number) for number in numbers]
         try:
-            self._pass_output()
+            self._pass_output()  # before the future: whoever waits for it may end the log
         finally:  # also if the log cannot be written
-            call.future.set_result(outcome)
-
-    def _settle_all(self, failure: Failure) -> None:
-        calls, self._calls = self._calls, {}
-        try:
-            self._pass_output()
-        finally:  # also if the log cannot be written
-            for call in calls.values():
+            for call in calls:
                 call.limit.cancel()
-                call.future.set_result(failure)
+                call.future.set_result(outcome)
 
     def _look(self) -> None:
         """Looks, as long as it has calls or is to end, whether it has ended and whether it answers."""

@@ -87,17 +87,13 @@ def failure(error: BaseException) -> tuple[Literal["memory", "exit", "error"], s
     """The kind of a failure, and the end of its traceback."""
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)  # frees what they hold, which formatting needs
-    detail = _last_lines("".join(traceback.format_exception(error)).rstrip())
+    detail = "".join(traceback.format_exception(error)).rstrip()
+    if len(detail) > LONGEST_DETAIL:  # without a part of a line: part of a secret cannot be redacted
+        last_lines = detail[-LONGEST_DETAIL:].partition("\n")[2]
+        detail = last_lines or f"an error message of {len(detail)} characters"
     if isinstance(error, MemoryError):
         return "memory", detail
     return "exit" if isinstance(error, SystemExit) else "error", detail
-
-
-def _last_lines(text: str) -> str:
-    """At most LONGEST_DETAIL characters, without a part of a line: part of a secret cannot be redacted."""
-    if len(text) <= LONGEST_DETAIL:
-        return text
-    return text[-LONGEST_DETAIL:].partition("\n")[2] or f"an error message of {len(text)} characters"
 
 
 def main() -> None:
