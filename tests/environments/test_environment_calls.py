@@ -18,7 +18,7 @@ from quatrain.environments.environment_threads import MOST_AT_ONCE, InThreads
 from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.load_environment import load_environment, load_tools
 from quatrain.workers.faults import Fault
-from quatrain.workers.process import LONGEST_OUTPUT
+from quatrain.workers.worker_process import LONGEST_OUTPUT
 
 GAME = '''
 import os, re, signal, stat, sys, time

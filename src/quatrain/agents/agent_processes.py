@@ -19,8 +19,8 @@ from quatrain.agents.hubs import check_python, hub_agent
 from quatrain.workers.faults import Fault
 from quatrain.workers.loop_thread import LoopThread
 from quatrain.workers.pool import Failure, Hosts
-from quatrain.workers.process import GRACE_S, NO_REPLY, pickled
 from quatrain.workers.user_code import check_importable
+from quatrain.workers.worker_process import GRACE_S, NO_REPLY, pickled
 
 CLOSED = "the agents were closed"
 

@@ -32,7 +32,7 @@ from quatrain.workers.faults import LONGEST_ERROR, Fault, fault_of
 from quatrain.workers.user_code import check_arguments, find_function
 
 if TYPE_CHECKING:
-    from quatrain.workers.worker import Connection
+    from quatrain.workers.worker_script import Connection
 
 COMMAND = "command:"
 CANCEL_S = 5.0

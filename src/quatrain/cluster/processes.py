@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from quatrain.cluster import rendezvous
-from quatrain.cluster.detect import Place, detect
+from quatrain.cluster.detect import ClusterPlace, detect
 from quatrain.cluster.stop import Agreement
 
 FAILED = 1
@@ -129,7 +129,7 @@ def _token(coordinator: str) -> str:
 
 def _place_from_arguments(
     coordinator: str | None, num_processes: int | None, process_id: int | None
-) -> Place | None:
+) -> ClusterPlace | None:
     """The place given by the user's arguments, validated; None if there are none."""
     options = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     named = [f"{option} {value}" for option, value in options.items() if value is not None]
@@ -146,7 +146,7 @@ def _place_from_arguments(
             f"process ids must go from 0 to the number of processes minus 1; got "
             f"--num-processes {num_processes} and --process-id {process_id}; give each process its own id"
         )
-    return Place(coordinator, num_processes, process_id)
+    return ClusterPlace(coordinator, num_processes, process_id)
 
 
 def gather_objects(value: Any) -> list[Any]:

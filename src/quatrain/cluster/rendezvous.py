@@ -2,8 +2,8 @@
 
 They are opened before JAX's runtime starts, on the port that the runtime takes over afterwards, because that
 runtime names neither a process that never connects nor one that fails in Python. Only `processes.py` uses
-this module. `messages.py` has the messages and the proof that whoever sends one knows the token of the run;
-whoever cannot give it, or sends a message of another form, is refused, and the log says so.
+this module. `process_messages.py` has the messages and the proof that whoever sends one knows the token of
+the run; whoever cannot give it, or sends a message of another form, is refused, and the log says so.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quatrain.cluster import messages
-from quatrain.cluster.messages import receive, seconds_until, send
+from quatrain.cluster import process_messages
+from quatrain.cluster.process_messages import receive, seconds_until, send
 from quatrain.cluster.start_thread import start_thread
 from quatrain.cluster.stop import Agreement
 
@@ -104,7 +104,7 @@ class _Peer:
 
     def answer(self, message: Mapping[str, Any]) -> None:
         """Sends a message, with the proof that process 0 knows the token too."""
-        proof = messages.proof(self.token, "main", self.hello["challenge"], message)
+        proof = process_messages.proof(self.token, "main", self.hello["challenge"], message)
         send({**message, "proof": proof}, self.connection)
 
 
@@ -173,7 +173,7 @@ def _accept(server: socket.socket, token: str) -> _Peer | None:
         received = receive(connection, deadline)
     except OSError as error:
         received, problem = None, error.strerror or str(error)
-    if hello := messages.proven(received, token, "process", challenge, messages.HELLO):
+    if hello := process_messages.proven(received, token, "process", challenge, process_messages.HELLO):
         return _Peer(connection, hello, token)
     logger.warning("a connection to process 0 from %s was refused: it %s", host, problem)
     connection.close()
@@ -219,12 +219,14 @@ def connect_to_main(
     answer: Mapping[str, Any] = {}
     with contextlib.suppress(OSError):
         asked = receive(connection, deadline + DELIVERY_TIMEOUT_S)
-        if messages.has_form(asked, {"challenge"}):  # else it is no process 0
-            proof = messages.proof(token, "process", asked["challenge"], hello)
+        if process_messages.has_form(asked, {"challenge"}):  # else it is no process 0
+            proof = process_messages.proof(token, "process", asked["challenge"], hello)
             send({**hello, "proof": proof}, connection)
             received = receive(connection, deadline + DELIVERY_TIMEOUT_S)
             # Process 0 proves it too: whoever listens on its port could else send this process off.
-            known = messages.proven(received, token, "main", hello["challenge"], *messages.ANSWERS)
+            known = process_messages.proven(
+                received, token, "main", hello["challenge"], *process_messages.ANSWERS
+            )
             answer = known or {}
     if "go" in answer:
         return connection
@@ -341,7 +343,7 @@ class Connections:
             if process not in self._left and not self._over:
                 self._report_failure(process, silent)
             return False
-        if not messages.has_form(message, *messages.MESSAGES):
+        if not process_messages.has_form(message, *process_messages.MESSAGES):
             logger.warning("process %d sent a message of an unknown form, which is ignored", process)
             return True
         if "failed" in message:
@@ -369,7 +371,7 @@ class Connections:
         for connection in others if self._process_id == 0 else ():
             with contextlib.suppress(OSError):
                 connection.settimeout(seconds_until(deadline))
-                while connection.recv(messages.LONGEST_MESSAGE_BYTES):
+                while connection.recv(process_messages.LONGEST_MESSAGE_BYTES):
                     pass
 
 

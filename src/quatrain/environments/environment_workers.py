@@ -1,6 +1,6 @@
 """Environments in worker processes, each of which hosts many.
 
-Data flow: `InWorkers` -> a process (`workers/worker.py`) -> `host`, which runs the environments
+Data flow: `InWorkers` -> a process (`workers/worker_script.py`) -> `host`, which runs the environments
 in threads with the time limit -> replies. An environment lives in one process. Replies are JSON, not pickles,
 because a tool may run what the model wrote.
 """
@@ -21,11 +21,11 @@ from quatrain.environments.load_environment import AnyEnvironments, load_environ
 from quatrain.workers.faults import Fault, FaultKind, format_error, run_guarded
 from quatrain.workers.loop_thread import ClosedError, LoopThread, running_future
 from quatrain.workers.pool import Failure, Host, Hosts, Kind
-from quatrain.workers.process import GRACE_S, NO_REPLY, not_started, pickled
 from quatrain.workers.user_code import check_importable
+from quatrain.workers.worker_process import GRACE_S, NO_REPLY, not_started, pickled
 
 if TYPE_CHECKING:
-    from quatrain.workers.worker import Connection
+    from quatrain.workers.worker_script import Connection
 
 
 class InWorkers:

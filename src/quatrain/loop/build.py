@@ -41,7 +41,7 @@ from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.models.params import check_policy
 from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
 from quatrain.report.start_up import stage
-from quatrain.reward.model import load_reward_models
+from quatrain.reward.reward_model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet

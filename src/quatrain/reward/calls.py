@@ -26,11 +26,11 @@ from quatrain.config.errors import shown
 from quatrain.data.columns import ENVIRONMENTS
 from quatrain.reward.forms import TRAINER_STATE
 from quatrain.reward.functions import RewardFunction
-from quatrain.reward.values import Log, plain_rewards
+from quatrain.reward.returned import Log, plain_rewards
 from quatrain.types.batches import DATA_SOURCE, FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
-from quatrain.workers.process import pickled
-from quatrain.workers.worker import failure
+from quatrain.workers.worker_process import pickled
+from quatrain.workers.worker_script import failure
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def score_function(
     that hangs does not hold the step. Raises ValueError for a wrong number of values, or no numbers.
     """
     rows = samples.of_sources(function.sources)
-    scoring = _Scoring(function, samples, rows)
+    scoring = _FunctionOnBatch(function, samples, rows)
     try:
         return *scoring.run(samples.pieces(rows, per_call)), scoring.log
     finally:  # also if the run is interrupted
@@ -205,12 +205,12 @@ def try_function(function: Function, samples: Samples) -> str | None:
     return None
 
 
-class _Call(NamedTuple):
+class _Asked(NamedTuple):
     rows: Rows
     future: Future[Any | Failure]
 
 
-class _Scoring:
+class _FunctionOnBatch:
     """The calls of one function on one batch."""
 
     def __init__(self, function: Function, samples: Samples, rows: Rows):
@@ -222,7 +222,7 @@ class _Scoring:
         self._failures: list[Failure] = []
         self._failed_on: Rows = []
         """The samples of the first failure."""
-        self._calls: list[_Call] = []
+        self._calls: list[_Asked] = []
         self._limit_s = math.inf
         self._in_a_row = 0
 
@@ -230,7 +230,7 @@ class _Scoring:
         """The values and the failures; `pieces` are the rows of the first calls."""
         while pieces:
             self._calls = [
-                _Call(rows, self._function.submit(self._samples.take(rows, self._function), self._limit_s))
+                _Asked(rows, self._function.submit(self._samples.take(rows, self._function), self._limit_s))
                 for rows in pieces
             ]
             too_long = self._wait()
@@ -267,7 +267,7 @@ class _Scoring:
                 self.cancel()
         return too_long
 
-    def _settled(self, call: _Call) -> list[Rows]:
+    def _settled(self, call: _Asked) -> list[Rows]:
         """Takes the values of a call; what to call again if it failed."""
         outcome = _outcome(call.future)
         if isinstance(outcome, dict):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from quatrain.reward.values import Log, Logged
+from quatrain.reward.returned import Log, Logged
 from quatrain.workers.user_code import VARIADIC, check_arguments, signature_of
 
 INPUTS = ("prompts", "completions", "completion_ids", "finish_reasons")

@@ -157,7 +157,7 @@ BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {
     "overlong": overlong,
     "environment": environment,
 }
-IN_WORKERS = {"reasoning_gym": "quatrain.reward.reasoning_gym:reasoning_gym"}
+IN_WORKERS = {"reasoning_gym": "quatrain.reward.gym_reward:reasoning_gym"}
 """Built-in functions that run code of other packages on completions, called where users' functions are."""
 
 

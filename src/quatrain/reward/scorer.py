@@ -45,7 +45,7 @@ from quatrain.reward.functions import (
     has_format,
     why_unjudged,
 )
-from quatrain.reward.values import Scores
+from quatrain.reward.returned import FunctionScores
 from quatrain.types.batches import (
     DATA_SOURCE,
     ENVIRONMENT,
@@ -59,13 +59,13 @@ from quatrain.types.batches import (
 )
 from quatrain.types.metrics import Metric, combine, describe
 from quatrain.workers.pool import Failure, Pool, default_workers
-from quatrain.workers.process import log_output
 from quatrain.workers.user_code import check_importable, find_function, parameters_of
+from quatrain.workers.worker_process import log_output
 
 if TYPE_CHECKING:
     from quatrain.data.prompts import PromptSource
     from quatrain.data.table import TokenRow
-    from quatrain.reward.model import RewardModel
+    from quatrain.reward.reward_model import RewardModel
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class RewardScorer:
     ValueError if a function cannot be imported or called, and if `models` lacks a reward model.
 
     Args:
-        models: the loaded reward models, one for each entry `model:PATH` (`reward.model`); scoring with them
-            needs all processes of a run.
+        models: the loaded reward models, one for each entry `model:PATH` (`reward_model.py`); scoring with
+            them needs all processes of a run.
         functions: Python functions for entries of `reward.functions`, by their names there; they are called
             in this process.
         decide: calls its argument and returns the result; in a run of several processes in one of them, and
@@ -127,7 +127,8 @@ class RewardScorer:
         if missing:
             raise ValueError(
                 f"reward models must be loaded before the scorer is made; {', '.join(sorted(missing))} is "
-                "not; pass models=quatrain.reward.model.load_reward_models(…), or use quatrain.build_stages"
+                "not; pass models=quatrain.reward.reward_model.load_reward_models(…), or use "
+                "quatrain.build_stages"
             )
         _check_functions(config, functions)
         names, entries = short_names(config), config.entries
@@ -379,7 +380,7 @@ class RewardScorer:
             for kept in filter(None, columns.pop(ENVIRONMENTS, ())):
                 kept.close()
             rollouts = replace(rollouts, columns=columns)
-        scores = {name: Scores(*fields) for name, fields in called.items()}
+        scores = {name: FunctionScores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         rollouts = self._with_columns(rollouts, scores)
         of_row, first_rows = rollouts.episodes
@@ -437,7 +438,7 @@ class RewardScorer:
                 "reward.functions"
             )
 
-    def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
+    def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> FunctionScores:
         """The scores of a reward model, which abstains on samples of other sources than its own."""
         scores = model.score(rollouts)
         if name not in self._sources:
@@ -448,7 +449,7 @@ class RewardScorer:
         values[held] = np.asarray(scores.values, np.float32)[held]
         return scores._replace(values=values)
 
-    def _with_columns(self, rollouts: RolloutBatch, scores: Mapping[str, Scores]) -> RolloutBatch:
+    def _with_columns(self, rollouts: RolloutBatch, scores: Mapping[str, FunctionScores]) -> RolloutBatch:
         """The rollouts with the columns that functions logged, in this batch or before."""
         of_row, _ = rollouts.episodes
         logged = {f"{name}/{key}": of for name, each in scores.items() for key, of in each.columns.items()}
@@ -458,7 +459,7 @@ class RewardScorer:
         return replace(rollouts, columns={**rollouts.columns, **columns}) if columns else rollouts
 
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[Any, ...]]:
-        """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
+        """The fields of the `FunctionScores` of each reward function by its name, JSON-serialisable."""
         samples, called = Samples.of(rollouts), {}
         for function in self._functions:
             began = time.perf_counter()
@@ -478,7 +479,9 @@ class RewardScorer:
         return called
 
 
-def _described(raw: np.ndarray, scores: Mapping[str, Scores], names: Sequence[str]) -> dict[str, Metric]:
+def _described(
+    raw: np.ndarray, scores: Mapping[str, FunctionScores], names: Sequence[str]
+) -> dict[str, Metric]:
     """The metrics `reward/<name>/…` of each function: of its values, its counts, and what it logged."""
     metrics: dict[str, Metric] = {}
     for row, name in zip(raw, names, strict=True):
@@ -540,7 +543,7 @@ def _pool(
     return Pool(
         WHAT,
         num_workers,
-        convert="quatrain.reward.values:plain_rewards",
+        convert="quatrain.reward.returned:plain_rewards",
         prepare="quatrain.reward.forms:prepared",
         args={IN_WORKERS.get(spec, spec): entry.args for spec, entry in config.entries.items()},
         memory_mb=config.memory_mb,

@@ -1,11 +1,11 @@
 """Ends a worker process with all that it has started, programs in sessions of their own included.
 
-`worker.py` calls `guarded`, which leaves a guard between the run and the worker: a small process that adopts
-what the worker's programs leave behind, so that all of it stays below the guard, and that ends all of it when
-the worker or the run ends, however that happens. `process.py` calls `end_descendants` of the guard when the
-run ends a worker. Only Linux adopts (`PR_SET_CHILD_SUBREAPER`) and lists processes in /proc; elsewhere a
-worker ends with its process group alone. Other interpreters than the run's import this file: it needs the
-standard library alone.
+`worker_script.py` calls `guarded`, which leaves a guard between the run and the worker: a small process that
+adopts what the worker's programs leave behind, so that all of it stays below the guard, and that ends all of
+it when the worker or the run ends, however that happens. `worker_process.py` calls `end_descendants` of the
+guard when the run ends a worker. Only Linux adopts (`PR_SET_CHILD_SUBREAPER`) and lists processes in /proc;
+elsewhere a worker ends with its process group alone. Other interpreters than the run's import this file: it
+needs the standard library alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What users' code does wrong in an episode, as one exception, and the words for it.
 
 Environments, tools and agents raise it where they are called, and it comes out of the process in which that
-was (`worker.py`): whatever users' code does costs its episode and never the run. Other interpreters than the
-run's import this file.
+was (`worker_script.py`): whatever users' code does costs its episode and never the run. Other interpreters
+than the run's import this file.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quatrain.workers.loop_thread import ClosedError, LoopThread
-from quatrain.workers.process import Failure as Failure
-from quatrain.workers.process import Kind as Kind
-from quatrain.workers.process import WorkerProcess, log_output, not_started
-from quatrain.workers.worker import LOAD_TIMEOUT_S
+from quatrain.workers.worker_process import Failure as Failure
+from quatrain.workers.worker_process import Kind as Kind
+from quatrain.workers.worker_process import WorkerProcess, log_output, not_started
+from quatrain.workers.worker_script import LOAD_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class Hosts:
     Args:
         what: what `ps` shows of them.
         name: what is hosted, for the log.
-        settings: those of `worker.py`.
+        settings: those of `worker_script.py`.
         end_s: seconds that a process gets to end.
         answer_s: seconds in which a process must answer at any time, or it is ended; None: no limit.
     """

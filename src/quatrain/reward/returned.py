@@ -1,6 +1,7 @@
 """What reward functions return, as plain numbers, and what the stage keeps of one function.
 
-Used where a function is called: in a worker process by `workers/worker.py`, or in the process of the run.
+Used where a function is called: in a worker process by `workers/worker_script.py`, or in the process of the
+run.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def plain_json(value: Any) -> Any:
     return str(value)
 
 
-class Scores(NamedTuple):
+class FunctionScores(NamedTuple):
     """What one reward function or reward model says of B sequences."""
 
     values: Sequence[float] | np.ndarray

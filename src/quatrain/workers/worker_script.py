@@ -1,9 +1,9 @@
 """A process that runs users' code; what the code does ends this process at most.
 
-`process.py` runs this file as a script. It reads pickles from a socket, each after its length: the settings,
-then requests (number, operation, arguments). It writes lines of JSON, which name the request that they
-answer. What the code prints goes to its standard output and error, which `process.py` reads. It imports
-neither JAX nor numpy.
+`worker_process.py` runs this file as a script. It reads pickles from a socket, each after its length: the
+settings, then requests (number, operation, arguments). It writes lines of JSON, which name the request that
+they answer. What the code prints goes to its standard output and error, which `worker_process.py` reads. It
+imports neither JAX nor numpy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Worker processes for users' code: how they are started, asked, heard, limited and ended.
 
-Data flow: `pool.py` -> `WorkerProcess.call` -> a pickle to `worker.py` -> a line of JSON -> the future of the
-call. The two processes share a socket and a pipe, and
-nothing with other workers, so that a worker can be killed at any moment; libraries for process pools are not
-used, because their workers share a queue and its locks, which a worker that is killed may hold.
+Data flow: `pool.py` -> `WorkerProcess.call` -> a pickle to `worker_script.py` -> a line of JSON -> the future
+of the call. The two processes share a socket and a pipe, and nothing with other workers, so that a worker can
+be killed at any moment; libraries for process pools are not used, because their workers share a queue and its
+locks, which a worker that is killed may hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quatrain.config.secrets import redact
 from quatrain.workers.descendants import end_descendants, is_stopped
 from quatrain.workers.faults import Fault
 from quatrain.workers.loop_thread import running_future
-from quatrain.workers.worker import LOAD_TIMEOUT_S, SIZE_BYTES
+from quatrain.workers.worker_script import LOAD_TIMEOUT_S, SIZE_BYTES
 
 PAUSE_S = 0.1
 """Seconds between two looks whether a process with calls has ended."""
@@ -42,7 +42,7 @@ GRACE_S = 1.0
 LONGEST_OUTPUT = 16384
 """Bytes of what was printed that are passed on at a time, in whole lines; the rest is counted."""
 _READ_BYTES = 65536
-_SCRIPT = Path(__file__).with_name("worker.py")
+_SCRIPT = Path(__file__).with_name("worker_script.py")
 _PACKAGE = Path(__file__).parents[1]
 
 Kind = Literal["timeout", "crash", "memory", "exit", "refused", "error"]
@@ -71,7 +71,7 @@ def not_started(error: Exception) -> Failure:
 
 
 @dataclass(eq=False)
-class _Call:
+class _OpenCall:
     future: Future[Any]
     what: str
     limit_s: float
@@ -81,15 +81,15 @@ class _Call:
 
 
 class WorkerProcess:
-    """A process of `worker.py` and its calls without a reply.
+    """A process of `worker_script.py` and its calls without a reply.
 
     It is made and used in the thread of `loop` alone, which must live as long as the process: one may end
     with the thread that started it. With it ends what it has started (`descendants.py`).
 
     Args:
         what: what `ps` shows of it.
-        settings: what `worker.py` reads first; `memory_mb` is MiB of private memory, or None; `python` the
-            interpreter, if it is another than this one.
+        settings: what `worker_script.py` reads first; `memory_mb` is MiB of private memory, or None;
+            `python` the interpreter, if it is another than this one.
         on_output: called with what the last call was of, and what was printed.
         answer_s: seconds in which it must answer at any time, also when its calls have no limit.
     """
@@ -107,7 +107,7 @@ class WorkerProcess:
         self._loop, self._what, self._on_output = loop, what, on_output
         self._answer_s = answer_s
         self._requests, self._received = bytearray(), b""
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _OpenCall] = {}
         self._num_calls = 0
         self._loaded: set[str] = set()
         self._worker: int | None = None
@@ -144,7 +144,7 @@ class WorkerProcess:
         Args:
             what: what the call is of, for `on_output`.
             limit_s: the seconds after which the process is killed; all its calls are failures then.
-            cpu_s: the seconds of the processor after which `worker.py` has a signal end the process.
+            cpu_s: the seconds of the processor after which `worker_script.py` has a signal end the process.
             late: the failure's text after a timeout.
             loads: the time begins when the process says that it has loaded `what`, which may take
                 LOAD_TIMEOUT_S, unless it was loaded before.
@@ -160,7 +160,7 @@ class WorkerProcess:
             limit = self._loop.call_later(LOAD_TIMEOUT_S, self.kill, loading)
         else:
             limit = self._loop.call_later(limit_s, self.kill, timeout)
-        self._calls[self._num_calls] = _Call(future, what, limit_s, cpu_s, timeout, limit)
+        self._calls[self._num_calls] = _OpenCall(future, what, limit_s, cpu_s, timeout, limit)
         self._context, self._printed_what = copy_context(), what or self._what
         self._send((self._num_calls, operation, *arguments))
         if self._next_look is None:
