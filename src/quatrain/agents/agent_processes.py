@@ -81,6 +81,7 @@ class AgentProcesses:
         began = math.inf
         episode = pickled({"client": asdict(client), "row": dict(row)}, "agents")
         try:
+            # Its time begins when the agent is loaded: a first import may take as long as an episode.
             outcome = await asyncio.wrap_future(host.loaded)
             if not isinstance(outcome, Failure):
                 began = loop.time()

@@ -163,6 +163,7 @@ async def _played(
 
     async def within(work: asyncio.Future[Any]) -> Any:
         """What `work` returns within the time that is left."""
+        # Waited for, and not `wait_for`, which would wait for an agent that suppresses its cancellation.
         done, _ = await asyncio.wait({work}, timeout=max(ends - loop.time(), 0))
         if not done:
             if isinstance(work, asyncio.Task):

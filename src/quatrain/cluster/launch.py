@@ -204,14 +204,15 @@ def _watch(children: Sequence[_Child], signals: SimpleQueue[int], grace_s: float
 
 def _blame(children: Sequence[_Child], grace_s: float) -> int:
     """Ends the processes that still run, names the one that failed first, and returns its status."""
-    if _failed(children):
+    if _failed(children):  # the others say what has failed, and end by themselves, if they get the time
         _wait(children, FAILURE_MESSAGE_S)
     failed, silent = _failed(children), [child for child in children if child.running]
     _end(children, signal.SIGTERM, grace_s)
     _finish_output(children, grace_s)
     if not failed:
         return 0
-    # One that ended because another had failed comes last.
+    # One that ended because another had failed comes last; of others the first, because what follows may be
+    # its consequence in ways that no status tells.
     first = min(failed, key=lambda child: (child.status in FOLLOWED, child.ended_at))
     what = f"process {first.process} exited with {first.status}"
     if first.status in FOLLOWED and silent:  # which would have ended if they still answered
@@ -247,7 +248,7 @@ def _end(children: Sequence[_Child], number: int, grace_s: float) -> None:
         if child.running:
             child.signal(number)
     _wait(children, grace_s)
-    for child in children:
+    for child in children:  # also those that have ended: what they have started may not have
         child.signal(signal.SIGKILL)
     _wait(children, grace_s)
 

@@ -69,6 +69,7 @@ def bind_address(address: str) -> str:
         return address
     ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     if is_loopback(ip):
+        # Debian's /etc/hosts has the host's own name at 127.0.1.1, where no other host could connect.
         ip = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
@@ -125,6 +126,8 @@ def accept_processes(
     with contextlib.ExitStack() as arrived:
         server = arrived.enter_context(_listen(address))
         try:
+            # One after the other: who waits is in the queue of the socket, and each is read for a bounded
+            # time.
             while missing := set(range(1, num_processes)) - peers.keys():
                 server.settimeout(seconds_until(deadline))
                 try:
@@ -139,20 +142,22 @@ def accept_processes(
                     arrived.enter_context(peer.connection)
                     connected.append(peer)
                     peers[_valid_id(peer.hello, num_processes, peers)] = peer
+                    # The least patient decides: it would leave, and the others wait for it in vain.
                     deadline = min(deadline, time.monotonic() + peer.hello["timeout_s"])
         except (TimeoutError, ValueError) as error:
             answer = {"late" if isinstance(error, TimeoutError) else "wrong": str(error)}
             for peer in connected:
                 peer.answer(answer)
+            # Those in the queue hear it too; else they would wait for all their time, and blame the network.
             server.settimeout(0.001)
             with contextlib.suppress(OSError):
-                while True:  # those whose connection was not accepted yet
+                while True:
                     if (late := _accept(server, token)) is not None:
                         with late.connection:
                             late.answer(answer)
             raise
         arrived.pop_all()
-        server.close()
+        server.close()  # before anybody goes on: JAX's runtime binds the same port
     for peer in connected:
         peer.answer({"go": True})
     return {process: peer.connection for process, peer in peers.items()}
@@ -166,6 +171,7 @@ def _accept(server: socket.socket, token: str) -> _Peer | None:
         return None
     deadline = time.monotonic() + ATTEMPT_TIMEOUT_S
     connection.settimeout(ATTEMPT_TIMEOUT_S)
+    # New for each connection: a proof that was overheard on another is none here.
     challenge = secrets.token_hex()
     send({"challenge": challenge}, connection)
     problem = f"sent no first message of a process, or does not have the same {TOKEN}"
@@ -208,6 +214,8 @@ def connect_to_main(
     Raises TimeoutError if process 0 cannot be reached or has another `token`, and the errors of
     `accept_processes`.
     """
+    # Longer than the time of process 0 by DELIVERY_TIMEOUT_S, so that its reason arrives before this one's
+    # own.
     deadline = time.monotonic() + timeout_s
     connection = _connect(address, process_id, timeout_s)
     hello = {
@@ -328,6 +336,8 @@ class Connections:
             for process, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, process)
             while selector.get_map():
+                # One message of each that has any, so that none that sends much holds up the others'
+                # failures.
                 for key, _ in selector.select():
                     if not self._handle_message(key.data):
                         selector.unregister(key.fileobj)
@@ -340,6 +350,7 @@ class Connections:
         except OSError as error:
             message, silent = None, f"lost its connection: {error.strerror or error}"
         if message is None:
+            # A connection that closes after "done", or when all is over, is no failure.
             if process not in self._left and not self._over:
                 self._report_failure(process, silent)
             return False
@@ -358,7 +369,7 @@ class Connections:
         return True
 
     def _report_failure(self, process: int, message: str) -> None:
-        if self._process_id == 0:
+        if self._process_id == 0:  # the others are connected to it alone
             self._tell_all_but(process, message)
         self._on_failure(process, message)
 
@@ -367,6 +378,7 @@ class Connections:
         self._over = True
         others = [connection for peer, connection in self._connections.items() if peer != process]
         send({"failed": message[:LONGEST_MESSAGE], "process": process}, *others)
+        # Process 0 ends last: with its end JAX's runtime ends the others, before they have said why.
         deadline = time.monotonic() + DELIVERY_TIMEOUT_S
         for connection in others if self._process_id == 0 else ():
             with contextlib.suppress(OSError):

@@ -86,6 +86,7 @@ class Signals:
             return self
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
+        # Python calls a handler only where its main thread runs Python; the pipe is written to at once.
         self._thread = start_thread(self._watch, reading, name="signals")
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {
@@ -304,6 +305,8 @@ class Agreement:
 
     def safe_point(self) -> None:
         """Raises Stopped where all processes stop."""
+        # Where somebody has asked, nobody passes another safe point until the last one is known: a process
+        # that went on could be beyond it.
         with self._changed:
             self._changed.wait_for(lambda: self._number is None or self._last is not None)
             if self._number is not None and self._passed == self._last:
@@ -312,6 +315,7 @@ class Agreement:
 
     def ask(self, number: int) -> None:
         """Ask that all processes stop because of signal `number`."""
+        # Process 0 alone begins, so that two that ask at once are one request.
         if self._leads:
             self._hold(number)
         else:

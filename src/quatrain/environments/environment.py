@@ -114,7 +114,7 @@ class CheckedEnvironment:
         def work() -> InitialObservation:
             reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
             taken = {n: v for n, v in columns.items() if self._accepts is None or n in self._accepts}
-            opening = reset(**copy.deepcopy(taken))
+            opening = reset(**copy.deepcopy(taken))  # the samples of a prompt share its columns
             if opening is None or opening == "":
                 return None
             if isinstance(opening, str):
@@ -172,12 +172,14 @@ class CheckedEnvironment:
             self._refuse("messages must be a list of dictionaries with `role` and `content`", messages)
         if not messages:
             return ()
+        # Before anything reads all of it: rendering or tokenising a flood takes minutes and gigabytes.
         if _is_longer(messages, MAX_TURN_CHARS):
             rule = f"the messages of a turn must have at most {MAX_TURN_CHARS} characters"
             text = f"{self._name}: {rule}; {method} returned more; cut the text in the environment"
             raise Fault(text, "too_long")
         try:
             checked = checked_messages(messages)
+            # As JSON, so that nothing of the user's objects is kept, and threads and processes give the same.
             plain = json.loads(json.dumps(checked, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise Fault(f"{self._name}: {method}: {error}", "invalid") from error

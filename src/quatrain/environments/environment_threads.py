@@ -146,6 +146,7 @@ class InThreads:
 
     def _submit(self, episode: _Episode, method: str, work: Callable[[_Call], Any]) -> Future[Any]:
         call = _Call(episode, method, work)
+        # Any failure is the future's: who calls has many episodes, and one that raised would end them all.
         try:
             self._thread.do(self._add, call)
         except ClosedError:
@@ -175,6 +176,7 @@ class InThreads:
                 call.episode.call = None
                 call.settle(self._fault(call, f" could not be called: {error}"))
                 continue
+            # Its time begins here: that it waited for others is not the environment's fault.
             self._running[call] = self._thread.loop.call_later(self._timeout_s, self._leave, call)
             self._to_make.put(call)
 
@@ -197,6 +199,8 @@ class InThreads:
         self._num_idle += 1
         limit = self._running.pop(call, None)
         self._num_left -= limit is None
+        # Only now, also if it took too long: an environment is used by one thread at a time, so it is closed
+        # when its last call has returned.
         call.episode.call = None
         if call.episode.abandoned and call.method != "close":
             self._close(call.episode)
@@ -211,6 +215,7 @@ class InThreads:
         self._num_left += 1
         self._on_left()
         limit = f"longer than {self._timeout_s:g} s; rollout.environment_timeout_s sets the limit"
+        # The episode has its reward already: that it cannot be closed costs memory, not the sample.
         if call.method == "close" or call.so_far is not None:
             logger.warning("%s: close took %s", self._environments.name, limit)
         if self._num_left == MOST_AT_ONCE:

@@ -110,6 +110,7 @@ class InWorkers:
     def _pass_on(self, future: Future[Any], operation: str, episode: int, argument: Any) -> None:
         if operation == "begin":
             self._homes[episode] = self._hosts.chosen(episode)
+        # Kept by episode, because a retired process still serves those that live in it.
         host = self._homes.get(episode)
         if host is None:  # abandoned before
             return self._settle(future, operation, Failure("crash", "there is no such episode"))
@@ -166,6 +167,8 @@ def _serve(environments: AnyEnvironments, timeout_s: float, connection: Connecti
             reply(value={})
             continue
         try:
+            # Unpickled here and not with the request: columns of a class that is not known here are a fault
+            # of this episode, and not the end of the process.
             if operation == "begin":
                 arguments = [run_guarded("copying the columns", partial(pickle.loads, *arguments))]
             getattr(calls, operation)(episode, *arguments).add_done_callback(partial(_answer, reply))

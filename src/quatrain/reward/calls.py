@@ -235,6 +235,8 @@ class _FunctionOnBatch:
             ]
             too_long = self._wait()
             pieces = [rows for call in self._calls for rows in self._settled(call)]
+            # Whatever hangs once hangs again: the search for the sample gets little time, and the step goes
+            # on.
             if too_long and self._limit_s > SEARCH_S:
                 self._limit_s, self._in_a_row = SEARCH_S, 0
         errors = Counter(self._kinds.values())
@@ -263,6 +265,7 @@ class _FunctionOnBatch:
             late = isinstance(outcome, Failure) and outcome.kind == "timeout"
             too_long |= late
             self._in_a_row = self._in_a_row + 1 if late else 0
+            # In a row, because a server that is slow at times recovers, and one that is down does not.
             if self._in_a_row >= self._function.most_timeouts:
                 self.cancel()
         return too_long
@@ -282,6 +285,7 @@ class _FunctionOnBatch:
         # The last call of those that failed first is on one sample, and shows what it fails on.
         if not self._kinds:
             self._failed_on = call.rows
+        # It has not been called at all: once more, in the search, before its samples are failures.
         if call.future.cancelled() and self._limit_s > SEARCH_S:
             return [call.rows]
         if len(call.rows) > 1:

@@ -139,6 +139,7 @@ class RewardScorer:
             for spec, entry in entries.items()
             if entry.data_source is not None
         }
+        # Processes are shared, because each imports what the functions need, which takes seconds and memory.
         other = accuracy_beside or workers_of
         shared = None if other is None else other._pool
         self._pool: Pool | None = shared or _pool(config, names, functions)
@@ -198,6 +199,7 @@ class RewardScorer:
         else:
             submit = partial(call_in_workers, self._pool, path, config.timeout_s)
             most_timeouts = TIMEOUTS_PER_WORKER * self._pool.num_workers
+            # From the worker: a module of a user's that is imported here could end or hang the run.
             parameters = self._decide(partial(_loaded, self._pool, path))
         accepts: frozenset[str] | None = None
         required: tuple[str, ...] = ()
@@ -209,6 +211,8 @@ class RewardScorer:
             required = tuple(p for p, _, needed in parameters if needed and p not in given)
             if "VAR_KEYWORD" not in kinds.values():
                 accepts = frozenset(p for p, kind in kinds.items() if kind != "VAR_POSITIONAL")
+        # Given only to functions that name them: a column of **kwargs would be pickled for nothing, and
+        # whoever names `environments` gets the objects themselves, which no other process has.
         on_request = {TRAINER_STATE, ENVIRONMENTS} if self._episodes else {TRAINER_STATE}
         hidden = frozenset(on_request - {p for p, _, _ in parameters or ()})
         if self._episodes and ENVIRONMENTS not in hidden:
@@ -266,6 +270,7 @@ class RewardScorer:
                 return None
             key = repr(answer)
             if key not in known:
+                # Each takes a process some milliseconds: of a large data set the first ones tell.
                 if len(known) >= MANY_ANSWERS and "" in known.values() and accepted_answers(answer):
                     return ""
                 known[key] = why_unjudged(answer) or ""
@@ -374,6 +379,8 @@ class RewardScorer:
                 f"{self.required_by[missing[0]]} needs the column `{missing[0]}`; the data has "
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
+        # In one process: users' functions may draw at random or ask servers, and rewards that differ between
+        # processes would be different gradients of one batch.
         called = self._decide(lambda: self._called(rollouts))
         if self.asks_for_environments:
             columns = dict(rollouts.columns)
@@ -405,6 +412,7 @@ class RewardScorer:
             metrics = combine(metrics, {k: m for k, m in greedy.metrics.items() if m.reduction == "sum"})
             metrics |= describe("reward/greedy", greedy.rewards, ("mean",))
             drawn = dict(zip(rollouts.baseline.compared, greedy.rewards, strict=True))
+            # By group and role, and not by place: the greedy rollouts have another number of rows.
             # A role that the greedy episode has not played has nothing to be compared with.
             baseline_rewards = np.array([drawn.get(each, np.nan) for each in rollouts.compared], np.float32)
         return RewardedBatch(
@@ -453,7 +461,9 @@ class RewardScorer:
         """The rollouts with the columns that functions logged, in this batch or before."""
         of_row, _ = rollouts.episodes
         logged = {f"{name}/{key}": of for name, each in scores.items() for key, of in each.columns.items()}
-        names = self._logged = self._logged | dict.fromkeys(logged)  # another thread may score too
+        # Columns stay once they are there, so that samples of all batches have the same fields; the
+        # dictionary is replaced and not changed, because another thread may score too.
+        names = self._logged = self._logged | dict.fromkeys(logged)
         nothing = [None] * len(rollouts)
         columns = {name: tuple(logged.get(name, nothing)[row] for row in of_row) for name in names}
         return replace(rollouts, columns={**rollouts.columns, **columns}) if columns else rollouts

@@ -24,7 +24,7 @@ def map_in_threads(function: Callable[[T], U], items: Iterable[T], num_threads: 
 
 
 def running_future() -> Future[Any]:
-    """A future that cannot be cancelled."""
+    """A future that cannot be cancelled: it is always set by whoever does the work, and that once."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -53,6 +53,7 @@ class LoopThread:
 
         Raises ClosedError after `close`, and RuntimeError if the system has no more threads.
         """
+        # Held while the work is handed over: `close` between the two would leave it in a loop that has ended.
         with self._lock:
             if self._is_closed:
                 raise ClosedError(self._closed)
@@ -71,6 +72,7 @@ class LoopThread:
             thread, was_closed, self._is_closed = self._thread, self._is_closed, True
             if thread is not None and not was_closed:
                 self.loop.call_soon_threadsafe(self.loop.stop)
+        # A callback in the thread itself may close it, and must not wait for itself.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 

@@ -99,6 +99,7 @@ class Pool:
         self._waiting: deque[_Job] = deque()
         at_end = partial(kill_all, self._workers, "its process was ended")
         self._thread = LoopThread("quatrain-workers", "the pool is closed; make another", at_end)
+        # Nothing of it may refer to the pool, or the pool would never be freed and its processes stay.
         self._finalizer = weakref.finalize(self, _close, self._thread, self._waiting)
 
     def load(self, spec: str) -> Any | Failure:
@@ -126,6 +127,7 @@ class Pool:
         self._finalizer()
 
     def _submit(self, spec: str, request: tuple[Any, ...], **limits: Any) -> Future[Any | Failure]:
+        # The caller's context: runs of one process share pools, and each has a log of its own.
         job = _Job(Future(), request, {"what": spec, **limits}, copy_context())
         try:
             self._thread.do(self._add, job)
@@ -146,12 +148,14 @@ class Pool:
         while self._waiting and (worker := self._idle_worker()):
             job = self._waiting.popleft()
             if job.future.set_running_or_notify_cancel():
+                # Soon, and not at once: the future may be set in the middle of ending its worker.
                 job.future.add_done_callback(lambda _: self._thread.loop.call_soon(self._begin_waiting))
                 job.context.run(worker.call, *job.request, future=job.future, **job.limits)
 
     def _idle_worker(self) -> WorkerProcess | None:
         """The first worker without a call; it is replaced if it has ended, and added if it may be."""
         for index, worker in enumerate(self._workers):
+            # Looked at before each call: what died between two calls costs no call a failure.
             if worker.is_idle and worker.has_ended(or_stopped=True):
                 worker.kill()
             if worker.failure is not None:
@@ -246,6 +250,7 @@ class Hosts:
         """
         self._hosts = [host for host in self._hosts if host.failure is None]
         open_to_all = [host for host in self._hosts if not host.is_retired and not host.has_ended()]
+        # By what lives there, not by calls: what lives there will be called again.
         best = min(open_to_all, key=lambda host: len(host.live), default=None)
         if alone or best is None or (best.live and len(open_to_all) < self._most):
             best = self._start()

@@ -79,6 +79,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"{name}: no such file (looked in {path.parent.absolute()})")
     path = path.resolve()
+    # All modules of a folder or none: two that import each other must not be of different times.
     folder = _folders.get(path.parent)
     if folder is None or any(_stamp(file) != stamp for file, stamp in folder.stamps.items()):
         folder = _folders[path.parent] = _Folder()
@@ -99,7 +100,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
             module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        _folders.pop(path.parent, None)
+        _folders.pop(path.parent, None)  # what it imported before it failed may be what is corrected next
         raise ValueError(f"{name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.dont_write_bytecode = writes_none
@@ -150,6 +151,7 @@ def _neighbours(path: Path, module: ModuleType, known: _Folder) -> Iterator[None
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
         new = set(sys.modules) - before
+        # They leave sys.modules, where the names of another folder's files would find them.
         # All are found before a package goes, without which its modules cannot be placed.
         beside = {name for name in new if _lies_in(folder, sys.modules.get(name.partition(".")[0]))}
         executed = {module.__name__: module} | {name: sys.modules.pop(name) for name in beside}

@@ -151,10 +151,12 @@ class WorkerProcess:
         """
         future = future or running_future()
         if self.failure is not None:
+            # A crash whatever ended it: this call has neither taken long nor used memory.
             future.set_result(Failure("crash", self.failure.detail))
             return future
         self._num_calls += 1
         timeout = Failure("timeout", late or f"it took longer than {limit_s:g} s")
+        # An import may take minutes where a call takes milliseconds: one limit for both would be none.
         if loads and what not in self._loaded:
             loading = Failure("timeout", f"it took longer than {LOAD_TIMEOUT_S:g} s to load")
             limit = self._loop.call_later(LOAD_TIMEOUT_S, self.kill, loading)
@@ -181,7 +183,9 @@ class WorkerProcess:
         """Ends the process and what it has started; its calls get this failure, or how it ended by itself."""
         if self.failure is not None:
             return
-        end_descendants(self._popen.pid)  # before the guard, which keeps them together
+        # Before the guard, which keeps them together: once it is gone, what it had adopted belongs to init,
+        # and nothing leads to it any more.
+        end_descendants(self._popen.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)  # a number that is taken until its status is read
         status = self._popen.wait()
@@ -203,6 +207,8 @@ class WorkerProcess:
             return True
         events = os.WEXITED | (os.WSTOPPED if or_stopped else 0)
         with suppress(ChildProcessError):  # somebody else has read its status
+            # Unread (WNOWAIT), because its number is taken as long as nobody has read the status: `kill`
+            # could else end a process of others that has got the same number.
             return os.waitid(os.P_PID, self._popen.pid, events | os.WNOHANG | os.WNOWAIT) is not None
         return True
 
@@ -243,7 +249,10 @@ class WorkerProcess:
         self._write()
 
     def _write(self) -> None:
-        """Sends of the requests what the socket takes, and the rest when it takes more."""
+        """Sends of the requests what the socket takes, and the rest when it takes more.
+
+        It never waits: a process that does not read would hold up all others of this loop, and their limits.
+        """
         try:
             while self._requests:
                 del self._requests[: self._socket.send(self._requests)]
@@ -278,6 +287,7 @@ class WorkerProcess:
                 for line in lines:
                     self._take(json.loads(line))
             except (ValueError, LookupError, TypeError, RecursionError):  # users' code wrote into the socket
+                # From here on replies could be taken for those of other calls.
                 self.kill(NO_REPLY)
         return None
 
@@ -322,9 +332,13 @@ class WorkerProcess:
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+        # Its end is looked for, and not told by the socket alone: what it has forked may hold the other end
+        # open after it.
         if self.has_ended():
             self._receive()  # its last words
             return self.kill()
+        # A ping rather than a limit for each call: a call may wait for a server as long as it likes, but the
+        # thread that reads requests answers at once, unless the interpreter as a whole hangs.
         silent_s = time.monotonic() - self._heard
         if self._answer_s and silent_s > PING_S and self._calls and not (self._pinged or self._no_more):
             self._pinged = True
@@ -339,6 +353,7 @@ class WorkerProcess:
         """The failure of its calls if its process, or the one that serves, has this exit status."""
         if status >= 0:
             return Failure("exit", f"its process exited with status {status}")
+        # SIGPROF is what the call itself asked for only if it had a limit: users' profilers send it too.
         cpu_s = max((call.cpu_s for call in self._calls.values()), default=0.0)
         if status == -signal.SIGPROF and cpu_s:
             return Failure("timeout", f"it took more than {cpu_s:g} s of the processor")

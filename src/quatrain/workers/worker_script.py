@@ -62,6 +62,7 @@ class Connection:
 
     def reply(self, number: int | None, **reply: Any) -> None:
         """Answers the request `number`; raises TypeError or ValueError for what JSON does not have."""
+        # JSON, because who reads it is the run: a pickle could run there what a model wrote here.
         line = json.dumps({"call": number, **reply}).encode() + b"\n"
         self.end_if_forked()
         with self._lock:
@@ -104,13 +105,14 @@ def main() -> None:
     if "package" in settings:
         _import_from(Path(settings["package"]))
     parent = settings["parent"]
-    if settings.get("fork") is None:  # users' code, which may start programs
+    # Users' code may start programs. The one function that is forked for is the library's, and starts none.
+    if settings.get("fork") is None:
         from quatrain.workers.descendants import guarded
 
         parent = guarded(parent, connection.number)
         connection.process = os.getpid()
         connection.reply(None, process=connection.process)
-    _enter({**settings, "parent": parent})
+    _enter({**settings, "parent": parent})  # after the fork of the guard: limits are not the guard's
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     (_serve_host if "host" in settings else _serve_functions)(connection, settings)
@@ -189,8 +191,10 @@ class _Functions:
             except ValueError as error:  # it was there when it was loaded first
                 return self._connection.reply(number, kind="error", detail=str(error))
             self._connection.reply(number, loaded=True)  # its time begins
-            self._told.add(spec)
-        if cpu_s:  # the library's functions
+            self._told.add(spec)  # told apart from loaded: `load` has imported it without saying so
+        # A signal ends C code too, which a thread that prints where it is does not; and it counts this
+        # process's own time, so that a busy machine makes no verdict a timeout.
+        if cpu_s:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
         else:
             trace_s = max(timeout_s - TRACE_BEFORE_S, timeout_s / 2)
@@ -214,10 +218,10 @@ def _serve_functions(connection: Connection, settings: Mapping[str, Any]) -> Non
             return
         try:
             (functions.load if operation == "load" else functions.call)(number, *arguments)
-        except BaseException as error:
+        except BaseException as error:  # sys.exit of a function must be told, and end nothing here
             kind, detail = failure(error)
             connection.reply(number, kind=kind, detail=detail)
-        connection.end_if_forked()
+        connection.end_if_forked()  # else a fork would go on to read the requests of this process
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_PROF, 0)
         del arguments
@@ -238,7 +242,7 @@ def _serve_host(connection: Connection, settings: Mapping[str, Any]) -> None:
         text = str(error) if isinstance(error, ValueError) else format_error(error)
         return connection.reply(number, kind="refused", detail=text)
     connection.reply(number, value={})
-    return serve(connection)
+    return serve(connection)  # what it starts in threads may hang: the process leaves by os._exit
 
 
 def _fork_while_killed(connection: Connection, settings: Mapping[str, Any]) -> None:
