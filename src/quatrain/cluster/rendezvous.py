@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from quatrain.cluster import process_messages
@@ -95,20 +94,6 @@ def _listen(address: str) -> socket.socket:
     return server
 
 
-@dataclass(frozen=True)
-class _Peer:
-    """A process that has connected to process 0 and knows the token."""
-
-    connection: socket.socket
-    hello: Mapping[str, Any]
-    token: str
-
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Sends a message, with the proof that process 0 knows the token too."""
-        proof = process_messages.proof(self.token, "main", self.hello["challenge"], message)
-        send({**message, "proof": proof}, self.connection)
-
-
 def accept_processes(
     address: str, num_processes: int, timeout_s: float, token: str = ""
 ) -> dict[int, socket.socket]:
@@ -121,8 +106,14 @@ def accept_processes(
     """
     started = time.monotonic()
     deadline = started + timeout_s
-    connected: list[_Peer] = []
-    peers: dict[int, _Peer] = {}
+    connected: list[tuple[socket.socket, Mapping[str, Any]]] = []
+    peers: dict[int, socket.socket] = {}
+
+    def answer(message: Mapping[str, Any], connection: socket.socket, hello: Mapping[str, Any]) -> None:
+        """Sends a message, with the proof that process 0 knows the token too."""
+        proof = process_messages.proof(token, "main", hello["challenge"], message)
+        send({**message, "proof": proof}, connection)
+
     with contextlib.ExitStack() as arrived:
         server = arrived.enter_context(_listen(address))
         try:
@@ -139,32 +130,33 @@ def accept_processes(
                         "distributed.start_timeout_s"
                     ) from None
                 if peer is not None:
-                    arrived.enter_context(peer.connection)
+                    connection, hello = peer
+                    arrived.enter_context(connection)
                     connected.append(peer)
-                    peers[_valid_id(peer.hello, num_processes, peers)] = peer
+                    peers[_valid_id(hello, num_processes, peers)] = connection
                     # The least patient decides: it would leave, and the others wait for it in vain.
-                    deadline = min(deadline, time.monotonic() + peer.hello["timeout_s"])
+                    deadline = min(deadline, time.monotonic() + hello["timeout_s"])
         except (TimeoutError, ValueError) as error:
-            answer = {"late" if isinstance(error, TimeoutError) else "wrong": str(error)}
+            reason = {"late" if isinstance(error, TimeoutError) else "wrong": str(error)}
             for peer in connected:
-                peer.answer(answer)
+                answer(reason, *peer)
             # Those in the queue hear it too; else they would wait for all their time, and blame the network.
             server.settimeout(0.001)
             with contextlib.suppress(OSError):
                 while True:
                     if (late := _accept(server, token)) is not None:
-                        with late.connection:
-                            late.answer(answer)
+                        with late[0]:
+                            answer(reason, *late)
             raise
         arrived.pop_all()
         server.close()  # before anybody goes on: JAX's runtime binds the same port
     for peer in connected:
-        peer.answer({"go": True})
-    return {process: peer.connection for process, peer in peers.items()}
+        answer({"go": True}, *peer)
+    return peers
 
 
-def _accept(server: socket.socket, token: str) -> _Peer | None:
-    """The next process that connects; None for a connection that is refused."""
+def _accept(server: socket.socket, token: str) -> tuple[socket.socket, Mapping[str, Any]] | None:
+    """The next process that connects and knows the token, with its hello; None for one that is refused."""
     try:
         connection, (host, *_) = server.accept()
     except ConnectionError:  # it has gone again
@@ -180,7 +172,7 @@ def _accept(server: socket.socket, token: str) -> _Peer | None:
     except OSError as error:
         received, problem = None, error.strerror or str(error)
     if hello := process_messages.proven(received, token, "process", challenge, process_messages.HELLO):
-        return _Peer(connection, hello, token)
+        return connection, hello
     logger.warning("a connection to process 0 from %s was refused: it %s", host, problem)
     connection.close()
     return None
@@ -218,7 +210,7 @@ def connect_to_main(
     # own.
     deadline = time.monotonic() + timeout_s
     connection = _connect(address, process_id, timeout_s)
-    hello = {
+    hello: dict[str, Any] = {
         "process_id": process_id,
         "num_processes": num_processes,
         "timeout_s": seconds_until(deadline),

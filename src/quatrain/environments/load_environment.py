@@ -224,13 +224,7 @@ class ToolMethods:
 
 
 def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:
-    if not isinstance(spec, str):
-        return spec
-    if ":" not in spec:
-        raise ValueError(
-            f"{what} {spec!r} must be `path/file.py:name` or `package.module:name`; add a colon and the name"
-        )
-    return find_function(spec, {}, what)
+    return find_function(spec, {}, what) if isinstance(spec, str) else spec
 
 
 def _columns(form: type) -> tuple[frozenset[str] | None, tuple[str, ...]]:

@@ -24,9 +24,8 @@ import numpy as np
 
 from quatrain.config.errors import shown
 from quatrain.data.columns import ENVIRONMENTS
-from quatrain.reward.forms import TRAINER_STATE
+from quatrain.reward.forms import TRAINER_STATE, Log, plain_rewards
 from quatrain.reward.functions import RewardFunction
-from quatrain.reward.returned import Log, plain_rewards
 from quatrain.types.batches import DATA_SOURCE, FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
 from quatrain.workers.worker_process import pickled

@@ -20,7 +20,7 @@ from quatrain.forward.predict import sequence_scores
 from quatrain.forward.specs import CriticSpec
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.parallel.mesh import to_memory
-from quatrain.reward.returned import FunctionScores
+from quatrain.reward.forms import FunctionScores
 from quatrain.types.batches import PromptText, RolloutBatch
 from quatrain.weights.load import load_classifier
 

@@ -34,7 +34,7 @@ from quatrain.reward.calls import (
     score_function,
     try_function,
 )
-from quatrain.reward.forms import TRAINER_STATE, prepared
+from quatrain.reward.forms import TRAINER_STATE, FunctionScores, prepared
 from quatrain.reward.functions import (
     BUILTIN_FUNCTIONS,
     IN_WORKERS,
@@ -45,7 +45,6 @@ from quatrain.reward.functions import (
     has_format,
     why_unjudged,
 )
-from quatrain.reward.returned import FunctionScores
 from quatrain.types.batches import (
     DATA_SOURCE,
     ENVIRONMENT,
@@ -553,7 +552,7 @@ def _pool(
     return Pool(
         WHAT,
         num_workers,
-        convert="quatrain.reward.returned:plain_rewards",
+        convert="quatrain.reward.forms:plain_rewards",
         prepare="quatrain.reward.forms:prepared",
         args={IN_WORKERS.get(spec, spec): entry.args for spec, entry in config.entries.items()},
         memory_mb=config.memory_mb,

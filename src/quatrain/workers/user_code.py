@@ -33,6 +33,9 @@ def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: st
     if not colon:
         if spec in builtin:
             return builtin[spec]
+        if not builtin:
+            form = "must be `path/file.py:name` or `package.module:name`; add a colon and the name"
+            raise ValueError(f"{what} {spec!r} {form}")
         raise ValueError(
             f"{what} {spec!r} is unknown; built in are {', '.join(builtin)}; give a function of your own as "
             "`package.module:function` or `path/file.py:function`"
