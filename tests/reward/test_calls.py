@@ -202,7 +202,7 @@ def test_only_the_process_that_decides_has_workers(scorer_of):
     replies = iter(decided)
     there = scorer_of("size", decide=lambda function: next(replies))
     np.testing.assert_array_equal(there.score(make_rollouts(["a", "b"])).rewards, wanted)
-    assert not there._pool._workers
+    assert not there._pool._processes.all
 
 
 @pytest.mark.parametrize("workers", [0, 1])

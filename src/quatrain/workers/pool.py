@@ -13,12 +13,11 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import Context, copy_context
-from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from quatrain.workers.loop_thread import ClosedError, LoopThread
 from quatrain.workers.worker_process import Failure as Failure
@@ -28,6 +27,7 @@ from quatrain.workers.worker_script import LOAD_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
+P = TypeVar("P", bound=WorkerProcess)
 MOST_WORKERS = 8
 
 
@@ -37,10 +37,35 @@ def default_workers() -> int:
     return min(cores, MOST_WORKERS)
 
 
-def kill_all(processes: Iterable[WorkerProcess], why: str) -> None:
-    """Ends the processes; their calls are `crash` failures."""
-    for process in [*processes]:
-        process.kill(Failure("crash", why))
+class Processes(Generic[P]):
+    """Up to `most` worker processes, which `start` makes when they are needed."""
+
+    def __init__(self, start: Callable[[], P], most: int):
+        self._start, self._most = start, most
+        self.all: list[P] = []
+
+    def fewest(self, load: Callable[[P], int], *, alone: bool = False) -> P:
+        """The first process of the least `load`, or a new one if all have any; `alone`: a retired new one.
+
+        One that ended or was stopped between two calls is replaced here, so that it costs no call a failure.
+        """
+        for process in self.all:
+            if process.is_idle and process.has_ended(or_stopped=True):
+                process.kill()
+        self.all[:] = [process for process in self.all if process.failure is None]
+        # One that has ended with calls is left to hear its last words, and gets nothing new.
+        open_to_all = [each for each in self.all if not each.is_retired and not each.has_ended()]
+        best = min(open_to_all, key=load, default=None)
+        if alone or best is None or (load(best) and len(open_to_all) < self._most):
+            best = self._start()
+            best.is_retired = alone
+            self.all.append(best)
+        return best
+
+    def kill_all(self, why: str) -> None:
+        """Ends the processes; their calls are `crash` failures that say why."""
+        for process in [*self.all]:
+            process.kill(Failure("crash", why))
 
 
 class _Job(NamedTuple):
@@ -85,8 +110,8 @@ class Pool:
         python: str | None = None,
         on_output: Callable[[str, str], None] = lambda spec, text: None,
     ):
-        self._what, self._on_output, self.num_workers = what, on_output, num_workers
-        self._settings = {
+        self.num_workers = num_workers
+        self._settings = settings = {
             "what": what,
             "convert": convert,
             "prepare": prepare,
@@ -95,10 +120,14 @@ class Pool:
             "fork": fork,
             "python": python,
         }
-        self._workers: list[WorkerProcess] = []
         self._waiting: deque[_Job] = deque()
-        at_end = partial(kill_all, self._workers, "its process was ended")
-        self._thread = LoopThread("quatrain-workers", "the pool is closed; make another", at_end)
+        thread = LoopThread(
+            "quatrain-workers",
+            "the pool is closed; make another",
+            lambda: processes.kill_all("its process was ended"),
+        )
+        processes = Processes(lambda: WorkerProcess(thread.loop, what, settings, on_output), num_workers)
+        self._thread, self._processes = thread, processes
         # Nothing of it may refer to the pool, or the pool would never be freed and its processes stay.
         self._finalizer = weakref.finalize(self, _close, self._thread, self._waiting)
 
@@ -145,30 +174,15 @@ class Pool:
 
     def _begin_waiting(self) -> None:
         """Begins the calls that wait, in their order, as long as a worker is idle."""
-        while self._waiting and (worker := self._idle_worker()):
+        while self._waiting:
+            worker = self._processes.fewest(lambda process: not process.is_idle)
+            if not worker.is_idle:
+                return
             job = self._waiting.popleft()
             if job.future.set_running_or_notify_cancel():
                 # Soon, and not at once: the future may be set in the middle of ending its worker.
                 job.future.add_done_callback(lambda _: self._thread.loop.call_soon(self._begin_waiting))
                 job.context.run(worker.call, *job.request, future=job.future, **job.limits)
-
-    def _idle_worker(self) -> WorkerProcess | None:
-        """The first worker without a call; it is replaced if it has ended, and added if it may be."""
-        for index, worker in enumerate(self._workers):
-            # Looked at before each call: what died between two calls costs no call a failure.
-            if worker.is_idle and worker.has_ended(or_stopped=True):
-                worker.kill()
-            if worker.failure is not None:
-                worker = self._workers[index] = self._new_worker()
-            if worker.is_idle:
-                return worker
-        if len(self._workers) == self.num_workers:
-            return None
-        self._workers.append(self._new_worker())
-        return self._workers[-1]
-
-    def _new_worker(self) -> WorkerProcess:
-        return WorkerProcess(self._thread.loop, self._what, self._settings, self._on_output)
 
 
 def _close(thread: LoopThread, waiting: deque[_Job]) -> None:
@@ -189,8 +203,6 @@ class Host(WorkerProcess):
         self.loaded: Future[Any] = self.call("load", limit_s=LOAD_TIMEOUT_S, late=late)
         """What came of loading the user's code: a `Failure`, or anything else."""
         self.live: set[int] = set()
-        self.is_retired = False
-        """Whether a call hangs in the process."""
         self._end_s = end_s
 
     def hear(self, news: Mapping[str, Any]) -> None:
@@ -240,25 +252,15 @@ class Hosts:
                 end_s=end_s,
             )
 
-        self._start, self._most = start, most
-        self._hosts: list[Host] = []
+        self._processes = Processes(start, most)
+        self.kill_all = self._processes.kill_all
 
     def chosen(self, number: int, *, alone: bool = False) -> Host:
         """Where `number` lives from now on: the process with the fewest, or a new one.
 
         `alone`: a new one, in which nothing else will live.
         """
-        self._hosts = [host for host in self._hosts if host.failure is None]
-        open_to_all = [host for host in self._hosts if not host.is_retired and not host.has_ended()]
         # By what lives there, not by calls: what lives there will be called again.
-        best = min(open_to_all, key=lambda host: len(host.live), default=None)
-        if alone or best is None or (best.live and len(open_to_all) < self._most):
-            best = self._start()
-            best.is_retired = alone
-            self._hosts.append(best)
-        best.live.add(number)
-        return best
-
-    def kill_all(self, why: str) -> None:
-        """Ends the processes; their calls get a failure that says why."""
-        kill_all(self._hosts, why)
+        host = self._processes.fewest(lambda host: len(host.live), alone=alone)
+        host.live.add(number)
+        return host

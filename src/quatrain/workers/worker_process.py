@@ -104,6 +104,8 @@ class WorkerProcess:
     ):
         self.failure: Failure | None = None
         """How it ended; None as long as it may be called."""
+        self.is_retired = False
+        """Whether it gets nothing new: it ends after what it has."""
         self._loop, self._what, self._on_output = loop, what, on_output
         self._answer_s = answer_s
         self._requests, self._received = bytearray(), b""
