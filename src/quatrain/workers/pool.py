@@ -220,7 +220,7 @@ class Host(WorkerProcess):
             self.let_end(self._end_s)
 
 
-class Hosts:
+class Hosts(Processes[Host]):
     """Up to `most` processes, which start when they are needed, in the loop of `thread`.
 
     Args:
@@ -252,8 +252,7 @@ class Hosts:
                 end_s=end_s,
             )
 
-        self._processes = Processes(start, most)
-        self.kill_all = self._processes.kill_all
+        super().__init__(start, most)
 
     def chosen(self, number: int, *, alone: bool = False) -> Host:
         """Where `number` lives from now on: the process with the fewest, or a new one.
@@ -261,6 +260,6 @@ class Hosts:
         `alone`: a new one, in which nothing else will live.
         """
         # By what lives there, not by calls: what lives there will be called again.
-        host = self._processes.fewest(lambda host: len(host.live), alone=alone)
+        host = self.fewest(lambda host: len(host.live), alone=alone)
         host.live.add(number)
         return host
