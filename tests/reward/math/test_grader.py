@@ -29,7 +29,7 @@ def nothing_remembered():
 @pytest.fixture
 def broken_processes():
     """Ends the running processes, so that the next question starts one."""
-    for worker in grader._POOL._workers:
+    for worker in grader._POOL._processes.all:
         grader._POOL._thread.do(worker.kill, Failure("crash", "ended by the test"))
 
 
@@ -126,8 +126,8 @@ def test_a_column_named_like_the_limit_does_not_replace_it():
 
 def test_a_comparison_that_is_cut_off_ends_no_process_but_its_fork():
     assert same_expression("1+x", "x+1") is True
-    before = [worker._popen.pid for worker in grader._POOL._workers]
+    before = [worker._popen.pid for worker in grader._POOL._processes.all]
     with pytest.raises(grader.Unjudged):
         same_expression(SLOW, "(2,x)")
     assert same_expression("2+x", "x+2") is True
-    assert [worker._popen.pid for worker in grader._POOL._workers] == before
+    assert [worker._popen.pid for worker in grader._POOL._processes.all] == before
