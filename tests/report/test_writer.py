@@ -14,7 +14,7 @@ from episode_batches import PROMPT, TURNS, episodes
 from quatrain.config.schema import LoggingConfig
 from quatrain.report import writer as module
 from quatrain.report.writer import Report
-from quatrain.reward.values import plain_json
+from quatrain.reward.forms import plain_json
 from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import RunDir
 from quatrain.run.run_lock import FILES as LOCK_FILES

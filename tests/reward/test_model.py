@@ -19,7 +19,7 @@ from quatrain.forward.predict import sequence_scores
 from quatrain.forward.specs import CriticSpec
 from quatrain.models.rope import Rope
 from quatrain.parallel.mesh import one_device
-from quatrain.reward.model import RewardModel, load_reward_models
+from quatrain.reward.reward_model import RewardModel, load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.weights.load_model import load_classifier
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from quatrain.agents.agent_processes import CLOSED, AgentProcesses, Played
 from quatrain.agents.child import Client
-from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
 from quatrain.data.messages import as_messages
 from quatrain.rollout.rollouts import Player, Playing
 from quatrain.serve.api import Api
@@ -34,7 +34,8 @@ from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.piece import Piece
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import Sampler
-from quatrain.workers.threads import LoopThread
+from quatrain.workers.faults import Fault as AgentFault
+from quatrain.workers.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
 from quatrain.weights.offline_hub import hub_without_retries
 from quatrain.workers.pool import Failure, Pool
-from quatrain.workers.process import log_output
+from quatrain.workers.worker_process import log_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

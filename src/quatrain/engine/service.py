@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.engine.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.engine.scoring import Scores
 from quatrain.parallel.compilations import compiling_for_s, num_compilations

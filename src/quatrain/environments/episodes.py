@@ -26,20 +26,16 @@ import numpy as np
 from quatrain.cluster.processes import is_main_process
 from quatrain.data.columns import ENVIRONMENTS
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
-from quatrain.environments.environment import (
-    EnvironmentCalls,
-    EnvironmentFault,
-    InitialObservation,
-    StepResult,
-    with_opening,
-)
+from quatrain.environments.environment import InitialObservation, StepResult, with_opening
+from quatrain.environments.environment_workers import EnvironmentCalls
 from quatrain.rollout.rollouts import Player, Playing, Row
 from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.rollouts import Completion, Sampling, context_of
 from quatrain.types.sampler import Pause, PerRequestSampling, Progress, Request, Sampler, TurnFailed
-from quatrain.workers.threads import LoopThread
+from quatrain.workers.faults import Fault as EnvironmentFault
+from quatrain.workers.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 

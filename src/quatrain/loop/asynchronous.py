@@ -26,7 +26,7 @@ from quatrain.run.metrics import StageTimer
 from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import TrainState
-from quatrain.workers.threads import LoopThread
+from quatrain.workers.loop_thread import LoopThread
 
 END_TIMEOUT_S = 3.0
 """Seconds that closing waits for the thread; a reward function that takes longer is left behind."""

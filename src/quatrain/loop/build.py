@@ -29,9 +29,8 @@ from quatrain.data.turns import TurnsOfRow
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.engine.engine import RolloutEngine, records_routes
 from quatrain.engine.service import EngineService
-from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.environment_workers import InWorkers
+from quatrain.environments.environment_workers import EnvironmentCalls, InWorkers
 from quatrain.environments.episodes import EnvironmentPlayer, EpisodeRules
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.forward.specs import CriticSpec, PolicySpec
@@ -41,7 +40,7 @@ from quatrain.models.params import check_policy
 from quatrain.models.probe import trusted_attention, trusted_experts
 from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
 from quatrain.report.start_up import stage
-from quatrain.reward.model import load_reward_models
+from quatrain.reward.reward_model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout import http_worker
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -377,8 +376,8 @@ def _fleet(config: Config, loaded: LoadedPolicy, usual_prompt: int) -> Fleet:
 def _agents(config: Config, loaded: LoadedPolicy, sampler: Sampler) -> Player:
     """The player of `rollout.agent`."""
     try:
+        from quatrain.agents.agent_processes import check_agent  # other runs need no HTTP server
         from quatrain.agents.play import AgentPlayer, AgentRules
-        from quatrain.agents.workers import check_agent  # other runs need no HTTP server
     except ImportError as error:
         raise ValueError(
             f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"

@@ -24,7 +24,7 @@ from quatrain.config.layers import parse_yaml
 from quatrain.config.schema import Config
 from quatrain.report.hints import read_hints
 from quatrain.report.page_samples import EVAL, STEP, number, sample_files
-from quatrain.reward.values import plain_json
+from quatrain.reward.forms import plain_json
 from quatrain.run.catalogue import CATALOGUE, pattern_of
 from quatrain.run.description import ended_with
 from quatrain.run.metrics import read_metrics

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.rollout.group_table import GroupTable
 from quatrain.rollout.publish import Publisher, gathered
 from quatrain.rollout.supervisor import Weights, WorkerFactory, WorkerSupervisor, slot_name

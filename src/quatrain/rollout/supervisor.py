@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, Worker, WorkerLost, WorkerRefused
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.data.messages import as_messages
-from quatrain.reward.values import plain_json
+from quatrain.reward.forms import plain_json
 from quatrain.types.batches import (
     AGENT_ROLE,
     AGENT_SEQUENCE,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import httpx2 as httpx
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.config.secrets import SERVE_TOKEN
 
 CONNECT_S = 10.0

@@ -1,9 +1,9 @@
 """Worker processes for users' code: how they are started, asked, heard, limited and ended.
 
-Data flow: `pool.py` (functions) or `environments/environment_workers.py` -> `WorkerProcess.call` -> a pickle
-to `worker.py` -> a line of JSON -> the future of the call. The two processes share a socket and a pipe, and
-nothing with other workers, so that a worker can be killed at any moment; libraries for process pools are not
-used, because their workers share a queue and its locks, which a worker that is killed may hold.
+Data flow: `pool.py` -> `WorkerProcess.call` -> a pickle to `worker_script.py` -> a line of JSON -> the future
+of the call. The two processes share a socket and a pipe, and nothing with other workers, so that a worker can
+be killed at any moment; libraries for process pools are not used, because their workers share a queue and its
+locks, which a worker that is killed may hold.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from typing import Any, Literal
 
 from quatrain.config.secrets import redact
 from quatrain.workers.descendants import end_descendants, is_stopped
-from quatrain.workers.threads import running_future
-from quatrain.workers.worker import LOAD_TIMEOUT_S, SIZE_BYTES
+from quatrain.workers.faults import Fault
+from quatrain.workers.loop_thread import running_future
+from quatrain.workers.worker_script import LOAD_TIMEOUT_S, SIZE_BYTES
 
 PAUSE_S = 0.1
 """Seconds between two looks whether a process with calls has ended."""
@@ -41,7 +42,7 @@ GRACE_S = 1.0
 LONGEST_OUTPUT = 16384
 """Bytes of what was printed that are passed on at a time, in whole lines; the rest is counted."""
 _READ_BYTES = 65536
-_SCRIPT = Path(__file__).with_name("worker.py")
+_SCRIPT = Path(__file__).with_name("worker_script.py")
 _PACKAGE = Path(__file__).parents[1]
 
 Kind = Literal["timeout", "crash", "memory", "exit", "refused", "error"]
@@ -60,13 +61,17 @@ class Failure:
     detail: str
 
 
+NO_REPLY = Failure("crash", "its process sent a reply that is none")
+"""Of a process in which users' code wrote into the socket: nothing that comes from it can be believed."""
+
+
 def not_started(error: Exception) -> Failure:
     """The failure of calls of a process that the system does not start."""
     return Failure("crash", f"its process could not be started: {error}")
 
 
 @dataclass(eq=False)
-class _Call:
+class _OpenCall:
     future: Future[Any]
     what: str
     limit_s: float
@@ -76,17 +81,16 @@ class _Call:
 
 
 class WorkerProcess:
-    """A process of `worker.py` and its calls without a reply.
+    """A process of `worker_script.py` and its calls without a reply.
 
     It is made and used in the thread of `loop` alone, which must live as long as the process: one may end
     with the thread that started it. With it ends what it has started (`descendants.py`).
 
     Args:
         what: what `ps` shows of it.
-        settings: what `worker.py` reads first; `memory_mb` is MiB of private memory, or None; `python` the
-            interpreter, if it is another than this one.
+        settings: what `worker_script.py` reads first; `memory_mb` is MiB of private memory, or None;
+            `python` the interpreter, if it is another than this one.
         on_output: called with what the last call was of, and what was printed.
-        on_news: called with lines that answer no call.
         answer_s: seconds in which it must answer at any time, also when its calls have no limit.
     """
 
@@ -96,15 +100,16 @@ class WorkerProcess:
         what: str,
         settings: Mapping[str, Any],
         on_output: Callable[[str, str], None],
-        on_news: Callable[[Mapping[str, Any]], None] = lambda news: None,
         answer_s: float | None = None,
     ):
         self.failure: Failure | None = None
         """How it ended; None as long as it may be called."""
-        self._loop, self._what, self._on_output, self._on_news = loop, what, on_output, on_news
+        self.is_retired = False
+        """Whether it gets nothing new: it ends after what it has."""
+        self._loop, self._what, self._on_output = loop, what, on_output
         self._answer_s = answer_s
         self._requests, self._received = bytearray(), b""
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _OpenCall] = {}
         self._num_calls = 0
         self._loaded: set[str] = set()
         self._worker: int | None = None
@@ -136,33 +141,38 @@ class WorkerProcess:
         late: str | None = None,
         loads: bool = False,
     ) -> Future[Any]:
-        """Asks the process for something; `future` gets the reply or a `Failure`.
+        """Asks the process for something; `future` gets the reply, a `Fault` or a `Failure`, as its result.
 
         Args:
             what: what the call is of, for `on_output`.
             limit_s: the seconds after which the process is killed; all its calls are failures then.
-            cpu_s: the seconds of the processor after which `worker.py` has a signal end the process.
+            cpu_s: the seconds of the processor after which `worker_script.py` has a signal end the process.
             late: the failure's text after a timeout.
             loads: the time begins when the process says that it has loaded `what`, which may take
                 LOAD_TIMEOUT_S, unless it was loaded before.
         """
         future = future or running_future()
         if self.failure is not None:
+            # A crash whatever ended it: this call has neither taken long nor used memory.
             future.set_result(Failure("crash", self.failure.detail))
             return future
         self._num_calls += 1
         timeout = Failure("timeout", late or f"it took longer than {limit_s:g} s")
+        # An import may take minutes where a call takes milliseconds: one limit for both would be none.
         if loads and what not in self._loaded:
             loading = Failure("timeout", f"it took longer than {LOAD_TIMEOUT_S:g} s to load")
             limit = self._loop.call_later(LOAD_TIMEOUT_S, self.kill, loading)
         else:
             limit = self._loop.call_later(limit_s, self.kill, timeout)
-        self._calls[self._num_calls] = _Call(future, what, limit_s, cpu_s, timeout, limit)
+        self._calls[self._num_calls] = _OpenCall(future, what, limit_s, cpu_s, timeout, limit)
         self._context, self._printed_what = copy_context(), what or self._what
         self._send((self._num_calls, operation, *arguments))
         if self._next_look is None:
             self._next_look = self._loop.call_later(PAUSE_S, self._look)
         return future
+
+    def hear(self, news: Mapping[str, Any]) -> None:
+        """Called with a line that answers no call."""
 
     def let_end(self, within_s: float) -> None:
         """Sends nothing more, upon which the process ends; it is killed after `within_s` seconds."""
@@ -175,7 +185,9 @@ class WorkerProcess:
         """Ends the process and what it has started; its calls get this failure, or how it ended by itself."""
         if self.failure is not None:
             return
-        end_descendants(self._popen.pid)  # before the guard, which keeps them together
+        # Before the guard, which keeps them together: once it is gone, what it had adopted belongs to init,
+        # and nothing leads to it any more.
+        end_descendants(self._popen.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)  # a number that is taken until its status is read
         status = self._popen.wait()
@@ -187,7 +199,7 @@ class WorkerProcess:
             for file in (self._socket, self._printed):
                 self._loop.remove_reader(file)
                 file.close()
-            self._settle_all(self.failure)
+            self._settle(self.failure, *self._calls)
 
     def has_ended(self, *, or_stopped: bool = False) -> bool:
         """Whether the process has ended (or was stopped), without reading its status."""
@@ -197,6 +209,8 @@ class WorkerProcess:
             return True
         events = os.WEXITED | (os.WSTOPPED if or_stopped else 0)
         with suppress(ChildProcessError):  # somebody else has read its status
+            # Unread (WNOWAIT), because its number is taken as long as nobody has read the status: `kill`
+            # could else end a process of others that has got the same number.
             return os.waitid(os.P_PID, self._popen.pid, events | os.WNOHANG | os.WNOWAIT) is not None
         return True
 
@@ -237,7 +251,10 @@ class WorkerProcess:
         self._write()
 
     def _write(self) -> None:
-        """Sends of the requests what the socket takes, and the rest when it takes more."""
+        """Sends of the requests what the socket takes, and the rest when it takes more.
+
+        It never waits: a process that does not read would hold up all others of this loop, and their limits.
+        """
         try:
             while self._requests:
                 del self._requests[: self._socket.send(self._requests)]
@@ -272,7 +289,8 @@ class WorkerProcess:
                 for line in lines:
                     self._take(json.loads(line))
             except (ValueError, LookupError, TypeError, RecursionError):  # users' code wrote into the socket
-                self.kill(Failure("crash", "its process sent a reply that is none"))
+                # From here on replies could be taken for those of other calls.
+                self.kill(NO_REPLY)
         return None
 
     def _take(self, reply: Mapping[str, Any]) -> None:
@@ -283,45 +301,46 @@ class WorkerProcess:
             return None
         self._heard, self._pinged = time.monotonic(), False
         if "died" in reply:  # the process goes on as another
-            return self._settle_all(self._how_ended(reply["died"]))
+            return self._settle(self._how_ended(reply["died"]), *self._calls)
         if number is None:
-            return self._on_news(reply)
+            return self.hear(reply)
         call = self._calls[number]
         if "loaded" in reply:
             self._loaded.add(call.what)
             call.limit.cancel()
             call.limit = self._loop.call_later(call.limit_s, self.kill, call.late)
             return None
-        outcome = Failure(reply["kind"], reply["detail"]) if "kind" in reply else reply["value"]
-        if isinstance(outcome, Failure) and outcome.kind != "error":
-            return self.kill(outcome)  # what it left behind would harm the next call
-        del self._calls[number]
-        return self._settle(call, outcome)
+        outcome = reply.get("value")
+        if "fault" in reply:
+            text, kind, detail = reply["fault"]
+            outcome = Fault(text, kind, detail)
+        elif "kind" in reply:
+            outcome = Failure(reply["kind"], reply["detail"])
+            if outcome.kind != "error":
+                return self.kill(outcome)  # what it left behind would harm the next call
+        return self._settle(outcome, number)
 
-    def _settle(self, call: _Call, outcome: Any) -> None:
-        call.limit.cancel()
+    def _settle(self, outcome: Any, *numbers: int) -> None:
+        calls = [self._calls.pop(number) for number in numbers]
         try:
-            self._pass_output()
+            self._pass_output()  # before the future: whoever waits for it may end the log
         finally:  # also if the log cannot be written
-            call.future.set_result(outcome)
-
-    def _settle_all(self, failure: Failure) -> None:
-        calls, self._calls = self._calls, {}
-        try:
-            self._pass_output()
-        finally:  # also if the log cannot be written
-            for call in calls.values():
+            for call in calls:
                 call.limit.cancel()
-                call.future.set_result(failure)
+                call.future.set_result(outcome)
 
     def _look(self) -> None:
         """Looks, as long as it has calls or is to end, whether it has ended and whether it answers."""
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+        # Its end is looked for, and not told by the socket alone: what it has forked may hold the other end
+        # open after it.
         if self.has_ended():
             self._receive()  # its last words
             return self.kill()
+        # A ping rather than a limit for each call: a call may wait for a server as long as it likes, but the
+        # thread that reads requests answers at once, unless the interpreter as a whole hangs.
         silent_s = time.monotonic() - self._heard
         if self._answer_s and silent_s > PING_S and self._calls and not (self._pinged or self._no_more):
             self._pinged = True
@@ -336,6 +355,7 @@ class WorkerProcess:
         """The failure of its calls if its process, or the one that serves, has this exit status."""
         if status >= 0:
             return Failure("exit", f"its process exited with status {status}")
+        # SIGPROF is what the call itself asked for only if it had a limit: users' profilers send it too.
         cpu_s = max((call.cpu_s for call in self._calls.values()), default=0.0)
         if status == -signal.SIGPROF and cpu_s:
             return Failure("timeout", f"it took more than {cpu_s:g} s of the processor")

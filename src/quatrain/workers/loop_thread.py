@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,7 +24,7 @@ def map_in_threads(function: Callable[[T], U], items: Iterable[T], num_threads: 
 
 
 def running_future() -> Future[Any]:
-    """A future that cannot be cancelled."""
+    """A future that cannot be cancelled: it is always set by whoever does the work, and that once."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -53,6 +53,7 @@ class LoopThread:
 
         Raises ClosedError after `close`, and RuntimeError if the system has no more threads.
         """
+        # Held while the work is handed over: `close` between the two would leave it in a loop that has ended.
         with self._lock:
             if self._is_closed:
                 raise ClosedError(self._closed)
@@ -74,6 +75,7 @@ class LoopThread:
             thread, was_closed, self._is_closed = self._thread, self._is_closed, True
             if thread is not None and not was_closed:
                 self.loop.call_soon_threadsafe(self.loop.stop)
+        # A callback in the thread itself may close it, and must not wait for itself.
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
         return thread is None or not thread.is_alive()

@@ -66,6 +66,7 @@ def proven(
     shown = message.pop("proof", None)
     if not has_form(message, *forms) or not isinstance(shown, str):
         return None
+    # The role is part of it: a proof of a process, sent back to it, is none of process 0.
     expected = proof(token, role, challenge, message)
     return message if hmac.compare_digest(ascii(shown), ascii(expected)) else None
 
@@ -83,11 +84,12 @@ def receive(connection: socket.socket, deadline: float = math.inf) -> dict[str, 
 
     Raises OSError for a message of an impossible length, and if it is not there by `deadline`.
     """
+    # The deadline is that of the whole message: one that comes byte by byte would renew a timeout for each.
     header = _exactly(connection, HEADER_BYTES, deadline)
     if header is None:
         return None
     num_bytes = int.from_bytes(header)
-    if not 0 < num_bytes <= LONGEST_MESSAGE_BYTES:
+    if not 0 < num_bytes <= LONGEST_MESSAGE_BYTES:  # before memory is taken for it
         raise OSError(f"sent a message of {num_bytes} bytes; one has 1 to {LONGEST_MESSAGE_BYTES}")
     content = _exactly(connection, num_bytes, deadline)
     if content is None:

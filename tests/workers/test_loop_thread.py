@@ -3,7 +3,7 @@ from contextlib import closing
 
 import pytest
 
-from quatrain.workers.threads import ClosedError, LoopThread, map_in_threads
+from quatrain.workers.loop_thread import ClosedError, LoopThread, map_in_threads
 
 
 def test_work_is_done_in_order_in_one_thread_which_ends_last_of_all():

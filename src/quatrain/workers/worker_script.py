@@ -1,9 +1,9 @@
 """A process that runs users' code; what the code does ends this process at most.
 
-`process.py` runs this file as a script. It reads pickles from a socket, each after its length: the settings,
-then requests (number, operation, arguments). It writes lines of JSON, which name the request that they
-answer. What the code prints goes to its standard output and error, which `process.py` reads. It imports
-neither JAX nor numpy.
+`worker_process.py` runs this file as a script. It reads pickles from a socket, each after its length: the
+settings, then requests (number, operation, arguments). It writes lines of JSON, which name the request that
+they answer. What the code prints goes to its standard output and error, which `worker_process.py` reads. It
+imports neither JAX nor numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
@@ -61,10 +62,21 @@ class Connection:
 
     def reply(self, number: int | None, **reply: Any) -> None:
         """Answers the request `number`; raises TypeError or ValueError for what JSON does not have."""
+        # JSON, because who reads it is the run: a pickle could run there what a model wrote here.
         line = json.dumps({"call": number, **reply}).encode() + b"\n"
         self.end_if_forked()
         with self._lock:
             self._socket.sendall(line)
+
+    def requests(self) -> Iterator[tuple[Any, ...]]:
+        """(reply, operation, *arguments) of each request, until no more can come; pings are answered here."""
+        with contextlib.suppress(EOFError):
+            while True:
+                number, operation, *arguments = self.request()
+                if operation == "ping":  # whether this process can run at all
+                    self.reply(number, value={})
+                else:
+                    yield partial(self.reply, number), operation, *arguments
 
     def end_if_forked(self) -> None:
         """Ends a process that a user's code forked, and that has come back."""
@@ -76,17 +88,13 @@ def failure(error: BaseException) -> tuple[Literal["memory", "exit", "error"], s
     """The kind of a failure, and the end of its traceback."""
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)  # frees what they hold, which formatting needs
-    detail = _last_lines("".join(traceback.format_exception(error)).rstrip())
+    detail = "".join(traceback.format_exception(error)).rstrip()
+    if len(detail) > LONGEST_DETAIL:  # without a part of a line: part of a secret cannot be redacted
+        last_lines = detail[-LONGEST_DETAIL:].partition("\n")[2]
+        detail = last_lines or f"an error message of {len(detail)} characters"
     if isinstance(error, MemoryError):
         return "memory", detail
     return "exit" if isinstance(error, SystemExit) else "error", detail
-
-
-def _last_lines(text: str) -> str:
-    """At most LONGEST_DETAIL characters, without a part of a line: part of a secret cannot be redacted."""
-    if len(text) <= LONGEST_DETAIL:
-        return text
-    return text[-LONGEST_DETAIL:].partition("\n")[2] or f"an error message of {len(text)} characters"
 
 
 def main() -> None:
@@ -97,19 +105,17 @@ def main() -> None:
     if "package" in settings:
         _import_from(Path(settings["package"]))
     parent = settings["parent"]
-    if settings.get("fork") is None:  # users' code, which may start programs
+    # Users' code may start programs. The one function that is forked for is the library's, and starts none.
+    if settings.get("fork") is None:
         from quatrain.workers.descendants import guarded
 
         parent = guarded(parent, connection.number)
         connection.process = os.getpid()
         connection.reply(None, process=connection.process)
-    from quatrain.workers.user_code import find_function
-
-    _enter({**settings, "parent": parent})
+    _enter({**settings, "parent": parent})  # after the fork of the guard: limits are not the guard's
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    serve = find_function(settings["serve"], {}, "service") if "serve" in settings else _serve_functions
-    serve(connection, settings)
+    (_serve_host if "host" in settings else _serve_functions)(connection, settings)
     os._exit(0)  # whatever hangs in a thread
 
 
@@ -185,8 +191,10 @@ class _Functions:
             except ValueError as error:  # it was there when it was loaded first
                 return self._connection.reply(number, kind="error", detail=str(error))
             self._connection.reply(number, loaded=True)  # its time begins
-            self._told.add(spec)
-        if cpu_s:  # the library's functions
+            self._told.add(spec)  # told apart from loaded: `load` has imported it without saying so
+        # A signal ends C code too, which a thread that prints where it is does not; and it counts this
+        # process's own time, so that a busy machine makes no verdict a timeout.
+        if cpu_s:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
         else:
             trace_s = max(timeout_s - TRACE_BEFORE_S, timeout_s / 2)
@@ -210,13 +218,31 @@ def _serve_functions(connection: Connection, settings: Mapping[str, Any]) -> Non
             return
         try:
             (functions.load if operation == "load" else functions.call)(number, *arguments)
-        except BaseException as error:
+        except BaseException as error:  # sys.exit of a function must be told, and end nothing here
             kind, detail = failure(error)
             connection.reply(number, kind=kind, detail=detail)
-        connection.end_if_forked()
+        connection.end_if_forked()  # else a fork would go on to read the requests of this process
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_PROF, 0)
         del arguments
+
+
+def _serve_host(connection: Connection, settings: Mapping[str, Any]) -> None:
+    """Has `settings["host"]` load users' code, and what that returns serve it until no more can come.
+
+    The first request is to load it, which has a time limit of its own.
+    """
+    from quatrain.workers.faults import format_error
+    from quatrain.workers.user_code import find_function
+
+    number, _ = connection.request()
+    try:
+        serve = find_function(settings["host"], {}, "host")(settings)
+    except BaseException as error:  # of the user's module
+        text = str(error) if isinstance(error, ValueError) else format_error(error)
+        return connection.reply(number, kind="refused", detail=text)
+    connection.reply(number, value={})
+    return serve(connection)  # what it starts in threads may hang: the process leaves by os._exit
 
 
 def _fork_while_killed(connection: Connection, settings: Mapping[str, Any]) -> None:

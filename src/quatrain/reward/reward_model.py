@@ -20,7 +20,7 @@ from quatrain.forward.predict import sequence_scores
 from quatrain.forward.specs import CriticSpec
 from quatrain.models.probe import trusted_attention
 from quatrain.parallel.mesh import to_memory
-from quatrain.reward.values import Scores
+from quatrain.reward.forms import FunctionScores
 from quatrain.types.batches import PromptText, RolloutBatch
 from quatrain.weights.load_model import load_classifier
 
@@ -69,7 +69,7 @@ class RewardModel:
                 f"{self.max_tokens}; remove the prompt, raise the budget or take another reward model"
             )
 
-    def score(self, rollouts: RolloutBatch) -> Scores:
+    def score(self, rollouts: RolloutBatch) -> FunctionScores:
         """[E] float32 scores of the completions, one for each episode, NaN for a sequence without a score.
 
         A sequence has no score if it has more than `longest` tokens (counted in `too_long`), or if its score
@@ -93,7 +93,7 @@ class RewardModel:
             logger.warning("the reward model %s computed %d scores that are not finite", self.name, bad)
         values[np.isinf(values)] = np.nan
         counts = {"errors": bad, "too_long": len(sequences) - len(short), "tokens": sum(map(len, held))}
-        return Scores(values, counts, seconds)
+        return FunctionScores(values, counts, seconds)
 
 
 def load_reward_models(
