@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
-from quatrain.config.sections.critic import CriticConfig
-from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
-from quatrain.config.sections.distill import DistillConfig
+from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
+from quatrain.config.sections.update import CriticConfig, CriticOptimizerConfig
 
 
 class Rule(NamedTuple):
