@@ -10,8 +10,8 @@ import pytest
 
 from quatrain.agents import hubs
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
-from quatrain.config.axes import AXES
 from quatrain.config.layers import valid_keys
+from quatrain.config.mesh import AXES
 from quatrain.config.schema import sections
 from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import REJECTIONS

@@ -13,7 +13,7 @@ from quatrain.config.aliases import (
     suggestion,
     value_for,
 )
-from quatrain.config.convert.read import read_theirs
+from quatrain.config.convert import read_theirs
 from quatrain.config.errors import ConfigError
 from quatrain.config.layers import sections, valid_keys
 from quatrain.config.load import load_config

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.config.convert import convert
-from quatrain.config.convert.read import read_theirs
+from quatrain.config.convert import convert, read_theirs
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
 from quatrain.config.layers import file_layer

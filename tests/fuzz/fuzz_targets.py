@@ -108,7 +108,7 @@ def metrics(folder: Path) -> None:
 def saved_state(folder: Path) -> None:
     """The host data of a checkpoint."""
     from quatrain.config.files import read_json
-    from quatrain.run.saved_state import check_saved_state
+    from quatrain.run.resume import check_saved_state
     from quatrain.types.batches import PromptPosition
 
     host = read_json(folder / "host.json")

@@ -16,8 +16,7 @@ from quatrain.report import writer as module
 from quatrain.report.writer import Report
 from quatrain.reward.values import plain_json
 from quatrain.run.metrics import read_metrics
-from quatrain.run.run_dir import RunDir
-from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_dir import LOCK_FILES, RunDir
 from quatrain.run.samples import evaluation_sample
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric

@@ -24,12 +24,14 @@ from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
 from quatrain.config.values import data_set_list, data_sets, shown_data_sets
-from quatrain.data.columns import ENVIRONMENTS, MESSAGES, prepared
 from quatrain.data.demonstration import (
+    ENVIRONMENTS,
+    MESSAGES,
     Answers,
     asks_for_more,
     checked_completion,
     is_trained,
+    prepared,
     unread_fields,
 )
 from quatrain.data.left_out import REFUSED_OF_ROWS

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
-from quatrain.data.columns import ENVIRONMENTS
+from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
 from quatrain.engine.groups import Group
 from quatrain.engine.session import EngineStats, TurnEnd

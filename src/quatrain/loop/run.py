@@ -71,8 +71,8 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.run import resume
 from quatrain.run.checkpoint import Checkpointer, SaveFailed, form
 from quatrain.run.description import describe, describe_end
+from quatrain.run.resume import check_saved_state
 from quatrain.run.run_dir import RunDir, checkpoint_steps
-from quatrain.run.saved_state import check_saved_state
 from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics

@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from quatrain.config.axes import AXES, CP, DATA_AXES, NUM_IN_TEXT, TP
 from quatrain.config.derive import environment_tokens, longest_sequence
-from quatrain.config.mesh import MeshShape
-from quatrain.config.roles import resolve_roles
-from quatrain.config.rollout_worker import devices_of_worker
+from quatrain.config.mesh import AXES, CP, DATA_AXES, NUM_IN_TEXT, TP, MeshShape
+from quatrain.config.roles import devices_of_worker, resolve_roles
 from quatrain.config.schema import Config, CriticConfig, LogprobConfig, UpdateConfig
 from quatrain.plan.text import table, warning_lines
 

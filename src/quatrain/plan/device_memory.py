@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
 
-from quatrain.config.axes import axes_of
+from quatrain.config.mesh import axes_of
 from quatrain.config.roles import Roles
 from quatrain.plan.text import table, warning_lines, wrapped
 

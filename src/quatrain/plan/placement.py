@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from quatrain.config.axes import CP
 from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
-from quatrain.config.mesh import MeshShape
-from quatrain.config.roles import Roles, resolve_roles
-from quatrain.config.rollout_worker import devices_of_worker, worker_config
+from quatrain.config.mesh import CP, MeshShape
+from quatrain.config.roles import Roles, devices_of_worker, resolve_roles, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.decode import TOKENS_PER_CALL

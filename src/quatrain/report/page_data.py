@@ -28,7 +28,7 @@ from quatrain.reward.values import plain_json
 from quatrain.run.catalogue import CATALOGUE, pattern_of
 from quatrain.run.description import ended_with
 from quatrain.run.metrics import read_metrics
-from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_dir import LOCK_FILES
 
 RUNNING, FINISHED, ENDED = "running", "finished", "not finished"
 UNSET = "not set"

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quatrain.config.errors import shown
-from quatrain.data.columns import ENVIRONMENTS
+from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.reward.forms import TRAINER_STATE
 from quatrain.reward.functions import RewardFunction
 from quatrain.reward.values import Log, plain_rewards

@@ -19,7 +19,7 @@ import numpy as np
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.reward import RewardConfig
-from quatrain.data.columns import ENVIRONMENTS
+from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.data.reasoning_gym import check_installed
 from quatrain.reward.calls import (
     ERROR_REWARD,

@@ -36,8 +36,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from quatrain.ops import functions_of
 from quatrain.ops.advantages._shared import TokenAdvantages as TokenAdvantages
-from quatrain.ops.algorithms import functions_of
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., np.ndarray | TokenAdvantages]] = functions_of(
     __name__, __path__

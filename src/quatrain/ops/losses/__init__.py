@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quatrain.ops import functions_of
 from quatrain.ops.aggregation import LOSS_AGGREGATIONS as LOSS_AGGREGATIONS
 from quatrain.ops.aggregation import token_weights as token_weights
-from quatrain.ops.algorithms import functions_of
 from quatrain.ops.tokens import TokenLoss
 
 POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = functions_of(__name__, __path__)
