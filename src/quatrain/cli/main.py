@@ -22,7 +22,7 @@ import typer
 
 import quatrain
 from quatrain.cli import runs
-from quatrain.cli.words import Given, RunWords, SetOption, Words, examples, given, run_to_resume
+from quatrain.cli.arguments import Given, RunWords, SetOption, Words, examples, given, run_to_resume
 from quatrain.cluster.launcher import end_with_launcher
 from quatrain.config.errors import installation
 from quatrain.report.start_up import stage, starting
@@ -348,8 +348,8 @@ def plan(
     config, overrides, _ = given(words, set_)
     resolved = _resolve(Given(config, overrides))
     if not (params or fit):
-        from quatrain.plan.batches import plan as plan_batches
-        from quatrain.plan.batches import render
+        from quatrain.plan.batch_plan import plan as plan_batches
+        from quatrain.plan.batch_plan import render
 
         batches = plan_batches(resolved.config, devices=devices, processes=processes)
         typer.echo(json.dumps(batches.to_dict(), indent=2) if as_json else render(batches))
@@ -499,7 +499,7 @@ def _print_numbers(numbers: dict[str, float]) -> None:
 
 def _resolve(what: Given, *, trains: bool = True) -> Resolved:
     """The final configuration; its warnings go to stderr, here and nowhere else."""
-    from quatrain.config.environment import load_dotenv, warn_if_others_can_read
+    from quatrain.config.dotenv import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
     dotenv = load_dotenv(os.environ)

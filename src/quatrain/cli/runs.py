@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from quatrain.cli.words import examples, run_folders
+from quatrain.cli.arguments import examples, run_folders
 
 app = typer.Typer(rich_markup_mode="rich")
 
@@ -122,7 +122,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer), or push it."""
-    from quatrain.config.environment import load_dotenv
+    from quatrain.config.dotenv import load_dotenv
     from quatrain.config.places import HUB_ID
     from quatrain.loop.export import export as write
 

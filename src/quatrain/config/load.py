@@ -21,7 +21,9 @@ from quatrain.config.aliases import value_for
 from quatrain.config.derive import derived_values
 from quatrain.config.errors import ConfigError, listed, rule, shown
 from quatrain.config.fields import value_at
-from quatrain.config.layers import (
+from quatrain.config.schema import Config, is_mapping, valid_keys
+from quatrain.config.secrets import REDACTED
+from quatrain.config.settings import (
     ENVIRONMENT_PREFIX,
     QUICKSTART,
     KeyPath,
@@ -30,8 +32,6 @@ from quatrain.config.layers import (
     file_layer,
     override_layer,
 )
-from quatrain.config.schema import Config, is_mapping, valid_keys
-from quatrain.config.secrets import REDACTED
 from quatrain.config.warnings import warnings_about
 
 DEFAULT = "default"

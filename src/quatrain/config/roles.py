@@ -12,18 +12,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from quatrain.config.mesh import (
-    CP,
-    DATA_AXES,
-    DP,
-    EP,
-    TP,
-    MeshShape,
-    axis_sizes,
-    device_numbers,
-    devices_of_process,
-    resolve_mesh,
-)
+from quatrain.config.mesh import MeshShape, axis_sizes, device_numbers, devices_of_process, resolve_mesh
+from quatrain.config.mesh_axes import CP, DATA_AXES, DP, EP, TP
 from quatrain.config.schema import Config
 
 

@@ -20,10 +20,10 @@ import grain
 import numpy as np
 
 from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
+from quatrain.config.data_sets import data_set_list, data_sets, shown_data_sets
 from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
-from quatrain.config.values import data_set_list, data_sets, shown_data_sets
 from quatrain.data.demonstration import (
     ENVIRONMENTS,
     MESSAGES,
@@ -37,7 +37,7 @@ from quatrain.data.demonstration import (
 from quatrain.data.left_out import REFUSED_OF_ROWS
 from quatrain.data.messages import INSTRUCTIONS, TOOLS, checked_messages, tools_of, without_nulls
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
-from quatrain.data.table import Table, TokenRow
+from quatrain.data.token_table import Table, TokenRow
 from quatrain.data.tokenizer import render
 from quatrain.types.batches import (
     AGENT_ROLE,
@@ -188,7 +188,7 @@ def load_prompts(
     Raises ValueError for invalid data, naming the data set and the row, and if processes have
     read different data.
     """
-    reader = _Reader(
+    reader = _RowReader(
         data,
         _by_template(tokenizer) if turns is None else _by_turns(turns),
         required_columns,
@@ -209,7 +209,9 @@ def check_columns(
     rows: GivenRows = NO_ROWS,
 ) -> None:
     """Raises the ValueError of `load_prompts` or `load_demonstrations` for columns, without a tokenizer."""
-    reader = _Reader(data, lambda row, text: [], required_columns, demonstrations=demonstrations, given=rows)
+    reader = _RowReader(
+        data, lambda row, text: [], required_columns, demonstrations=demonstrations, given=rows
+    )
     for each in dict.fromkeys(data_set_list(data_sets(spec))):  # type: ignore[arg-type]
         reader.check_columns(each, list(reader.rows(each)[0]))
 
@@ -243,7 +245,7 @@ def load_demonstrations(
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
     required = {"completion": "the supervised warm start"}
     answers = Answers(tokenizer)
-    reader = _Reader(
+    reader = _RowReader(
         data,
         _by_template(tokenizer),
         required,
@@ -262,7 +264,7 @@ _TokenRows = tuple[list[TokenRow], int, int, int, int]
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _RowReader:
     """How prompts or demonstrations are read, checked and tokenised; `spec` is a file or data set."""
 
     data: DataConfig
@@ -384,7 +386,7 @@ class _Reader:
         return TokenRow(number, text, ids, columns, completion_ids)
 
 
-def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
+def _load(spec: str | Sequence[str], reader: _RowReader) -> Table:
     """The tokenised rows of one or several data sets, numbered consecutively.
 
     In a run of several processes, process i of N reads the files i, i + N, ... if there are several.

@@ -26,15 +26,15 @@ import jax
 from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
+from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact
-from quatrain.config.values import data_set_list, shown_data_sets
 from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
-from quatrain.data.table import TokenRow
+from quatrain.data.token_table import TokenRow
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.build import (
     LoadedPolicy,
@@ -60,8 +60,8 @@ from quatrain.loop.stop_when import StopWhen
 from quatrain.models.lora import without_adapters
 from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.plan.batches import overview
-from quatrain.plan.batches import plan as batch_plan
+from quatrain.plan.batch_plan import overview
+from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
 from quatrain.report.start_up import stage, starting

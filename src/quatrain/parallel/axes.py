@@ -1,7 +1,7 @@
 """The mesh axes: what is split over each of them, and how parameters are sharded.
 
 To add a mesh axis, add a row to the table `AXES`, and its field to `config.mesh._Sizes`, which is for the
-type checker: mesh, shardings, batches, errors and the plan read the table. It is written in `config/mesh.py`,
+type checker: mesh, shardings, batches, errors and the plan read the table. It is in `config/mesh_axes.py`,
 because the configuration reads it too and does not import JAX; all other code reads it here. For more than
 one device along it, an axis also needs its collectives: of parameters in `models/blocks/layer_run.py`
 (`gather_params`), of the work of a layer in `models/blocks/`, of gradients in `update/gradient.py`, of
@@ -19,7 +19,8 @@ import math
 
 from jax.sharding import PartitionSpec
 
-from quatrain.config.mesh import AXES, CP, DATA_AXES, DP, EP, FSDP, TP, MeshAxis, MeshShape, axes_of
+from quatrain.config.mesh import MeshShape
+from quatrain.config.mesh_axes import AXES, CP, DATA_AXES, DP, EP, FSDP, TP, MeshAxis, axes_of
 
 __all__ = ["AXES", "CP", "DATA_AXES", "DP", "EP", "FSDP", "TP", "MeshAxis", "axes_of", "partition_spec"]
 

@@ -15,9 +15,9 @@ import yaml
 
 from quatrain import __version__
 from quatrain.config.fields import REWARD_MODEL
-from quatrain.config.layers import parse_yaml
 from quatrain.config.places import HUB_ID
 from quatrain.config.secrets import redact_tokens
+from quatrain.config.settings import parse_yaml
 from quatrain.run.description import starts_in
 from quatrain.run.metrics import read_metrics
 

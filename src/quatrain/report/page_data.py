@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from quatrain.config.dump import by_dotted_key
-from quatrain.config.layers import parse_yaml
 from quatrain.config.schema import Config
+from quatrain.config.settings import parse_yaml
 from quatrain.report.hints import read_hints
 from quatrain.report.page_samples import EVAL, STEP, number, sample_files
 from quatrain.reward.values import plain_json

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.files import too_deep
-from quatrain.config.layers import parse_yaml
+from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import is_finite
 from quatrain.types.batches import FAULTS
 

@@ -20,7 +20,7 @@ import numpy as np
 from quatrain.config.errors import listed
 from quatrain.config.sections.reward import RewardConfig
 from quatrain.data.demonstration import ENVIRONMENTS
-from quatrain.data.reasoning_gym import check_installed
+from quatrain.data.gym_rows import check_installed
 from quatrain.reward.calls import (
     ERROR_REWARD,
     TIMEOUTS_PER_WORKER,
@@ -68,7 +68,7 @@ from quatrain.workers.user_code import find_function, parameters_of
 
 if TYPE_CHECKING:
     from quatrain.data.prompts import PromptSource
-    from quatrain.data.table import TokenRow
+    from quatrain.data.token_table import TokenRow
     from quatrain.reward.model import RewardModel
 
 logger = logging.getLogger(__name__)

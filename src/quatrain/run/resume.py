@@ -15,12 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
 from quatrain.config.schema import Config, fields, sections
 from quatrain.config.secrets import REDACTED, comparable, redact, same
-from quatrain.config.values import shown_data_sets
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.run_dir import RunDir
 from quatrain.weights.adapter import check_base

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
 from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, disk_is_full, shown
-from quatrain.config.layers import parse_yaml
+from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import MetricsFile
 
 LOCK_FILES = (".lock", ".lock.json")
@@ -70,7 +70,7 @@ AUTO = "auto"
 _log = logging.getLogger(__name__)
 
 
-class _Entry:
+class _Named:
     """A file or folder of a run, by its name."""
 
     def __init__(self, name: str):
@@ -141,31 +141,31 @@ class RunDir:
         """The run's name, which is the name of its folder."""
         return self.path.resolve().name
 
-    config = _Entry("config.yaml")
+    config = _Named("config.yaml")
     """The resolved configuration (YAML)."""
-    metrics = _Entry("metrics.jsonl")
+    metrics = _Named("metrics.jsonl")
     """The metrics: one JSON object per step."""
-    hints = _Entry("hints.jsonl")
+    hints = _Named("hints.jsonl")
     """What the run was told to be probably wrong: one JSON object per hint."""
-    plan = _Entry("plan.json")
+    plan = _Named("plan.json")
     """The batch plan (JSON)."""
-    description = _Entry("run.json")
+    description = _Named("run.json")
     """What made the run, each time that it was started (JSON)."""
-    code = _Entry("code")
+    code = _Named("code")
     """Folder with copies of users' code."""
-    samples = _Entry("samples")
+    samples = _Named("samples")
     """Folder with the completions of each step."""
-    checkpoints = _Entry("checkpoints")
+    checkpoints = _Named("checkpoints")
     """Folder of the checkpoints."""
-    reference = _Entry("reference")
+    reference = _Named("reference")
     """Folder of the reference policy as it was at the start of training."""
-    final = _Entry("final")
+    final = _Named("final")
     """Folder of the exported model."""
-    log = _Entry("run.log")
+    log = _Named("run.log")
     """The log messages, with times."""
-    plot = _Entry("plot.png")
+    plot = _Named("plot.png")
     """Plot of reward and accuracy over the steps (PNG)."""
-    page = _Entry("report.html")
+    page = _Named("report.html")
     """The run page: curves, completions and configuration (HTML)."""
 
     def write_config(self, text: str) -> None:

@@ -18,7 +18,7 @@ from quatrain.config.convert import trl, tunix, verl
 from quatrain.config.convert.translation import Translation
 from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, listed, shown
-from quatrain.config.layers import parse_yaml
+from quatrain.config.settings import parse_yaml
 
 _MODULES = {"verl": verl, "trl": trl, "tunix": tunix}
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from quatrain.config.data_sets import data_sets
 from quatrain.config.fields import (
     Count,
     DataSets,
@@ -18,7 +19,6 @@ from quatrain.config.fields import (
     Section,
     Text,
 )
-from quatrain.config.values import data_sets
 
 RESERVED_SETS = ("final", "reward")
 """Names that metrics of evaluations have after `eval/`."""

@@ -150,7 +150,7 @@ def run_folders(runs: Sequence[str]) -> list[Path]:
 
 def _settings_of_runs(overrides: Sequence[str]) -> Resolved:
     """The configuration without a file, for `run.dir` and `run.name`."""
-    from quatrain.config.environment import load_dotenv
+    from quatrain.config.dotenv import load_dotenv
     from quatrain.config.load import load_config
 
     load_dotenv(os.environ)
