@@ -7,6 +7,8 @@ error.
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,34 +65,27 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be text, but this one is a list or a mapping", key_node.start_mark
-                )
+                raise _error("a key must be text, but this one is a list or a mapping", key_node)
             if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} is given twice; keep one", key_node.start_mark
-                )
+                raise _error(f"the key {key_node.value!r} is given twice; keep one", key_node)
             missing = value_node.value == "" and not value_node.style
             if missing and (words := re.fullmatch(r"(\w+):(\S+)", key_node.value)):
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"{key_node.value!r} is a key without a value; a colon needs a space after it: "
-                    f"{words[1]}: {words[2]}",
-                    key_node.start_mark,
-                )
+                said = f"{key_node.value!r} is a key without a value; a colon needs a space after it: "
+                raise _error(f"{said}{words[1]}: {words[2]}", key_node)
             # `<<` may occur twice: each merges another mapping, and explicit keys override both.
             if key_node.tag != "tag:yaml.org,2002:merge":
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
 
+def _error(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node).replace("_", "").lower()
     if len(text) > MAX_DIGITS:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"a whole number has at most {MAX_DIGITS} digits", node.start_mark
-        )
+        raise _error(f"a whole number has at most {MAX_DIGITS} digits", node)
     return int(text, 0 if text.lstrip("+-").startswith(("0x", "0o")) else 10)
 
 
@@ -123,7 +118,15 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of one YAML document; raises ConfigError naming `source` and the line."""
+    """The value of one YAML document; raises ConfigError naming `source` and the line.
+
+    A run reads its config.yaml again and again (page, samples, what has changed): a text is parsed once.
+    """
+    return copy.deepcopy(_parsed(text, source))  # a copy, because lists and mappings of it may be changed
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(text: str, source: str) -> Any:
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{source}: a configuration has at most {MAX_CHARS} characters; shorten it")
     try:

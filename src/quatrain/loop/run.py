@@ -31,7 +31,7 @@ from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.config.secrets import redact
+from quatrain.config.secrets import redact, redactor
 from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
 from quatrain.data.token_table import TokenRow
@@ -179,7 +179,7 @@ def _report(run: Run) -> Report:
     return Report(
         folder,
         run.config.logging,
-        redact=lambda text: redact(text, os.environ),
+        redactor=lambda: redactor(os.environ),
         run_config=plain(run.resolved),
         token_text=lambda token: tokenizer.decode([token]),
         hints=Hints(run.config, run.steps, hints_in(folder.hints) if folder.resumed else ()),

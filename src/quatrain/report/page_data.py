@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,7 @@ def described(names: Sequence[str]) -> dict[str, list[str]]:
     return {name: [metric.unit, metric.meaning] for name, metric in listed}
 
 
+@lru_cache(maxsize=16)  # a page is written after each step, of the same configurations
 def config_rows(text: str) -> list[dict[str, Any]]:
     """Key, value, layer and default of each value in a `config.yaml`; raises ConfigError if it is damaged."""
     content = parse_yaml(text, "config.yaml")
