@@ -3,8 +3,6 @@
 Data flow: the folder of a run -> a page, text in a terminal, or the folder of a model.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import tempfile
@@ -20,9 +18,7 @@ app = typer.Typer(rich_markup_mode="rich")
 
 @app.command(
     epilog=examples(
-        "report runs/my-run",
-        "report first second --output comparison.html",
-        "report my-run --serve",
+        "report runs/my-run", "report first second --output comparison.html", "report my-run --serve"
     )
 )
 def report(

@@ -4,8 +4,6 @@ Used by messages about unknown keys and values, and by `quatrain convert` (`conf
 docs/coming_from.md explains the differences behind the names; a test reads its tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,16 +15,9 @@ _NAMES = {
     "data.on_long_prompt": ("data.truncation", "filter_overlong_prompts"),
     "data.max_prompt_length": ("rollout.max_prompt_length",),
     "seed": ("data.seed",),
-    "lora.rank": (
-        "lora_r",
-        "lora_rank",
-    ),
+    "lora.rank": ("lora_r", "lora_rank"),
     "lora.alpha": ("lora_alpha",),
-    "lora.targets": (
-        "lora_target_modules",
-        "module_path",
-        "target_modules",
-    ),
+    "lora.targets": ("lora_target_modules", "module_path", "target_modules"),
     "rollout.lora": ("lora.merge",),
     "rollout.stop": ("generation_kwargs", "eos_tokens"),
     "rollout.tools": ("function_tool_path",),
@@ -137,19 +128,12 @@ _NAMES = {
     ),
     "sft.learning_rate": ("sft.lr",),
     "optimizer.learning_rate": ("lr", "actor_optimizer"),
-    "optimizer.schedule": (
-        "warmup_style",
-        "schedule_type",
-        "lr_scheduler_type",
-    ),
+    "optimizer.schedule": ("warmup_style", "schedule_type", "lr_scheduler_type"),
     "optimizer.final_fraction": ("min_lr_ratio",),
     "optimizer.warmup_steps": ("lr_warmup_steps", "lr_warmup_steps_ratio", "warmup_ratio"),
     "optimizer.beta1": ("betas", "adam_beta1"),
     "optimizer.beta2": ("adam_beta2",),
-    "optimizer.max_grad_norm": (
-        "grad_clip",
-        "clip_grad",
-    ),
+    "optimizer.max_grad_norm": ("grad_clip", "clip_grad"),
     "model.remat": ("enable_gradient_checkpointing", "gradient_checkpointing", "remat_config"),
     "offload.optimizer": ("optimizer_offload",),
     "run.steps": ("total_training_steps", "max_steps"),
@@ -165,16 +149,10 @@ _NAMES = {
     "checkpoint.best_mode": ("greater_is_better",),
     "hub.push": ("push_to_hub", "hub_model_id"),
     "logging.wandb_project": ("project_name",),
-    "eval.before": (
-        "eval_on_start",
-        "val_before_train",
-    ),
+    "eval.before": ("eval_on_start", "val_before_train"),
     "hub.private": ("hub_private_repo",),
     "logging.samples_per_step": ("log_completions", "rollout_data_dir"),
-    "model.path": (
-        "model_name_or_path",
-        "model_id",
-    ),
+    "model.path": ("model_name_or_path", "model_id"),
     "model.tokenizer": ("tokenizer_path",),
     "optimizer.eps": ("adam_epsilon",),
     "optimizer.name": ("opt_type",),

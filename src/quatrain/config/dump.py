@@ -4,8 +4,6 @@ Data flow: `Resolved` -> the output of `quatrain config` and the file `config.ya
 are valid configuration files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

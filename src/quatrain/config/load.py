@@ -5,8 +5,6 @@ Layers, later ones override earlier ones: schema defaults, YAML file (or the qui
 passes each stage its section of the result, a `Resolved`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,6 +78,7 @@ def load_config(
             "overrides=['rollout.n=16']"
         )
     file = None if path is None else Path(path)
+    # Before the file: whether the quickstart's settings suit depends on the model that these choose.
     from_overrides, from_environment = override_layer(overrides), environment_layer(environ)
     from_file, unsuitable = file_layer(file), list[str]()
     if file is None:
@@ -88,10 +87,12 @@ def load_config(
     merged.add(from_file)
     merged.add(from_overrides)
     merged.add(from_environment)
+    # Before types are checked, which would complain of `[redacted]` without saying what it is.
     merged.refuse_redacted()
     config = merged.config()
     stem = (file or QUICKSTART).stem
     derived = derived_values(config, stem, environ, now or datetime.now(UTC))
+    # As a layer, and then validated again: rules across sections hold for derived values as for given ones.
     merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
     config = merged.config()
     warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
@@ -155,17 +156,20 @@ class _Merge:
                 self._set(setting)
 
     def _set(self, setting: Setting) -> None:
+        # A mapping is replaced whole, so layers that lower ones gave its entries no longer hold.
         inside = f"{setting.key}."
         self._layers = {k: layer for k, layer in self._layers.items() if not k.startswith(inside)}
         self._layers[setting.key] = setting.layer
         value = setting.value
         if is_mapping(setting.path) and isinstance(value, dict):
+            # YAML reads a name such as 1 as a number; names of entries are texts everywhere else.
             value = {str(name): entry for name, entry in value.items()}
             self._layers |= {inside + name: setting.layer for name in value}
         self._values[setting.path] = value
 
     def _set_entry(self, setting: Setting) -> None:
         parent, name = setting.path[:2], setting.path[2]
+        # From the default where no layer has set the mapping: one entry more keeps the usual ones.
         current = self._values.get(parent, value_at(Config(), ".".join(parent)))
         if not isinstance(current, dict):
             return  # a lower layer set a value that is not a mapping; validation reports it
@@ -205,6 +209,7 @@ class _Merge:
         across = detail["type"] == "across_sections"
         key = context["key"] if across else _dotted(detail["loc"])
         value = context["value"] if across else detail["input"]
+        # An entry of a mapping has the layer and the default of the key that it is in.
         known = next((k for k in valid_keys() if key == k or key.startswith(f"{k}.")), key)
         default = _as_yaml(value_at(Config(), known)) if known in valid_keys() else "none"
         layer = self._layers.get(key) or self._layers.get(known, DEFAULT)

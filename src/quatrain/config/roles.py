@@ -4,8 +4,6 @@ Data flow: `Config` and the number of devices -> `Roles`, and for rollout worker
 the plan, the meshes of a run and the workers' processes. This module does not import JAX.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

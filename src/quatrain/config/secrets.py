@@ -15,8 +15,6 @@ What is written to be compared later goes through `comparable`: a redacted form 
 and different values may share one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

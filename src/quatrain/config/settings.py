@@ -5,8 +5,6 @@ is read with the scalars of YAML 1.2 (`1e-6` is a number; `off` and `1:30` are s
 error.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -31,9 +29,11 @@ from quatrain.config.errors import (
 from quatrain.config.places import beside, local_path
 from quatrain.config.schema import Config, is_mapping, sections, valid_keys
 
+# Bounds of a file: aliases of aliases let a few lines stand for more values than memory holds.
 MAX_CHARS = 2**17
 MAX_NODES = 10_000
 """Keys and values of a configuration; the schema has about 150 keys."""
+# Longer ones take quadratic time to read, and from 4,300 digits on Python refuses to print them.
 MAX_DIGITS = 30
 MAX_EXTENDS = 20
 ENVIRONMENT_PREFIX = "QUATRAIN__"
@@ -59,15 +59,19 @@ class Setting:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2; repeated keys are an error."""
 
+    # Empty at first: the table of SafeLoader reads YAML 1.1, where `off` is false and 1:30 a number.
     yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012 - PyYAML's name for its own class attribute
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, value_node in node.value:
+            # PyYAML would raise a TypeError without a line, as such a key cannot be hashed.
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _error("a key must be text, but this one is a list or a mapping", key_node)
+            # PyYAML takes the last of two and says nothing: the first value would be lost in silence.
             if key_node.value in seen:
                 raise _error(f"the key {key_node.value!r} is given twice; keep one", key_node)
+            # `n:5` is a text in YAML, and would only be told as an unknown key of that name.
             missing = value_node.value == "" and not value_node.style
             if missing and (words := re.fullmatch(r"(\w+):(\S+)", key_node.value)):
                 said = f"{key_node.value!r} is a key without a value; a colon needs a space after it: "
@@ -86,6 +90,7 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node).replace("_", "").lower()
     if len(text) > MAX_DIGITS:
         raise _error(f"a whole number has at most {MAX_DIGITS} digits", node)
+    # Base 0 would refuse leading zeros, which are decimal in YAML 1.2.
     return int(text, 0 if text.lstrip("+-").startswith(("0x", "0o")) else 10)
 
 
@@ -201,6 +206,7 @@ def _read_file(
 
     `others` gets the files of other libraries, with the library's name.
     """
+    # Resolved, because one file has many names: relative ones, links, `a/../b`.
     if file.resolve() in [each.resolve() for each in extending]:
         circle = " extends ".join(map(str, (*extending, file)))
         raise ConfigError(f"extends must not lead back to the same file: {circle}; remove one of them")
@@ -220,6 +226,7 @@ def _read_file(
         raise ConfigError(
             f"{file}: extends must be the path of a configuration, or a list of paths; got {shown(bases)}"
         )
+    # Bases first: their settings come before those of this file, which override them.
     for base in bases:
         _read_file(file.parent / local_path(base), None, (*extending, file), done, settings, problems, others)
     done.add(file.resolve())
@@ -230,12 +237,14 @@ def _read_file(
         if value is None and name in sections():
             continue  # a section whose keys are all commented out
         _collect((str(name),), value, layer or f"file {file}", of_file, problems)
+    # Paths are beside the file that names them, also where another file extends it from elsewhere.
     settings += (replace(each, value=beside(each.key, each.value, file.parent)) for each in of_file)
 
 
 def _read(path: Path, extending: Sequence[Path]) -> str:
     try:
         with path.open(encoding="utf-8-sig") as opened:
+            # One more than is allowed shows that the file is too long, however long it is.
             return opened.read(MAX_CHARS + 1)
     except FileNotFoundError:
         near = sorted({str(p) for folder in (path.parent, Path("configs")) for p in folder.glob("*.y*ml")})
@@ -255,6 +264,7 @@ def override_layer(overrides: Sequence[str]) -> list[Setting]:
     """The settings of `--set key.sub=value`, in order."""
     settings: list[Setting] = []
     problems: list[str] = []
+    # A text is a sequence too: each of its letters would be told as a malformed override.
     if isinstance(overrides, str | Mapping):
         raise ConfigError(
             f"overrides must be a list of KEY=VALUE; got {shown(overrides)}; give ['rollout.n=16', 'seed=1']"
@@ -276,6 +286,7 @@ def environment_layer(environ: Mapping[str, str]) -> list[Setting]:
     settings: list[Setting] = []
     problems: list[str] = []
     came_from: dict[KeyPath, str] = {}
+    # Sorted: the order of variables differs between shells, and so would the errors.
     for variable in sorted(environ):
         if not variable.upper().startswith(ENVIRONMENT_PREFIX):
             continue
@@ -323,6 +334,8 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
             _collect((*path, str(name)), inner, layer, settings, problems)
     else:
         problems.append(f"{UNKNOWN_KEY} {shown(key)} (from {layer})")
+        # The search compares with every key: hundreds of unknown keys, as in the file of another library,
+        # would take seconds for advice that is not shown.
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
             if known := suggestion(key):
                 problems[-1] += f"; {known}"

@@ -7,8 +7,6 @@ not accept their own answer. Only worker processes import the package: Python's 
 order in all of them, on which the entries of some data sets depend.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

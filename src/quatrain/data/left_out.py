@@ -9,8 +9,6 @@ the same messages with a made-up word in the place of each text. What it leaves 
 the messages, so this is done once for each shape (roles, fields, number of calls).
 """
 
-from __future__ import annotations
-
 import functools
 import html
 import json

@@ -3,8 +3,6 @@
 First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> `prompts.py`.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

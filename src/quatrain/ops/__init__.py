@@ -1,7 +1,5 @@
 """Pure maths: arrays in, arrays out."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable

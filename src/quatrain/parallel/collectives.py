@@ -8,8 +8,6 @@ The backward passes assume that the total loss is the sum of the losses of the d
 devices of a `tp` axis compute the same loss redundantly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +26,7 @@ def shard_mapped(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """`jax.shard_map` of `function` over `mesh`, without the check of replicated outputs."""
+    # The check does not see that devices of `tp` compute the same numbers, and would refuse them.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -35,6 +34,7 @@ def axis_size(axis: str) -> int:
     """The number of devices along `axis` of the current mesh; 1 outside `shard_map`."""
     try:
         return lax.axis_size(axis)
+    # What JAX raises for an axis that no surrounding function is mapped over.
     except NameError:
         return 1
 
@@ -63,6 +63,7 @@ def any_shard(flag: jax.Array) -> jax.Array:
 
 def from_first_device(x: jax.Array, axis: str) -> jax.Array:
     """The `x` of the first device of `axis`, on all of its devices: values that must be bitwise equal."""
+    # A sum with zeros rounds nothing: all devices get equal numbers, as from a broadcast.
     return x if axis_size(axis) == 1 else lax.psum(jnp.where(axis_index(axis) == 0, x, 0), axis)
 
 
@@ -119,6 +120,7 @@ def _gather(x: jax.Array, places: Places, dtype: jnp.dtype, own: jnp.dtype) -> j
 
 
 def _scatter(places: Places, dtype: jnp.dtype, own: jnp.dtype, _: None, dy: jax.Array) -> tuple[jax.Array]:
+    # Sums over many devices in bfloat16 would lose the small gradients.
     dx = dy.astype(jnp.float32)
     for axes, dim in places:
         dx = lax.psum_scatter(dx, axes, scatter_dimension=dim, tiled=True)

@@ -4,8 +4,6 @@ Data flow: a configuration and changes to it -> `placement` of each -> `fit`, fo
 shapes are used, as in `placement.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 import shlex

@@ -4,8 +4,6 @@ Data flow: `config.yaml`, `run.json` and `metrics.jsonl` of a run's folder -> RE
 which the Hugging Face Hub shows (`loop.hub`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath

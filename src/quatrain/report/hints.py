@@ -4,8 +4,6 @@ Data flow: the numbers of a step -> `Hints.found` -> `report.writer.Report`, whi
 writes it to `hints.jsonl`, for the run page.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ Data flow: `metrics.jsonl`, `config.yaml`, `plan.json`, `hints.jsonl` and `run.j
 A file that is missing, damaged, or of an earlier version costs a note in the page, never the page.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ Data flow: `samples/step_000010.jsonl` and `samples/eval_000010.jsonl` -> `Sampl
 puts the chunks into the page or serves them. `print_samples.py` prints the same rows in a terminal.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

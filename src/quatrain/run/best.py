@@ -4,8 +4,6 @@ Data flow: the numbers of an evaluation -> `Best.note` -> `best.json` in the run
 export RUN OUTPUT --step best` reads with `best_step`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Collection, Mapping

@@ -5,8 +5,6 @@ Data flow: `Identity.to_save`, `loop/checkpoints.py` -> host data of a checkpoin
 declared (`MustAgreeOnResume`); what else must agree has a check here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

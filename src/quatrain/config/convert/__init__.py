@@ -4,8 +4,6 @@ Data flow: text of the file -> `read_theirs` (dotted keys) -> `verl.py`, `trl.py
 on values) and the table of names in `config/aliases.py` (all other keys) -> `translation.py` -> YAML.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -30,8 +30,6 @@ One file each: a file whose name does not begin with `_` is an estimator, a func
 the constants that `config/algorithms.py` describes. Nothing else lists the estimators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

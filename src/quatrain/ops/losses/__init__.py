@@ -11,8 +11,6 @@ A file whose name does not begin with `_` is a loss: a function of the file's na
 its paper does not take the mean over all tokens. Nothing else lists the losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from quatrain.ops import functions_of
