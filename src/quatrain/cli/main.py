@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -332,7 +332,7 @@ def plan(
         from quatrain.plan.batch_plan import render
 
         batches = plan_batches(resolved.config, devices=devices, processes=processes)
-        typer.echo(json.dumps(batches.to_dict(), indent=2) if as_json else render(batches))
+        _print_plan(batches, render, as_json)
         return
     from quatrain.config.load import load_config
     from quatrain.plan import device_memory as report
@@ -356,13 +356,13 @@ def plan(
         found = fits.fit(
             with_further, devices=devices, processes=processes, device_memory=memory, progress=progress
         )
-        typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fits.render(found))
+        _print_plan(found, fits.render, as_json)
         return
     placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
     if memory is not None and placed.largest > memory:
         remedy = fits.remedy(with_further, placed, devices=devices, processes=processes, progress=progress)
         placed = replace(placed, remedy=remedy)
-    typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
+    _print_plan(placed, report.render, as_json)
 
 
 @app.command(
@@ -472,6 +472,10 @@ def _cached(resolved: Resolved) -> AbstractContextManager[Any]:
     from quatrain.parallel.compilation_cache import compilation_cache
 
     return compilation_cache(resolved.config.run.compilation_cache)
+
+
+def _print_plan(plan: Any, render: Callable[[Any], str], as_json: bool) -> None:
+    typer.echo(json.dumps(plan.to_dict(), indent=2) if as_json else render(plan))
 
 
 def _print_numbers(numbers: dict[str, float]) -> None:

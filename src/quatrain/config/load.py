@@ -89,12 +89,7 @@ def load_config(
     merged.add(from_environment)
     # Before types are checked, which would complain of `[redacted]` without saying what it is.
     merged.refuse_redacted()
-    config = merged.config()
-    stem = (file or QUICKSTART).stem
-    derived = derived_values(config, stem, environ, now or datetime.now(UTC))
-    # As a layer, and then validated again: rules across sections hold for derived values as for given ones.
-    merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
-    config = merged.config()
+    config = merged.resolved((file or QUICKSTART).stem, environ, now or datetime.now(UTC))
     warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
     if trains:
         warnings += [*unsuitable, *warnings_about(config, environ)]
@@ -106,10 +101,7 @@ def check(values: Mapping[str, Any]) -> tuple[str, ...]:
     merged = _Merge()
     merged.add(Setting(tuple(key.split(".")), value, "the file") for key, value in values.items())
     try:
-        config = merged.config()
-        derived = derived_values(config, QUICKSTART.stem, {}, datetime.now(UTC))
-        merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
-        merged.config()
+        merged.resolved(QUICKSTART.stem, {}, datetime.now(UTC))
     except ConfigError as error:
         return error.problems
     return ()
@@ -190,6 +182,13 @@ class _Merge:
                     for key in redacted
                 ]
             )
+
+    def resolved(self, stem: str, environ: Mapping[str, str], now: datetime) -> Config:
+        """The validated configuration, with what is derived (`derived_values`) as one more layer."""
+        derived = derived_values(self.config(), stem, environ, now)
+        self.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
+        # Validated again: rules across sections hold for derived values as for given ones.
+        return self.config()
 
     def config(self) -> Config:
         """The validated configuration; raises ConfigError."""

@@ -180,10 +180,44 @@ def file_layer(path: Path | None) -> list[Setting]:
     """
     settings: list[Setting] = []
     problems: list[str] = []
+    done: set[Path] = set()
     others: dict[Path, str] = {}
-    _read_file(
-        path or QUICKSTART, "quickstart" if path is None else None, (), set(), settings, problems, others
-    )
+    """Files of other libraries, with the library's name."""
+
+    def read(file: Path, extending: tuple[Path, ...] = ()) -> None:
+        """Appends the settings of `file`, after its bases'; `extending` are the files that lead to it."""
+        # Resolved, because one file has many names: relative ones, links, `a/../b`.
+        if file.resolve() in [each.resolve() for each in extending]:
+            circle = " extends ".join(map(str, (*extending, file)))
+            raise ConfigError(f"extends must not lead back to the same file: {circle}; remove one of them")
+        if len(extending) > MAX_EXTENDS:
+            raise ConfigError(
+                f"{file}: at most {MAX_EXTENDS} files may extend each other in a row; join some"
+            )
+        if file.resolve() in done:
+            return
+        data = _mapping_in(file, extending)
+        bases = data.pop("extends", [])
+        bases = [bases] if isinstance(bases, str) else bases
+        if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+            raise ConfigError(
+                f"{file}: extends must be the path of a configuration, or a list of paths; got {shown(bases)}"
+            )
+        # Bases first: their settings come before those of this file, which override them.
+        for base in bases:
+            read(file.parent / local_path(base), (*extending, file))
+        done.add(file.resolve())
+        if library := library_of(data):
+            others[file] = LIBRARIES[library]
+        layer = "quickstart" if path is None else f"file {file}"
+        of_file: list[Setting] = []
+        for name, value in data.items():
+            if value is not None or name not in sections():  # else all keys of a section are commented out
+                _collect((str(name),), value, layer, of_file, problems)
+        # Paths are beside the file that names them, also where another file extends it from elsewhere.
+        settings.extend(replace(each, value=beside(each.key, each.value, file.parent)) for each in of_file)
+
+    read(path or QUICKSTART)
     if problems:
         remedies = (
             f"{file} is a configuration of {library}; translate it: quatrain convert {file} > mine.yaml"
@@ -193,52 +227,14 @@ def file_layer(path: Path | None) -> list[Setting]:
     return settings
 
 
-def _read_file(
-    file: Path,
-    layer: str | None,
-    extending: tuple[Path, ...],
-    done: set[Path],
-    settings: list[Setting],
-    problems: list[str],
-    others: dict[Path, str],
-) -> None:
-    """Appends the settings of `file`, after those of its bases; `extending` are the files that lead to it.
-
-    `others` gets the files of other libraries, with the library's name.
-    """
-    # Resolved, because one file has many names: relative ones, links, `a/../b`.
-    if file.resolve() in [each.resolve() for each in extending]:
-        circle = " extends ".join(map(str, (*extending, file)))
-        raise ConfigError(f"extends must not lead back to the same file: {circle}; remove one of them")
-    if len(extending) > MAX_EXTENDS:
-        raise ConfigError(f"{file}: at most {MAX_EXTENDS} files may extend each other in a row; join some")
-    if file.resolve() in done:
-        return
+def _mapping_in(file: Path, extending: Sequence[Path]) -> dict[Any, Any]:
     data = parse_yaml(_read(file, extending), str(file))
     if data is None:
         instead = "do not extend it" if extending else "leave CONFIG out for the quickstart"
         raise ConfigError(f"{file}: the file is empty; write a key, or {instead}")
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: the top level must be a mapping of keys to values; got {shown(data)}")
-    bases = data.pop("extends", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
-        raise ConfigError(
-            f"{file}: extends must be the path of a configuration, or a list of paths; got {shown(bases)}"
-        )
-    # Bases first: their settings come before those of this file, which override them.
-    for base in bases:
-        _read_file(file.parent / local_path(base), None, (*extending, file), done, settings, problems, others)
-    done.add(file.resolve())
-    if library := library_of(data):
-        others[file] = LIBRARIES[library]
-    of_file: list[Setting] = []
-    for name, value in data.items():
-        if value is None and name in sections():
-            continue  # a section whose keys are all commented out
-        _collect((str(name),), value, layer or f"file {file}", of_file, problems)
-    # Paths are beside the file that names them, also where another file extends it from elsewhere.
-    settings += (replace(each, value=beside(each.key, each.value, file.parent)) for each in of_file)
+    return data
 
 
 def _read(path: Path, extending: Sequence[Path]) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -344,11 +344,9 @@ class _RowReader:
         tokenised, skipped, truncated = _within_length(spec, tokenised, self.data)
         tokenised, longer = _within_limits(spec, tokenised, self.data, self.most_tokens)
         for token_row in tokenised:
-            try:
+            with _named(f"{spec}, row {token_row.number}"):
                 if self.check_prompt is not None:
                     self.check_prompt(token_row.text)
-            except ValueError as error:
-                raise ValueError(f"{spec}, row {token_row.number}: {error}") from error
         return tokenised, skipped, truncated, len(rows) - len(kept), longer
 
     def _is_kept(self, where: str, row: Row) -> bool:
@@ -357,17 +355,15 @@ class _RowReader:
             _check_answer(where, row)
             return not self.by_pass_rate or _pass_rate_within(where, row, self.data)
         completion = row["completion"]
-        try:
+        with _named(where):
             if isinstance(completion, Mapping) and is_trained(completion) is False:
                 return False
             checked_completion(completion)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
         return True
 
     def _token_row(self, spec: str, number: int, row: Row) -> TokenRow:
         deep = [name for name, value in row.items() if too_deep(value)]
-        try:
+        with _named(f"{spec}, row {number}"):
             if deep:
                 raise ValueError(
                     f"columns must not be nested deeper than {MAX_DEPTH} levels, as {listed(deep)} is; "
@@ -379,11 +375,18 @@ class _RowReader:
             if self.answers is not None:
                 completion = self.answers.ids(text, tools_of(row), row["completion"])
                 completion_ids = np.asarray(completion, dtype=np.int32)
-        except ValueError as error:
-            raise ValueError(f"{spec}, row {number}: {error}") from error
         ids.setflags(write=False)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return TokenRow(number, text, ids, columns, completion_ids)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """A ValueError of the block says where it is: in which row of which data set."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _load(spec: str | Sequence[str], reader: _RowReader) -> Table:

@@ -67,34 +67,27 @@ def from_first_device(x: jax.Array, axis: str) -> jax.Array:
     return x if axis_size(axis) == 1 else lax.psum(jnp.where(axis_index(axis) == 0, x, 0), axis)
 
 
-def psum_forward(x: jax.Array, axis: str) -> jax.Array:
-    """psum of `x` over `axis` in the forward pass; identity in the backward pass."""
-    return x if axis_size(axis) == 1 else _psum_forward(x, axis)
+def _along_axis(
+    forward: Callable[[jax.Array, str], jax.Array], backward: Callable[[jax.Array, str], jax.Array]
+) -> Callable[[jax.Array, str], jax.Array]:
+    """A function (x, axis) that is `forward`, and whose gradient is `backward` of the result's."""
+    function = jax.custom_vjp(forward, nondiff_argnums=(1,))
+    function.defvjp(lambda x, axis: (forward(x, axis), None), lambda axis, _, dy: (backward(dy, axis),))
+    return lambda x, axis: x if axis_size(axis) == 1 else function(x, axis)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _psum_forward(x: jax.Array, axis: str) -> jax.Array:
-    return lax.psum(x, axis)
+psum_forward = _along_axis(lax.psum, lambda dy, axis: dy)
+"""psum of `x` over `axis` in the forward pass; identity in the backward pass."""
+psum_backward = _along_axis(lambda x, axis: x, lax.psum)
+"""`x` itself in the forward pass; psum of the gradient over `axis` in the backward pass.
 
+For an `x` that is the same on all devices of `axis` and that each device uses for its own part of the work.
+"""
+reduce_scatter_rows = _along_axis(partial(lax.psum_scatter, tiled=True), partial(lax.all_gather, tiled=True))
+"""This device's rows [N, ...] of the sum of `x` [n N, ...] over the n devices of `axis`.
 
-_psum_forward.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dy: (dy,))
-
-
-def psum_backward(x: jax.Array, axis: str) -> jax.Array:
-    """`x` itself in the forward pass; psum of the gradient over `axis` in the backward pass.
-
-    For an `x` that is the same on all devices of `axis` and that each device uses for its own part of the
-    work.
-    """
-    return x if axis_size(axis) == 1 else _psum_backward(x, axis)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _psum_backward(x: jax.Array, axis: str) -> jax.Array:
-    return x
-
-
-_psum_backward.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
+All-gather in the backward pass.
+"""
 
 
 Places = Sequence[tuple[tuple[str, ...], int]]
@@ -133,25 +126,6 @@ _gather.defvjp(lambda x, places, dtype, own: (_gather(x, places, dtype, own), No
 def gather_rows(x: jax.Array, axis: str) -> jax.Array:
     """The rows of `x` of all devices of `axis`, in their order; no gradient goes back through it."""
     return x if axis_size(axis) == 1 else lax.all_gather(lax.stop_gradient(x), axis, tiled=True)
-
-
-def reduce_scatter_rows(x: jax.Array, axis: str) -> jax.Array:
-    """This device's rows [N, ...] of the sum of `x` [n N, ...] over the n devices of `axis`.
-
-    All-gather in the backward pass.
-    """
-    return x if axis_size(axis) == 1 else _scatter_rows(x, axis)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _scatter_rows(x: jax.Array, axis: str) -> jax.Array:
-    return lax.psum_scatter(x, axis, tiled=True)
-
-
-_scatter_rows.defvjp(
-    lambda x, axis: (lax.psum_scatter(x, axis, tiled=True), None),
-    lambda axis, _, dy: (lax.all_gather(dy, axis, tiled=True),),
-)
 
 
 def local_columns(x: jax.Array, axis: str) -> jax.Array:
