@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from quatrain.config.fields import Mesh, MustAgreeOnResume, Section
 from quatrain.config.rules import broken_rule
 from quatrain.config.sections.data import DataConfig, SFTConfig
-from quatrain.config.sections.policy import LoraConfig, ModelConfig, OffloadConfig, PlacementConfig
+from quatrain.config.sections.model_on_devices import LoraConfig, ModelConfig, OffloadConfig, PlacementConfig
 from quatrain.config.sections.reward import AdvantageConfig, DistillConfig, RewardConfig
 from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import (
