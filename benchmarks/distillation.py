@@ -35,7 +35,7 @@ import jax
 import numpy as np
 from algorithms import COMMON, Row, Settings
 
-from quatrain.config.layers import file_layer
+from quatrain.config.settings import file_layer
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.tokenizer import encode, load_tokenizer, render, save_tokenizer
 from quatrain.forward.planner import MicroBatchPlanner

@@ -10,11 +10,11 @@ import pytest
 
 from quatrain.agents import hubs
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
-from quatrain.config.axes import AXES
-from quatrain.config.layers import valid_keys
+from quatrain.config.mesh_axes import AXES
 from quatrain.config.schema import sections
 from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import REJECTIONS
+from quatrain.config.settings import valid_keys
 from quatrain.data.rows import _READERS
 from quatrain.models.families import _BUILTIN, FAMILIES
 from quatrain.models.families.multimodal import MODEL_TYPES

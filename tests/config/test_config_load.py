@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from quatrain.config.errors import ConfigError
-from quatrain.config.layers import valid_keys
 from quatrain.config.load import load_config
+from quatrain.config.settings import valid_keys
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -32,7 +32,7 @@ from quatrain.report import progress
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.metrics import read_metrics
-from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_dir import LOCK_FILES
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
 from quatrain.update.supervised import SupervisedLearner

@@ -85,7 +85,7 @@ def test_a_batch_with_holes_goes_through_all_stages(batch, tmp_path, small_param
     assert state.metrics["batch/tokens"].result() == 23
 
     folder = RunDir.create(tmp_path, "run")
-    report = Report(folder, LoggingConfig(), redact=lambda text: text, run_config={})
+    report = Report(folder, LoggingConfig(), redactor=lambda: lambda text: text, run_config={})
     report.log(1, {**batch.metrics, **rewarded.metrics, **advantaged.metrics, **state.metrics})
     report.samples(1, advantaged)
     report.close()

@@ -4,8 +4,6 @@ Runs training steps in a temporary run folder, ignores the first step (it compil
 measures matrix products and memory copies in the same process.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

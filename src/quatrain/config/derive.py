@@ -13,12 +13,12 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
-from quatrain.config.axes import CP
+from quatrain.config.data_sets import data_set_list, heldout_gym, is_gym
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
 from quatrain.config.mesh import axis_sizes
+from quatrain.config.mesh_axes import CP
 from quatrain.config.schema import Config, fields
-from quatrain.config.values import data_set_list, heldout_gym, is_gym
 from quatrain.config.warnings import LORA_RATE, RATE, SFT_LORA_RATE, SFT_RATE, WANDB_MODES
 
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.

@@ -4,18 +4,15 @@ Data flow: `Config` with sections that are valid alone -> `broken_rule`, the fir
 Conditions and sentences read the configuration as `c.section.key` and `{c.section.key}`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
-from quatrain.config.sections.critic import CriticConfig
-from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
-from quatrain.config.sections.distill import DistillConfig
+from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
+from quatrain.config.sections.update import CriticConfig, CriticOptimizerConfig
 
 
 class Rule(NamedTuple):
@@ -332,10 +329,7 @@ RULES: tuple[Rule, ...] = (
         "names the reward of an environment or an agent, which there is not; set rollout.environment or "
         "rollout.agent, or leave the function out",
     ),
-    *no_effect(
-        ["advantage.turn_credit"],
-        *without("rollout.environment"),
-    ),
+    *no_effect(["advantage.turn_credit"], *without("rollout.environment")),
     Rule(
         "advantage.turn_credit",
         lambda c: c.advantage.turn_credit and "environment" not in c.reward.functions,

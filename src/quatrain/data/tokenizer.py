@@ -300,12 +300,7 @@ def render(
     else:
         messages = checked_messages(prompt)
         text = fill_template(
-            tokenizer,
-            messages,
-            add_generation_prompt=True,
-            tools=tools,
-            variables=variables,
-            refused=refused,
+            tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables, refused=refused
         )
         ids = encode(tokenizer, text + begun, add_special_tokens=False)
     if not ids:

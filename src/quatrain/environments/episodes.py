@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import is_main_process
-from quatrain.data.columns import ENVIRONMENTS
+from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
 from quatrain.environments.environment import InitialObservation, StepResult, with_opening
 from quatrain.environments.environment_workers import EnvironmentCalls

@@ -20,8 +20,7 @@ from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
 from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
 from quatrain.config.errors import installation
-from quatrain.config.roles import Role, resolve_roles
-from quatrain.config.rollout_worker import devices_of_worker, worker_config
+from quatrain.config.roles import Role, devices_of_worker, resolve_roles, worker_config
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids

@@ -16,10 +16,10 @@ import numpy as np
 
 from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy, teacher_prompts

@@ -26,15 +26,15 @@ import jax
 from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
+from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.config.secrets import redact
-from quatrain.config.values import data_set_list, shown_data_sets
+from quatrain.config.secrets import redact, redactor
 from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns, load_prompts
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
-from quatrain.data.table import TokenRow
+from quatrain.data.token_table import TokenRow
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.build import (
     LoadedPolicy,
@@ -60,8 +60,8 @@ from quatrain.loop.stop_when import StopWhen
 from quatrain.models.lora import without_adapters
 from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.plan.batches import overview
-from quatrain.plan.batches import plan as batch_plan
+from quatrain.plan.batch_plan import overview
+from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
 from quatrain.report.start_up import stage, starting
@@ -72,8 +72,8 @@ from quatrain.rollout.rollouts import Rollouts
 from quatrain.run import resume
 from quatrain.run.checkpoint import Checkpointer, SaveFailed, form
 from quatrain.run.description import describe, describe_end
+from quatrain.run.resume import check_saved_state
 from quatrain.run.run_dir import RunDir, checkpoint_steps
-from quatrain.run.saved_state import check_saved_state
 from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import DATA_SOURCE
 from quatrain.types.metrics import Metric, Metrics
@@ -180,7 +180,7 @@ def _report(run: Run) -> Report:
     return Report(
         folder,
         run.config.logging,
-        redact=lambda text: redact(text, os.environ),
+        redactor=lambda: redactor(os.environ),
         run_config=plain(run.resolved),
         token_text=lambda token: tokenizer.decode([token]),
         hints=Hints(run.config, run.steps, hints_in(folder.hints) if folder.resumed else ()),

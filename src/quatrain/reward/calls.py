@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quatrain.config.errors import shown
-from quatrain.data.columns import ENVIRONMENTS
+from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.reward.forms import TRAINER_STATE, Log, plain_rewards
 from quatrain.reward.functions import RewardFunction
 from quatrain.types.batches import DATA_SOURCE, FAULTS, PromptText, RolloutBatch

@@ -1,6 +1,6 @@
 """The built-in reward function `reasoning_gym`, which is called in worker processes, as users' functions are.
 
-Data flow: completions and the column `rg` (`data/reasoning_gym.py`) -> scores from 0 to 1.
+Data flow: completions and the column `rg` (`data/gym_rows.py`) -> scores from 0 to 1.
 
 Some data sets of the package evaluate the answer as a Python expression. Answers are what the policy wrote:
 here such data sets get literals alone, and answers that SymPy is to parse, which is evaluation too, may have
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from quatrain.data.reasoning_gym import entry
+from quatrain.data.gym_rows import entry
 
 for _name in (
     *("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion"),

@@ -19,8 +19,8 @@ import numpy as np
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.reward import RewardConfig
-from quatrain.data.columns import ENVIRONMENTS
-from quatrain.data.reasoning_gym import check_installed
+from quatrain.data.demonstration import ENVIRONMENTS
+from quatrain.data.gym_rows import check_installed
 from quatrain.reward.calls import (
     ERROR_REWARD,
     TIMEOUTS_PER_WORKER,
@@ -63,7 +63,7 @@ from quatrain.workers.worker_process import log_output
 
 if TYPE_CHECKING:
     from quatrain.data.prompts import PromptSource
-    from quatrain.data.table import TokenRow
+    from quatrain.data.token_table import TokenRow
     from quatrain.reward.reward_model import RewardModel
 
 logger = logging.getLogger(__name__)

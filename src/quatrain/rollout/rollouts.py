@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
-from quatrain.data.columns import ENVIRONMENTS
+from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.parallel.compilations import num_compilations
 from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics

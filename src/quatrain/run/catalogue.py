@@ -4,8 +4,6 @@ The stages produce metrics under these names, and `report.writer` writes them. T
 metric is listed here. `scripts/document.py` generates docs/metrics.md from this catalogue.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache

@@ -19,7 +19,7 @@ from quatrain.forward.table import TokenTable
 from quatrain.models.families import Architecture
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
-from quatrain.ops.values import explained_variance, value_loss
+from quatrain.ops.value_loss import explained_variance, value_loss
 from quatrain.parallel.mesh import copy_if_aliased, full, mesh_shape, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
 from quatrain.update.trainer import CRITIC_STREAM, ModelState, StepTotals, Trainer, mini_batches_of_step

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.config.sections.distill import DistillConfig
+from quatrain.config.sections.reward import DistillConfig
 from quatrain.forward.specs import OutcomesSpec, PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.ops.distill import sampled_advantages

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from quatrain.backend import this_backend
 from quatrain.config.errors import listed
 from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
-from quatrain.config.sections.distill import DEFAULT
+from quatrain.config.sections.reward import DEFAULT
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.forward.micro_batch import MicroBatch

@@ -16,7 +16,7 @@ import numpy as np
 from quatrain.config.errors import listed, shown
 from quatrain.data.messages import INSTRUCTIONS, checked_messages, tools_of
 from quatrain.data.prompts import PromptSource
-from quatrain.data.table import TokenRow
+from quatrain.data.token_table import TokenRow
 from quatrain.data.tokenizer import encode_further, fill_template, render
 from quatrain.data.turns import TurnsOfRow
 from quatrain.forward.table import TokenTable

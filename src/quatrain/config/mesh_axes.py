@@ -4,8 +4,6 @@ Data flow: `AXES` -> `MeshShape` (`config/mesh.py`), the shardings (`parallel/ax
 this table) and the plan. It stands here, without JAX, because the configuration reads it too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

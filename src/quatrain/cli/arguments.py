@@ -10,39 +10,38 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 if TYPE_CHECKING:
     from quatrain.config.load import Resolved
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG.yaml] [KEY=VALUE …]",
-        show_default=False,
-        help="Configuration file; default: the quickstart. KEY=VALUE is --set KEY=VALUE.",
-    ),
-]
-RunWords = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG.yaml] [RUN|FOLDER] [KEY=VALUE …]",
-        show_default=False,
-        help="Configuration file; default: the run's, or the quickstart. RUN: a run's name or folder. "
-        "FOLDER: of a model in Hugging Face's form. KEY=VALUE is --set KEY=VALUE.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        show_default=False,
-        help="Set one configuration key, e.g. [cyan]rollout.n=16[/]; the value is YAML. Repeatable.",
-    ),
-]
+
+def option(help: str, metavar: str | None = None, *names: str, shown: bool = False, **bounds: Any) -> Any:
+    """An option; the help has its default if that is `shown`, and not where it says nothing, as null."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=shown, **bounds)
+
+
+def flag(name: str, help: str) -> Any:
+    """A switch, which is off unless `name` is given."""
+    return typer.Option(name, help=help)
+
+
+def argument(help: str, metavar: str) -> Any:
+    """An argument without a name."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+_OF_CONFIG = "Configuration file; default: the quickstart. KEY=VALUE is --set KEY=VALUE."
+_OF_RUN = (
+    "Configuration file; default: the run's, or the quickstart. RUN: a run's name or folder. FOLDER: of a "
+    "model in Hugging Face's form. KEY=VALUE is --set KEY=VALUE."
+)
+_SET = "Set one configuration key, e.g. [cyan]rollout.n=16[/]; the value is YAML. Repeatable."
+Words = Annotated[list[str] | None, argument(_OF_CONFIG, "[CONFIG.yaml] [KEY=VALUE …]")]
+RunWords = Annotated[list[str] | None, argument(_OF_RUN, "[CONFIG.yaml] [RUN|FOLDER] [KEY=VALUE …]")]
+SetOption = Annotated[list[str] | None, option(_SET, "KEY=VALUE", "--set")]
 
 
 class Given(NamedTuple):
@@ -150,7 +149,7 @@ def run_folders(runs: Sequence[str]) -> list[Path]:
 
 def _settings_of_runs(overrides: Sequence[str]) -> Resolved:
     """The configuration without a file, for `run.dir` and `run.name`."""
-    from quatrain.config.environment import load_dotenv
+    from quatrain.config.dotenv import load_dotenv
     from quatrain.config.load import load_config
 
     load_dotenv(os.environ)

@@ -1,6 +1,6 @@
 import pytest
 
-from quatrain.config.environment import find_dotenv, load_dotenv, parse_dotenv, warn_if_others_can_read
+from quatrain.config.dotenv import find_dotenv, load_dotenv, parse_dotenv, warn_if_others_can_read
 from quatrain.config.errors import ConfigError
 
 

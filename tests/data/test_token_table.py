@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import DataConfig
-from quatrain.data import prompts, table
+from quatrain.data import prompts, token_table
 from quatrain.data.prompts import load_demonstrations, load_prompts
 
 
@@ -49,7 +49,7 @@ def _together(monkeypatch, count, work):
             raise
 
     with monkeypatch.context() as patch:
-        for module in (prompts, table):
+        for module in (prompts, token_table):
             patch.setattr(module, "gather_objects", gather)
         patch.setattr(prompts, "assert_same", lambda what, values: gather(values))
         patch.setattr(prompts, "joined", lambda: True)
@@ -185,10 +185,10 @@ def test_a_list_of_data_sets_is_shared_by_file_and_checked_by_data_set(
 
 def _digests(*rows, first=None):
     own = {
-        number: table.TokenRow(number + 1, text, np.array(ids, np.int32), {"answer": answer})
+        number: token_table.TokenRow(number + 1, text, np.array(ids, np.int32), {"answer": answer})
         for number, (text, ids, answer) in enumerate(rows)
     }
-    return table.Table(own, len(own)).digests(first)
+    return token_table.Table(own, len(own)).digests(first)
 
 
 def test_digests_tell_the_order_and_every_part_of_the_rows():

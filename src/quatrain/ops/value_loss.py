@@ -3,8 +3,6 @@
 Data flow: `update/critic.py` -> `value_loss` of the values of a micro-batch and the columns of its tokens.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -6,8 +6,8 @@ import pytest
 
 from quatrain.config.dump import dump_yaml
 from quatrain.config.errors import ConfigError
-from quatrain.config.layers import environment_layer, file_layer, is_mapping, override_layer, parse_yaml
 from quatrain.config.load import load_config
+from quatrain.config.settings import environment_layer, file_layer, is_mapping, override_layer, parse_yaml
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from quatrain.config.axes import AXES, CP, DATA_AXES, NUM_IN_TEXT, TP
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
-from quatrain.config.roles import resolve_roles
-from quatrain.config.rollout_worker import devices_of_worker
+from quatrain.config.mesh_axes import AXES, CP, DATA_AXES, NUM_IN_TEXT, TP
+from quatrain.config.roles import devices_of_worker, resolve_roles
 from quatrain.config.schema import Config, CriticConfig, LogprobConfig, UpdateConfig
-from quatrain.plan.text import table, warning_lines
+from quatrain.plan.tables import table, warning_lines
 
 SHORTEST = 2
 """Tokens of the shortest possible sequence: one prompt token and one completion token."""
@@ -29,7 +28,7 @@ PASSES = {"logprob.": "forward_passes", "distill.": "forward_passes", "critic.fo
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One number of the plan. `value` is None if it does not apply, and {"min", "max"} for a range.
 
     `why` explains the number: `formula in symbols = formula in numbers; remark`, or only words.
@@ -45,7 +44,7 @@ class Row:
 class BatchPlan:
     """The numbers in the order of a training step, and warnings about probably unintended numbers."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     warnings: tuple[str, ...] = ()
 
     def __getitem__(self, key: str) -> int | dict[str, int] | None:
@@ -120,14 +119,14 @@ def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[i
     return count, _Span(whole // count, _ceil(whole, count))
 
 
-def _step_rows(config: Config) -> Iterator[Row]:
+def _step_rows(config: Config) -> Iterator[PlanRow]:
     whole, n, rounds = config.data.batch_size, config.rollout.n, config.rollout.dynamic_sampling_rounds
-    yield Row("prompts_per_step", whole, "prompts", "P: data.batch_size")
-    yield Row("samples_per_prompt", n, "sequences", "G: rollout.n")
-    yield Row("sequences_per_step", whole * n, "sequences", f"P x G = {whole} x {n}")
+    yield PlanRow("prompts_per_step", whole, "prompts", "P: data.batch_size")
+    yield PlanRow("samples_per_prompt", n, "sequences", "G: rollout.n")
+    yield PlanRow("sequences_per_step", whole * n, "sequences", f"P x G = {whole} x {n}")
     if rounds > 1:
         why = f"P to rollout.dynamic_sampling_rounds x P = {whole} to {rounds} x {whole}"
-        yield Row("drawn_prompts_per_step", _Span(whole, rounds * whole).value, "prompts", why)
+        yield PlanRow("drawn_prompts_per_step", _Span(whole, rounds * whole).value, "prompts", why)
     parts = {
         "data.max_prompt_length": config.data.max_prompt_length,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
@@ -135,20 +134,20 @@ def _step_rows(config: Config) -> Iterator[Row]:
     if added := environment_tokens(config):
         parts["rollout.max_environment_tokens"] = added
     why = f"L: {' + '.join(parts)} = {' + '.join(map(str, parts.values()))}"
-    yield Row("max_sequence_tokens", longest_sequence(config), "tokens", why)
+    yield PlanRow("max_sequence_tokens", longest_sequence(config), "tokens", why)
 
 
-def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[Row]:
+def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[PlanRow]:
     in_process, shards = devices // processes, mesh.num_data_shards
-    yield Row("devices", devices, "devices", "N: total over all processes")
-    yield Row("processes", processes, "processes", "K: each has the same number of devices")
-    yield Row("devices_per_process", in_process, "devices", f"N / K = {devices} / {processes}")
-    yield Row("data_shards", shards, "shards", f"D: {_shards_of(mesh)}")
+    yield PlanRow("devices", devices, "devices", "N: total over all processes")
+    yield PlanRow("processes", processes, "processes", "K: each has the same number of devices")
+    yield PlanRow("devices_per_process", in_process, "devices", f"N / K = {devices} / {processes}")
+    yield PlanRow("data_shards", shards, "shards", f"D: {_shards_of(mesh)}")
     trained = "N" if mesh.num_devices == devices else "devices of training"
     axes = f"{TP}{TIMES}{CP}" if mesh.cp > 1 else TP
     kinds = "tensor and sequence parallel" if mesh.cp > 1 else "tensor parallel"
     why = f"{axes}: {trained} / D = {mesh.num_devices} / {shards}; {kinds}"
-    yield Row("devices_per_shard", mesh.num_devices // shards, "devices", why)
+    yield PlanRow("devices_per_shard", mesh.num_devices // shards, "devices", why)
 
 
 def _shards_of(mesh: MeshShape, of: str = "") -> str:
@@ -158,16 +157,16 @@ def _shards_of(mesh: MeshShape, of: str = "") -> str:
     return f"{TIMES.join(names)}{of} = {TIMES.join(str(sizes[name]) for name in names)}"
 
 
-def _replica_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+def _replica_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     whole, prompts, replicas = _whole(config), config.data.batch_size, mesh.num_data_shards
-    yield Row("rollout_replicas", replicas, "replicas", _shards_of(mesh, " of rollout.mesh"))
+    yield PlanRow("rollout_replicas", replicas, "replicas", _shards_of(mesh, " of rollout.mesh"))
     remark = f"; {prompts // replicas} prompts x {config.rollout.n}" if prompts % replicas == 0 else ""
     share = _Span(whole.low // replicas, _ceil(whole.high, replicas)).value
     why = f"P x G / replicas = {whole.shared(replicas)}{remark}"
-    yield Row("sequences_per_replica", share, "sequences", why)
+    yield PlanRow("sequences_per_replica", share, "sequences", why)
 
 
-def _fleet_rows(config: Config) -> Iterator[Row]:
+def _fleet_rows(config: Config) -> Iterator[PlanRow]:
     """The rows of workers or servers, which take the groups of a training step as they become free."""
     rollout, whole = config.rollout, _whole(config)
     if rollout.servers:
@@ -176,31 +175,31 @@ def _fleet_rows(config: Config) -> Iterator[Row]:
         name, count, why = "sampler", 1, "W: rollout.sampler; its devices are not planned"
     else:
         name, count, why = "worker", rollout.workers, "W: rollout.workers, with devices of their own"
-    yield Row(f"rollout_{name}s", count, f"{name}s", why)
+    yield PlanRow(f"rollout_{name}s", count, f"{name}s", why)
     if rollout.workers:
         why = "those of its rollout.mesh, with 1 for an axis of -1"
-        yield Row("devices_per_worker", devices_of_worker(config), "devices", why)
+        yield PlanRow("devices_per_worker", devices_of_worker(config), "devices", why)
     value, why = whole.value, f"P x G / W = {whole.shared(count)}"
     if count > 1:
         value = _Span(0, whole.high).value
         why = f"0 to P x G = 0 to {whole.high}; {why} on average: groups go to the {name} that has room"
-    yield Row(f"sequences_per_{name}", value, "sequences", why)
+    yield PlanRow(f"sequences_per_{name}", value, "sequences", why)
 
 
-def _update_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+def _update_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     update, whole = config.update, config.data.batch_size
     count, prompts = _mini_batches(config, update)
     parts = f"ceil({whole} / {update.mini_batch_size or whole})"
     why = f"P / ceil(P / M) = {_Span(whole, whole).shared(count, parts)}; M: update.mini_batch_size"
-    yield Row("mini_batch_prompts", prompts.value, "prompts", why)
+    yield PlanRow("mini_batch_prompts", prompts.value, "prompts", why)
     why = f"update.epochs x ceil(P / M) = {update.epochs} x {parts}"
-    yield Row("optimizer_steps_per_train_step", update.epochs * count, "steps", why)
+    yield PlanRow("optimizer_steps_per_train_step", update.epochs * count, "steps", why)
     sequences = prompts.times(config.rollout.n)
     why = f"B: mini_batch_prompts x G = {prompts.written(f'{{}} x {config.rollout.n}')}"
-    yield Row("mini_batch_sequences", sequences.value, "sequences", why)
+    yield PlanRow("mini_batch_sequences", sequences.value, "sequences", why)
     yield from _stage_rows(config, "update.", update, "B", sequences, mesh)
     for name, bounds in sorted(update.reject.items()):
-        yield Row(f"reject_{name}", None, "", f"update.reject {_kept(name, bounds)}; {PRECISION}")
+        yield PlanRow(f"reject_{name}", None, "", f"update.reject {_kept(name, bounds)}; {PRECISION}")
 
 
 PRECISION = "rollout/logprob_diff_mean, the mean of |d|, is 1e-6 in float32 and may be 0.01 in bfloat16"
@@ -220,7 +219,7 @@ def _kept(name: str, bounds: Any) -> str:
     return f"keeps tokens with A >= 0, and sequences whose mean of -d is {bound:g} nats or less"
 
 
-def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     update, reward_coef = config.update, config.reward.kl_coef
     reference = update.kl_coef > 0 or reward_coef > 0
     steps = update.epochs * _mini_batches(config, update)[0]
@@ -231,11 +230,11 @@ def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
         why += f", {steps} optimizer step{'s' if steps > 1 else ''}"
     why += f"; update.kl_coef is {update.kl_coef:g}"
     why += f"; reward.kl_coef is {reward_coef:g}" if reward_coef > 0 else ""
-    yield Row("logprob_passes", old + reference, "sweeps", why)
+    yield PlanRow("logprob_passes", old + reference, "sweeps", why)
     yield from _stage_rows(config, "logprob.", config.logprob, "P x G", _whole(config), mesh)
 
 
-def _critic_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+def _critic_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     """The critic's optimizer steps and values."""
     critic, n = config.critic, config.rollout.n
     assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
@@ -243,35 +242,35 @@ def _critic_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     count, prompts = _mini_batches(config, critic)
     parts = f"ceil({config.data.batch_size} / {critic.mini_batch_size})"
     why = f"critic.epochs x ceil(P / M) = {critic.epochs} x {parts}; M: critic.mini_batch_size"
-    yield Row("critic_optimizer_steps_per_train_step", critic.epochs * count, "steps", why)
+    yield PlanRow("critic_optimizer_steps_per_train_step", critic.epochs * count, "steps", why)
     sequences = prompts.times(n)
     why = f"B of the critic: prompts of an optimizer step x G = {prompts.written(f'{{}} x {n}')}"
-    yield Row("critic_mini_batch_sequences", sequences.value, "sequences", why)
+    yield PlanRow("critic_mini_batch_sequences", sequences.value, "sequences", why)
     yield from _stage_rows(config, "critic.", critic, "B", sequences, mesh)
     forward = critic.forward_sizes
     yield from _stage_rows(config, "critic.forward_", forward, "P x G", _whole(config), mesh)
 
 
-def _reward_model_rows(config: Config) -> Iterator[Row]:
+def _reward_model_rows(config: Config) -> Iterator[PlanRow]:
     """The token budget of reward models; nothing without one."""
     key, budget = "model_max_tokens_per_device", config.reward.model_max_tokens_per_device
     if config.reward.models and budget is not None:
         why = f"reward.{key}: tokens of the reward model's own tokenizer in a micro-batch"
-        yield Row(f"reward_{key}", budget, "tokens", why)
+        yield PlanRow(f"reward_{key}", budget, "tokens", why)
 
 
-def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     """The forward passes of the teacher."""
     distill, update = config.distill, config.update
     if distill.loss != "sampled" and not distill.top_k:
         why = (
             f"hidden states of distill.teacher in micro-batches of the update; update.epochs {update.epochs}"
         )
-        yield Row("teacher_passes", update.epochs, "sweeps", why)
+        yield PlanRow("teacher_passes", update.epochs, "sweeps", why)
         return
     words = f", with {distill.top_k} words each (distill.top_k)" if distill.loss != "sampled" else ""
     why = f"log-probabilities of distill.teacher, of the batch, once{words}"
-    yield Row("teacher_passes", 1, "sweeps", why)
+    yield PlanRow("teacher_passes", 1, "sweeps", why)
     if not config.distill.models:
         return  # in the micro-batches of log-probabilities
     sizes = LogprobConfig(max_tokens_per_device=config.distill.max_tokens_per_device)
@@ -285,7 +284,7 @@ def _stage_rows(
     total: str,
     sequences: _Span,
     mesh: MeshShape,
-) -> Iterator[Row]:
+) -> Iterator[PlanRow]:
     """How `sequences` are divided over the data shards of `mesh` into micro-batches, in one of two modes.
 
     Fixed mode: each shard gets the same number of sequences, and a micro-batch has m of them per shard.
@@ -302,7 +301,9 @@ def _stage_rows(
     (low, high), shards = sequences, mesh.num_data_shards
     size, budget, longest = sizes.micro_batch_size, sizes.max_tokens_per_device, longest_sequence(config)
     share = _Span(low // shards, _ceil(high, shards))
-    shares = Row("sequences_per_shard", share.value, "sequences", f"{total} / D = {sequences.shared(shards)}")
+    shares = PlanRow(
+        "sequences_per_shard", share.value, "sequences", f"{total} / D = {sequences.shared(shards)}"
+    )
     prefix = "" if keys == "update." else keys.replace(".", "_")
     passes = f"{prefix}{PASSES.get(keys, 'micro_batches_per_optimizer_step')}"
     of_one: int | dict[str, int]
@@ -342,9 +343,9 @@ def _stage_rows(
             why += f"; {fewest_number} if all have the maximum length"
     if keys == "update.":
         yield shares
-    yield Row(f"{prefix}micro_batch_sequences", of_one, "sequences", why)
-    yield Row(f"{prefix}max_tokens_per_device", sizes.max_tokens_per_device, "tokens", budget_why)
-    yield Row(passes, counts.value, "passes", counts_why)
+    yield PlanRow(f"{prefix}micro_batch_sequences", of_one, "sequences", why)
+    yield PlanRow(f"{prefix}max_tokens_per_device", sizes.max_tokens_per_device, "tokens", budget_why)
+    yield PlanRow(passes, counts.value, "passes", counts_why)
 
 
 def _warnings(config: Config, shards: int, replicas: int) -> Iterator[str]:

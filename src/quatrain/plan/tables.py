@@ -1,7 +1,5 @@
 """Tables and warnings in lines of at most 80 columns; used by all outputs of `quatrain plan`."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -7,8 +7,6 @@ not accept their own answer. Only worker processes import the package: Python's 
 order in all of them, on which the entries of some data sets depend.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json
@@ -20,8 +18,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, get_type_hints
 
+from quatrain.config.data_sets import gym_query
 from quatrain.config.errors import installation
-from quatrain.config.values import gym_query
 from quatrain.workers.pool import Failure, Pool
 
 LONGEST_S = 3600.0

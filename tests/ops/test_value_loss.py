@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quatrain.ops.tokens import ValuedTokens
-from quatrain.ops.values import explained_variance, value_loss
+from quatrain.ops.value_loss import explained_variance, value_loss
 
 
 def losses(values, old_values, returns, clip_value):

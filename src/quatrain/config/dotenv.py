@@ -3,8 +3,6 @@
 A variable that is set already stays. The values of the file are secrets from then on (`secrets.py`).
 """
 
-from __future__ import annotations
-
 import io
 import os
 import stat

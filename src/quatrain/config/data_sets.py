@@ -1,7 +1,5 @@
 """The forms of a data set in the configuration, brought into one before they are typed."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quatrain.config.load import load_config
 from quatrain.ops.packing import plan_packing
-from quatrain.plan.batches import overview, plan, render
+from quatrain.plan.batch_plan import overview, plan, render
 
 PROMPTS_60_SAMPLES_12 = {"data.batch_size": 60, "rollout.n": 12, "data.max_prompt_length": 512}
 FIXED_8 = {"update.micro_batch_size": 8, "logprob.micro_batch_size": 8}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quatrain.config.resume_keys import must_agree_on_resume
 from quatrain.config.schema import Config
+from quatrain.run.resume import must_agree_on_resume
 
 ALWAYS = {
     "seed": 0,

@@ -5,8 +5,8 @@ is read with the scalars of YAML 1.2 (`1e-6` is a number; `off` and `1:30` are s
 error.
 """
 
-from __future__ import annotations
-
+import copy
+import functools
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +29,11 @@ from quatrain.config.errors import (
 from quatrain.config.places import beside, local_path
 from quatrain.config.schema import Config, is_mapping, sections, valid_keys
 
+# Bounds of a file: aliases of aliases let a few lines stand for more values than memory holds.
 MAX_CHARS = 2**17
 MAX_NODES = 10_000
 """Keys and values of a configuration; the schema has about 150 keys."""
+# Longer ones take quadratic time to read, and from 4,300 digits on Python refuses to print them.
 MAX_DIGITS = 30
 MAX_EXTENDS = 20
 ENVIRONMENT_PREFIX = "QUATRAIN__"
@@ -57,40 +59,38 @@ class Setting:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2; repeated keys are an error."""
 
+    # Empty at first: the table of SafeLoader reads YAML 1.1, where `off` is false and 1:30 a number.
     yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012 - PyYAML's name for its own class attribute
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, value_node in node.value:
+            # PyYAML would raise a TypeError without a line, as such a key cannot be hashed.
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be text, but this one is a list or a mapping", key_node.start_mark
-                )
+                raise _error("a key must be text, but this one is a list or a mapping", key_node)
+            # PyYAML takes the last of two and says nothing: the first value would be lost in silence.
             if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} is given twice; keep one", key_node.start_mark
-                )
+                raise _error(f"the key {key_node.value!r} is given twice; keep one", key_node)
+            # `n:5` is a text in YAML, and would only be told as an unknown key of that name.
             missing = value_node.value == "" and not value_node.style
             if missing and (words := re.fullmatch(r"(\w+):(\S+)", key_node.value)):
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"{key_node.value!r} is a key without a value; a colon needs a space after it: "
-                    f"{words[1]}: {words[2]}",
-                    key_node.start_mark,
-                )
+                said = f"{key_node.value!r} is a key without a value; a colon needs a space after it: "
+                raise _error(f"{said}{words[1]}: {words[2]}", key_node)
             # `<<` may occur twice: each merges another mapping, and explicit keys override both.
             if key_node.tag != "tag:yaml.org,2002:merge":
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
 
+def _error(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node).replace("_", "").lower()
     if len(text) > MAX_DIGITS:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"a whole number has at most {MAX_DIGITS} digits", node.start_mark
-        )
+        raise _error(f"a whole number has at most {MAX_DIGITS} digits", node)
+    # Base 0 would refuse leading zeros, which are decimal in YAML 1.2.
     return int(text, 0 if text.lstrip("+-").startswith(("0x", "0o")) else 10)
 
 
@@ -123,7 +123,15 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of one YAML document; raises ConfigError naming `source` and the line."""
+    """The value of one YAML document; raises ConfigError naming `source` and the line.
+
+    A run reads its config.yaml again and again (page, samples, what has changed): a text is parsed once.
+    """
+    return copy.deepcopy(_parsed(text, source))  # a copy, because lists and mappings of it may be changed
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(text: str, source: str) -> Any:
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{source}: a configuration has at most {MAX_CHARS} characters; shorten it")
     try:
@@ -172,10 +180,44 @@ def file_layer(path: Path | None) -> list[Setting]:
     """
     settings: list[Setting] = []
     problems: list[str] = []
+    done: set[Path] = set()
     others: dict[Path, str] = {}
-    _read_file(
-        path or QUICKSTART, "quickstart" if path is None else None, (), set(), settings, problems, others
-    )
+    """Files of other libraries, with the library's name."""
+
+    def read(file: Path, extending: tuple[Path, ...] = ()) -> None:
+        """Appends the settings of `file`, after its bases'; `extending` are the files that lead to it."""
+        # Resolved, because one file has many names: relative ones, links, `a/../b`.
+        if file.resolve() in [each.resolve() for each in extending]:
+            circle = " extends ".join(map(str, (*extending, file)))
+            raise ConfigError(f"extends must not lead back to the same file: {circle}; remove one of them")
+        if len(extending) > MAX_EXTENDS:
+            raise ConfigError(
+                f"{file}: at most {MAX_EXTENDS} files may extend each other in a row; join some"
+            )
+        if file.resolve() in done:
+            return
+        data = _mapping_in(file, extending)
+        bases = data.pop("extends", [])
+        bases = [bases] if isinstance(bases, str) else bases
+        if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+            raise ConfigError(
+                f"{file}: extends must be the path of a configuration, or a list of paths; got {shown(bases)}"
+            )
+        # Bases first: their settings come before those of this file, which override them.
+        for base in bases:
+            read(file.parent / local_path(base), (*extending, file))
+        done.add(file.resolve())
+        if library := library_of(data):
+            others[file] = LIBRARIES[library]
+        layer = "quickstart" if path is None else f"file {file}"
+        of_file: list[Setting] = []
+        for name, value in data.items():
+            if value is not None or name not in sections():  # else all keys of a section are commented out
+                _collect((str(name),), value, layer, of_file, problems)
+        # Paths are beside the file that names them, also where another file extends it from elsewhere.
+        settings.extend(replace(each, value=beside(each.key, each.value, file.parent)) for each in of_file)
+
+    read(path or QUICKSTART)
     if problems:
         remedies = (
             f"{file} is a configuration of {library}; translate it: quatrain convert {file} > mine.yaml"
@@ -185,54 +227,20 @@ def file_layer(path: Path | None) -> list[Setting]:
     return settings
 
 
-def _read_file(
-    file: Path,
-    layer: str | None,
-    extending: tuple[Path, ...],
-    done: set[Path],
-    settings: list[Setting],
-    problems: list[str],
-    others: dict[Path, str],
-) -> None:
-    """Appends the settings of `file`, after those of its bases; `extending` are the files that lead to it.
-
-    `others` gets the files of other libraries, with the library's name.
-    """
-    if file.resolve() in [each.resolve() for each in extending]:
-        circle = " extends ".join(map(str, (*extending, file)))
-        raise ConfigError(f"extends must not lead back to the same file: {circle}; remove one of them")
-    if len(extending) > MAX_EXTENDS:
-        raise ConfigError(f"{file}: at most {MAX_EXTENDS} files may extend each other in a row; join some")
-    if file.resolve() in done:
-        return
+def _mapping_in(file: Path, extending: Sequence[Path]) -> dict[Any, Any]:
     data = parse_yaml(_read(file, extending), str(file))
     if data is None:
         instead = "do not extend it" if extending else "leave CONFIG out for the quickstart"
         raise ConfigError(f"{file}: the file is empty; write a key, or {instead}")
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: the top level must be a mapping of keys to values; got {shown(data)}")
-    bases = data.pop("extends", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
-        raise ConfigError(
-            f"{file}: extends must be the path of a configuration, or a list of paths; got {shown(bases)}"
-        )
-    for base in bases:
-        _read_file(file.parent / local_path(base), None, (*extending, file), done, settings, problems, others)
-    done.add(file.resolve())
-    if library := library_of(data):
-        others[file] = LIBRARIES[library]
-    of_file: list[Setting] = []
-    for name, value in data.items():
-        if value is None and name in sections():
-            continue  # a section whose keys are all commented out
-        _collect((str(name),), value, layer or f"file {file}", of_file, problems)
-    settings += (replace(each, value=beside(each.key, each.value, file.parent)) for each in of_file)
+    return data
 
 
 def _read(path: Path, extending: Sequence[Path]) -> str:
     try:
         with path.open(encoding="utf-8-sig") as opened:
+            # One more than is allowed shows that the file is too long, however long it is.
             return opened.read(MAX_CHARS + 1)
     except FileNotFoundError:
         near = sorted({str(p) for folder in (path.parent, Path("configs")) for p in folder.glob("*.y*ml")})
@@ -252,6 +260,7 @@ def override_layer(overrides: Sequence[str]) -> list[Setting]:
     """The settings of `--set key.sub=value`, in order."""
     settings: list[Setting] = []
     problems: list[str] = []
+    # A text is a sequence too: each of its letters would be told as a malformed override.
     if isinstance(overrides, str | Mapping):
         raise ConfigError(
             f"overrides must be a list of KEY=VALUE; got {shown(overrides)}; give ['rollout.n=16', 'seed=1']"
@@ -273,6 +282,7 @@ def environment_layer(environ: Mapping[str, str]) -> list[Setting]:
     settings: list[Setting] = []
     problems: list[str] = []
     came_from: dict[KeyPath, str] = {}
+    # Sorted: the order of variables differs between shells, and so would the errors.
     for variable in sorted(environ):
         if not variable.upper().startswith(ENVIRONMENT_PREFIX):
             continue
@@ -320,6 +330,8 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
             _collect((*path, str(name)), inner, layer, settings, problems)
     else:
         problems.append(f"{UNKNOWN_KEY} {shown(key)} (from {layer})")
+        # The search compares with every key: hundreds of unknown keys, as in the file of another library,
+        # would take seconds for advice that is not shown.
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
             if known := suggestion(key):
                 problems[-1] += f"; {known}"
