@@ -1,4 +1,4 @@
-"""What is kept of contexts: found to the token, in blocks of which each holds one thing, given up by owner."""
+"""What is kept of contexts: found to the token, in blocks that hold one thing each, given up by owner."""
 
 import numpy as np
 import pytest

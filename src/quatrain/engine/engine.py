@@ -168,6 +168,7 @@ class RolloutEngine(Rollouts):
             0 if not config.max_staleness else 2 if config.in_flight else config.max_staleness + 1
         )
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
+        self._keeps = {"prefix_share": config.prefix_share or 0.0, "in_flight": config.in_flight}
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
         self._backend = backend or this_backend()
@@ -224,10 +225,23 @@ class RolloutEngine(Rollouts):
     def release(self) -> None:
         """Free the weights until the next `sync_weights`.
 
-        The KV cache is freed as soon as no group is in flight.
+        The KV cache is freed as soon as no group is in flight, contexts that are kept beside it by this.
         """
         with self._interruption():
             self._params = None
+            if isinstance(self._session, Session):
+                self._session.release()
+
+    def forget(self, session: str) -> None:
+        """No sequence of this session of a client comes any more: contexts kept for it go first."""
+        with self._interruption():
+            if isinstance(self._session, Session):
+                self._session.forget(session)
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks of contexts that are kept beside the KV cache."""
+        return self._session.num_kept_blocks if isinstance(self._session, Session) else 0
 
     def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
         """In a session of its own: groups that were submitted but not waited for are not affected.
@@ -380,7 +394,7 @@ class RolloutEngine(Rollouts):
             self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * on_device)
         model = self.arch, self.tokenizer, self.stop_ids, self._seed, self.dtype, self._attention, self.mesh
         sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
-        sampler = replace(sampler, records_routes=self._records_routes, backend=self._backend)
+        sampler = replace(sampler, records_routes=self._records_routes, backend=self._backend, **self._keeps)
         if self._episodes is None:
             own = self._per_request_sampling
             return Session(
@@ -454,7 +468,12 @@ def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
 
 def work_metrics(stats: EngineStats, seconds: float) -> dict[str, Metric]:
     """Metrics of the work of a session, of which `stats` are the totals, in so many seconds."""
+    kept = {
+        "rollout/prefix_hit_fraction": Metric(stats.cached_tokens, stats.context_tokens),
+        "rollout/prefix_evicted_tokens": Metric(stats.evicted_tokens, reduction="sum"),
+    }
     return {
+        **(kept if stats.context_tokens else {}),
         "rollout/prefill_s": Metric(stats.prefill_s, reduction="sum"),
         "rollout/prefill_tokens": Metric(stats.prefilled_tokens, reduction="sum"),
         "rollout/decode_s": Metric(stats.decode_s, reduction="sum"),

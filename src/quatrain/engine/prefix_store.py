@@ -263,13 +263,13 @@ class PrefixStore:
     def _grown(self, parent: Node, rest: np.ndarray) -> Node | None:
         """The leaf with the first of these tokens, which has all of them now, in the same block."""
         for child in parent.children.values():
+            size = len(child.marks)
             # One with a state stays as it is: the state is that of its last token.
-            if child.state is None and len(child.marks) < len(rest):
-                if _common(child.marks, rest) == len(child.marks):
-                    del parent.children[child.marks.tobytes()]
-                    child.marks = rest.copy()
-                    parent.children[rest.tobytes()] = child
-                    return child
+            if child.state is None and size < len(rest) and _common(child.marks, rest) == size:
+                del parent.children[child.marks.tobytes()]
+                child.marks = rest.copy()
+                parent.children[rest.tobytes()] = child
+                return child
         return None
 
     def _added(
@@ -319,7 +319,8 @@ class PrefixStore:
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
-        assert parent is not None and not node.children
+        assert parent is not None
+        assert not node.children
         del parent.children[node.marks.tobytes()]
         self._free_node(node)
         if not parent.children and parent.parent is not None:

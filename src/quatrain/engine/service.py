@@ -47,6 +47,8 @@ class Progress:
     finish_reason: str | None = None
     error: str | None = None
     metrics: Metrics = field(default_factory=dict)
+    cached: int = 0
+    """Tokens of its context that a kept context had."""
 
 
 Listener = Callable[[int, Progress], None]
@@ -63,6 +65,8 @@ class Totals:
     sampled_tokens: int = 0
     scored_tokens: int = 0
     weight_loads: int = 0
+    prefix_cached_tokens: int = 0
+    prefix_evicted_tokens: int = 0
 
 
 @dataclass
@@ -188,6 +192,15 @@ class EngineService:
                 self.totals.sequences_cancelled += 1
 
         self.run(cancel)
+
+    def forget(self, session: str) -> None:
+        """No sequence of this session comes any more: what is kept of its contexts goes first."""
+        self.run(lambda: self._engine.forget(session))
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks of contexts that are kept for further requests."""
+        return self._engine.num_kept_blocks
 
     def sample(self, prompts: Sequence[Prompt], *, step: int, sampling: Sampling) -> Future[Samples]:
         """The samples of `prompts`, whose groups share the slots with others of the same `sampling`.
@@ -364,7 +377,10 @@ class EngineService:
                 self.totals.sampled_tokens += len(piece.tokens)
                 reason = completion.finish_reason if finished else None
                 metrics = self._work_done() if finished else {}
-                sequence.listener(sequence.number, Progress(piece, reason, metrics=metrics))
+                done = Progress(piece, reason, metrics=metrics, cached=completion.cached)
+                sequence.listener(sequence.number, done)
+        self.totals.prefix_cached_tokens = self._engine.stats.cached_tokens
+        self.totals.prefix_evicted_tokens = self._engine.stats.evicted_tokens
 
     def _report_batches(self) -> None:
         """Gives finished batches to those who wait for them, with metrics of the work since the last one."""
