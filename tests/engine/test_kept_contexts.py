@@ -1,17 +1,26 @@
 """Contexts that are kept beside the cache: what was computed is not computed again, and gives the same."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import host_model
+import jax
 import numpy as np
 import pytest
-from architectures import changed
-from host_model import forward as host_forward
+from architectures import changed, family_cases, of_golden
+from routed_models import routed_model
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import PerRequestSampling
+from quatrain.engine.session import Session
+from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
+from quatrain.models.params import init_params
 from quatrain.types.batches import Prompt
-from quatrain.types.rollouts import Sampling
+from quatrain.types.rollouts import Sampling, rollout_batch
 
 STOP_IDS = (0, 7)
 MEMORY = 1 << 24
@@ -146,3 +155,233 @@ def test_tokens_are_those_without_kept_contexts(asking, small_arch, windows):
     kept, without = asking(arch=arch), asking(0, arch=arch)
     check_alike(siblings_and_turns(kept), siblings_and_turns(without))
     assert kept.engine.stats.cached_tokens >= 2 * 89 + 3 * 90
+
+
+@pytest.fixture(scope="module")
+def models(small_arch, small_params):
+    """Models of all kinds of caches, by name."""
+    delta = of_golden("qwen3_5_text", vocab_size=290, longest=1024)
+    delta = replace(delta, layers=delta.layers[:2])  # one of each kind
+    return {
+        "attention": (small_arch, small_params),
+        "experts": routed_model(),
+        "delta": (delta, init_params(delta, jax.random.key(3))),
+    }
+
+
+def request(rng, done, most=400):
+    """A context that continues another, is a branch or an edit of one, or begins anew."""
+    kind, parent = rng.integers(4), done[rng.integers(len(done))] if done else []
+    own = words(int(rng.integers(1 << 30)), int(rng.integers(1, 120)))
+    keep = {0: len(parent), 1: int(rng.integers(len(parent) + 1)), 2: len(parent) - 1, 3: 0}[int(kind)]
+    return [*parent[: max(keep, 0)], *own][:most]
+
+
+def common(a, b):
+    size = min(len(a), len(b))
+    return next((i for i in range(size) if a[i] != b[i]), size)
+
+
+@pytest.mark.parametrize("model", ["attention", "experts", "delta"])
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_a_hit_is_all_that_requests_have_in_common(asking, models, model):
+    """P4: histories that were edited, sub-agents and branches; of states, up to where one was kept."""
+    arch, params = models[model]
+    kept, without = (asking(share, arch=arch, params=params) for share in (0.5, 0))
+    rng, done, held = np.random.default_rng(5), [], {"": [], "other": []}
+    for number in range(40):
+        context, salt = request(rng, done, 250), str(rng.choice(["", "other"]))
+        completion = kept.ask(context, salt=salt, tokens=int(rng.integers(2, 30)))
+        if model == "delta":
+            fits = [len(each) for each in held[salt] if common(each, context[:-1]) == len(each)]
+        else:
+            fits = [common(each, context[:-1]) for each in held[salt]]
+        longest = max(fits, default=0)
+        assert completion.cached == (longest if longest >= 16 else 0), number
+        whole = [*context, *completion.tokens]
+        held[salt] += [whole[:-1], *([context[:-1]] if not completion.cached else [])]
+        done.append(whole)
+        without.number = kept.number - 1
+        check_alike([completion], [without.ask(context, tokens=len(completion.tokens))], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory"),
+    [
+        *(("attention", 12), ("experts", 12), ("delta", 12)),
+        *(
+            pytest.param(m, size, marks=pytest.mark.slow)
+            for m in ("experts", "delta")
+            for size in (MEMORY, 60)
+        ),
+    ],
+)
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_many_at_once_with_little_memory_are_what_each_is_alone(asking, models, tokenizer, model, memory):
+    """P4, P6, P8 and P9: rounds of requests, sequences that lose their slots, and a store that is full: a
+    block that is given to another while somebody needs it gives other tokens, or routes of another pass."""
+    arch, params = models[model]
+    of_block = 64 * bytes_per_position(arch, np.float32) + bytes_per_state(arch, np.float32)
+    bytes_ = memory if memory == MEMORY else memory * of_block
+    kept, without = (asking(share, arch=arch, params=params, memory=bytes_) for share in (0.5, 0))
+    rng, done, open_, rows = np.random.default_rng(8), [], {}, []
+    for number in range(last := 45):
+        context, session = request(rng, done, 120), str(rng.choice(["", "a", "b", "c", "d"]))
+        size = int(rng.integers(1, 40))
+        [ticket] = kept.submit([context], session, tokens=size)
+        open_[ticket] = context, size, kept.number - 1
+        if number % 4 == 0 and (placed := kept.engine._session._scheduler.placed):
+            kept.engine._session._scheduler.preempt(*placed[0])
+        kept.engine.advance()
+        session_ = kept.engine._session
+        live = 0 if session_._cache is None else session_._room._bytes(session_._cache.shape)
+        assert live + session_._kept.num_pool_bytes <= bytes_
+        for each in [each for each in open_ if kept.engine.finished(each) or number == last - 1]:
+            context, size, own = open_.pop(each)
+            [completion] = kept.finish([each])
+            done.append([*context, *completion.tokens])
+            without.number = own
+            expected = without.ask(context, tokens=size)
+            check_alike([completion], [expected], atol=1e-6)
+            rows.append((Prompt(0, np.array(context, np.int32), ""), completion))
+    assert kept.engine.stats.cached_tokens
+    assert bool(kept.engine.stats.evicted_tokens) == (memory != MEMORY)
+    if model == "experts":
+        host_model.check_routes(params, arch, rollout_batch(rows, tokenizer, {}))
+
+
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_the_longest_sequence_that_fits_alone_runs(asking, small_arch):
+    """P6: half of the memory was for kept contexts, and requests that had run before were refused."""
+    memory = 1024 * bytes_per_position(small_arch, np.float32)
+    kept = asking(memory=memory)
+    for number in range(8):
+        kept.ask(words(number, 100), tokens=20)
+    assert kept.engine.num_kept_blocks > 4
+    with pytest.raises(ValueError, match="KV cache"):
+        kept.ask(words(9, 1100), tokens=20)
+    assert kept.engine.num_kept_blocks > 4  # one that can never run costs nothing
+    completion = kept.ask(words(9, 700), tokens=60)
+    assert completion.tokens
+    assert kept.ask([*words(9, 700), 9], tokens=2).tokens
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_keys_of_other_weights_are_read_in_flight_alone(asking, small_params, in_flight):
+    """P7: a context computed by old weights under the name of the new ones is no sample of the policy."""
+    kept, first = asking(in_flight=in_flight), words(1, 100)
+    new = {**small_params, "embed": small_params["embed"] * 2}
+    begun = kept.ask(first, "a")
+    [live] = kept.submit([words(2, 50)], "live", tokens=60)
+    kept.engine.advance()
+    kept.engine.sync_weights(new, 5)
+    kept.finish([live])
+    then = [*first, *begun.tokens, *words(3, 20)]
+    completion = kept.ask(then, "a")
+    assert set(completion.versions) == {5}
+    assert completion.cached == (len(first) + len(begun.tokens) - 1 if in_flight else 0)
+    assert kept.ask([*words(2, 50), 9], "b").cached == 0
+    assert kept.ask([*words(2, 50), 9], "live").cached == 50  # what `b` has computed, or its own in flight
+    assert kept.ask(first, "b").cached == (0 if in_flight else 99)
+    again = kept.ask([*then, *completion.tokens, 9], "a")
+    assert again.cached == len(then) + len(completion.tokens) - 1
+    kept.engine.forget("a")
+    kept.engine.sync_weights(new, 6)
+    assert kept.ask(first, "a").cached == 0
+    if not in_flight:
+        without = asking(0, params=new)
+        without.number = kept.number
+        check_alike([kept.ask(first, "c")], [without.ask(first)], atol=1e-6)
+
+
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_a_preempted_sequence_computes_its_own_turn_alone(asking):
+    """P8: it finds its context where it was kept, however often it loses its slot."""
+    kept, without, context = asking(), asking(0), words(6, 200)
+    [ticket] = kept.submit([context], "a", tokens=60)
+    rounds = restored = 0
+    while not kept.engine.finished(ticket):
+        kept.engine.advance()
+        scheduler = kept.engine._session._scheduler
+        for who in scheduler.placed:
+            scheduler.preempt(*who)
+            restored += len(kept.engine.completion(ticket).tokens) - 1
+            rounds += 1
+    [completion] = kept.finish([ticket])
+    check_alike([completion], [without.ask(context, tokens=60)], atol=1e-6)
+    assert rounds > 2
+    assert kept.engine.stats.prefilled_tokens == 200 + rounds
+    assert kept.engine.stats.recomputed_tokens == restored + rounds
+    assert completion.cached == 0
+
+
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_release_frees_what_is_kept(asking):
+    """The update of a training step needs the memory."""
+    kept = asking()
+    kept.ask(words(1, 100), "a")
+    kept.engine.release()
+    session = kept.engine._session
+    assert isinstance(session, Session)
+    assert kept.engine.num_kept_blocks == session._kept.num_pool_bytes == 0
+
+
+@pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
+@pytest.mark.parametrize("case", family_cases("qwen3_5_text"))
+def test_every_family_samples_what_it_samples_without(asking, case):
+    """P3 for all kinds of layers: caches that layers share, sinks, windows, and the states of DeltaNet."""
+    arch = of_golden(case, vocab_size=290, longest=512)
+    arch = replace(arch, layers=arch.layers[:2]) if case == "qwen3_5_text" else arch
+    params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, init_params(arch, jax.random.key(3)))
+    kept, without = (asking(share, arch=arch, params=params) for share in (0.5, 0))
+    check_alike(siblings_and_turns(kept), siblings_and_turns(without))
+    assert kept.engine.stats.cached_tokens >= 2 * 89 + 3 * 90
+
+
+REPLICAS = """
+import sys, numpy as np, jax
+sys.path[:0] = sys.argv[1:]
+from test_kept_contexts import Asking, MEMORY, STOP_IDS, check_alike, words
+from quatrain.config.schema import RolloutConfig
+from quatrain.data.builtin import builtin_tokenizer
+from quatrain.engine.engine import RolloutEngine
+from quatrain.models.families import builtin_architecture
+from quatrain.models.params import init_params
+from quatrain.parallel.mesh import make_mesh
+from quatrain.config.mesh import MeshShape
+
+tokenizer = builtin_tokenizer()
+arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
+params = init_params(arch, jax.random.key(7))
+done = []
+for mesh, share in ((MeshShape(4, 1, 1), 0.5), (MeshShape(2, 1, 2), 0.5), (MeshShape(1, 1, 1), 0)):
+    settings = RolloutConfig(n=1, max_new_tokens=200, prefix_share=share)
+    engine = RolloutEngine(
+        arch, settings, tokenizer, stop_ids=STOP_IDS, seed=11, cache_bytes=MEMORY, per_request_sampling=True,
+        mesh=make_mesh(mesh, jax.devices()[: mesh.num_devices]),
+    )
+    engine.sync_weights(params, 4)
+    asking, contexts, each = Asking(engine), [words(i, 70) for i in range(8)], []
+    for turn in range(4):
+        tickets = [asking.submit([ids], str(i), tokens=10)[0] for i, ids in enumerate(contexts)]
+        completions = asking.finish(tickets)
+        each += completions
+        contexts = [[*c, *d.tokens, *words(turn, 9)] for c, d in zip(contexts, completions)]
+        if turn and share:
+            assert np.mean([c.cached > 64 for c in completions]) >= 0.95
+    done.append(each)
+check_alike(done[0], done[2])
+check_alike(done[1], done[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
+@pytest.mark.usefixtures("computed_by")
+def test_turns_stay_on_the_replica_that_has_their_contexts():
+    """P10, on four devices, and with heads on two: blocks of another replica are other tokens' keys."""
+    flags = "--xla_force_host_platform_device_count=4"
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment = {**os.environ, "XLA_FLAGS": flags}
+    subprocess.run([sys.executable, "-c", REPLICAS, *folders], check=True, env=environment)

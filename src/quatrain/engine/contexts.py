@@ -234,10 +234,10 @@ class KeptContexts:
         self._copy(prompts, None, blocks)
         self._copy_states(prompts, states)
 
-    def keep_turns(self, cache: Cache, turns: Iterable[EndedTurn]) -> None:
+    def keep_turns(self, cache: Cache, turns: Sequence[EndedTurn]) -> None:
         """Keeps the contexts of turns that have ended, and their tokens but the last, which has no keys."""
         for ring in range(len(cache.shape.rings)):
-            # Ring after ring, in the order of the copies: one that is evicted here may have been filled there.
+            # As the copies, ring after ring: a block may be filled from one, and then given to another.
             blocks, of_rows, of_slots = self._tables(), self._tables(), self._tables()
             for each in (turn for turn in turns if turn.ring == ring):
                 marks, from_row = _marks(each.group.context), bool(self._state_bytes) and not each.whole

@@ -168,7 +168,7 @@ class RolloutEngine(Rollouts):
             0 if not config.max_staleness else 2 if config.in_flight else config.max_staleness + 1
         )
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
-        self._keeps = {"prefix_share": config.prefix_share or 0.0, "in_flight": config.in_flight}
+        self._prefix_share, self._in_flight = config.prefix_share or 0.0, config.in_flight
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
         self._backend = backend or this_backend()
@@ -394,7 +394,8 @@ class RolloutEngine(Rollouts):
             self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * on_device)
         model = self.arch, self.tokenizer, self.stop_ids, self._seed, self.dtype, self._attention, self.mesh
         sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
-        sampler = replace(sampler, records_routes=self._records_routes, backend=self._backend, **self._keeps)
+        sampler = replace(sampler, records_routes=self._records_routes, backend=self._backend)
+        sampler = replace(sampler, prefix_share=self._prefix_share, in_flight=self._in_flight)
         if self._episodes is None:
             own = self._per_request_sampling
             return Session(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class PrefixStore:
             for node in self._nodes_of.pop(number):
                 node.owners.discard(number)
 
-    def keep_roots(self, wanted: Callable[[Hashable], bool]) -> None:
+    def keep_roots(self, wanted: Callable[[Any], bool]) -> None:
         """Forget the contexts of all other roots."""
         for root in [root for root in self._roots if not wanted(root)]:
             left = [*self._roots.pop(root).children.values()]

@@ -100,11 +100,9 @@ def serve(
 
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
+    changes: dict[str, Any] = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest, "max_staleness": 0}
     share = config.rollout.prefix_share
-    changes = {
-        **{"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest, "max_staleness": 0, "in_flight": False},
-        "prefix_share": PREFIX_SHARE if share is None else share,
-    }
+    changes |= {"in_flight": False, "prefix_share": PREFIX_SHARE if share is None else share}
     served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
     engine = local_engine(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)

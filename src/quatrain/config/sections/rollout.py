@@ -111,9 +111,9 @@ class RolloutConfig(Section):
     if an environment hangs, and without the run if one crashes."""
     prefix_share: float | None = Field(None, ge=0, le=0.9)
     """Share of the KV cache's memory in which contexts are kept for further requests that begin alike, of
-    agents and of `quatrain serve`: [rollout.md](rollout.md#kept-contexts). 0: every request computes its whole
-    context, and a run and its repetition have the same bits. Derived: 0.5 with `rollout.agent`; null: 0.5 in
-    `quatrain serve`, and none in other runs, which have other means."""
+    agents and of `quatrain serve`: [rollout.md](rollout.md#kept-contexts). 0: every request computes its
+    whole context. Derived: 0.5 with `rollout.agent`; null: 0.5 in `quatrain serve`, and none in runs without
+    an agent."""
     mesh: Mesh | None = None
     """Device mesh for the rollout, in the form of `mesh`, with `cp` 1. null: `tp` and `ep` of `mesh`,
     and as many replicas of the sampler (`dp`) as there is room for, each with a complete copy of the weights
