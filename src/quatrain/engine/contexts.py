@@ -116,13 +116,6 @@ class KeptContexts:
         """Blocks in use on all replicas."""
         return sum(store.num_used for store in self._stores)
 
-    @property
-    def num_pool_bytes(self) -> int:
-        """Bytes that are allocated on each device."""
-        sizes = ((store.num_blocks, store.num_states) for store in self._stores)
-        blocks, states = map(max, zip(*sizes, strict=True))
-        return blocks * self._block_bytes + states * self._state_bytes
-
     def halve(self) -> None:
         """Gives up all, and half of the memory for good."""
         self.num_bytes //= 2

@@ -83,7 +83,7 @@ class EngineWorker:
         def listen(number: int, progress: Progress) -> None:
             completion.append(progress.piece)
             if progress.finish_reason is not None:
-                completion.finish_reason = progress.finish_reason
+                completion.finish_reason, completion.cached = progress.finish_reason, progress.cached
                 result.set_result(([(group.prompt, completion)], progress.metrics))
             elif progress.error is not None:
                 result.set_exception(ServiceFailed(progress.error))

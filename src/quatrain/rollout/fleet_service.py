@@ -71,6 +71,9 @@ class FleetService:
             cancelled = [key for key in keys if self._listeners.pop(key, None) is not None]
         self.fleet.cancel_own(cancelled)
 
+    def forget(self, session: str) -> None:
+        """Nothing to say: what workers keep of a session goes when they have other weights."""
+
     def copy_weights(self, params: Any) -> Any:
         """As `Fleet.copy_weights`."""
         return self.fleet.copy_weights(params)
@@ -128,7 +131,7 @@ class FleetService:
         self._num_sampled += len(done.tokens)
         with self._changed:
             self._engines_did.append(group.metrics)
-        return Progress(done.since(NOTHING), done.finish_reason)
+        return Progress(done.since(NOTHING), done.finish_reason, cached=done.cached)
 
     def _in_flight(self) -> list[int]:
         """Waits until sequences are in flight: their keys; none once this is closed."""
