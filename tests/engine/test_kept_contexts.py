@@ -334,7 +334,7 @@ def test_release_frees_what_is_kept(asking):
 
 
 @pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
-@pytest.mark.parametrize("case", family_cases("qwen3_5_text"))
+@pytest.mark.parametrize("case", family_cases())
 def test_every_family_samples_what_it_samples_without(asking, case):
     """P3 for all kinds of layers: caches that layers share, sinks, windows, and the states of DeltaNet."""
     arch = of_golden(case, vocab_size=290, longest=512)

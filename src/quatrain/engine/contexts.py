@@ -294,14 +294,15 @@ class KeptContexts:
         if size == before:
             return pool
         if pool is None:
+            arch = self._arch  # of which several layers may have one cache
+            mixers = (arch.layers[arch.cached.index(number)].mixer for number in range(arch.num_caches))
             kinds = (
                 number
-                for number, layer in enumerate(self._arch.cached)
-                if isinstance(self._arch.layers[layer].mixer, GatedDeltaNet) != bool(positions)
+                for number, mixer in enumerate(mixers)
+                if isinstance(mixer, GatedDeltaNet) != bool(positions)
             )
             empty = (
-                empty_layer(self._arch, number, size, positions or 1, self._dtype, self._mesh)
-                for number in kinds
+                empty_layer(arch, number, size, positions or 1, self._dtype, self._mesh) for number in kinds
             )
             return CachePart(tuple(empty))
         picked = np.array([*range(before), *[0] * (size - before)] * len(self._stores))
