@@ -4,9 +4,9 @@
 
 `--episodes` dialogues begin with the same 100 tokens; each turn has an answer of 40 tokens and 60 tokens of
 the user. They are sampled as requests with kept contexts (`rollout.prefix_share`), as requests without, and
-as turns of one sequence whose keys stay in its row, as environments have them. Each way runs `--rounds` + 1
-times on new tokens, in turns; the first compiles and is dropped. Figures are the tokens and the seconds of
-prefill, by turn and as ratios of medians: `kept / turns` (asked: at most 1.3) and `kept / without` (0.25).
+as turns of one sequence whose keys stay in its row, as environments have them. Each way runs `--rounds` + 2
+times on new tokens, in turns; the first two compile and are dropped. Figures are the tokens and the seconds
+of prefill, by turn and as ratios of medians: `kept / turns` (asked: at most 1.3) and `kept / without` (0.25).
 
 Then the seconds of a decode step of four sequences, with 64 idle contexts kept over those with none (1.02).
 """
@@ -35,6 +35,8 @@ from quatrain.weights.load import load_model
 
 FIRST, SAID, ANSWER = 100, 60, 40
 CACHE_BYTES = 4 << 30
+WARM = 2
+"""Rounds that compile: sizes of the cache stay as they grew, so that the second begins with others."""
 Turns = list[tuple[int, float]]
 """The tokens and the seconds of prefill of each turn."""
 
@@ -58,16 +60,16 @@ def main() -> None:
         "turns": turns_of_a_sequence(args, model, tokenizer),
     }
     rounds: dict[str, list[Turns]] = {name: [] for name in ways}
-    for number in range(args.rounds + 1):
+    for number in range(args.rounds + WARM):
         for name, way in ways.items():
             rounds[name].append(way(number))
     tokens = {name: sum(count for count, _ in found[-1]) for name, found in rounds.items()}
     by_turn = {
-        name: [statistics.median(s[1] for s in each) for each in zip(*found[1:], strict=True)]
+        name: [statistics.median(s[1] for s in each) for each in zip(*found[WARM:], strict=True)]
         for name, found in rounds.items()
     }
     whole = {
-        name: statistics.median(sum(seconds for _, seconds in turns) for turns in found[1:])
+        name: statistics.median(sum(seconds for _, seconds in turns) for turns in found[WARM:])
         for name, found in rounds.items()
     }
     steps = decode_steps(args, model, tokenizer)
@@ -180,13 +182,13 @@ def decode_steps(args: Any, model: Any, tokenizer: Any) -> float:
     for number in range(args.idle):
         asked(engines[0], [words(model.arch, number, 1, count=FIRST)], f"idle {number}", tokens=2)
     seconds: list[list[float]] = [[], []]
-    for number in range(args.rounds + 1):
+    for number in range(args.rounds + WARM):
         for engine, of in zip(engines, seconds, strict=True):
             before = engine.stats
             asked(engine, [words(model.arch, number, 2, i, count=FIRST) for i in range(4)], f"{number}")
             work = engine.stats - before
             of.append(work.decode_s / work.slot_steps)
-    beside, alone = (statistics.median(of[1:]) for of in seconds)
+    beside, alone = (statistics.median(of[WARM:]) for of in seconds)
     return beside / alone
 
 
