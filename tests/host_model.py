@@ -372,19 +372,22 @@ def _load(prompts: HostArray, kept: HostArray, blocks: Any, axis: int, mesh: Any
     return loaded
 
 
-def _keep_block(
-    kept: HostArray, prompts: HostArray, generated: Any, blocks: Any, axis: int, mesh: Any
-) -> HostArray:
+def _keep_block(kept: HostArray, prompts: HostArray, blocks: Any, axis: int, mesh: Any) -> HostArray:
     new = kept.copy()
     for i in range(blocks.counts[0]):
         places = blocks.firsts[i] + np.arange(kept.shape[axis])
-        block = prompts[blocks.prefix_slots[i]].take(places, axis - 1, mode="clip")
-        if generated is not None:
-            after = places - blocks.lengths[i]
-            ring = (blocks.ring_positions[i] + after) % generated.shape[axis]
-            before = np.expand_dims(after < 0, [0, 1] if axis == 3 else [0, 2])
-            block = np.where(before, block, generated[blocks.slots[i]].take(ring, axis - 1))
-        new[blocks.blocks[i]] = block
+        new[blocks.blocks[i]] = prompts[blocks.prefix_slots[i]].take(places, axis - 1)
+    return new
+
+
+def _keep_turn_block(kept: HostArray, generated: HostArray, blocks: Any, axis: int, mesh: Any) -> HostArray:
+    new = kept.copy()
+    for i in range(blocks.counts[0]):
+        after = blocks.firsts[i] + np.arange(kept.shape[axis])
+        ring = (blocks.ring_positions[i] + after) % generated.shape[axis]
+        before = np.expand_dims(after < 0, [0, 1] if axis == 3 else [0, 2])
+        block = blocks.blocks[i]
+        new[block] = np.where(before, new[block], generated[blocks.slots[i]].take(ring, axis - 1))
     return new
 
 
@@ -399,7 +402,8 @@ def use_host_model(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     seen: set[Any] = set()
     for name in ("_pick", "_put", "_keep", "_copied"):
         monkeypatch.setattr(decode, name, _noted(name, getattr(decode, name).__wrapped__, seen))
-    for name, move in {"_load": _load, "_keep_block": _keep_block}.items():  # loops over XLA's slices there
+    of_blocks = {"_load": _load, "_keep_block": _keep_block, "_keep_turn_block": _keep_turn_block}
+    for name, move in of_blocks.items():  # loops over slices of XLA's
         monkeypatch.setattr(decode, name, _noted(name, move, seen))
     monkeypatch.setattr(decode, "jnp", np)
     monkeypatch.setattr(decode, "shard_mapped", lambda function, mesh, in_specs, out_specs: function)

@@ -391,3 +391,38 @@ def test_turns_stay_on_the_replica_that_has_their_contexts():
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     environment = {**os.environ, "XLA_FLAGS": flags}
     subprocess.run([sys.executable, "-c", REPLICAS, *folders], check=True, env=environment)
+
+
+def test_after_the_third_step_of_an_agents_run_nearly_nothing_is_compiled(
+    monkeypatch, small_arch, small_params, tokenizer
+):
+    """What is copied and computed after a hit has any number of tokens: each would be a program."""
+    seen, counts, rng = host_model.use_host_model(monkeypatch), [], np.random.default_rng(0)
+    settings = RolloutConfig(n=1, max_new_tokens=500, prefix_share=0.5)
+    engine = RolloutEngine(
+        small_arch, settings, tokenizer, stop_ids=(), seed=1, cache_bytes=1 << 30, per_request_sampling=True
+    )
+    kept = Asking(engine)
+    for step in range(10):
+        engine.sync_weights(small_params, step)
+        waiting = [(words((step, i // 4), 40), f"{i}", int(rng.integers(3))) for i in range(12)]
+        live = {}
+        while waiting or live:
+            now = rng.random(len(waiting)) < 0.5
+            for context, name, turns in [each for each, comes in zip(waiting, now, strict=True) if comes]:
+                [ticket] = kept.submit([context], name, tokens=int(rng.integers(4, 12)))
+                live[ticket] = context, name, turns
+            waiting = [each for each, comes in zip(waiting, now, strict=True) if not comes]
+            if live:
+                engine.advance()
+            for ticket in [each for each in live if engine.finished(each)]:
+                context, name, turns = live.pop(ticket)
+                [completion] = kept.finish([ticket])
+                if turns:
+                    then = [*context, *completion.tokens, *words((step, turns), int(rng.integers(3, 40)))]
+                    waiting.append((then, name, turns - 1))
+        engine.release()
+        counts.append(len(seen))
+    late = np.diff(counts)[3:]
+    assert counts[-1] <= 45, counts
+    assert (late > 0).sum() <= 1, counts

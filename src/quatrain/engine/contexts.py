@@ -21,8 +21,10 @@ from quatrain.engine.cache import Cache, padded
 from quatrain.engine.decode import (
     Blocks,
     Filled,
+    TurnBlocks,
     keep_blocks,
     keep_states,
+    keep_turn_blocks,
     load_blocks,
     load_states,
     rearrange,
@@ -37,6 +39,11 @@ from quatrain.types.routes import ROUTES
 
 LEAST_HIT = 16
 """A shorter beginning is computed again, in a row with others: templates begin all chats alike."""
+
+FEWEST_COPIES = 256
+"""Entries of a table of copies, most of them padding, which costs nothing: each size is a program."""
+_Table = dict[Any, tuple[int, ...]]
+"""Copies on a replica, by what they fill: of two that fill the same, the last counts."""
 
 
 class Root(NamedTuple):
@@ -200,13 +207,13 @@ class KeptContexts:
         """The prompt cache with what was found of each context in its prefix slot."""
         blocks, states = self._tables(), self._tables()
         for each in found:
-            places = ((block, each.prefix_slot, i * BLOCK) for i, block in enumerate(each.hit.blocks))
-            blocks[each.replica] += [(*place, 0, 0, 0) for place in places]
+            for i, block in enumerate(each.hit.blocks):
+                blocks[each.replica][each.prefix_slot, i] = block, each.prefix_slot, i * BLOCK
             if each.hit.state is not None:
-                states[each.replica].append((each.prefix_slot, each.hit.state))
+                states[each.replica][each.prefix_slot] = each.prefix_slot, each.hit.state
         if any(blocks):
             assert self._blocks is not None
-            prompts = load_blocks(prompts, self._blocks, _as_blocks(blocks), self._mesh)
+            prompts = load_blocks(prompts, self._blocks, Blocks(*_table(blocks, 3)), self._mesh)
         if any(states):
             assert self._states is not None
             size = len(prompts.layers[0][0]) // len(self._stores)
@@ -221,32 +228,50 @@ class KeptContexts:
                 continue
             marks = _marks(each.group.context)[: each.pause]
             kept = self._keep(each.ticket, each.group, marks, live=each.ticket)
-            blocks[each.replica] += [(*copy, each.prefix_slot, 0, 0, 0) for copy in kept.copies]
+            for block, first in kept.copies:
+                blocks[each.replica][block] = block, each.prefix_slot, first
             if kept.state is not None:
-                states[each.replica].append((kept.state, each.prefix_slot))
-        self._copy(prompts, None, blocks)
+                states[each.replica][kept.state] = kept.state, each.prefix_slot
+        self._grow()
+        self._copy_rows(prompts, blocks)
         self._copy_states(prompts, states)
 
-    def keep_turns(self, cache: Cache, turns: Sequence[EndedTurn]) -> None:
+    def keep_turns(self, cache: Cache, turns: Iterable[EndedTurn]) -> None:
         """Keeps the contexts of turns that have ended, and their tokens but the last, which has no keys."""
-        for ring in range(len(cache.shape.rings)):
-            # As the copies, ring after ring: a block may be filled from one, and then given to another.
-            blocks, of_rows, of_slots = self._tables(), self._tables(), self._tables()
-            for each in (turn for turn in turns if turn.ring == ring):
-                marks, from_row = _marks(each.group.context), bool(self._state_bytes) and not each.whole
-                length = len(marks)
-                if not from_row:
-                    marks = np.concatenate([marks, each.group.turn(0)[:-1]])
-                kept = self._keep(each.ticket, each.group, marks, ends_turn=True)
-                after = length, each.slot, each.begin
-                blocks[each.replica] += [(*copy, each.prefix_slot, *after) for copy in kept.copies]
-                if kept.state is not None:
-                    slot = each.prefix_slot if from_row else each.slot
-                    (of_rows if from_row else of_slots)[each.replica].append((kept.state, slot))
-                self.end(each.ticket)
-            self._copy(cache.prompts, cache.generated[ring], blocks)
-            self._copy_states(cache.prompts, of_rows)
-            self._copy_states(cache.generated[ring], of_slots)
+        of_rows, row_states = self._tables(), self._tables()
+        rings = range(len(cache.shape.rings))
+        of_rings, ring_states = [self._tables() for _ in rings], [self._tables() for _ in rings]
+        for each in turns:
+            marks, from_row = _marks(each.group.context), bool(self._state_bytes) and not each.whole
+            length, replica = len(marks), each.replica
+            if not from_row:
+                marks = np.concatenate([marks, each.group.turn(0)[:-1]])
+            kept = self._keep(each.ticket, each.group, marks, ends_turn=True)
+            for block, first in kept.copies:
+                # Of two that fill the same block in a round, the second has evicted the first.
+                for table in (of_rows, *of_rings):
+                    table[replica].pop(block, None)
+                if first < length:
+                    of_rows[replica][block] = block, each.prefix_slot, first
+                if first + BLOCK > length and not from_row:
+                    of_rings[each.ring][replica][block] = block, each.slot, first - length, each.begin
+            if kept.state is not None:
+                for table in (row_states, *ring_states):
+                    table[replica].pop(kept.state, None)
+                states, row = (
+                    (row_states, each.prefix_slot) if from_row else (ring_states[each.ring], each.slot)
+                )
+                states[replica][kept.state] = kept.state, row
+            self.end(each.ticket)
+        self._grow()
+        self._copy_rows(cache.prompts, of_rows)
+        self._copy_states(cache.prompts, row_states)
+        for generated, blocks, states in zip(cache.generated, of_rings, ring_states, strict=True):
+            if any(blocks):
+                assert self._blocks is not None
+                table_of_turns = TurnBlocks(*_table(blocks, 4))
+                self._blocks = keep_turn_blocks(self._blocks, generated, table_of_turns, self._mesh)
+            self._copy_states(generated, states)
 
     def _root(self, group: Group) -> Root:
         assert self._version is not None
@@ -267,26 +292,26 @@ class KeptContexts:
 
         return self._stores[replica].keep(root, marks, session, routes, **how)
 
-    def _tables(self) -> list[list[tuple[int, ...]]]:
-        return [[] for _ in self._stores]
+    def _tables(self) -> list[_Table]:
+        return [{} for _ in self._stores]
 
-    def _copy(
-        self, prompts: CachePart, generated: CachePart | None, given: list[list[tuple[int, ...]]]
-    ) -> None:
-        """Fills blocks, of (block, first token, prefix slot, tokens before the turn, slot, ring position)."""
-        self._blocks = self._grown(self._blocks, max(store.num_blocks for store in self._stores), BLOCK)
+    def _copy_rows(self, prompts: CachePart, given: list[_Table]) -> None:
         if any(given):
             assert self._blocks is not None
-            table = _as_blocks([[(b, row, first, *turn) for b, first, row, *turn in own] for own in given])
-            self._blocks = keep_blocks(self._blocks, prompts, generated, table, self._mesh)
+            self._blocks = keep_blocks(self._blocks, prompts, Blocks(*_table(given, 3)), self._mesh)
 
-    def _copy_states(self, cache: CachePart, given: list[list[tuple[int, ...]]]) -> None:
-        """Fills states, of (state, row of `cache`)."""
-        size = max(store.num_states for store in self._stores)
-        self._states = self._grown(self._states, size, 0)
+    def _copy_states(self, cache: CachePart, given: list[_Table]) -> None:
         if any(given):
             assert self._states is not None
+            size = len(self._states.layers[0][0]) // len(self._stores)
             self._states = keep_states(self._states, cache, _filled(given, size), self._mesh)
+
+    def _grow(self) -> None:
+        """Allocates as much as the stores count on."""
+        sizes = [(store.num_blocks, store.num_states) for store in self._stores]
+        blocks, states = map(max, zip(*sizes, strict=True))
+        self._blocks = self._grown(self._blocks, blocks, BLOCK)
+        self._states = self._grown(self._states, states, 0)
 
     def _grown(self, pool: CachePart | None, size: int, positions: int) -> CachePart | None:
         """The pool of blocks, or with 0 positions of states, with so many on each replica."""
@@ -314,11 +339,13 @@ def _marks(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def _as_blocks(given: list[list[tuple[int, ...]]]) -> Blocks:
+def _table(given: list[_Table], fields: int) -> list[np.ndarray]:
+    """The numbers of entries of each replica, and their fields [replicas x N]."""
     counts = np.array(list(map(len, given)), np.int32)
-    return Blocks(counts, *padded(given, (0,) * 6))
+    least = [(0,) * fields] * FEWEST_COPIES
+    return [counts, *padded([[*own.values(), *least[len(own) :]] for own in given], (0,) * fields)]
 
 
-def _filled(given: list[list[tuple[int, ...]]], size: int) -> Filled:
+def _filled(given: list[_Table], size: int) -> Filled:
     """(to, from) of each replica; `size` is out of the range of the first."""
-    return Filled(*padded(given, (size, 0)))
+    return Filled(*padded([list(own.values()) for own in given], (size, 0)))

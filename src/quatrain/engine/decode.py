@@ -456,17 +456,23 @@ def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mes
 
 
 class Blocks(NamedTuple):
-    """Blocks of positions that are copied from prefix slots, or to them; [N] int32 each on a replica.
-
-    The last four say where a turn follows what is in the prefix slot; none does where they are not used.
-    """
+    """Blocks of positions that are copied from prefix slots, or to them; [N] int32 each on a replica."""
 
     counts: np.ndarray  # [1]: how many of the N are real
     blocks: np.ndarray
     prefix_slots: np.ndarray
     firsts: np.ndarray  # the sequence's token with which the block begins
-    lengths: np.ndarray  # tokens before the turn
+
+
+class TurnBlocks(NamedTuple):
+    """Blocks of positions that are copied from slots; [N] int32 each on a replica."""
+
+    counts: np.ndarray  # [1]: how many of the N are real
+    blocks: np.ndarray
     slots: np.ndarray
+    firsts: (
+        np.ndarray
+    )  # the turn's token with which the block begins; negative where it begins before the turn
     ring_positions: np.ndarray  # that of the turn's first token in its slot, modulo their number
 
 
@@ -483,19 +489,27 @@ def load_blocks(prompts: CachePart, kept: CachePart, blocks: Blocks, mesh: Mesh)
     return _with_attentions(prompts, map(loaded, zip(_attentions(prompts), kept.layers, strict=True)))
 
 
-def keep_blocks(
-    kept: CachePart, prompts: CachePart, generated: CachePart | None, blocks: Blocks, mesh: Mesh
-) -> CachePart:
-    """`kept` with these blocks, of sequences in prefix slots, and with `generated` of turns after them."""
-    rows = _attentions(prompts)
-    turns = [None] * len(rows) if generated is None else _attentions(generated)
-    layers = []
-    for (keys, values), row, turn in zip(kept.layers, rows, turns, strict=True):
-        of_turn = (None, None) if turn is None else turn
-        both = zip((keys, values), row, of_turn, (3, 2), strict=True)
-        new_keys, new_values = (_keep_block(x, by, after, blocks, axis, mesh) for x, by, after, axis in both)
-        layers.append((new_keys, new_values))
-    return CachePart(tuple(layers))
+def keep_blocks(kept: CachePart, prompts: CachePart, blocks: Blocks, mesh: Mesh) -> CachePart:
+    """`kept` with these blocks, of what is in prefix slots."""
+
+    def filled(pair: tuple[LayerCache, LayerCache]) -> LayerCache:
+        (keys, values), (new_keys, new_values) = pair
+        return _keep_block(keys, new_keys, blocks, 3, mesh), _keep_block(values, new_values, blocks, 2, mesh)
+
+    return CachePart(tuple(map(filled, zip(kept.layers, _attentions(prompts), strict=True))))
+
+
+def keep_turn_blocks(kept: CachePart, generated: CachePart, blocks: TurnBlocks, mesh: Mesh) -> CachePart:
+    """`kept` with what these blocks have of turns; positions before a turn stay as they are."""
+
+    def filled(pair: tuple[LayerCache, LayerCache]) -> LayerCache:
+        (keys, values), (new_keys, new_values) = pair
+        return (
+            _keep_turn_block(keys, new_keys, blocks, 3, mesh),
+            _keep_turn_block(values, new_values, blocks, 2, mesh),
+        )
+
+    return CachePart(tuple(map(filled, zip(kept.layers, _attentions(generated), strict=True))))
 
 
 def keep_states(kept: CachePart, cache: CachePart, filled: Filled, mesh: Mesh) -> CachePart:
@@ -549,31 +563,39 @@ def _load(prompts: jax.Array, kept: jax.Array, blocks: Blocks, axis: int, mesh: 
 
 
 @partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("kept",))
-def _keep_block(
-    kept: jax.Array, prompts: jax.Array, generated: jax.Array | None, blocks: Blocks, axis: int, mesh: Mesh
+def _keep_block(kept: jax.Array, prompts: jax.Array, blocks: Blocks, axis: int, mesh: Mesh) -> jax.Array:
+    def keep_shard(kept: jax.Array, prompts: jax.Array, blocks: Blocks) -> jax.Array:
+        def step(i: jax.Array, kept: jax.Array) -> jax.Array:
+            block = jax.lax.dynamic_slice(prompts, _place(blocks, i, axis), (1, *kept.shape[1:]))
+            return jax.lax.dynamic_update_slice_in_dim(kept, block, blocks.blocks[i], 0)
+
+        return jax.lax.fori_loop(0, blocks.counts[0], step, kept)
+
+    specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA
+    return shard_mapped(keep_shard, mesh, specs, CACHE_SPEC)(kept, prompts, blocks)
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("kept",))
+def _keep_turn_block(
+    kept: jax.Array, generated: jax.Array, blocks: TurnBlocks, axis: int, mesh: Mesh
 ) -> jax.Array:
     size = kept.shape[axis]
 
-    def keep_shard(kept: jax.Array, prompts: jax.Array, generated: Any, blocks: Blocks) -> jax.Array:
-        sizes = (1, *kept.shape[1:])
-
+    def keep_shard(kept: jax.Array, generated: jax.Array, blocks: TurnBlocks) -> jax.Array:
         def step(i: jax.Array, kept: jax.Array) -> jax.Array:
-            block = jax.lax.dynamic_slice(prompts, _place(blocks, i, axis), sizes)
-            if generated is not None:
-                after = blocks.firsts[i] + jnp.arange(size) - blocks.lengths[i]
-                places = (blocks.ring_positions[i] + after) % generated.shape[axis]
-                # One gather: to slice the slot first would copy all of its positions for each block.
-                turn = generated[(blocks.slots[i], *[slice(None)] * (axis - 1), places)]
-                turn = jnp.moveaxis(turn, 0, axis - 1)[None]
-                before = (after < 0).reshape([size if i == axis else 1 for i in range(4)])
-                block = jnp.where(before, block, turn)
+            after = blocks.firsts[i] + jnp.arange(size)
+            places = (blocks.ring_positions[i] + after) % generated.shape[axis]
+            # One gather: to slice the slot first would copy all of its positions for each block.
+            turn = generated[(blocks.slots[i], *[slice(None)] * (axis - 1), places)]
+            before = (after < 0).reshape([size if dim == axis else 1 for dim in range(4)])
+            block = jax.lax.dynamic_slice_in_dim(kept, blocks.blocks[i], 1, 0)
+            block = jnp.where(before, block, jnp.moveaxis(turn, 0, axis - 1)[None])
             return jax.lax.dynamic_update_slice_in_dim(kept, block, blocks.blocks[i], 0)
 
-        # One after another: of two that fill the same block, the last counts.
         return jax.lax.fori_loop(0, blocks.counts[0], step, kept)
 
-    specs = CACHE_SPEC, CACHE_SPEC, CACHE_SPEC, EACH_REPLICA
-    return shard_mapped(keep_shard, mesh, specs, CACHE_SPEC)(kept, prompts, generated, blocks)
+    specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA
+    return shard_mapped(keep_shard, mesh, specs, CACHE_SPEC)(kept, generated, blocks)
 
 
 def _place(blocks: Blocks, i: jax.Array, axis: int) -> list[Any]:

@@ -82,11 +82,13 @@ class PrefixStore:
 
     def __init__(self, most_blocks: int, most_states: int | None = None):
         self.most_blocks, self.most_states = most_blocks, most_states
-        self.evicted_tokens = 0
+        self.evicted_tokens = self.num_blocks = self.num_states = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget all, the pools too."""
+        """Forget all, the pools too; the next ones begin with the sizes that these had."""
+        self._least_blocks = max(FIRST_BLOCKS, self.num_blocks)
+        self._least_states = max(FIRST_STATES, self.num_states)
         self._roots: dict[Hashable, Node] = {}
         self._owners: dict[str, int] = {}
         self._nodes_of: dict[int, set[Node]] = {}
@@ -277,7 +279,7 @@ class PrefixStore:
     ) -> Node | None:
         """A new leaf; None if there is no room for it."""
         if not self._free and self.num_blocks < self.most_blocks:
-            size = min(max(FIRST_BLOCKS, 4 * self.num_blocks), self.most_blocks)
+            size = min(max(self._least_blocks, 4 * self.num_blocks), self.most_blocks)
             self._free += range(size - 1, self.num_blocks - 1, -1)
             self.num_blocks = size
         if not self._free:
@@ -341,7 +343,7 @@ class PrefixStore:
         if node.state is not None:
             return None
         if not self._free_states and self.num_states < self.most_states:
-            size = min(max(FIRST_STATES, 4 * self.num_states), self.most_states)
+            size = min(max(self._least_states, 4 * self.num_states), self.most_states)
             self._free_states += range(size - 1, self.num_states - 1, -1)
             self.num_states = size
         if not self._free_states:
