@@ -256,6 +256,26 @@ def test_many_at_once_with_little_memory_are_what_each_is_alone(asking, models, 
         host_model.check_routes(params, arch, rollout_batch(rows, tokenizer, {}))
 
 
+@pytest.mark.parametrize("model", ["attention", "delta"])
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+def test_equal_requests_for_which_nothing_can_be_kept_are_computed_together(
+    asking, models, monkeypatch, model
+):
+    """Each would wait in vain for the one before it to keep something: live sequences wait for nothing."""
+    waves, prefill = [], Session._prefill_wave
+
+    def counted(session, found, *more):
+        waves.append(len(found))
+        prefill(session, found, *more)
+
+    monkeypatch.setattr(Session, "_prefill_wave", counted)
+    arch, params = models[model]
+    kept = asking(2e-6, arch=arch, params=params)  # a share of less than a block
+    kept.finish(kept.submit([words(1, 100)] * 8))
+    assert waves == [1, 7]
+    assert kept.engine.stats.cached_tokens == 0
+
+
 @pytest.mark.parametrize("computed_by", ["host"], indirect=True)
 def test_the_longest_sequence_that_fits_alone_runs(asking, small_arch):
     """P6: half of the memory was for kept contexts, and requests that had run before were refused."""
@@ -267,8 +287,11 @@ def test_the_longest_sequence_that_fits_alone_runs(asking, small_arch):
     with pytest.raises(ValueError, match="KV cache"):
         kept.ask(words(9, 1100), tokens=20)
     assert kept.engine.num_kept_blocks > 4  # one that can never run costs nothing
-    completion = kept.ask(words(9, 700), tokens=60)
-    assert completion.tokens
+    live = kept.submit([words(10, 30)], tokens=20)
+    kept.engine.advance()
+    long = kept.submit([words(9, 700)], tokens=60)
+    assert all(completion.tokens for completion in kept.finish([*live, *long]))
+    assert kept.ask([*words(10, 30), 9], tokens=2).tokens
     assert kept.ask([*words(9, 700), 9], tokens=2).tokens
 
 

@@ -124,17 +124,15 @@ class KeptContexts:
         return sum(store.num_used for store in self._stores)
 
     def halve(self) -> None:
-        """Gives up all, and half of the memory for good."""
+        """Gives up all that is kept, and half of the memory for good."""
         self.num_bytes //= 2
         self.release()
         for store in self._stores:
             store.most_blocks, store.most_states = self._most
 
     def release(self) -> None:
-        """Frees all memory."""
+        """Frees all memory; sequences in flight go on, and are kept when they end."""
         self._blocks = self._states = None
-        self._began.clear()
-        self._places.clear()
         for store in self._stores:
             store.clear()
 
@@ -168,14 +166,19 @@ class KeptContexts:
         return self._homes[ticket]
 
     def wave(
-        self, admitted: Sequence[tuple[int, int]], groups: Mapping[int, Group], num_prefix_slots: int
+        self,
+        admitted: Sequence[tuple[int, int]],
+        groups: Mapping[int, Group],
+        num_prefix_slots: int,
+        waited: dict[int, int],
     ) -> tuple[list[Found], list[tuple[int, int]]]:
         """(those of the admitted that are computed now, those that wait for what these compute).
 
-        Of groups that lack the same next tokens, one is computed; the others find them then.
+        Of groups that lack the same next tokens, one is computed; the others find them then. `waited` has
+        what was kept for those that have waited before: they wait again only if it has become more.
         """
-        first: dict[Any, tuple[int, Group, int, int]] = {}
-        waiting, followed = [], set()
+        first: list[tuple[Any, int, Group, int, int]] = []
+        waiting, keys, followed = [], set(), set()
         for ticket, place in admitted:
             group, (replica, prefix_slot) = groups[ticket], divmod(place, num_prefix_slots)
             root, marks = self._root(group), _marks(group.context)
@@ -183,13 +186,15 @@ class KeptContexts:
             # After a state, only those can go on that have all of the same context.
             new = marks[: length + LEAST_HIT] if not self._state_bytes else marks
             key = replica, root, new.tobytes()
-            if key in first:
+            # Without room for it nothing was kept, and all would be computed one after another.
+            if key in keys and waited.get(ticket, -1) < length:
                 waiting.append((ticket, place))
+                waited[ticket] = length
                 followed.add(key)
             else:
-                first[key] = ticket, group, replica, prefix_slot
-        found = [self._found(*each, key in followed) for key, each in first.items()]
-        return found, waiting
+                keys.add(key)
+                first.append((key, ticket, group, replica, prefix_slot))
+        return [self._found(*each, key in followed) for key, *each in first], waiting
 
     def _found(self, ticket: int, group: Group, replica: int, prefix_slot: int, followed: bool) -> Found:
         root, marks = self._root(group), _marks(group.context)

@@ -401,9 +401,9 @@ class Session:
             each = zip(admitted, places, strict=True)
             self._prefill_wave([Found(t, self._groups[t], *place) for (t, _), place in each], params, version)
             return
-        left = list(admitted)
+        left, prefix_slots, waited = list(admitted), self._scheduler.num_prefix_slots, dict[int, int]()
         while left:
-            found, left = self._kept.wave(left, self._groups, self._scheduler.num_prefix_slots)
+            found, left = self._kept.wave(left, self._groups, prefix_slots, waited)
             assert self._cache is not None
             self._cache = replace(self._cache, prompts=self._kept.load(self._cache.prompts, found))
             for ticket, group, *_, hit, _ in found:
