@@ -23,9 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.session import Sampler, Session
 from quatrain.parallel.mesh import one_device
@@ -94,55 +92,47 @@ def words(arch: Any, *seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, arch.vocab_size, count).tolist()
 
 
-def new_engine(args: Any, model: Any, tokenizer: Any, share: float) -> RolloutEngine:
-    """An engine for requests, with the weights of the model."""
-    settings = RolloutConfig(n=1, max_new_tokens=ANSWER, prefix_share=share)
-    engine = RolloutEngine(
-        model.arch,
-        settings,
-        tokenizer,
-        stop_ids=(),
-        seed=0,
-        dtype=args.dtype,
-        cache_bytes=CACHE_BYTES,
-        per_request_sampling=True,
-    )
-    engine.sync_weights(model.params, 0)
-    return engine
+def new_session(args: Any, model: Any, tokenizer: Any, share: float) -> Session:
+    """A session of requests that keeps contexts in a share of its memory."""
+    where = "xla", one_device(), CACHE_BYTES
+    sampler = Sampler(model.arch, tokenizer, (), 0, jnp.dtype(args.dtype), *where, prefix_share=share)
+    return Session(sampler, Sampling(n=1, max_new_tokens=ANSWER), None, per_request_sampling=True)
 
 
-def asked(engine: RolloutEngine, contexts: list[list[int]], session: str, tokens: int = ANSWER) -> list[Any]:
-    """The completions of requests that are asked together, one for each session."""
+def asked(
+    session: Session, params: Any, contexts: list[list[int]], name: str, tokens: int = ANSWER
+) -> list[Any]:
+    """The completions of requests that are asked together, one for each dialogue."""
     prompts = [Prompt(0, np.array(ids, np.int32), "") for ids in contexts]
     sampling = Sampling(n=1, max_new_tokens=tokens)
     owners = [
-        PerRequestSampling(sampling, 0, 0, number, session=f"{session}/{number}")
+        PerRequestSampling(sampling, 0, 0, number, session=f"{name}/{number}")
         for number in range(len(prompts))
     ]
-    tickets = engine.submit_own(prompts, owners)
-    while not all(map(engine.finished, tickets)):
-        engine.advance()
-    return [engine.take(ticket)[0][0][1] for ticket in tickets]
+    tickets = session.submit_own(prompts, owners)
+    while not session.finished(tickets):
+        session.advance(params, 0)
+    return [completion for _, completion in session.take(tickets)[0]]
 
 
 def requests(args: Any, model: Any, tokenizer: Any, share: float) -> Callable[[int], Turns]:
     """Plays dialogues whose turns are requests with the whole context."""
-    engine = new_engine(args, model, tokenizer, share)
+    session = new_session(args, model, tokenizer, share)
 
     def play(number: int) -> Turns:
         contexts = [words(model.arch, number, count=FIRST) for _ in range(args.episodes)]
         found = []
         for turn in range(args.turns):
-            before = engine.stats
-            done = asked(engine, contexts, f"{number}")
-            work = engine.stats - before
+            before = session.stats
+            done = asked(session, model.params, contexts, f"{number}")
+            work = session.stats - before
             found.append((work.prefilled_tokens, work.prefill_s))
             contexts = [
                 [*context, *each.tokens, *words(model.arch, number, turn, episode, count=SAID)]
                 for episode, (context, each) in enumerate(zip(contexts, done, strict=True))
             ]
         for episode in range(args.episodes):
-            engine.forget(f"{number}/{episode}")
+            session.forget(f"{number}/{episode}")
         return found
 
     return play
@@ -178,15 +168,16 @@ def turns_of_a_sequence(args: Any, model: Any, tokenizer: Any) -> Callable[[int]
 
 def decode_steps(args: Any, model: Any, tokenizer: Any) -> float:
     """The seconds of a decode step beside so many idle contexts that are kept, over those of one alone."""
-    engines = [new_engine(args, model, tokenizer, 0.5) for _ in range(2)]
+    sessions = [new_session(args, model, tokenizer, 0.5) for _ in range(2)]
     for number in range(args.idle):
-        asked(engines[0], [words(model.arch, number, 1, count=FIRST)], f"idle {number}", tokens=2)
+        asked(sessions[0], model.params, [words(model.arch, number, 1, count=FIRST)], f"idle {number}", 2)
     seconds: list[list[float]] = [[], []]
     for number in range(args.rounds + WARM):
-        for engine, of in zip(engines, seconds, strict=True):
-            before = engine.stats
-            asked(engine, [words(model.arch, number, 2, i, count=FIRST) for i in range(4)], f"{number}")
-            work = engine.stats - before
+        contexts = [words(model.arch, number, 2, i, count=FIRST) for i in range(4)]
+        for session, of in zip(sessions, seconds, strict=True):
+            before = session.stats
+            asked(session, model.params, contexts, f"{number}")
+            work = session.stats - before
             of.append(work.decode_s / work.slot_steps)
     beside, alone = (statistics.median(of[WARM:]) for of in seconds)
     return beside / alone

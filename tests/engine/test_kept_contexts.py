@@ -13,12 +13,11 @@ import pytest
 from architectures import changed, family_cases, of_golden
 from routed_models import routed_model
 
-from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import PerRequestSampling
-from quatrain.engine.session import Session
+from quatrain.engine.session import Sampler, Session
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.models.params import init_params
+from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling, rollout_batch
 
@@ -27,52 +26,64 @@ MEMORY = 1 << 24
 
 
 class Asking:
-    """Requests to an engine, as `quatrain serve` and agents make them."""
+    """Requests to a session, as `quatrain serve` and agents make them, sampled by weights of a version."""
 
-    def __init__(self, engine):
-        self.engine, self.number = engine, 0
+    def __init__(self, session, params, version=4):
+        self.session, self.params, self.version, self.number = session, params, version, 0
+        self.seen = 0
 
-    def submit(self, contexts, session="", *, salt="", tokens=12, **how):
+    @property
+    def stats(self):
+        return self.session.stats
+
+    @property
+    def kept(self):
+        return self.session._kept
+
+    def submit(self, contexts, name="", *, salt="", tokens=12, **how):
         prompts = [Prompt(0, np.array(ids, np.int32), "") for ids in contexts]
         sampling = Sampling(n=1, max_new_tokens=tokens, **how)
         owners = []
         for _ in contexts:
-            owners.append(PerRequestSampling(sampling, 5, 1, self.number, session=session, salt=salt))
+            owners.append(PerRequestSampling(sampling, 5, 1, self.number, session=name, salt=salt))
             self.number += 1
-        return self.engine.submit_own(prompts, owners)
+        return list(self.session.submit_own(prompts, owners))
+
+    def advance(self):
+        self.session.advance(self.params, self.version)
+
+    def finished(self, ticket):
+        return self.session.finished([ticket])
 
     def finish(self, tickets):
-        while not all(map(self.engine.finished, tickets)):
-            self.engine.advance()
-        return [self.engine.take(ticket)[0][0][1] for ticket in tickets]
+        while not self.session.finished(tickets):
+            self.advance()
+        return [completion for _, completion in self.session.take(tickets)[0]]
 
-    def ask(self, context, session="", **how):
-        [completion] = self.finish(self.submit([context], session, **how))
+    def ask(self, context, name="", **how):
+        [completion] = self.finish(self.submit([context], name, **how))
         return completion
 
     def prefilled(self):
         """Tokens that were prefilled since this was last asked."""
-        before, self._before = getattr(self, "_before", 0), self.engine.stats.prefilled_tokens
-        return self._before - before
+        before, self.seen = self.seen, self.stats.prefilled_tokens
+        return self.seen - before
 
 
 @pytest.fixture
 def asking(computed_by, small_arch, small_params, tokenizer):
-    def make(share=0.5, *, arch=small_arch, params=small_params, memory=MEMORY, **config):
-        settings = RolloutConfig(**{"n": 1, "max_new_tokens": 500, "prefix_share": share, **config})
-        engine = RolloutEngine(
-            arch,
-            settings,
-            tokenizer,
-            stop_ids=STOP_IDS,
-            seed=11,
-            cache_bytes=memory,
-            per_request_sampling=True,
-        )
-        engine.sync_weights(params, 4)
-        return Asking(engine)
+    def make(share=0.5, *, arch=small_arch, params=small_params, memory=MEMORY, **more):
+        return Asking(session_of(arch, tokenizer, share, memory=memory, **more), params)
 
     return make
+
+
+def session_of(arch, tokenizer, share, *, memory=MEMORY, stop_ids=STOP_IDS, mesh=None, **more):
+    """A session of requests that keeps contexts in a share of its memory."""
+    where = "xla", mesh or one_device(), memory
+    sampler = Sampler(arch, tokenizer, stop_ids, 11, np.dtype("float32"), *where, prefix_share=share, **more)
+    sampler = replace(sampler, records_routes=arch.routes is not None)
+    return Session(sampler, Sampling(n=1, max_new_tokens=500), None, per_request_sampling=True)
 
 
 def words(seed, count):
@@ -108,10 +119,10 @@ def test_a_turn_computes_what_is_new_to_it_alone(asking, turns):
         np.concatenate([each.logprobs for each in expected]),
         atol=1e-6,
     )
-    stats = kept.engine.stats
+    stats = kept.stats
     assert again <= 0.01 * stats.context_tokens
     assert sum(each.cached for each in done) == stats.cached_tokens
-    assert stats.context_tokens == without.engine.stats.prefilled_tokens
+    assert stats.context_tokens == without.stats.prefilled_tokens
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -124,7 +135,7 @@ def test_equal_first_requests_are_computed_once(asking, together, length):
         done = kept.finish(kept.submit([prompt] * 8, "x", temperature=1.0))
     else:
         done = [kept.ask(prompt, str(i), temperature=1.0) for i in range(8)]
-    assert kept.engine.stats.prefilled_tokens <= length + 7
+    assert kept.stats.prefilled_tokens <= length + 7
     assert [each.cached for each in done] == [0] + [length - 1] * 7
     without = asking(0)
     expected = without.finish(without.submit([prompt] * 8, temperature=1.0))
@@ -154,7 +165,7 @@ def test_tokens_are_those_without_kept_contexts(asking, small_arch, windows):
     arch = changed(small_arch, family="qwen2", windows=windows) if windows else small_arch
     kept, without = asking(arch=arch), asking(0, arch=arch)
     check_alike(siblings_and_turns(kept), siblings_and_turns(without))
-    assert kept.engine.stats.cached_tokens >= 2 * 89 + 3 * 90
+    assert kept.stats.cached_tokens >= 2 * 89 + 3 * 90
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +247,13 @@ def test_many_at_once_with_little_memory_are_what_each_is_alone(asking, models, 
         size = int(rng.integers(1, 40))
         [ticket] = kept.submit([context], session, tokens=size)
         open_[ticket] = context, size, kept.number - 1
-        if number % 4 == 0 and (placed := kept.engine._session._scheduler.placed):
-            kept.engine._session._scheduler.preempt(*placed[0])
-        kept.engine.advance()
-        session_ = kept.engine._session
-        live = 0 if session_._cache is None else session_._room._bytes(session_._cache.shape)
-        assert live + pool_bytes(session_._kept) <= bytes_
-        for each in [each for each in open_ if kept.engine.finished(each) or number == last - 1]:
+        if number % 4 == 0 and (placed := kept.session._scheduler.placed):
+            kept.session._scheduler.preempt(*placed[0])
+        kept.advance()
+        cache = kept.session._cache
+        live = 0 if cache is None else kept.session._room._bytes(cache.shape)
+        assert live + pool_bytes(kept.kept) <= bytes_
+        for each in [each for each in open_ if kept.finished(each) or number == last - 1]:
             context, size, own = open_.pop(each)
             [completion] = kept.finish([each])
             done.append([*context, *completion.tokens])
@@ -250,8 +261,8 @@ def test_many_at_once_with_little_memory_are_what_each_is_alone(asking, models, 
             expected = without.ask(context, tokens=size)
             check_alike([completion], [expected], atol=1e-6)
             rows.append((Prompt(0, np.array(context, np.int32), ""), completion))
-    assert kept.engine.stats.cached_tokens
-    assert bool(kept.engine.stats.evicted_tokens) == (memory != MEMORY)
+    assert kept.stats.cached_tokens
+    assert bool(kept.stats.evicted_tokens) == (memory != MEMORY)
     if model == "experts":
         host_model.check_routes(params, arch, rollout_batch(rows, tokenizer, {}))
 
@@ -273,7 +284,7 @@ def test_equal_requests_for_which_nothing_can_be_kept_are_computed_together(
     kept = asking(2e-6, arch=arch, params=params)  # a share of less than a block
     kept.finish(kept.submit([words(1, 100)] * 8))
     assert waves == [1, 7]
-    assert kept.engine.stats.cached_tokens == 0
+    assert kept.stats.cached_tokens == 0
 
 
 @pytest.mark.parametrize("computed_by", ["host"], indirect=True)
@@ -283,12 +294,12 @@ def test_the_longest_sequence_that_fits_alone_runs(asking, small_arch):
     kept = asking(memory=memory)
     for number in range(8):
         kept.ask(words(number, 100), tokens=20)
-    assert kept.engine.num_kept_blocks > 4
+    assert kept.session.num_kept_blocks > 4
     with pytest.raises(ValueError, match="KV cache"):
         kept.ask(words(9, 1100), tokens=20)
-    assert kept.engine.num_kept_blocks > 4  # one that can never run costs nothing
+    assert kept.session.num_kept_blocks > 4  # one that can never run costs nothing
     live = kept.submit([words(10, 30)], tokens=20)
-    kept.engine.advance()
+    kept.advance()
     long = kept.submit([words(9, 700)], tokens=60)
     assert all(completion.tokens for completion in kept.finish([*live, *long]))
     assert kept.ask([*words(10, 30), 9], tokens=2).tokens
@@ -303,8 +314,8 @@ def test_keys_of_other_weights_are_read_in_flight_alone(asking, small_params, in
     new = {**small_params, "embed": small_params["embed"] * 2}
     begun = kept.ask(first, "a")
     [live] = kept.submit([words(2, 50)], "live", tokens=60)
-    kept.engine.advance()
-    kept.engine.sync_weights(new, 5)
+    kept.advance()
+    kept.params, kept.version = new, 5
     kept.finish([live])
     then = [*first, *begun.tokens, *words(3, 20)]
     completion = kept.ask(then, "a")
@@ -315,8 +326,8 @@ def test_keys_of_other_weights_are_read_in_flight_alone(asking, small_params, in
     assert kept.ask(first, "b").cached == (0 if in_flight else 99)
     again = kept.ask([*then, *completion.tokens, 9], "a")
     assert again.cached == len(then) + len(completion.tokens) - 1
-    kept.engine.forget("a")
-    kept.engine.sync_weights(new, 6)
+    kept.session.forget("a")
+    kept.version = 6
     assert kept.ask(first, "a").cached == 0
     if not in_flight:
         without = asking(0, params=new)
@@ -330,18 +341,18 @@ def test_a_preempted_sequence_computes_its_own_turn_alone(asking):
     kept, without, context = asking(), asking(0), words(6, 200)
     [ticket] = kept.submit([context], "a", tokens=60)
     rounds = restored = 0
-    while not kept.engine.finished(ticket):
-        kept.engine.advance()
-        scheduler = kept.engine._session._scheduler
+    while not kept.finished(ticket):
+        kept.advance()
+        scheduler = kept.session._scheduler
         for who in scheduler.placed:
             scheduler.preempt(*who)
-            restored += len(kept.engine.completion(ticket).tokens) - 1
+            restored += len(kept.session.completion(ticket).tokens) - 1
             rounds += 1
     [completion] = kept.finish([ticket])
     check_alike([completion], [without.ask(context, tokens=60)], atol=1e-6)
     assert rounds > 2
-    assert kept.engine.stats.prefilled_tokens == 200 + rounds
-    assert kept.engine.stats.recomputed_tokens == restored + rounds
+    assert kept.stats.prefilled_tokens == 200 + rounds
+    assert kept.stats.recomputed_tokens == restored + rounds
     assert completion.cached == 0
 
 
@@ -350,10 +361,8 @@ def test_release_frees_what_is_kept(asking):
     """The update of a training step needs the memory."""
     kept = asking()
     kept.ask(words(1, 100), "a")
-    kept.engine.release()
-    session = kept.engine._session
-    assert isinstance(session, Session)
-    assert kept.engine.num_kept_blocks == pool_bytes(session._kept) == 0
+    kept.session.release()
+    assert kept.session.num_kept_blocks == pool_bytes(kept.kept) == 0
 
 
 @pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
@@ -365,33 +374,28 @@ def test_every_family_samples_what_it_samples_without(asking, case):
     params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, init_params(arch, jax.random.key(3)))
     kept, without = (asking(share, arch=arch, params=params) for share in (0.5, 0))
     check_alike(siblings_and_turns(kept), siblings_and_turns(without))
-    assert kept.engine.stats.cached_tokens >= 2 * 89 + 3 * 90
+    assert kept.stats.cached_tokens >= 2 * 89 + 3 * 90
 
 
 REPLICAS = """
 import sys, numpy as np, jax
 sys.path[:0] = sys.argv[1:]
-from test_kept_contexts import Asking, MEMORY, STOP_IDS, check_alike, words
-from quatrain.config.schema import RolloutConfig
-from quatrain.data.builtin import builtin_tokenizer
-from quatrain.engine.engine import RolloutEngine
-from quatrain.models.families import builtin_architecture
-from quatrain.models.params import init_params
-from quatrain.parallel.mesh import make_mesh
+from test_kept_contexts import Asking, check_alike, session_of, words
 from quatrain.config.mesh import MeshShape
+from quatrain.data.builtin import builtin_tokenizer
+from quatrain.models.families import builtin_architecture
+from quatrain.models.params import init_params, partition
+from quatrain.parallel.mesh import make_mesh, mesh_shape, shardings
 
 tokenizer = builtin_tokenizer()
 arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
 params = init_params(arch, jax.random.key(7))
 done = []
-for mesh, share in ((MeshShape(4, 1, 1), 0.5), (MeshShape(2, 1, 2), 0.5), (MeshShape(1, 1, 1), 0)):
-    settings = RolloutConfig(n=1, max_new_tokens=200, prefix_share=share)
-    engine = RolloutEngine(
-        arch, settings, tokenizer, stop_ids=STOP_IDS, seed=11, cache_bytes=MEMORY, per_request_sampling=True,
-        mesh=make_mesh(mesh, jax.devices()[: mesh.num_devices]),
-    )
-    engine.sync_weights(params, 4)
-    asking, contexts, each = Asking(engine), [words(i, 70) for i in range(8)], []
+for shape, share in ((MeshShape(4, 1, 1), 0.5), (MeshShape(2, 1, 2), 0.5), (MeshShape(1, 1, 1), 0)):
+    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    placed = jax.device_put(params, shardings(mesh, partition(arch, mesh_shape(mesh))))
+    asking = Asking(session_of(arch, tokenizer, share, mesh=mesh), placed)
+    contexts, each = [words(i, 70) for i in range(8)], []
     for turn in range(4):
         tickets = [asking.submit([ids], str(i), tokens=10)[0] for i, ids in enumerate(contexts)]
         completions = asking.finish(tickets)
@@ -421,13 +425,9 @@ def test_after_the_third_step_of_an_agents_run_nearly_nothing_is_compiled(
 ):
     """What is copied and computed after a hit has any number of tokens: each would be a program."""
     seen, counts, rng = host_model.use_host_model(monkeypatch), [], np.random.default_rng(0)
-    settings = RolloutConfig(n=1, max_new_tokens=500, prefix_share=0.5)
-    engine = RolloutEngine(
-        small_arch, settings, tokenizer, stop_ids=(), seed=1, cache_bytes=1 << 30, per_request_sampling=True
-    )
-    kept = Asking(engine)
+    kept = Asking(session_of(small_arch, tokenizer, 0.5, memory=1 << 30, stop_ids=()), small_params)
     for step in range(10):
-        engine.sync_weights(small_params, step)
+        kept.version = step
         waiting = [(words((step, i // 4), 40), f"{i}", int(rng.integers(3))) for i in range(12)]
         live = {}
         while waiting or live:
@@ -437,14 +437,14 @@ def test_after_the_third_step_of_an_agents_run_nearly_nothing_is_compiled(
                 live[ticket] = context, name, turns
             waiting = [each for each, comes in zip(waiting, now, strict=True) if not comes]
             if live:
-                engine.advance()
-            for ticket in [each for each in live if engine.finished(each)]:
+                kept.advance()
+            for ticket in [each for each in live if kept.finished(each)]:
                 context, name, turns = live.pop(ticket)
                 [completion] = kept.finish([ticket])
                 if turns:
                     then = [*context, *completion.tokens, *words((step, turns), int(rng.integers(3, 40)))]
                     waiting.append((then, name, turns - 1))
-        engine.release()
+        kept.session.release()
         counts.append(len(seen))
     late = np.diff(counts)[3:]
     assert counts[-1] <= 45, counts

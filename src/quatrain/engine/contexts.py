@@ -177,7 +177,7 @@ class KeptContexts:
         Of groups that lack the same next tokens, one is computed; the others find them then. `waited` has
         what was kept for those that have waited before: they wait again only if it has become more.
         """
-        first: list[tuple[Any, int, Group, int, int]] = []
+        first: list[tuple[Any, tuple[int, Group, int, int]]] = []
         waiting, keys, followed = [], set(), set()
         for ticket, place in admitted:
             group, (replica, prefix_slot) = groups[ticket], divmod(place, num_prefix_slots)
@@ -193,8 +193,8 @@ class KeptContexts:
                 followed.add(key)
             else:
                 keys.add(key)
-                first.append((key, ticket, group, replica, prefix_slot))
-        return [self._found(*each, key in followed) for key, *each in first], waiting
+                first.append((key, (ticket, group, replica, prefix_slot)))
+        return [self._found(*each, key in followed) for key, each in first], waiting
 
     def _found(self, ticket: int, group: Group, replica: int, prefix_slot: int, followed: bool) -> Found:
         root, marks = self._root(group), _marks(group.context)
