@@ -191,14 +191,15 @@ class Session:
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._kept: KeptContexts | None = None
-        if per_request_sampling and (share := int(sampler.prefix_share * sampler.cache_bytes)):
+        fewest, share = sampler.usual_prompt, int(sampler.prefix_share * sampler.cache_bytes)
+        if per_request_sampling and share:
             of = sampler.arch, sampler.dtype, sampler.mesh
-            self._kept = KeptContexts(*of, share, in_flight=sampler.in_flight)
-            self._scheduler.home = lambda ticket: self._home(ticket)
-        # From there on, all numbers of positions are multiples of the tokens of a kept block.
-        fewest = sampler.usual_prompt if self._kept is None else max(sampler.usual_prompt, FEWEST_OF_TURNS)
+            self._kept = kept = KeptContexts(*of, share, in_flight=sampler.in_flight)
+            self._scheduler.home = lambda ticket: kept.home(ticket, self._groups[ticket])
+            # Blocks are copied whole: from so many positions on, their number is a multiple of a block's.
+            fewest = max(fewest, FEWEST_OF_TURNS)
         self._room = Room(
-            sampler.cache_bytes - (self._kept.num_bytes if self._kept else 0),
+            sampler.cache_bytes - (0 if self._kept is None else self._kept.num_bytes),
             bytes_per_position(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
             prompt_positions(fewest),
             sampler.more_context,
@@ -255,12 +256,12 @@ class Session:
         positions = self._room.positions(prompt, limit)
         whole = replace(self._room, num_bytes=self._sampler.cache_bytes)
         if self._kept is not None and whole.fitting(whole.positions(prompt, limit)):
-            # A sequence that fits alone goes before all that is kept, which would be of no use without it.
-            while self._kept.num_bytes and not self._room.fitting(self._room.positions(prompt, limit)):
+            # What fits alone goes before all that is kept; what never fits is refused, and costs nothing.
+            while self._kept.num_bytes and not self._room.fitting(positions):
                 self._kept.halve()
                 self._room = replace(whole, num_bytes=whole.num_bytes - self._kept.num_bytes)
                 self._admission.room = self._room
-            positions = self._room.positions(prompt, limit)
+                positions = self._room.positions(prompt, limit)
         if not self._room.fitting(positions):
             raise ValueError(
                 "the KV cache of a sequence must fit into the memory for it: a prompt of "
@@ -292,9 +293,6 @@ class Session:
     def num_kept_blocks(self) -> int:
         """Blocks of kept contexts in use."""
         return 0 if self._kept is None else self._kept.num_used
-
-    def _home(self, ticket: int) -> int | None:
-        return None if self._kept is None else self._kept.home(ticket, self._groups[ticket])
 
     def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
         """Queue groups in their first turn, each of which fits into the memory; their tickets."""
@@ -396,17 +394,17 @@ class Session:
 
     def _prefill(self, admitted: Sequence[tuple[int, int]], params: Any, version: int) -> None:
         """Computes the contexts of groups that were admitted."""
-        if self._kept is None:
-            places = (divmod(place, self._scheduler.num_prefix_slots) for _, place in admitted)
-            each = zip(admitted, places, strict=True)
-            self._prefill_wave([Found(t, self._groups[t], *place) for (t, _), place in each], params, version)
-            return
         left, prefix_slots, waited = list(admitted), self._scheduler.num_prefix_slots, dict[int, int]()
+        if self._kept is None:
+            found = [Found(ticket, self._groups[ticket], *divmod(at, prefix_slots)) for ticket, at in left]
+            self._prefill_wave(found, params, version)
+            return
         while left:
             found, left = self._kept.wave(left, self._groups, prefix_slots, waited)
             assert self._cache is not None
             self._cache = replace(self._cache, prompts=self._kept.load(self._cache.prompts, found))
             for ticket, group, *_, hit, _ in found:
+                # One that was preempted has asked before: what it finds again saves nobody a prefill.
                 if not self._scheduler.has_begun(ticket):
                     group.completions[0].cached = hit.length
                     sizes = {"context_tokens": len(group.context), "cached_tokens": hit.length}
@@ -432,16 +430,12 @@ class Session:
             self._prefill_packs([pack or [] for pack in packs], params, version)
         paused = [[item for item in own if item.pause is not None] for own in parts]
         self._extend(parts, self.sampling.n, params, version)
-        self._keep_contexts(found)
+        if self._kept is not None and self._cache is not None:
+            # At once, not at the end of their turns: those that begin alike are in the next wave.
+            self._kept.keep_contexts(self._cache.prompts, found)
         for item in chain.from_iterable(paused):
             item.pause = None
         self._extend(paused, self.sampling.n, params, version)
-
-    def _keep_contexts(self, found: Sequence[Found]) -> None:
-        """Keeps contexts, whose keys are in their prefix slots now, for those that begin alike."""
-        if self._kept is not None:
-            assert self._cache is not None
-            self._kept.keep_contexts(self._cache.prompts, found)
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         sizes = self.sampling.n, self._scheduler.num_prefix_slots
