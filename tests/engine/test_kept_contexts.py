@@ -13,6 +13,8 @@ import pytest
 from architectures import changed, family_cases, of_golden
 from routed_models import routed_model
 
+from quatrain.config.schema import RolloutConfig
+from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.session import Sampler, Session
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
@@ -333,6 +335,35 @@ def test_keys_of_other_weights_are_read_in_flight_alone(asking, small_params, in
         without = asking(0, params=new)
         without.number = kept.number
         check_alike([kept.ask(first, "c")], [without.ask(first)], atol=1e-6)
+
+
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)
+@pytest.mark.usefixtures("computed_by")
+def test_weights_that_are_loaded_again_under_their_version_find_nothing(small_arch, small_params, tokenizer):
+    """A client of `quatrain serve` may give other weights the same number; their keys are others."""
+    settings = RolloutConfig(n=1, max_new_tokens=60, prefix_share=0.5)
+    engine = RolloutEngine(
+        small_arch, settings, tokenizer, stop_ids=(), seed=1, cache_bytes=MEMORY, per_request_sampling=True
+    )
+    engine.sync_weights(small_params, 1)
+    prompt = Prompt(0, np.array(words(1, 100), np.int32), "")
+
+    def asked(rounds):
+        [ticket] = engine.submit_own([prompt], [PerRequestSampling(Sampling(1, 30), 0, 0, 0)])
+        for _ in range(rounds):
+            engine.advance()
+        return ticket
+
+    def finished(ticket):
+        while not engine.finished(ticket):
+            engine.advance()
+        return engine.take(ticket)[0][0][1].cached
+
+    assert [finished(asked(1)), finished(asked(1))] == [0, 99]
+    live = asked(2)
+    engine.sync_weights({**small_params, "embed": small_params["embed"] * 2}, 1)
+    assert finished(live) == 99
+    assert [finished(asked(1)), finished(asked(1))] == [0, 99]
 
 
 @pytest.mark.parametrize("computed_by", ["host"], indirect=True)

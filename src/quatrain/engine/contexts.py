@@ -40,6 +40,8 @@ from quatrain.types.routes import ROUTES
 LEAST_HIT = 16
 """A shorter beginning is computed again, in a row with others: templates begin all chats alike."""
 
+NO_VERSION = -1
+"""The version of a root under which nothing is looked for."""
 FEWEST_COPIES = 256
 """Entries of a table of copies, most of them padding, which costs nothing: each size is a program."""
 _Table = dict[Any, tuple[int, ...]]
@@ -135,6 +137,14 @@ class KeptContexts:
         self._blocks = self._states = None
         for store in self._stores:
             store.clear()
+
+    def forget_all(self) -> None:
+        """Nothing is found again, and nothing of those in flight is kept: other weights have this version."""
+        self.release()
+        self._places = {
+            ticket: (replica, root._replace(version=NO_VERSION))
+            for ticket, (replica, root) in self._places.items()
+        }
 
     def begin(self, version: int) -> None:
         """A round begins, with weights of this version; what no request can find any more is forgotten."""
@@ -287,8 +297,9 @@ class KeptContexts:
 
     def _keep(self, ticket: int, group: Group, marks: np.ndarray, **how: Any) -> Kept:
         replica, root = self._places[ticket]
-        if not self._in_flight and root.version != self._version:
-            return Kept()  # some of its keys are of weights that others must not read
+        # Others would read keys of older weights; in flight, a session goes on with those that it has.
+        if root.version not in (self._version, *self._began.values()):
+            return Kept()
         session = "" if group.own is None else group.own.session
 
         def routes(first: int, end: int) -> np.ndarray | None:

@@ -196,6 +196,8 @@ class RolloutEngine(Rollouts):
                 self._params = None  # with nothing in flight, free the old weights before placing the new
         placed = self._placed(params)
         with self._interruption():
+            if version == self._version and isinstance(self._session, Session):
+                self._session.forget_contexts()  # which are found by the version; these may be other weights
             self._params, self._version = placed, version
         self._sync_s = time.perf_counter() - began
 

@@ -289,6 +289,11 @@ class Session:
         if self._kept is not None and not self._scheduler.num_unfinished:
             self._kept.release()
 
+    def forget_contexts(self) -> None:
+        """What is kept is of other weights than those that have its version now."""
+        if self._kept is not None:
+            self._kept.forget_all()
+
     @property
     def num_kept_blocks(self) -> int:
         """Blocks of kept contexts in use."""
