@@ -8,16 +8,19 @@ from pathlib import Path
 
 import host_model
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from architectures import changed, family_cases, of_golden
+from architectures import ADAPTED, changed, family_cases, of_golden
 from routed_models import routed_model
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.session import Sampler, Session
+from quatrain.models.architecture import LoRA
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
+from quatrain.models.lora import with_adapters
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
@@ -80,10 +83,12 @@ def asking(computed_by, small_arch, small_params, tokenizer):
     return make
 
 
-def session_of(arch, tokenizer, share, *, memory=MEMORY, stop_ids=STOP_IDS, mesh=None, **more):
+def session_of(
+    arch, tokenizer, share, *, memory=MEMORY, stop_ids=STOP_IDS, mesh=None, dtype="float32", **more
+):
     """A session of requests that keeps contexts in a share of its memory."""
     where = "xla", mesh or one_device(), memory
-    sampler = Sampler(arch, tokenizer, stop_ids, 11, np.dtype("float32"), *where, prefix_share=share, **more)
+    sampler = Sampler(arch, tokenizer, stop_ids, 11, jnp.dtype(dtype), *where, prefix_share=share, **more)
     sampler = replace(sampler, records_routes=arch.routes is not None)
     return Session(sampler, Sampling(n=1, max_new_tokens=500), None, per_request_sampling=True)
 
@@ -406,6 +411,24 @@ def test_every_family_samples_what_it_samples_without(asking, case):
     kept, without = (asking(share, arch=arch, params=params) for share in (0.5, 0))
     check_alike(siblings_and_turns(kept), siblings_and_turns(without))
     assert kept.stats.cached_tokens >= 2 * 89 + 3 * 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("computed_by", ["jax"], indirect=True)
+def test_adapters_beside_their_matrices_and_bfloat16_sample_what_they_sample_without(asking, small_arch):
+    """P3: with `rollout.lora: adapter`, and in the dtype of accelerators, in which sums differ more."""
+    arch = replace(small_arch, lora=LoRA(2, 3.0, ADAPTED))
+    params = with_adapters(init_params(small_arch, jax.random.key(3)), arch, jax.random.key(1))
+    params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    kept, without = (asking(share, arch=arch, params=params) for share in (0.5, 0))
+    check_alike(siblings_and_turns(kept), siblings_and_turns(without))
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, params)
+    of = {"arch": arch, "params": rounded, "dtype": "bfloat16"}
+    both = [siblings_and_turns(asking(share, **of))[:3] for share in (0.5, 0)]
+    same = [common(a.tokens, b.tokens) for a, b in zip(*both, strict=True)]
+    assert sum(same) > 6  # rounding may draw another token, after which all are others
+    for count, a, b in zip(same, *both, strict=True):
+        np.testing.assert_allclose(a.logprobs[:count], b.logprobs[:count], rtol=0, atol=5e-2)
 
 
 REPLICAS = """
