@@ -12,9 +12,10 @@ from servers import served, service_of
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.http_worker import ServerRules, workers
+from quatrain.rollout.http_worker import workers
 from quatrain.rollout.publish import Folder
-from quatrain.rollout.server_routes import RouteRules
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.server import ServerRules
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.routes import routes_from_text

@@ -44,13 +44,15 @@ from quatrain.parallel.mesh import make_mesh, mesh_shape, role_mesh, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout import http_worker
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.fleet_episodes import FleetEpisodes
 from quatrain.rollout.fleet_service import FleetService
 from quatrain.rollout.publish import Folder, InMemory, Publisher
-from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkerFactory
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.server import ServerRules
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
 from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher
@@ -433,11 +435,9 @@ def rollout_workers(
 
 def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFactory], Publisher]:
     """The factories of workers that are inference servers, which load weights from folders."""
-    from quatrain.rollout import http_worker  # other runs need no HTTP client
-
     rollout = config.rollout
     routes = RouteRules.of(loaded.arch) if records_routes(rollout, loaded.arch) else None
-    rules = http_worker.ServerRules(
+    rules = ServerRules(
         loaded.tokenizer,
         loaded.stop_ids,
         loaded.arch.vocab_size,
@@ -445,6 +445,7 @@ def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFacto
         Sampling.of(rollout),
         routes,
         needs_routes=config.update.router_aux_coef > 0,
+        needs_versions=rollout.in_flight,
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s

@@ -18,12 +18,12 @@ import uvicorn
 
 from quatrain.config.derive import PREFIX_SHARE, longest_of_run
 from quatrain.config.schema import Config
+from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.loop.build import LoadedPolicy, load_policy, local_engine
 from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import watching_compilations
-from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.api import Api
 from quatrain.weights.hf import load_hf
 
@@ -53,12 +53,13 @@ def serve(
     `port` 0 takes any free port. Raises ValueError if the address cannot be used, if it is not one of this
     machine alone and there is no token (`QUATRAIN_SERVE_TOKEN`), and for a model that cannot be loaded.
     """
-    token = os.environ.get(TOKEN) or None
+    token = os.environ.get(SERVE_TOKEN) or None
     local = _is_loopback(host)
     if token is None and not local:
         raise ValueError(
             f"a server that others can reach needs a token: --host {host} is not an address of this machine "
-            f"alone, and {TOKEN} is not set; set it to a secret that clients send, or use --host 127.0.0.1"
+            f"alone, and {SERVE_TOKEN} is not set; set it to a secret that clients send, or use "
+            "--host 127.0.0.1"
         )
     with _bound(host, port) as bound:
         loaded = load_policy(config, critic=False, adapters=False, environments=False)

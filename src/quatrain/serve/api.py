@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quatrain import __version__
+from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import MAX_TEXT_CHARS, checked_messages
 from quatrain.data.tokenizer import encode_further, render
@@ -35,7 +36,6 @@ from quatrain.data.turns import TurnTemplate
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
 from quatrain.environments.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
-from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.answers import Answer, Choice
 from quatrain.serve.requests import (
     NO_ROOM,
@@ -224,14 +224,15 @@ class Api:
         if self._token is None:
             if path in ("/weights", "/pause", "/resume"):
                 raise BadRequest(
-                    f"{path} needs a token, which this server does not have; start it with {TOKEN} set, and "
-                    "send `Authorization: Bearer` with its value",
+                    f"{path} needs a token, which this server does not have; start it with {SERVE_TOKEN} "
+                    "set, and send `Authorization: Bearer` with its value",
                     status=403,
                 )
             return
         if not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
             raise BadRequest(
-                f"{path} needs the server's token; send `Authorization: Bearer` with the value of {TOKEN}",
+                f"{path} needs the server's token; send `Authorization: Bearer` with the value of "
+                f"{SERVE_TOKEN}",
                 status=401,
             )
 

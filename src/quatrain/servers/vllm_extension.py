@@ -1,7 +1,7 @@
-"""What a vLLM server gets by `--worker-extension-cls quatrain.rollout.vllm_extension.Reload`.
+"""What a vLLM server gets by `--worker-extension-cls quatrain.servers.vllm_extension.Reload`.
 
 Imported in vLLM's own workers, where quatrain need not be installed, only found (PYTHONPATH). Called through
-vLLM's /collective_rpc by `server_kinds.Vllm`.
+vLLM's /collective_rpc by `kinds.Vllm`.
 """
 
 from __future__ import annotations
