@@ -237,8 +237,8 @@ agent/context_fraction | fraction | mean |
     Fraction of the sequences' tokens that are answers trained in another row of their episode.
 agent/recomputed_fraction | fraction | mean |
     Fraction of the tokens of requests' contexts that had been computed for the answer they continue, and were
-    computed again (`rollout.prefix_share`). With `rollout.servers`, which do not say what they keep, as if
-    they kept nothing.
+    computed again (`rollout.prefix_share`). A server (`rollout.servers`) that does not say what it had kept
+    counts as if it kept nothing.
 agent/roots | turns | sum |
     Turns that continue no answer: the first of an episode, and those after an edit of its history.
 agent/branches | turns | sum | Further turns that continue the same answer.
