@@ -40,9 +40,10 @@ def playing(small_arch, small_params, tokenizer):
         temperature=0.9,
         greedy_baseline=False,
         thread=None,
+        kept=0.5,
         **options,
     ):
-        settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position)
+        settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position, prefix_share=kept)
         engine = RolloutEngine(
             small_arch,
             settings,
@@ -422,3 +423,28 @@ def test_rewards_of_other_roles_than_asked_are_a_fault(playing, tokenizer, tmp_p
     message = rf"rewards of the roles that asked, \['first', 'second'\].*\['first', '{rename}'\]"
     with playing("two_players", args=args) as rollouts, pytest.raises(ValueError, match=message):
         rollouts.generate(prompts(tokenizer))
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_an_agent_pays_for_its_context_once(playing, tokenizer):
+    """P1: each of its eight turns computed all before it; what was kept of episodes that have ended is the
+    first to go, or the store would be full of them."""
+    prefilled, batches = [], []
+    for kept in (0.5, 0.0):
+        with playing("talks", kept=kept, max_new_tokens=80, more_tokens=800, max_turns=8) as rollouts:
+            batches.append(rollouts.generate(prompts(tokenizer), step=1))
+            if kept:
+                [store] = rollouts.sampler.engine._session._kept._stores
+                assert not store._owners
+            numbers = {name: metric.result() for name, metric in batches[-1].metrics.items()}
+            prefilled.append(numbers["rollout/prefill_tokens"])
+            if kept:
+                assert numbers["agent/recomputed_fraction"] == 0
+                assert numbers["rollout/prefix_hit_fraction"] > 0.7
+                assert numbers["rollout/prefix_evicted_tokens"] == 0
+            else:
+                assert numbers["agent/recomputed_fraction"] > 0.7
+                assert "rollout/prefix_hit_fraction" not in numbers
+    assert prefilled[0] < 0.3 * prefilled[1]
+    np.testing.assert_array_equal(batches[0].input_ids, batches[1].input_ids)
+    np.testing.assert_allclose(batches[0].rollout_logprobs, batches[1].rollout_logprobs, atol=1e-4)

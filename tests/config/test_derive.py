@@ -332,3 +332,9 @@ def test_a_lag_that_checkpoints_never_allow_is_warned_about():
 def test_a_lag_on_the_devices_of_training_is_warned_about(rollout, shared):
     found = warnings_about(Config(rollout={"max_staleness": 1, **rollout}), {})
     assert any("the rollout has the devices of training" in text for text in found) == shared
+
+
+def test_an_agents_contexts_are_kept():
+    """Each of its requests would compute its whole context; without one, memory for them would be lost."""
+    assert derived(rollout={"agent": "command: play"})["rollout.prefix_share"] == 0.5
+    assert "rollout.prefix_share" not in derived(rollout={"agent": "command: play", "prefix_share": 0.0})

@@ -102,6 +102,7 @@ def test_an_address_that_is_taken_is_refused_before_the_model_is_loaded(config):
 def test_weights_of_another_architecture_are_refused(config, small_arch, small_params, tokenizer, tmp_path):
     loaded = load_policy(config, critic=False, adapters=False, environments=False)
     engine = serving_engine(config, loaded)
+    assert engine._prefix_share == 0.5  # contexts of requests are kept, though none has said so
     read = weights_of(loaded.arch, config, engine)
     assert jax.tree.structure(read(config.model.path)) == jax.tree.structure(small_params)
     save_hf(tmp_path, small_arch, small_params)

@@ -775,3 +775,40 @@ def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, 
         assert http.post("/v1/completions", json=GOOD).status_code == 503
         health = http.get("/health")
         assert (health.status_code, "out of memory" in health.text) == (503, True)
+
+
+def test_what_was_kept_of_a_prompt_is_in_the_usage(small_arch, small_params, tokenizer, monkeypatch):
+    """Clients could not see why an answer to a long prompt is fast or slow; and of another's prompt they must
+    see nothing where a salt keeps them apart."""
+    monkeypatch.setattr("quatrain.serve.api.MOST_OTHERS", 3)
+    service = service_of(small_arch, small_params, tokenizer, prefix_share=0.5)
+    with (
+        served(service, small_arch, tokenizer) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        ask = partial(client.completions.create, model=MODEL, prompt=[*range(8, 98)], max_tokens=4)
+
+        def cached(answer):
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        assert cached(ask()) == 0
+        assert cached(ask(n=2)) == 89
+        *_, last = ask(stream=True, stream_options={"include_usage": True})
+        assert cached(last) == 89
+        assert [cached(ask(extra_body={"cache_salt": "mine"})) for _ in range(2)] == [0, 89]
+        chat = partial(client.chat.completions.create, model=MODEL, max_tokens=4)
+        messages = [{"role": "user", "content": "a question " * 10}]
+        first = chat(messages=messages, extra_headers={"X-Session-ID": "me"})
+        messages += [first.choices[0].message, {"role": "user", "content": "and then?"}]
+        assert cached(chat(messages=messages, extra_headers={"X-Session-ID": "me"})) > 16
+        assert chat(messages=messages, extra_body={"prompt_cache_key": "you"}).usage.prompt_tokens
+        owners = service._engine._session._kept._stores[0]._owners
+        assert list(owners) == ["me", "you"]
+        for _ in range(4):
+            ask()
+        service.run(lambda: None).result()
+        assert "me" not in owners
+        lines = dict(line.split() for line in httpx.get(f"{url}/metrics").text.splitlines() if line[0] != "#")
+    assert int(lines["quatrain_prefix_cached_tokens_total"]) > 6 * 89
+    assert int(lines["quatrain_prefix_blocks_used"]) > 4
+    assert lines["quatrain_prefix_evicted_tokens_total"] == "0"

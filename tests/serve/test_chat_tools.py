@@ -664,7 +664,8 @@ def test_generate_takes_ids_and_answers_ids():
         ).json()
         [choice] = answer["choices"]
         assert (answer["request_id"], answer["model"]) == ("r1", MODEL)
-        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        assert answer["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
         assert choice == {
             "index": 0,
             "token_ids": ids,

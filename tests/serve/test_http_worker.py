@@ -33,6 +33,7 @@ from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
 from quatrain.servers.client import Refusal, ServerClient
 from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.kinds import Quatrain
 from quatrain.servers.server import ServerRules
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -1015,3 +1016,12 @@ def test_a_server_that_stops_returning_routes_ends_the_run(
         fake.routes = lambda ids: None
         with pytest.raises(GroupFailed, match=r"must return the experts of all tokens .* got none"):
             fleet.generate(PROMPTS, step=3)
+
+
+@pytest.mark.parametrize("usage", [{}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {}}])
+def test_what_a_server_had_kept_of_a_prompt_is_read_if_it_says_so(usage):
+    """An agent's contexts would count as computed again by servers that had kept them."""
+    choice = {"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+    assert Quatrain("m").read({"choices": [choice], "usage": usage}).cached == 0
+    told = {"prompt_tokens_details": {"cached_tokens": 7}}
+    assert Quatrain("m").read({"choices": [choice], "usage": told}).cached == 7

@@ -192,7 +192,7 @@ class AgentPlayer(Player):
         model: str,
         vocab_size: int,
     ):
-        self.rules, self._model = rules, model
+        self.rules, self._model, self._sampler = rules, model, sampler
         self._sessions = Sessions()
         self._thread = LoopThread("quatrain-agents", CLOSED, self._end)
         self._processes = AgentProcesses(
@@ -296,6 +296,7 @@ class AgentPlayer(Player):
                     episode.fault, episode.played = None, Played(0.0)  # it left because a limit was met
             finally:
                 await self._sessions.close(session)
+                self._sampler.forget(session.id)
             break
         episode.end()
 
@@ -385,6 +386,7 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
     names = ("tool_calls", "malformed_calls", "replayed", "overridden_fields", "refused_requests")
     counts: Counter[str] = Counter(dict.fromkeys((*names, "branches", "roots", "abandoned_turns"), 0))
     rows, turns, context, tokens = [], [], 0, 0
+    again = asked = 0
     own: dict[str, list[float]] = {}
     rewards: dict[str, list[float]] = {"": []}
     for part in (part for episode in episodes for part in episode.parts):
@@ -396,6 +398,8 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
         counts["branches"] += sum(count - 1 for count in parents.values())
         counts["abandoned_turns"] += len(part.session.tree.turns) - len(trained)
         tokens += sum(len(row.path[-1].ids) for row in part.rows)
+        again += sum(turn.recomputed for turn in part.session.tree.turns if turn.tokens)
+        asked += sum(len(turn.prompt_ids) for turn in part.session.tree.turns if turn.tokens)
         context += sum(len(turn.tokens) for row in part.rows for turn in row.path if turn not in row.owned)
         if part.reward is not None:
             rewards.setdefault(part.session.role, []).append(part.reward)
@@ -417,6 +421,7 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
         **describe("agent/reward", every, ("mean",)),
         **{f"agent/reward_of/{role}": Metric(sum(v), len(v)) for role, v in rewards.items() if role},
         "agent/context_fraction": Metric(context, tokens),
+        "agent/recomputed_fraction": Metric(again, asked),
         **{f"agent/{name}": Metric(float(count), reduction="sum") for name, count in counts.items()},
         **{f"agent/own/{name}": Metric(sum(values), len(values)) for name, values in own.items()},
     }

@@ -109,6 +109,7 @@ class RolloutEngine:
             0 if not config.max_staleness else 2 if config.in_flight else config.max_staleness + 1
         )
         self._attention, self._cache_bytes = attention, cache_bytes
+        self._prefix_share, self._in_flight = config.prefix_share or 0.0, config.in_flight
         self._usual_prompt = usual_prompt
         self._backend = backend or this_backend()
         self.per_request_sampling = per_request_sampling
@@ -129,7 +130,10 @@ class RolloutEngine:
         began = time.perf_counter()
         if self._session is None or not self._session.num_groups:
             self._params = None  # with nothing in flight, free the old weights before placing the new
-        self._params, self._version = self._placed(params), version
+        placed = self._placed(params)
+        if version == self._version and self._session is not None:
+            self._session.forget_contexts()  # which are found by the version; these may be other weights
+        self._params, self._version = placed, version
         self.sync_s = time.perf_counter() - began
 
     def copy_weights(self, params: Any) -> Any:
@@ -158,9 +162,21 @@ class RolloutEngine:
     def release(self) -> None:
         """Free the weights until the next `sync_weights`.
 
-        The KV cache is freed as soon as no group is in flight.
+        The KV cache is freed as soon as no group is in flight, contexts that are kept beside it by this.
         """
         self._params = None
+        if self._session is not None:
+            self._session.release()
+
+    def forget(self, session: str) -> None:
+        """No sequence of this session of a client comes any more: contexts kept for it go first."""
+        if self._session is not None:
+            self._session.forget(session)
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks of contexts that are kept beside the KV cache."""
+        return 0 if self._session is None else self._session.num_kept_blocks
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the turns of `requests`; a ticket for each.
@@ -243,6 +259,7 @@ class RolloutEngine:
         model = self.arch, self.tokenizer, self.stop_ids, self.seed, self.dtype, self._attention, self.mesh
         sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
         sampler = replace(sampler, records_routes=self._records_routes, backend=self._backend)
+        sampler = replace(sampler, prefix_share=self._prefix_share, in_flight=self._in_flight)
         own = self.per_request_sampling
         return Session(sampler, sampling, self._max_concurrency, per_request_sampling=own)
 
@@ -271,7 +288,12 @@ def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
 
 def work_metrics(stats: EngineStats, seconds: float) -> dict[str, Metric]:
     """Metrics of the work of a session, of which `stats` are the totals, in so many seconds."""
+    kept = {
+        "rollout/prefix_hit_fraction": Metric(stats.cached_tokens, stats.context_tokens),
+        "rollout/prefix_evicted_tokens": Metric(stats.evicted_tokens, reduction="sum"),
+    }
     return {
+        **(kept if stats.context_tokens else {}),
         "rollout/prefill_s": Metric(stats.prefill_s, reduction="sum"),
         "rollout/prefill_tokens": Metric(stats.prefilled_tokens, reduction="sum"),
         "rollout/decode_s": Metric(stats.decode_s, reduction="sum"),

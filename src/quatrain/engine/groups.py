@@ -43,6 +43,10 @@ EXTENDED_TOKENS = 1024
 """Most tokens of one call that computes what follows in prefix slots or slots."""
 FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
 """Tokens of one sequence in such a call, if no sequence has EXTENDED_TOKENS left."""
+WIDTHS_AFTER_KEPT = {16: 64, 64: 16, 128: 8, 512: 1, EXTENDED_TOKENS: 1}
+"""Where contexts are kept: tokens of one sequence in a call -> the most sequences of it.
+
+Mostly a single request has something left, whose tokens several rows of 128 would compute in vain."""
 
 
 @dataclass(frozen=True)
@@ -300,17 +304,21 @@ def _packed_row(
 
 @dataclass
 class Continuation:
-    """A resumed group whose context is in a prefix slot up to its first `done` tokens."""
+    """A resumed group whose context is in a prefix slot up to its first `done` tokens.
+
+    `pause`: the token before which the computation stops, so that the state there can be kept.
+    """
 
     group: Group
     ticket: int
     prefix_slot: int
     done: int
+    pause: int | None = None
 
     @property
     def left(self) -> int:
-        """Tokens of the context that are not computed yet."""
-        return len(self.group.context) - self.done
+        """Tokens of the context that are not computed yet, up to the pause."""
+        return (len(self.group.context) if self.pause is None else self.pause) - self.done
 
     def known_routes(self, tokens: int) -> np.ndarray | None:
         """As `Group.known_routes`, of the next tokens to compute."""
@@ -345,10 +353,13 @@ class Restoration:
 _Item = TypeVar("_Item", Continuation, Restoration)
 
 
-def calls(left: list[list[_Item]], *, varying: bool = False) -> Iterator[tuple[list[list[_Item]], int, int]]:
+def calls(
+    left: list[list[_Item]], *, varying: bool = False, kept: bool = False
+) -> Iterator[tuple[list[list[_Item]], int, int]]:
     """(items of one call, tokens of each, most items) until nothing is left; one list for each replica.
 
-    `varying`: of requests, with one width below EXTENDED_TOKENS.
+    `varying`: of requests, with one width below EXTENDED_TOKENS; `kept`: after kept contexts, with those of
+    WIDTHS_AFTER_KEPT.
     """
     while any(left):
         longest = max(item.left for items in left for item in items)
@@ -356,6 +367,11 @@ def calls(left: list[list[_Item]], *, varying: bool = False) -> Iterator[tuple[l
         width = MOST_EXTENDED if varying else width
         width = EXTENDED_TOKENS if longest >= EXTENDED_TOKENS else width
         most = EXTENDED_TOKENS // width
+        if kept:
+            # The longest first, alone: with shorter ones behind it, these would be padded to its width.
+            left = [sorted(items, key=lambda item: -item.left) for items in left]
+            width = next((width for width in WIDTHS_AFTER_KEPT if longest <= width), EXTENDED_TOKENS)
+            most = WIDTHS_AFTER_KEPT[width]
         batch = [items[:most] for items in left]
         yield batch, width, most
         for item in chain.from_iterable(batch):

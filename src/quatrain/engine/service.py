@@ -55,6 +55,8 @@ class Totals:
     sampled_tokens: int = 0
     scored_tokens: int = 0
     weight_loads: int = 0
+    prefix_cached_tokens: int = 0
+    prefix_evicted_tokens: int = 0
 
 
 @dataclass
@@ -86,7 +88,7 @@ class _Come(NamedTuple):
     """What has come since the last round."""
 
     asked: Sequence[_Asked]
-    dropped: Sequence[int]
+    dropped: Sequence[int | str]
     ended: bool
     """Whether the one who waits has what he waits for."""
 
@@ -136,7 +138,7 @@ class EngineService(Sampler):
         self._closed = False
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._asked: list[_Asked] = []
-        self._dropped: list[int] = []
+        self._dropped: list[int | str] = []  # keys of requests, and sessions, in their order
         self._waiting: deque[_Asked] = deque()  # as the engine samples with another sampling
         self._running: dict[int, _Running] = {}
         self._num_keys = 0
@@ -195,6 +197,17 @@ class EngineService(Sampler):
         with self._changed:
             self._dropped += keys
             self._changed.notify_all()
+
+    def forget(self, session: str) -> None:
+        """No request of this session comes any more: what is kept of its contexts goes first."""
+        with self._changed:
+            self._dropped.append(session)
+            self._changed.notify_all()
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks of contexts that are kept for further requests."""
+        return self.engine.num_kept_blocks
 
     def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[list[Scores]]:
         """Log-probabilities of given tokens and the likeliest in their place, of each sequence.
@@ -408,8 +421,11 @@ class EngineService(Sampler):
         self.totals.prompt_tokens += sum(len(request.prompt.input_ids) for request in asked.requests)
         asked.keys.set_result(keys)
 
-    def _forget(self, dropped: Sequence[int]) -> None:
+    def _forget(self, dropped: Sequence[int | str]) -> None:
         for key in dropped:
+            if isinstance(key, str):
+                self.engine.forget(key)
+                continue
             if (running := self._running.get(key)) is None:
                 continue
             self.totals.sequences_cancelled += 1
@@ -454,9 +470,13 @@ class EngineService(Sampler):
                 reason = turn.finish_reason if finished else None
                 if running.listener is not None:
                     last = number + 1 == running.number + len(turns)
-                    running.listener(number, Progress(piece, reason, metrics=metrics if last else {}))
+                    done = Progress(piece, reason, metrics=metrics if last else {}, cached=turn.cached)
+                    running.listener(number, done)
             if len(turns) == 1:
                 running.reported = turns[0].mark
+
+        self.totals.prefix_cached_tokens = self.engine.stats.cached_tokens
+        self.totals.prefix_evicted_tokens = self.engine.stats.evicted_tokens
 
     def _work_done(self) -> Metrics:
         """Metrics of the engine's work since this was last called."""

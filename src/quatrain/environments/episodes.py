@@ -121,6 +121,11 @@ class Episode:
         return sum(self.rewards) + self.final_reward
 
     @property
+    def session(self) -> str:
+        """Its name for the sampler, which keeps its context from turn to turn."""
+        return f"episode {self.number}"
+
+    @property
     def room(self) -> int:
         """Tokens that the policy may still sample."""
         return self.sampling.max_new_tokens - self.completion.num_sampled
@@ -131,7 +136,7 @@ class Episode:
         sampling = replace(self.sampling, n=1, max_new_tokens=min(self.room, max_tokens - len(ids)))
         sequence_id = (self.prompt.group_id * self.sampling.n + self.sample) % 2**32
         offset = len(self.completion.tokens)
-        own = PerRequestSampling(sampling, seed, self.step, sequence_id, offset)
+        own = PerRequestSampling(sampling, seed, self.step, sequence_id, offset, self.session)
         return Request.alone(Prompt(self.prompt.group_id, ids, self.prompt.text), own)
 
     def row(self, calls: EnvironmentCalls) -> tuple[Prompt, Completion]:
@@ -207,6 +212,7 @@ class EnvironmentPlayer(Player):
                 answer = await asyncio.wrap_future(calls.step(number, text))
                 self._answered(episode, answer)
             owes = False
+            sampler.forget(episode.session)
             self._pause.pay()
             ended = await asyncio.wrap_future(calls.end(number))
             episode.final_reward = ended.reward
@@ -220,6 +226,7 @@ class EnvironmentPlayer(Player):
             raise
         finally:
             if owes:
+                sampler.forget(episode.session)
                 self._pause.pay()
 
     def _ask(self, request: Request, sampler: Sampler) -> Future[Completion]:

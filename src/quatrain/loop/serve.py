@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from quatrain.config.derive import longest_of_run
+from quatrain.config.derive import PREFIX_SHARE, longest_of_run
 from quatrain.config.schema import Config
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.engine.engine import RolloutEngine
@@ -101,7 +101,10 @@ def serve(
 
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
-    served = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 0})})
+    share = config.rollout.prefix_share
+    changes: dict[str, Any] = {"max_staleness": 0, "in_flight": False}
+    changes |= {"prefix_share": PREFIX_SHARE if share is None else share}
+    served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
     engine = local_engine(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)
     return engine

@@ -27,6 +27,7 @@ from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
+from quatrain.engine.prefix_store import BLOCK
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
 from quatrain.models.flops import parameters_read
@@ -103,8 +104,16 @@ def _with_cache(plan: _Plan, result: Placement) -> Placement:
         (roles,) = (together for together in result.role_groups if "rollout" in together)
         used = (sum(p.num_bytes for p in result.parts_of(phase, roles)) for phase in plan.sampling_phases)
         room = int(CACHE_SHARE * max(memory - max(used), 0))
-    result = replace(result, parts=(*result.parts, plan.cache(room)))
-    warnings = (*plan.phase_warnings(result), *plan.cache_warnings(result, room))
+    kept = None if room is None else int(plan.prefix_share * room)
+    while room is not None and kept and room - kept < plan.one_sequence:  # as the engine does
+        kept //= 2
+    live = None if room is None or kept is None else room - kept
+    result = replace(result, parts=(*result.parts, plan.cache(live), *plan.kept_contexts(kept)))
+    warnings = (
+        *plan.phase_warnings(result),
+        *plan.cache_warnings(result, room),
+        *(() if kept is None else plan.kept_warnings(kept)),
+    )
     return replace(result, warnings=warnings)
 
 
@@ -292,19 +301,59 @@ class _Plan:
             f"{slots} sequences at once x {own} tokens + {prefix_slots} {what} x {prompt}, each token "
             f"{in_units(self._position_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
-        size, one = (n * self._position_bytes() for n in (slots * own + prefix_slots * prompt, own + prompt))
+        size, one = (slots * own + prefix_slots * prompt) * self._position_bytes(), self.one_sequence
         if state := self._state_bytes():
-            size, one = size + (slots + prefix_slots) * state, one + 2 * state
+            size += (slots + prefix_slots) * state
             why += f"; {slots + prefix_slots} states of DeltaNet layers x {in_units(state)}"
         if room is not None and size > room:
             size = max(room, one)
             why += (
-                f"; at most {CACHE_SHARE:g} of the free memory: {size // one} of them, or more shorter ones"
+                f"; at most {CACHE_SHARE * (1 - self.prefix_share):g} of the free memory: {size // one} of "
+                "them, or more shorter ones"
             )
         largest = bytes_of_largest(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
         twice = min(max(slots * own, prefix_slots * prompt), size // self._position_bytes()) * largest
         why += f"; and {in_units(twice)}, the largest layer, which is in memory twice while it grows"
         return MemoryPart("kv_cache", size + twice, why, self.sampling_phases, "rollout")
+
+    @property
+    def prefix_share(self) -> float:
+        """The share of the cache's memory in which contexts are kept."""
+        rollout = self.config.rollout
+        return (rollout.prefix_share or 0.0) if rollout.has_episodes else 0.0
+
+    def kept_contexts(self, room: int | None) -> Iterator[MemoryPart]:
+        """What is kept of contexts on a replica, in at most `room` bytes: blocks, and states beside them."""
+        if not self.prefix_share:
+            return
+        phases, states = self.sampling_phases, self._state_bytes()
+        tokens, of_block = self._kept_tokens(room)
+        _, reach = self._contexts_of_a_step()
+        why = (
+            f"{tokens // BLOCK} blocks x {BLOCK} tokens = {tokens} tokens, of {reach} that the contexts of a "
+            f"step can reach (rollout.prefix_share {self.prefix_share:g}); allocated as they come into use"
+        )
+        yield MemoryPart("prefix_store", tokens // BLOCK * of_block, why, phases, "rollout")
+        if states:
+            episodes, _ = self._contexts_of_a_step()
+            count = 2 * episodes if room is None else min(2 * episodes, room // 2 // states)
+            why = f"{count} states of DeltaNet layers x {in_units(states)}: of an episode's prompt and turn"
+            yield MemoryPart("states", count * states, why, phases, "rollout")
+
+    def _contexts_of_a_step(self) -> tuple[int, int]:
+        """(episodes that are played at a time on a replica, tokens that their contexts can reach)."""
+        most, episodes = self.config.rollout.agent_concurrency, self._share()
+        if most is not None:
+            episodes = min(episodes, -(-most // self.rollout_mesh.num_data_shards))
+        return episodes, episodes * longest_sequence(self.config)
+
+    def _kept_tokens(self, room: int | None) -> tuple[int, int]:
+        """(tokens of blocks that a replica keeps at most, bytes of a block)."""
+        of_block, (episodes, _) = BLOCK * self._position_bytes(), self._contexts_of_a_step()
+        blocks = episodes * -(-longest_sequence(self.config) // BLOCK)
+        if room is not None:
+            blocks = min(blocks, (room // 2 if self._state_bytes() else room) // of_block)
+        return blocks * BLOCK, of_block
 
     def _slots(self) -> int:
         """Sequences that a replica decodes at once, where the memory lets it."""
@@ -326,6 +375,11 @@ class _Plan:
             before += environment_tokens(self.config) + longest
             longest += TOKENS_PER_CALL - 1
         return prompt_positions(before), round_up(longest)
+
+    @property
+    def one_sequence(self) -> int:
+        """Bytes of the cache of the longest sequence alone."""
+        return sum(self._cache_positions()) * self._position_bytes() + 2 * self._state_bytes()
 
     def _state_bytes(self) -> int:
         """Bytes of a sequence, whatever its tokens, in DeltaNet layers."""
@@ -475,8 +529,7 @@ class _Plan:
 
     def cache_warnings(self, result: Placement, room: int | None) -> Iterator[str]:
         """A warning about a KV cache that is too small for one sequence, where everything together fits."""
-        totals, one = result.totals().values(), sum(self._cache_positions()) * self._position_bytes()
-        one += 2 * self._state_bytes()
+        totals, one = result.totals().values(), self.one_sequence
         sampling = max(size for phase, roles, size in totals if phase == "rollout" and "rollout" in roles)
         if room is None or one <= room or sampling > (result.device_memory or 0):
             return
@@ -485,6 +538,16 @@ class _Plan:
             f"the KV cache may use {CACHE_SHARE:g} of the free memory, {in_units(room)} on each {replica}, "
             f"but the longest sequence needs {in_units(one)}; {self._remedy('rollout', ('rollout',))}"
         )
+
+    def kept_warnings(self, room: int) -> Iterator[str]:
+        """A warning about kept contexts that have room for less than half of what is asked for again."""
+        (tokens, _), (_, reach) = self._kept_tokens(room), self._contexts_of_a_step()
+        if self.prefix_share and tokens < reach / 2:
+            yield (
+                f"kept contexts have room for {tokens} tokens, less than half of the {reach} that those of "
+                "the episodes played at a time can reach, so that agents' contexts are computed again; lower "
+                "rollout.agent_concurrency, or raise rollout.prefix_share"
+            )
 
     def _remedy(self, phase: Phase, roles: tuple[RoleName, ...]) -> str:
         """What to change if `phase` does not fit into the devices of `roles`."""

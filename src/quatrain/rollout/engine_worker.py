@@ -83,7 +83,7 @@ class EngineWorker:
             left[0] = 0
             self._finish(FinishedGroup(group.number, error=progress.error))
         elif progress.finish_reason is not None:
-            turns[number].finish_reason = progress.finish_reason
+            turns[number].finish_reason, turns[number].cached = progress.finish_reason, progress.cached
             left[0] -= 1
             if not left[0]:
                 samples = [(group.prompt, turn) for turn in turns]

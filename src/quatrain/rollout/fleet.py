@@ -286,7 +286,8 @@ class Fleet(Sampler):
             self._tokens += sum(turn.num_sampled for turn in turns)
         for number, turn in zip(numbers, turns, strict=True):
             metrics = group.metrics if number == numbers[-1] else {}
-            awaited.listener(number, Progress(turn.since(NOTHING), turn.finish_reason, metrics=metrics))
+            done = Progress(turn.since(NOTHING), turn.finish_reason, metrics=metrics, cached=turn.cached)
+            awaited.listener(number, done)
 
 
 class OneWorker(Sampler):

@@ -166,10 +166,11 @@ class HttpWorker:
         own = spec.own  # of a turn of an agent, whose draws go on from its episode's
         seed, offset = (self._seed, 0) if own is None else (own.seed, own.offset)
         place = seed, spec.step, spec.prompt.group_id, number, version, offset
+        asked = Asked(spec.prompt.input_ids.tolist(), spec.sampling, *place)
         # The fleet gives out a group more than fills the slots; it waits here, not in the server's memory.
         async with self._client.room:
             try:
-                return await self._server.sample(Asked(spec.prompt.input_ids.tolist(), spec.sampling, *place))
+                return await self._server.sample(asked, session="" if own is None else own.session)
             finally:
                 self._progressed = time.monotonic()
 
@@ -189,6 +190,7 @@ def _completion(answer: ServerAnswer, version: int) -> Completion:
         versions=answer.versions or [version] * len(answer.tokens),
         finish_reason="stop" if answer.finish_reason == "stop" else "length",
         columns={} if answer.routes is None else {ROUTES: [answer.routes]},
+        cached=answer.cached,
     )
 
 

@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,6 +59,8 @@ MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
 MOST_TEMPLATES = 64
 """Lists of tools whose templates are kept."""
+MOST_OTHERS = 512
+"""Requests after which nobody is expected to go on with a dialogue that a client has named."""
 LOOK_S = 0.5
 """Seconds between two looks whether a client that waits for an answer is still there."""
 
@@ -90,6 +92,7 @@ class Api:
         self._service, self._model, self._token = service, model, token
         self._stop_ids, self._sessions = stop_ids, sessions
         self._templates: dict[str, TurnTemplate] = {}
+        self._num_asked, self._named_at = 0, dict[str, int]()
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._vocabulary = Vocabulary(self._tokenizer)
@@ -274,6 +277,7 @@ class Api:
             "sequences_running": ("gauge", service.num_running),
             "weight_version": ("gauge", service.version),
             "paused": ("gauge", int(service.paused)),
+            "prefix_blocks_used": ("gauge", service.num_kept_blocks),
             **{f"{name}_total": ("counter", number) for name, number in vars(service.totals).items()},
         }
         text = "".join(
@@ -408,6 +412,8 @@ class Api:
             )
         if recorded is None:
             owners = asked.sequences(list(map(len, prompts)), self._max_positions)
+            name = self._client_session(request, asked)
+            owners = [replace(own, session=name) for own in owners]
         else:
             owners = recorded.owners
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
@@ -437,6 +443,24 @@ class Api:
         if recorded is not None:
             recorded.end(choices)
         return response
+
+    def _client_session(self, request: Request, asked: AnyRequest) -> str:
+        """Whose contexts a request goes on with: those of its session, or of what the client names; "": none.
+
+        What a client has named ends after MOST_OTHERS other requests: no client says when it has ended.
+        """
+        if (session := getattr(request.state, "session", None)) is not None:
+            return session.id
+        name = request.headers.get("x-session-id") or asked.prompt_cache_key
+        self._num_asked += 1
+        if name:
+            self._named_at.pop(name, None)
+            self._named_at[name] = self._num_asked
+        oldest = next(iter(self._named_at), None)
+        if oldest is not None and self._named_at[oldest] < self._num_asked - MOST_OTHERS:
+            del self._named_at[oldest]
+            self._service.forget(oldest)
+        return name
 
     def _choice(self, asked: AnyRequest, prompt: Sequence[int], begun: str) -> Choice:
         """What will come of a completion; markers of calls and thoughts are read in a chat alone."""
@@ -598,7 +622,7 @@ class _Recorded:
             if turn.tokens or choice.finish_reason is None:
                 continue
             turn.answer(choice.sampled)
-            turn.finish_reason = choice.finish_reason
+            turn.finish_reason, turn.cached = choice.finish_reason, choice.cached
             self.session.counts["tool_calls"] += len(choice.called)
             if self.messages:
                 if len(self.tools) > 1:
@@ -644,7 +668,7 @@ def _until(progress: Progress, ends: frozenset[int]) -> Progress:
     """Progress up to and with the first token of `ends`, which is one of its tokens."""
     size = 1 + next(at for at, token in enumerate(progress.piece.tokens) if token in ends)
     progress.piece.cut(size)
-    return Progress(progress.piece, "stop")
+    return replace(progress, finish_reason="stop")
 
 
 @contextmanager

@@ -46,6 +46,8 @@ class ServerAnswer(NamedTuple):
     routes: Any = None
     """The experts of the tokens of prompt and completion but the last, if the server says so: for
     `RouteRules.read`, and then what that returns."""
+    cached: int = 0
+    """Tokens of the prompt that were not computed, if the server says so."""
 
 
 class Asked(NamedTuple):
@@ -111,6 +113,7 @@ class Quatrain:
             choice.get("prompt_token_ids"),
             choice.get("weight_versions"),
             choice.get("routed_experts"),
+            _cached(value.get("usage")),
         )
 
     def score_request(self, prompt: Sequence[Any], num_words: int) -> Question:
@@ -227,6 +230,7 @@ class Sglang:
             int(meta["prompt_tokens"]),
             _of_spans(meta.get("weight_versions"), len(pairs)),
             meta.get("routed_experts"),
+            int(meta.get("cached_tokens") or 0),
         )
 
     def score_request(self, prompt: Sequence[Any], num_words: int) -> Question:
@@ -295,6 +299,11 @@ def _generate(prompt: Sequence[Any], parameters: dict[str, Any]) -> dict[str, An
     """The JSON of SGLang's `/generate`, for a text or ids."""
     given = {"text" if isinstance(prompt, str) else "input_ids": prompt}
     return {**given, "sampling_params": parameters, "return_logprob": True, "stream": False}
+
+
+def _cached(usage: Any) -> int:
+    details = dict(usage or {}).get("prompt_tokens_details")
+    return int(dict(details or {}).get("cached_tokens") or 0)
 
 
 def _of_spans(spans: Any, num_tokens: int) -> list[int] | None:

@@ -90,6 +90,8 @@ class Completion(Piece):
     """The index of the first token of each turn of the policy."""
     tail: int = field(default=0, compare=False)
     """The index of the first token that can still be part of a stop string."""
+    cached: int = field(default=0, compare=False)
+    """Tokens of the context that were not computed for it, because a kept context had them."""
 
     __repr__ = brief
 

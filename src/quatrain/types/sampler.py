@@ -38,6 +38,10 @@ class PerRequestSampling:
     sequence_id: int
     offset: int = 0
     """The position of its first token among those that derive from `sequence_id`."""
+    session: str = ""
+    """Who asks again with a context that grows, for whom it is kept; "": nobody."""
+    salt: str = ""
+    """Kept contexts are shared with requests of the same salt alone."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Progress:
     finish_reason: str | None = None
     error: str | None = None
     metrics: Metrics = field(default_factory=dict)
+    cached: int = 0
+    """Tokens of its context that a kept context had."""
 
 
 Listener = Callable[[int, Progress], None]
@@ -183,6 +189,9 @@ class Sampler(ABC):
     def drop(self, keys: Sequence[int]) -> None:  # noqa: B027 - may stay as it is
         """Forget requests, whose listeners are called no more; those that have finished are ignored."""
 
+    def forget(self, session: str) -> None:  # noqa: B027 - may stay as it is
+        """No request of this session comes any more: what is kept of its contexts goes first."""
+
     def copy_weights(self, params: Any) -> Any:
         """`params` for `load`, as a copy that training does not overwrite."""
         return params
@@ -229,7 +238,7 @@ def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Comple
             failed = ServiceFailed if sampler.error is not None else TurnFailed
             future.set_exception(failed(progress.error))
         elif progress.finish_reason is not None:
-            turn.finish_reason = progress.finish_reason
+            turn.finish_reason, turn.cached = progress.finish_reason, progress.cached
             future.set_result(turn)
 
     def queued(keys: Future[list[int]]) -> None:

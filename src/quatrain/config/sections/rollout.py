@@ -109,6 +109,11 @@ class RolloutConfig(Section):
     environment_workers: NonNegative = 0
     """Processes in which environments run; 0: threads of the process that trains. Only a process can be ended
     if an environment hangs, and without the run if one crashes."""
+    prefix_share: float | None = Field(None, ge=0, le=0.9)
+    """Share of the KV cache's memory in which contexts are kept for further requests that begin alike, of
+    episodes of several turns and of `quatrain serve`: [rollout.md](rollout.md#kept-contexts). 0: every
+    request computes its whole context. Derived: 0.5 with an environment, tools or an agent; null: 0.5 in
+    `quatrain serve`, and none in runs of single turns."""
     mesh: Mesh | None = None
     """Device mesh for the rollout, in the form of `mesh`, with `cp` 1. null: `tp` and `ep` of `mesh`,
     and as many replicas of the sampler (`dp`) as there is room for, each with a complete copy of the weights
