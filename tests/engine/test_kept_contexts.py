@@ -363,7 +363,7 @@ def test_weights_that_are_loaded_again_under_their_version_find_nothing(small_ar
     def finished(ticket):
         while not engine.finished(ticket):
             engine.advance()
-        return engine.take(ticket)[0][0][1].cached
+        return engine.take(ticket)[0].cached
 
     assert [finished(asked(1)), finished(asked(1))] == [0, 99]
     live = asked(2)
