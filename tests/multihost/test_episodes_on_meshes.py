@@ -29,6 +29,15 @@ class Game:
         message = {"role": "user", "content": f"Tom has {self.turns} more."}
         return StepResult([message], reward=len(completion) / 9)
 """
+AGENT = """
+async def agent(client, row):
+    messages, length = list(row["prompt"]), 0
+    for _ in range(2):
+        answer = await client.chat(messages)
+        length += len(answer["content"])
+        messages += [answer, {"role": "user", "content": "How many now?"}]
+    return length / 9
+"""
 STEPS = 2
 SETTINGS = (
     "data.batch_size=4", "rollout.n=3", "sft.steps=0", "update.kl_coef=0", "optimizer.eps=1e-3",
@@ -44,6 +53,7 @@ def settings(tmp_path_factory, small_arch, small_params):
     folder = tmp_path_factory.mktemp("inputs")
     save_hf(folder / "model", small_arch, small_params)
     (folder / "game.py").write_text(GAME)
+    (folder / "agent.py").write_text(AGENT)
     rows = [
         {"prompt": [{"role": "user", "content": f"{name} has {thing}. How many now?"}], "secret": secret}
         for name in ("Tom", "Ann", "Ben")
@@ -71,7 +81,41 @@ def alone(tmp_path_factory, settings):
     [(1, "mesh=1,-1,1"), (1, "mesh=2,2,2"), (2, "mesh=1,-1,1"), (2, "rollout.environment_workers=2")],
 )
 def test_episodes_of_a_mesh_are_those_of_one_device(tmp_path, settings, alone, processes, mesh):
-    overrides = (*settings, f"run.dir={tmp_path}", mesh)
+    run = run_of(tmp_path, (*settings, mesh), processes)
+    for step in range(1, STEPS + 1):
+        ours, theirs = (samples_of(each, step) for each in (run, alone))
+        assert any(len(sample["turns"]) > 4 for sample in theirs)
+        for name in ("turns", "finish_reason", "rewards"):
+            assert [sample[name] for sample in ours] == [sample[name] for sample in theirs]
+    rows = read_metrics(run / "metrics.jsonl")
+    assert max(row.get("rollout/logprob_diff_max", 0.0) for row in rows) < 1e-4
+    assert sum(row.get("episode/errors", 0) for row in rows) > 0
+
+
+def test_agents_of_two_processes_are_those_of_one(tmp_path, settings):
+    """The main process has the agents and their server; the engine is in both. The faults: a process that
+    waits for requests that it never gets, or samples other turns; and rows that the others do not train."""
+    *others, environment = settings
+    agents = (
+        *others,
+        environment.replace("rollout.environment", "rollout.agent").replace("game.py:Game", "agent.py:agent"),
+    )
+    one, two = (run_of(tmp_path / str(count), agents, count) for count in (1, 2))
+    for step in range(1, STEPS + 1):
+        ours, theirs = (samples_of(each, step) for each in (two, one))
+        assert any(len(sample["turns"]) > 3 for sample in theirs)
+        assert [sample["turns"] for sample in ours] == [sample["turns"] for sample in theirs]
+        assert [sample["rewards"] for sample in ours] == [sample["rewards"] for sample in theirs]
+    assert max(row.get("rollout/logprob_diff_max", 0.0) for row in read_metrics(two / "metrics.jsonl")) < 1e-4
+
+
+def samples_of(run, step):
+    return [json.loads(line) for line in (run / f"samples/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def run_of(folder, settings, processes):
+    """The folder of a run in so many processes, on eight devices."""
+    overrides = (*settings, f"run.dir={folder}")
     command = ["train", *(part for each in overrides for part in ("--set", each))]
     env = {name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")}
     if processes == 1:
@@ -82,14 +126,4 @@ def test_episodes_of_a_mesh_are_those_of_one_device(tmp_path, settings, alone, p
         command = [sys.executable, "-m", "quatrain.cli", *launch, *command]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    for step in range(1, STEPS + 1):
-        ours, theirs = (
-            [json.loads(line) for line in (run / f"samples/step_{step:06d}.jsonl").read_text().splitlines()]
-            for run in (tmp_path / "run", alone)
-        )
-        assert any(len(sample["turns"]) > 4 for sample in theirs)
-        for name in ("turns", "finish_reason", "rewards"):
-            assert [sample[name] for sample in ours] == [sample[name] for sample in theirs]
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert max(row.get("rollout/logprob_diff_max", 0.0) for row in rows) < 1e-4
-    assert sum(row.get("episode/errors", 0) for row in rows) > 0
+    return folder / "run"
