@@ -22,7 +22,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from quatrain.weights.load import load_model
 
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.session import Sampler, Session
@@ -30,6 +29,7 @@ from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.sampler import PerRequestSampling
+from quatrain.weights.load_model import load_model
 
 FIRST, SAID, ANSWER = 100, 60, 40
 CACHE_BYTES = 4 << 30
