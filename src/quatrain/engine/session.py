@@ -277,10 +277,6 @@ class Session:
         self._groups.update(zip(tickets, groups, strict=True))
         return tickets
 
-    def holds(self, tickets: Sequence[int]) -> bool:
-        """Whether all these groups were submitted, and not taken yet."""
-        return all(ticket in self._groups for ticket in tickets)
-
     def finished(self, tickets: Sequence[int]) -> bool:
         """Whether all these groups are finished."""
         return all(self._scheduler.is_finished(ticket) for ticket in tickets)

@@ -366,7 +366,7 @@ class _Plan:
         return -(-groups * self.config.rollout.n // self.rollout_mesh.num_data_shards)
 
     def _cache_positions(self) -> tuple[int, int]:
-        """Columns of the KV cache for a prompt and a completion; of episodes, for all before a turn and for it."""
+        """Columns of the KV cache for a prompt and a completion; in episodes, before a turn and for it."""
         longest = self.config.rollout.max_new_tokens
         if self.config.data.eval is not None:
             longest = max(longest, self.config.eval.max_new_tokens or 0)
