@@ -10,6 +10,7 @@ import pytest
 
 from quatrain.engine import session as module
 from quatrain.engine.cache import CacheShape
+from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.session import Sampler, Session
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
@@ -64,8 +65,8 @@ def session(monkeypatch, small_arch, tokenizer):
 
     def decode(params, ring, prompts, slots, sharing, position, program):
         seen.add(("decode", len(slots.tokens), ring, prompts))
-        shape = len(slots.tokens), module.TOKENS_PER_CALL
-        counts = np.clip(slots.limits - slots.lengths, 0, module.TOKENS_PER_CALL)
+        shape = len(slots.tokens), TOKENS_PER_CALL
+        counts = np.clip(slots.limits - slots.lengths, 0, TOKENS_PER_CALL)
         tokens, logprobs = np.full(shape, 5), np.zeros(shape, np.float32)
         return ring, SimpleNamespace(
             num_steps=shape[1], counts=counts, tokens=tokens, logprobs=logprobs, routes=None

@@ -284,6 +284,8 @@ class EngineService(Sampler):
                 self._fail(f"the engine failed: {type(error).__name__}: {error}")
                 raise
             on_look()
+        # What began as these ended is sampled by the next call; nobody would ask for it again.
+        self._waiting.extend(come.asked)
         self._forget(come.dropped)  # what players left behind is not in flight any more
         return None
 
