@@ -139,9 +139,9 @@ def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokeni
     with playing("once", 1, Hanging) as rollouts:
         ticket = rollouts.submit(prompts(tokenizer), step=1)
         fleet = rollouts.sampler
-        while not fleet._table.num_unfinished:
+        while not all(map(fleet._table.is_given, list(fleet._awaited))):
             time.sleep(0.01)
-        fleet.drop(list(fleet._awaited))  # the worker has it still
+        fleet.drop(list(fleet._awaited))  # the worker has them still
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(fleet.load, small_params, 4)
             time.sleep(0.3)
