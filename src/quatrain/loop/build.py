@@ -134,7 +134,7 @@ def load_policy(
     if any(config.offload.model_dump().values()):
         to_memory("host", {})
     stage("tokenizer")
-    tokenizer = with_chat_template(load_tokenizer(config.model.tokenizer or config.model.path), config.data)
+    tokenizer = with_chat_template(load_tokenizer(config.model.tokenizer), config.data)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     stage(f"{'weights' if weights else 'architecture'} of {config.model.path}")
     model = load_model(
@@ -315,7 +315,7 @@ def build_engine(
         rules,
         seed=config.seed,
         tokenizer=loaded.tokenizer,
-        greedy_baseline=bool(rollout.greedy_baseline),
+        greedy_baseline=rollout.greedy_baseline,
         on_progress=on_progress,
     )
 
@@ -335,7 +335,7 @@ def _fleet(config: Config, loaded: LoadedPolicy, on_progress: OnProgress | None,
         tokenizer=loaded.tokenizer,
         dtype=config.model.dtype,
         timeout_s=rollout.timeout_s,
-        greedy_baseline=bool(rollout.greedy_baseline),
+        greedy_baseline=rollout.greedy_baseline,
         on_progress=on_progress,
     )
     try:
@@ -396,7 +396,7 @@ def agent_rollouts(
         sampling=Sampling.of(rollout),
         model=config.model.path,
         vocab_size=loaded.arch.vocab_size,
-        greedy_baseline=bool(rollout.greedy_baseline),
+        greedy_baseline=rollout.greedy_baseline,
         on_progress=on_progress,
     )
 

@@ -120,7 +120,6 @@ def open_run(
     folder of a resumed run. A signal that stops the run raises `Stopped`, with the command to go on.
     """
     config = resolved.config
-    assert config.run.name is not None, "run.name is derived before it comes here"
     with ExitStack() as outer:
         stop = outer.enter_context(Stop(agreement()))
         named = resolved.chose("run.name")
@@ -239,7 +238,7 @@ class Run:
         for spec, source in (
             (train, self.prompts),
             *((shown_data_sets(data.eval_sets[each.name]), each.source) for each in self.evaluator.sets),
-            (f"demonstrations of {shown_data_sets(sft.data or data.train)}", self.demonstrations),
+            (f"demonstrations of {shown_data_sets(sft.data)}", self.demonstrations),
         ):
             if source is not None and source.skipped + source.truncated:
                 event(
@@ -470,7 +469,7 @@ def build_run(
     advantage = build_advantage(config)
     demonstrations = warm_start_data(config, loaded, rows) if warm else None
     if demonstrations is not None:
-        name = shown_data_sets(config.sft.data or config.data.train)
+        name = shown_data_sets(config.sft.data)
         warnings += [f"demonstrations of {name}: {warning}" for warning in demonstrations.warnings]
     per_epoch = math.ceil(len(prompts) / config.data.batch_size)
     steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
@@ -522,7 +521,7 @@ def build_run(
 
 def _read_data(config: Config, rows: GivenRows, imported: RewardScorer, *, demonstrations: bool) -> GivenRows:
     """`rows` with those of each data set of the run, which must have the columns that rewards need."""
-    data, sft = config.data, config.sft.data or config.data.train
+    data, sft = config.data, config.sft.data
     sets = [(data.train, False), *((spec, False) for spec in data.eval_sets.values())]
     sets += [(sft, True)] if demonstrations else []
     for spec, are_demonstrations in sets:

@@ -23,7 +23,7 @@ def warm_start_data(config: Config, loaded: LoadedPolicy, rows: GivenRows = NO_R
     Raises ValueError for data without a `completion` column, and for demonstrations that have more tokens
     than a micro-batch, or than the model has positions.
     """
-    spec, budget = config.sft.data or config.data.train, config.update.max_tokens_per_device
+    spec, budget = config.sft.data, config.update.max_tokens_per_device
     positions = loaded.arch.longest
     limits = {f"the {positions} positions of {config.model.path}, in": positions}
     if budget is not None:

@@ -171,6 +171,4 @@ def build_critic(config: Config, loaded: LoadedPolicy, *, steps: int) -> Critic:
 
 def _optimizer_steps(config: Config, sizes: UpdateConfig | CriticConfig) -> int:
     """Optimizer steps of a training step, of the policy or of the critic."""
-    assert sizes.mini_batch_size is not None, "batch sizes are derived before they come here"
-    assert sizes.epochs is not None, "epochs are derived before they come here"
     return sizes.epochs * math.ceil(config.data.batch_size / sizes.mini_batch_size)

@@ -142,7 +142,6 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
         raise ValueError(
             f"--dry-run needs a single process; got {num_processes()}; start it without the others"
         )
-    assert config.run.name is not None, "run.name is derived before it comes here"
     root = Path(config.run.dir).absolute()
     new = [path for path in (root, *root.parents) if not path.exists()]
     named = resolved.chose("run.name")

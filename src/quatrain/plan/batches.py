@@ -116,7 +116,7 @@ def _whole(config: Config) -> _Span:
 def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[int, _Span]:
     """(number of mini-batches per epoch, prompts of a mini-batch) of the policy or the critic."""
     whole = config.data.batch_size
-    count = _ceil(whole, sizes.mini_batch_size or whole)
+    count = _ceil(whole, sizes.mini_batch_size)
     return count, _Span(whole // count, _ceil(whole, count))
 
 
@@ -188,7 +188,7 @@ def _fleet_rows(config: Config) -> Iterator[Row]:
 def _update_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     update, whole = config.update, config.data.batch_size
     count, prompts = _mini_batches(config, update)
-    parts = f"ceil({whole} / {update.mini_batch_size or whole})"
+    parts = f"ceil({whole} / {update.mini_batch_size})"
     why = f"P / ceil(P / M) = {_Span(whole, whole).shared(count, parts)}; M: update.mini_batch_size"
     yield Row("mini_batch_prompts", prompts.value, "prompts", why)
     why = f"update.epochs x ceil(P / M) = {update.epochs} x {parts}"
@@ -236,8 +236,6 @@ def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 def _critic_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """The critic's optimizer steps and values."""
     critic, n = config.critic, config.rollout.n
-    assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
-    assert critic.epochs is not None, "epochs are derived before they come here"
     count, prompts = _mini_batches(config, critic)
     parts = f"ceil({config.data.batch_size} / {critic.mini_batch_size})"
     why = f"critic.epochs x ceil(P / M) = {critic.epochs} x {parts}; M: critic.mini_batch_size"
@@ -316,7 +314,7 @@ def _stage_rows(
         remainder = f"; the last holds {left}" if even and left and share.high > size else ""
         counts_why = f"ceil(ceil({total} / D) / m) = {numbers}{remainder}"
     else:
-        assert budget is not None, "batch sizes are derived before they come here"
+        assert budget is not None, "a micro-batch has one of two limits"
         budget_why = f"C: {keys}max_tokens_per_device"
         if mesh.cp > 1:
             budget *= mesh.cp

@@ -65,9 +65,6 @@ class Critic:
         seed: int,
         memory: Literal["device", "host"] = "device",
     ):
-        assert config.mini_batch_size is not None, "batch sizes are derived before they come here"
-        assert config.epochs is not None, "epochs are derived before they come here"
-        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         self.model, self.seed, self.memory = model, seed, memory
         self.objective = ValueObjective(config.clip_value)
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs

@@ -116,8 +116,6 @@ class Learner:
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
     ):
-        assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
-        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         if update.router_aux_coef and policy.arch.routes is None:
             raise ValueError(
                 f"update.router_aux_coef must be 0 for a model without experts; got "

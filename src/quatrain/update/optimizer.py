@@ -101,7 +101,6 @@ class Optimizer:
         peak · (s + 1) / W, so the first step is never spent at 0.
         """
         config, peak = self.config, self.config.learning_rate
-        assert peak is not None, "learning rates are derived before they come here"
         step = max(step, 0)
         if step < config.warmup_steps:
             return peak * (step + 1) / config.warmup_steps

@@ -304,7 +304,6 @@ class TeacherLoader:
         loaded: dict[str, Source | None] = {path: self._model(path, weights) for path in config.models}
         if not config.teachers or not weights:
             return None
-        assert config.temperature is not None, "the temperature is derived before it comes here"
         for name in config.own:
             loaded[name] = OwnWeights(name, config.temperature, self.longest_own)
         for address in config.servers:
@@ -358,8 +357,6 @@ class TeacherLoader:
             raise ValueError(f"distill.teacher {path} cannot be used: {error}") from error
         if not weights:
             return None
-        assert config.temperature is not None, "the temperature is derived before it comes here"
-        assert config.max_tokens_per_device is not None, "batch sizes are derived before they come here"
         spec = PolicySpec(
             loaded.arch.for_length(self.longest),
             model.dtype,

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from quatrain.config.fields import Count, NonNegative, Section, Text
+from quatrain.config.fields import NOT_SET, Count, Derived, NonNegative, Section, Text
 from quatrain.config.sections.logprob import LogprobConfig
 
 
 class CriticConfig(Section):
     """The critic, which predicts returns for `advantage.estimator: gae`."""
 
-    enabled: bool | None = None
+    enabled: Derived[bool] = NOT_SET
     """Whether a critic is trained; derived: true for `advantage.estimator: gae`, else false. An estimator of
     your own that takes `values` needs true."""
     path: Text | None = None
     """The critic's model, in the forms of `model.path`; its tokenizer must be the policy's. null: the
     policy's weights at the start of training, with a new output head of zeros."""
-    mini_batch_size: Count | None = None
+    mini_batch_size: Derived[Count] = NOT_SET
     """Prompts per optimizer step of the critic, over all devices; derived: `update.mini_batch_size`."""
-    epochs: Count | None = None
+    epochs: Derived[Count] = NOT_SET
     """Passes over the sequences of a training step; derived: `update.epochs`."""
     micro_batch_size: Count | None = None
     """Sequences per data shard in one forward/backward pass of the critic. Derived if both this and

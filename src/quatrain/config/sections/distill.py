@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quatrain.config.fields import Count, Fraction, Mesh, Section, Text, must
+from quatrain.config.fields import NOT_SET, Count, Derived, Fraction, Mesh, Section, Text, must
 
 DEFAULT = "default"
 """The entry of `distill.teacher` for the rows of all data sources that it does not name."""
@@ -64,11 +64,11 @@ class DistillConfig(Section):
     discount: Fraction = 0.0
     """Discount γ: a token's term is the sum of those from this token on, each times γ to the power of the
     number of sampled tokens between; 0: its own alone."""
-    temperature: float | None = Field(None, gt=0)
+    temperature: Derived[float] = Field(NOT_SET, gt=0)
     """Temperature of the teacher's distribution; derived: `rollout.temperature`."""
     warmdown_steps: Count | None = None
     """`distill.weight` falls to 0, linearly, over so many last training steps; null: it is constant."""
-    max_tokens_per_device: Count | None = None
+    max_tokens_per_device: Derived[Count] = NOT_SET
     """Token budget of the teacher: maximum number of tokens per data shard in one forward pass. Derived with
     a teacher: `logprob.max_tokens_per_device`; if that is null, 32768, or twice the length of the longest
     possible sequence if that is more."""

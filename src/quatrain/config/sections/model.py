@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quatrain.config.fields import Section, Text
+from quatrain.config.fields import NOT_SET, Derived, Section, Text
 
 
 class ModelConfig(Section):
@@ -13,7 +13,7 @@ class ModelConfig(Section):
     path: Text = "builtin:tiny"
     """The model: `builtin:tiny`, a local Hugging Face folder, a model on the Hub
     (`Qwen/Qwen2.5-0.5B-Instruct`) or a `.gguf` file."""
-    tokenizer: Text | None = None
+    tokenizer: Derived[Text] = NOT_SET
     """The tokenizer: a folder, a model on the Hub or a `.gguf` file; derived: `model.path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations, matrix products and the KV cache."""

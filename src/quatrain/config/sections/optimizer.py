@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quatrain.config.fields import Fraction, MustAgreeOnResume, NonNegative, Section
+from quatrain.config.fields import NOT_SET, Derived, Fraction, MustAgreeOnResume, NonNegative, Section
 
 
 class OptimizerConfig(Section):
@@ -14,7 +14,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
     """Optimizer; `sgd` has momentum `beta1`."""
-    learning_rate: float | None = Field(None, ge=0)
+    learning_rate: Derived[float] = Field(NOT_SET, ge=0)
     """Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need about ten times as
     much."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

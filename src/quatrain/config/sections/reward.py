@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from quatrain.config.fields import REWARD_MODEL, Count, NonNegative, PlainValue, Section, Text, must
+from quatrain.config.fields import (
+    NOT_SET,
+    REWARD_MODEL,
+    Count,
+    Derived,
+    NonNegative,
+    PlainValue,
+    Section,
+    Text,
+    must,
+)
 
 
 class RewardEntry(Section):
@@ -80,10 +90,10 @@ class RewardConfig(Section):
     the whole mapping; with a teacher (`distill.teacher`) it may be empty. If no layer sets it, it is
     `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym, else `{environment: 1.0}` with
     `rollout.agent`."""
-    overlong_limit: Count | None = None
+    overlong_limit: Derived[Count] = NOT_SET
     """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
     `overlong`: `rollout.max_new_tokens`."""
-    overlong_buffer: Count | None = None
+    overlong_buffer: Derived[Count] = NOT_SET
     """Tokens before `reward.overlong_limit` over which the function `overlong` falls from 0 to -1; derived if
     `reward.functions` has `overlong`: a fifth of the limit."""
     per_call: Literal["batch", "group", "sample"] = "batch"
@@ -108,7 +118,7 @@ class RewardConfig(Section):
     from `reward.kl_coef`; null: the coefficient is fixed."""
     kl_horizon: Count = 10000
     """Sequences over which the coefficient adapts to `reward.kl_target`."""
-    model_max_tokens_per_device: Count | None = None
+    model_max_tokens_per_device: Derived[Count] = NOT_SET
     """Token budget of the reward models: maximum number of their tokens per data shard in one forward pass.
     Derived if `reward.functions` has a reward model: `logprob.max_tokens_per_device`; if that is null, 32768,
     or twice the length of the longest possible sequence if that is more."""

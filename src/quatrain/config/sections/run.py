@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from quatrain.config.fields import Argument, Count, Section, Text, must
+from quatrain.config.fields import NOT_SET, Argument, Count, Derived, Section, Text, must
 
 FolderName = Annotated[
     Text,
@@ -29,7 +29,7 @@ def _is_condition(value: dict[str, object]) -> bool:
 class RunConfig(Section):
     """The run as a whole."""
 
-    name: FolderName | None = None
+    name: Derived[FolderName] = NOT_SET
     """Name of the run's folder; derived: the configuration file's name and the time (UTC)."""
     dir: Text = "runs"
     """Folder that holds all runs."""
