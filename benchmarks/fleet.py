@@ -30,7 +30,8 @@ import numpy as np
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config
 from quatrain.data.prompts import load_prompts
-from quatrain.loop.build import LoadedPolicy, build_engine, load_policy, local_engine
+from quatrain.loop.policy import LoadedPolicy, load_policy
+from quatrain.loop.stages import build_engine, local_engine
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.rollout.fleet import Fleet
 from quatrain.types.batches import Prompt, RolloutBatch

@@ -3,8 +3,8 @@
 import pytest
 from runs import small_run
 
-from quatrain.loop import run as run_module
-from quatrain.loop.build import engine_worker
+from quatrain.loop import build as build_module
+from quatrain.loop.stages import engine_worker
 from quatrain.loop.train import train
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import InMemory
@@ -46,7 +46,7 @@ def servers(monkeypatch, tmp_path):
             own = engine_worker(config, 1, f"server {number}")
             return Wrong(own) if number in wrong else own
 
-        def build(config, loaded, **options):
+        def build(config, loaded, *_, **options):
             fleets.append(
                 Fleet(
                     [lambda number=number: worker(number) for number in range(len(SERVERS))],
@@ -59,7 +59,7 @@ def servers(monkeypatch, tmp_path):
             )
             return fleets[-1]
 
-        monkeypatch.setattr(run_module, "build_engine", build)
+        monkeypatch.setattr(build_module, "build_engine", build)
 
     yield use
     for fleet in fleets:

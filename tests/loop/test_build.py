@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.loop.build import build_engine, build_teachers, load_policy, rollout_workers
-from quatrain.loop.stages import build_learner, keeping_environments
+from quatrain.loop.policy import load_policy
+from quatrain.loop.stages import build_engine, keeping_environments
 from quatrain.rollout.publish import gathered
+from quatrain.rollout.start_fleet import servers
+from quatrain.update.learner import Learner
 from quatrain.update.teacher import TeacherLoader
 
 
@@ -65,21 +67,19 @@ def test_a_users_loss_that_reads_the_sampler_needs_the_whole_distribution(tmp_pa
         for p in (1.0, 0.9)
     )
     loaded = load_policy(whole)
-    assert build_learner(whole, loaded, steps=1).reads_sampler
+    assert Learner.of(whole, loaded, steps=1).reads_sampler
     with pytest.raises(ValueError, match="reads the sampler's log-probabilities, which must"):
-        build_learner(filtered, loaded, steps=1)
+        Learner.of(filtered, loaded, steps=1)
 
 
-def test_a_teacher_is_loaded_for_the_longest_sequence_that_it_reads(monkeypatch):
+def test_a_teacher_is_loaded_for_the_longest_sequence_that_it_reads():
     """That of an evaluation, and with a prompt of its own that is longer than the policy's may be."""
     settings = ["distill.teacher=tiny", "data.max_prompt_length=40", "rollout.max_new_tokens=16"]
     settings.append("eval.max_new_tokens=24")
     config = load_config(None, settings, environ={}).config
-    loaded, asked = load_policy(config), []
-    monkeypatch.setattr(TeacherLoader, "load", lambda self, *_, **__: asked.append(self.longest))
-    for longest_prompt in (0, 40, 55):
-        build_teachers(config, loaded, longest_prompt=longest_prompt)
-    assert asked == [64, 64, 79]
+    loaded = load_policy(config)
+    longest = [TeacherLoader.of(config, loaded, longest_prompt=prompt).longest for prompt in (0, 40, 55)]
+    assert longest == [64, 64, 79]
 
 
 def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
@@ -88,7 +88,7 @@ def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
     def publisher_of(runs):
         settings = (f"run.dir={tmp_path / runs}", "run.name=r", "rollout.servers=[http://127.0.0.1:9]")
         config = load_config(None, [*settings, f"rollout.weights_dir={tmp_path / 'w'}"], environ={}).config
-        return rollout_workers(config, loaded, 1)[1]
+        return servers(config, loaded)[1]
 
     loaded = _load()
     weights = gathered(loaded.params, "float32")

@@ -17,7 +17,8 @@ import pytest
 
 from quatrain.config.load import load_config
 from quatrain.data.prompts import load_prompts
-from quatrain.loop.build import build_engine, load_policy, local_engine
+from quatrain.loop.policy import load_policy
+from quatrain.loop.stages import build_engine, local_engine
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import WorkerLost
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import gather_objects
-from quatrain.config.schema import RolloutConfig
+from quatrain.config.schema import Config, RolloutConfig
+from quatrain.data.policy import Policy
 from quatrain.engine.decode import Program
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
@@ -182,6 +183,40 @@ class RolloutEngine(Rollouts):
         self._running = threading.Event()
         self._running.set()
         self._paused = self._closed = False
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        policy: Policy,
+        *,
+        episodes: Episodes | None = None,
+        on_progress: OnProgress | None = None,
+        per_request_sampling: bool = False,
+    ) -> Self:
+        """The engine that samples from `policy` on devices of this run, without weights.
+
+        With `per_request_sampling` it has room for sequences as long as the model reads, whatever training
+        samples: what a request asks for is not known before it comes.
+        """
+        engine = cls(
+            policy.arch,
+            config.rollout,
+            policy.tokenizer,
+            stop_ids=policy.stop_ids,
+            seed=config.seed,
+            dtype=config.model.dtype,
+            attention=policy.attention,
+            mesh=policy.meshes.rollout,
+            on_progress=on_progress,
+            usual_prompt=policy.usual_prompt,
+            episodes=episodes,
+            per_request_sampling=per_request_sampling,
+            backend=policy.backend,
+        )
+        if per_request_sampling:
+            engine.sampling = replace(engine.sampling, n=1, stop=(), max_new_tokens=policy.arch.longest)
+        return engine
 
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on; their tokens are recorded with `version`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,16 @@ from jax.sharding import Mesh
 
 from quatrain.backend import Backend, this_backend
 from quatrain.config.mesh import MeshShape
-from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
+from quatrain.config.schema import CriticConfig, LogprobConfig, ModelConfig, UpdateConfig
+from quatrain.data.policy import Policy
 from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.models.attention import longest_buffer, unpacks_above
 from quatrain.models.attention.kernels import choose_attention
+from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.blocks.experts import RouterSums
 from quatrain.models.decoder import output_head, project, routed_forward, scores, vocabulary_axis
+from quatrain.models.expert_probe import trusted_backend
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
@@ -156,6 +159,14 @@ class PolicySpec(ModelSpec):
     temperature: float = field(default=1.0, kw_only=True)
 
     tokens = ScoredTokens
+
+    @classmethod
+    def of(cls, config: ModelConfig, policy: Policy, *, temperature: float) -> Self:
+        """How the log-probabilities of `policy` are computed at `temperature`."""
+        devices = policy.meshes.train, policy.backend
+        return cls(
+            policy.arch, config.dtype, config.remat, policy.attention, *devices, temperature=temperature
+        )
 
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability and entropy [R, K], in nats."""
@@ -391,6 +402,15 @@ class CriticSpec(ModelSpec):
     """
 
     tokens = ValuedTokens
+
+    @classmethod
+    def of(cls, config: ModelConfig, arch: Architecture, mesh: Mesh) -> Self:
+        """How the values of the critic `arch` are computed on `mesh`; raises ValueError as the probes do."""
+        kind = this_backend().kind
+        attention = trusted_attention(config.attention, arch, platform=kind, dtype=config.dtype)
+        # What `model.experts` names is for the policy's experts; a critic of another model may have none.
+        backend = trusted_backend(config, arch) if arch.routes else this_backend()
+        return cls(arch, config.dtype, config.remat, attention, mesh, backend)
 
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Values [R, K] of the states in which the scored tokens were drawn."""

@@ -15,7 +15,8 @@ from quatrain.agents.play import AgentRollouts, Episode, Part
 from quatrain.config.load import Resolved
 from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import NO_ROWS
-from quatrain.loop.build import agent_rollouts, load_policy
+from quatrain.loop.policy import load_policy
+from quatrain.loop.stages import build_engine
 from quatrain.report.progress import waiting
 from quatrain.report.start_up import stage, starting
 from quatrain.serve.turn_tree import Turn
@@ -38,7 +39,7 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
     rows = hub_rows(config, config.data.train, NO_ROWS)
     source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed, rows=rows)
-    with closing(agent_rollouts(config, loaded)) as rollouts:
+    with closing(build_engine(config, loaded)) as rollouts:
         assert isinstance(rollouts, AgentRollouts)
         rollouts.sync_weights(loaded.params, 0)
         ticket = rollouts.submit(source.head(count), sampling=replace(rollouts.sampling, n=1))

@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from quatrain.config.schema import Config
+from quatrain.data.prompts import PromptSource
 from quatrain.engine.service import EngineService
 from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.stages import Stages
@@ -89,6 +91,29 @@ class AsyncRollouts:
         self._idle_since: float | None = None
         self._latest: tuple[Any, int] | None = None
         """The weights of batches in flight, and their version."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        stages: Stages,
+        prompts: PromptSource,
+        *,
+        steps: int,
+        on_stage: Callable[[str], None],
+    ) -> Self:
+        """The batches of a run on `prompts`, sampled ahead as far as the configuration says."""
+        rollout = config.rollout
+        rounds, size = rollout.dynamic_sampling_rounds, config.data.batch_size
+        return cls(
+            stages,
+            PromptSampler(prompts, batch_size=size, rounds=rounds),
+            max_staleness=rollout.max_staleness,
+            steps=steps,
+            barrier_every=config.checkpoint.every_steps,
+            in_flight=rollout.in_flight,
+            on_stage=on_stage,
+        )
 
     def take(self, state: TrainState) -> TrainBatch:
         """The batch of training step number `state.train_step`; waits until it is sampled and scored.

@@ -20,7 +20,7 @@ from quatrain.config.derive import longest_of_run
 from quatrain.config.schema import Config
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
-from quatrain.loop.build import LoadedPolicy, load_policy, local_engine
+from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import watching_compilations
 from quatrain.rollout.server_kinds import TOKEN
@@ -100,9 +100,10 @@ def serve(
 
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
-    changes = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest, "max_staleness": 0}
-    served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
-    engine = local_engine(served, loaded, per_request_sampling=True)
+    # Weights are loaded in place of the old ones: memory for copies of other versions would be left unused.
+    rollout = config.rollout.model_copy(update={"max_staleness": 0})
+    served = config.model_copy(update={"rollout": rollout})
+    engine = RolloutEngine.of(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)
     return engine
 

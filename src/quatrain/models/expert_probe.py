@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import decided_by_main
 from quatrain.config.errors import installation
+from quatrain.config.sections.model import ModelConfig
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import REASON_CHARS, TOLERANCE
 from quatrain.models.blocks.experts import Experts
@@ -35,6 +38,13 @@ EXPERTS, PAIRS, FOREIGN = 8, 500, 60
 
 Probe = Callable[[str, Architecture, DTypeLike], str | None]
 """(name of a product, architecture, dtype of activations) -> why it cannot be used, or None."""
+
+
+def trusted_backend(config: ModelConfig, arch: Architecture) -> Backend:
+    """The settings for these devices, with the product of `model.experts`; raises as `trusted_experts`."""
+    backend = this_backend()
+    experts = trusted_experts(config.experts, arch, platform=backend.kind, dtype=config.dtype)
+    return replace(backend, experts=experts) if arch.routes else backend
 
 
 def trusted_experts(

@@ -432,9 +432,7 @@ class _Plan:
         longest = longest_sequence(self.config)
         sequences = sizes.mini_batch_size * self.config.rollout.n
         if sizes.micro_batch_size is None:
-            assert sizes.max_tokens_per_device is not None, (
-                "a micro-batch has one of two limits"
-            )
+            assert sizes.max_tokens_per_device is not None, "a micro-batch has one of two limits"
             tokens = min(sizes.max_tokens_per_device, -(-round_up(sequences * longest) // self.mesh.cp))
             return tokens, f"{tokens} tokens"
         rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))

@@ -7,12 +7,13 @@ optimizer steps. Micro-batches, exact weights, meshes and memory are those of `t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 
-from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.data.policy import Policy
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec
 from quatrain.forward.table import TokenTable
@@ -22,7 +23,14 @@ from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
 from quatrain.parallel.mesh import copy_if_aliased, full, mesh_shape, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
-from quatrain.update.trainer import CRITIC_STREAM, ModelState, StepTotals, Trainer, mini_batches_of_step
+from quatrain.update.trainer import (
+    CRITIC_STREAM,
+    ModelState,
+    StepTotals,
+    Trainer,
+    mini_batches_of_step,
+    num_optimizer_steps,
+)
 
 RENAMED = {
     "loss": "critic/loss",
@@ -79,6 +87,22 @@ class Critic:
             seed=seed,
             stream=CRITIC_STREAM,
             optimizer_memory=memory,
+        )
+
+    @classmethod
+    def of(cls, config: Config, policy: Policy, *, steps: int) -> Self | None:
+        """The critic of a run of `steps` training steps; None where `critic.enabled` is false."""
+        if policy.critic_arch is None:
+            return None
+        return cls(
+            CriticSpec.of(config.model, policy.critic_arch, policy.meshes.critic),
+            config.critic,
+            config.update,
+            config.critic_optimizer,
+            max_new_tokens=config.rollout.max_new_tokens,
+            total_steps=steps * num_optimizer_steps(config.critic, config.data.batch_size),
+            seed=config.seed,
+            memory="host" if config.offload.critic else "device",
         )
 
     def init(self, params: Any) -> ModelState:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 
-from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.config.rules import FILTERS
+from quatrain.config.schema import Config, LogprobConfig, OptimizerConfig, RewardConfig, UpdateConfig
+from quatrain.data.policy import Policy
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -30,7 +32,13 @@ from quatrain.update.distillation import Distillation, over_taught
 from quatrain.update.objective import SQUARES, PolicyObjective
 from quatrain.update.teacher import Teacher, WordTeacher
 from quatrain.update.teacher_scores import Scores, TopWords, model_scores
-from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
+from quatrain.update.trainer import (
+    ModelState,
+    StepTotals,
+    Trainer,
+    mini_batches_of_step,
+    num_optimizer_steps,
+)
 
 LOSS_STREAM = 1
 """Separates the random numbers of a loss from those that draw mini-batches."""
@@ -67,6 +75,11 @@ class KLReward:
     coef: float
     target: float | None
     horizon: int
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> Self | None:
+        """That of `reward`; None if it has none."""
+        return cls(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_coef else None
 
 
 class TooManyBadSteps(RuntimeError):
@@ -143,6 +156,55 @@ class Learner:
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
         self.logs_logprobs = logs_logprobs
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        policy: Policy,
+        *,
+        steps: int,
+        reference: Any = None,
+        teacher: Teacher | WordTeacher | None = None,
+    ) -> Self:
+        """The update stage of a run of `steps` training steps, with its critic.
+
+        Raises ValueError for a loss that cannot be imported, or that does not fit how the run samples.
+        """
+        rollout = config.rollout
+        policy_steps = max(steps - config.critic.warmup_steps, 1)
+        learner = cls(
+            PolicySpec.of(config.model, policy, temperature=rollout.temperature or 1.0),
+            config.update,
+            config.logprob,
+            config.optimizer,
+            max_new_tokens=rollout.max_new_tokens,
+            total_steps=policy_steps * num_optimizer_steps(config.update, config.data.batch_size),
+            seed=config.seed,
+            reference=reference,
+            critic=Critic.of(config, policy, steps=steps),
+            kl_reward=KLReward.of(config.reward),
+            distillation=Distillation.of(config.distill, steps),
+            teacher=teacher if isinstance(teacher, WordTeacher) else None,
+            num_words=teacher.top.num_words if isinstance(teacher, Teacher) and teacher.top else None,
+            optimizer_memory="host" if config.offload.optimizer else "device",
+            policy_memory="host" if config.offload.policy else "device",
+            logs_logprobs=config.logging.sample_tokens,
+        )
+        if rollout.max_staleness and not learner.corrects_staleness:
+            raise ValueError(
+                f"rollout.max_staleness {rollout.max_staleness} needs a correction for older weights, and "
+                f"update.loss {config.update.loss} does not read old log-probabilities, so that "
+                "update.old_logprobs rollout corrects nothing; set update.old_logprobs to auto and "
+                "update.correction to truncate or mask"
+            )
+        if learner.reads_sampler and not rollout.samples_the_policy:
+            raise ValueError(
+                f"update.loss {config.update.loss} reads the sampler's log-probabilities, which must be "
+                f"those of the policy's own distribution; {FILTERS} make the sampler draw from another; "
+                "unset these, or take another loss"
+            )
+        return learner
 
     def init(self, params: Any, critic_params: Any = None) -> TrainState:
         """A state at step 0; the parameters belong to the learner from here on (their buffers are donated).

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
+from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
-from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
+from quatrain.config.schema import Config, DistillConfig, LogprobConfig, ModelConfig
 from quatrain.config.sections.distill import DEFAULT
+from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.forward.micro_batch import MicroBatch
@@ -289,6 +291,24 @@ class TeacherLoader:
     """Words of the policy's output head; None: no more than the teachers'."""
     timeout_s: float = 600.0
     """Seconds for which a teacher behind a server may not answer."""
+
+    @classmethod
+    def of(cls, config: Config, policy: Policy, *, longest_prompt: int = 0) -> Self:
+        """That of the teachers of `policy`; `longest_prompt`: tokens of the longest of their own prompts."""
+        longest = policy.arch.longest
+        return cls(
+            config.distill,
+            config.model,
+            policy.tokenizer,
+            policy.meshes.teacher,
+            memory="host" if config.offload.teacher else "device",
+            share_prompts=config.update.shares_prompts,
+            longest=longest_of_run(config) + max(longest_prompt - config.data.max_prompt_length, 0),
+            longest_own=min(longest, config.logprob.max_tokens_per_device or longest),
+            seed=config.seed,
+            vocab_size=policy.arch.vocab_size,
+            timeout_s=config.rollout.timeout_s,
+        )
 
     def load(
         self, prompts: TeacherPrompts | None = None, *, weights: bool = True
