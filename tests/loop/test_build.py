@@ -78,7 +78,7 @@ def test_a_teacher_is_loaded_for_the_longest_sequence_that_it_reads():
     settings.append("eval.max_new_tokens=24")
     config = load_config(None, settings, environ={}).config
     loaded = load_policy(config)
-    longest = [TeacherLoader.of(config, loaded, longest_prompt=prompt).longest for prompt in (0, 40, 55)]
+    longest = [TeacherLoader(config, loaded, prompt).longest for prompt in (0, 40, 55)]
     assert longest == [64, 64, 79]
 
 

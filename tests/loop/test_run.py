@@ -26,7 +26,7 @@ def reward(completions, **_):
 """
 
 
-@pytest.mark.parametrize("late", ["build_engine", "AsyncRollouts.of", "Checkpoints"])
+@pytest.mark.parametrize("late", ["build_engine", "AsyncRollouts", "Checkpoints"])
 def test_a_late_error_leaves_no_worker_process_and_no_folder(tmp_path, monkeypatch, late):
     source, told = tmp_path / "mine.py", tmp_path / "pid"
     source.write_text(REWARD.format(path=str(told)))

@@ -7,7 +7,7 @@ or renders for it, and the readers of prompts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import jax
@@ -49,8 +49,7 @@ class Meshes:
                 return make_mesh(role.mesh, list(train.devices.flat))
             return role_mesh(role)
 
-        frozen = of(roles.reference), of(roles.critic), of(roles.reward), of(roles.teacher)
-        return cls(train, of(roles.rollout), *frozen)
+        return cls(**{each.name: of(getattr(roles, each.name)) for each in fields(cls)})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -52,17 +52,17 @@ class TrainBatch:
 
 
 class AsyncRollouts:
-    """The batches of a run of `steps` training steps, in order.
+    """The batches of a run of `steps` training steps on `prompts`, in order.
 
     The batch of step t is sampled whole by one version of the weights: those after step t - `max_staleness`,
-    or newer ones where a barrier lies between. Barriers are the multiples of `barrier_every` (0: none), the
-    steps of checkpoints: batches from step c on are sampled by the weights after step c or newer, so nothing
-    is in flight at a checkpoint, and a resumed run samples what the uninterrupted one does.
+    or newer ones where a barrier lies between. Barriers are the steps of checkpoints, the multiples of
+    `checkpoint.every_steps`: batches from step c on are sampled by the weights after step c or newer, so
+    nothing is in flight at a checkpoint, and a resumed run samples what the uninterrupted one does.
 
-    With `in_flight`, weights are exchanged between two decode calls, and the samples of the next batch begin
-    in the slots that become free while the last of this one decode. A batch is then sampled by weights after
-    step t - `max_staleness` or newer, often by several versions, which depend on the timing; each token
-    carries its own. `sampler` must not sample dynamically.
+    With `rollout.in_flight`, weights are exchanged between two decode calls, and the samples of the next
+    batch begin in the slots that become free while the last of this one decode. A batch is then sampled by
+    weights after step t - `max_staleness` or newer, often by several versions, which depend on the timing;
+    each token carries its own. There is no dynamic sampling then.
 
     With a staleness above 0, everything that uses the rollout must go through `take` and `run`; rewards are
     computed in the thread too. `on_stage` is called with the name of each stage when it begins, from the
@@ -71,49 +71,26 @@ class AsyncRollouts:
 
     def __init__(
         self,
+        config: Config,
         stages: Stages,
-        sampler: PromptSampler,
-        *,
-        max_staleness: int,
+        prompts: PromptSource,
         steps: int,
-        barrier_every: int,
-        in_flight: bool = False,
         on_stage: Callable[[str], None] = lambda stage: None,
     ):
-        self._stages, self._sampler = stages, sampler
-        self._max_staleness, self._steps, self._barrier_every = max_staleness, steps, barrier_every
-        self._in_flight = in_flight
+        rollout = config.rollout
+        rounds, size = rollout.dynamic_sampling_rounds, config.data.batch_size
+        self._stages, self._sampler = stages, PromptSampler(prompts, batch_size=size, rounds=rounds)
+        self._max_staleness, self._in_flight = rollout.max_staleness, rollout.in_flight
+        self._steps, self._barrier_every = steps, config.checkpoint.every_steps
         self._on_stage = on_stage
-        self._service = EngineService(stages.rollout, name="quatrain-rollout") if max_staleness else None
+        ahead = self._max_staleness > 0
+        self._service = EngineService(stages.rollout, name="quatrain-rollout") if ahead else None
         self._batches: deque[Future[TrainBatch]] = deque()
         self._position = PromptPosition()
         self._next_step = 0
         self._idle_since: float | None = None
         self._latest: tuple[Any, int] | None = None
         """The weights of batches in flight, and their version."""
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        stages: Stages,
-        prompts: PromptSource,
-        *,
-        steps: int,
-        on_stage: Callable[[str], None],
-    ) -> Self:
-        """The batches of a run on `prompts`, sampled ahead as far as the configuration says."""
-        rollout = config.rollout
-        rounds, size = rollout.dynamic_sampling_rounds, config.data.batch_size
-        return cls(
-            stages,
-            PromptSampler(prompts, batch_size=size, rounds=rounds),
-            max_staleness=rollout.max_staleness,
-            steps=steps,
-            barrier_every=config.checkpoint.every_steps,
-            in_flight=rollout.in_flight,
-            on_stage=on_stage,
-        )
 
     def take(self, state: TrainState) -> TrainBatch:
         """The batch of training step number `state.train_step`; waits until it is sampled and scored.

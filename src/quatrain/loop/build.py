@@ -5,6 +5,8 @@ Data flow: `Inputs` -> `build_run` -> `Run`, for the loop of `train.py` and for 
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.checkpoints import Checkpoints
@@ -19,7 +21,7 @@ from quatrain.loop.stages import Stages, build_engine
 from quatrain.loop.stop_when import StopWhen
 from quatrain.run.resume import Identity
 from quatrain.update.learner import Learner
-from quatrain.update.teacher import Teacher
+from quatrain.update.teacher import as_stage
 
 
 def build_run(inputs: Inputs) -> Run:
@@ -27,10 +29,10 @@ def build_run(inputs: Inputs) -> Run:
 
     Two lines may change places unless one uses what the other makes: order has no other meaning here.
     """
-    config, folder, stop = inputs.config, inputs.folder, inputs.stop
+    config, folder, stop, ended = inputs.config, inputs.folder, inputs.stop, inputs.parts.enter_context
     policy = load_policy(config, weights=inputs.weights)
     scorer = inputs.scorer(policy)
-    evaluator = inputs.ended(Evaluator(config, policy, scorer, inputs.rows))
+    evaluator = ended(closing(Evaluator(config, policy, scorer, inputs.rows)))
     prompts = inputs.prompts(policy, scorer, evaluator)
     identity = Identity.of(config, folder, prompts, policy, inputs.saved)
     demonstrations = inputs.demonstrations(policy)
@@ -39,11 +41,11 @@ def build_run(inputs: Inputs) -> Run:
     recorder = Recorder(config, folder.path, stop, prompts)
     teacher = inputs.teacher(policy, prompts, evaluator)
     learner = Learner.of(config, policy, steps=steps, teacher=teacher)
-    engine = inputs.ended(build_engine(config, policy, scorer, prompts, on_progress=recorder.show_decoding))
-    taught = teacher if isinstance(teacher, Teacher) else None  # that of all words is a part of the update
-    stages = Stages(engine, scorer, AdvantageEstimator.of(config), learner, taught)
-    batches = AsyncRollouts.of(config, stages, prompts, steps=steps, on_stage=recorder.show_sampling)
-    inputs.ended(batches, inputs.imported, evaluator)  # its thread may wait for a reward function
+    engine = ended(closing(build_engine(config, policy, scorer, prompts, recorder.show_decoding)))
+    stages = Stages(engine, scorer, AdvantageEstimator.of(config), learner, as_stage(teacher))
+    batches = AsyncRollouts(config, stages, prompts, steps, recorder.show_sampling)
+    for each in (batches, inputs.imported, evaluator):  # the last first: the thread may wait for the others
+        ended(closing(each))
     reference = Reference(config, policy, learner, folder.reference)
     best = best_of(config, folder, evaluator)
     evaluations = Evaluations(config, evaluator, best, stages, batches, recorder, stop, steps=steps)

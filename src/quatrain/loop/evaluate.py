@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.values import shown_data_sets
-from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.data.prompts import PromptSource
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.loop.stages import build_engine
@@ -132,23 +131,11 @@ class Evaluator:
             raise
 
     def _load_sets(self, config: Config, loaded: LoadedPolicy, rows: GivenRows) -> list[EvaluationSet]:
-        required = {**self._scorer.required_by, **loaded.required_by}
+        needed: dict[str, str] = {}
         if config.eval.accuracy is not None and self._own is not None:
-            required |= dict.fromkeys(self._own.required_columns, f"eval.accuracy {config.eval.accuracy}")
+            needed = dict.fromkeys(self._own.required_columns, f"eval.accuracy {config.eval.accuracy}")
         return [
-            EvaluationSet(
-                name,
-                load_prompts(
-                    spec,
-                    config.data,
-                    loaded.tokenizer,
-                    seed=config.seed,
-                    required_columns=required,
-                    check_prompt=self._scorer.check_prompt,
-                    turns=loaded.turns,
-                    rows=hub_rows(config, spec, rows),
-                ),
-            )
+            EvaluationSet(name, loaded.prompts(config, spec, self._scorer, rows, needed))
             for name, spec in config.data.eval_sets.items()
         ]
 

@@ -6,8 +6,6 @@ Data flow: the folder that `loop.export` wrote, and the run's folder -> a reposi
 from __future__ import annotations
 
 import json
-import logging
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,6 @@ from quatrain.loop.export import ADAPTER, BASE
 from quatrain.report.card import model_card
 from quatrain.weights.hf import INDEX, SINGLE
 
-logger = logging.getLogger(__name__)
 CARD = "README.md"
 STALE = (INDEX, SINGLE, "model-*.safetensors", f"{ADAPTER}/*")
 """What an earlier push may have left, and a model would be loaded from beside or instead of the new files."""
@@ -32,19 +29,6 @@ def make_repository(repository: str, *, private: bool) -> None:
 
     with _asking(repository):
         HfApi().create_repo(repository, private=private, exist_ok=True)
-
-
-def push_at_end(folder: Path, repository: str, *, run: Path, step: int) -> str | None:
-    """The address after a `push` at the end of a run, whose model is in `folder`.
-
-    If the push fails, that is logged as an error with the command to push again: the run has its model.
-    """
-    try:
-        return push(folder, repository, run=run, step=step)
-    except (ValueError, OSError) as error:
-        again = f"quatrain export {shlex.quote(str(run))} --push {repository}"
-        logger.error("%s; the model is in %s; push it with:\n  %s", error, folder, again)
-        return None
 
 
 def push(folder: Path, repository: str, *, run: Path, step: int) -> str:

@@ -10,20 +10,19 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any
 
 from quatrain.agents.hubs import hub_rows
-from quatrain.cluster.processes import num_processes
+from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.cluster.stop import Stop
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.values import data_set_list, shown_data_sets
-from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns, load_prompts
+from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
 from quatrain.data.table import TokenRow
 from quatrain.loop.evaluate import Evaluator
@@ -45,38 +44,17 @@ RewardFunctions = Mapping[str, Callable[..., Any]]
 NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-Part = TypeVar("Part", bound=_Closes)
-
-
-@dataclass(frozen=True)
 class Inputs:
-    """What a run in `folder` is made from; `parts` ends what was made of it, in reverse order.
+    """What a run in `folder` is made from, checked before a model is loaded.
 
-    `saved`: what the newest checkpoint in `store` says of the run; None if it does not go on from one.
-    Without `weights` the run is checked and cannot begin: no weights are read, nor reward models. Without
-    `teaches` it has no training steps, and no teacher is made.
+    Configuration and checkpoint agree, reward functions can be called, data have their columns: raises
+    ValueError where they do not. `parts` ends what is made from it, in reverse order. Without `weights` the
+    run is checked and cannot begin: no weights are read, nor reward models. Without `teaches` it has no
+    training steps, and no teacher is made.
     """
 
-    resolved: Resolved
-    folder: RunDir
-    stop: Stop
-    parts: ExitStack
-    store: Checkpointer
-    saved: Mapping[str, Any] | None
-    functions: RewardFunctions
-    imported: RewardScorer
-    """The reward functions, in whose worker processes they are called."""
-    rows: GivenRows
-    weights: bool
-    teaches: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         resolved: Resolved,
         folder: RunDir,
         stop: Stop,
@@ -86,26 +64,32 @@ class Inputs:
         *,
         weights: bool = True,
         teaches: bool = True,
-    ) -> Self:
-        """Checked: configuration and checkpoint agree, functions can be called, data have their columns.
-
-        Raises ValueError for what does not.
-        """
+    ):
+        self.resolved, self.folder, self.stop, self.parts = resolved, folder, stop, parts
+        self._functions, self.rows, self.weights, self.teaches = functions, rows, weights, teaches
         config = resolved.config
         _check_given(config, rows)
-        store = Checkpointer(folder.checkpoints, config.checkpoint.keep)
-        parts.callback(_close, store)
-        saved = store.read_host() if folder.resumed else None
-        if saved is not None:
-            check_saved_state(saved, folder.checkpoints)
-            resume.check_config(config, saved, folder)
+        self.store = Checkpointer(folder.checkpoints, config.checkpoint.keep)
+        parts.callback(_close, self.store)
+        self.saved = self.store.read_host() if folder.resumed else None
+        """What the newest checkpoint says of the run; None if it does not go on from one."""
+        if self.saved is not None:
+            check_saved_state(self.saved, folder.checkpoints)
+            resume.check_config(config, self.saved, folder)
         _refuse_staleness_in_several_processes(config)
         stage("reward functions")
-        imported = RewardScorer.imported(config, functions)
-        parts.callback(imported.close)
-        inputs = cls(resolved, folder, stop, parts, store, saved, functions, imported, rows, weights, teaches)
+        self.imported = RewardScorer(  # before there is a tokenizer, or a reward model
+            config.reward,
+            models=None,
+            functions=functions,
+            decide=decided_by_main,
+            episodes=config.rollout.has_episodes,
+        )
+        """The reward functions, in whose worker processes they are called."""
+        parts.callback(self.imported.close)
         # Several processes read a part of the files each, and say what is wrong together, with the tokenizer.
-        return replace(inputs, rows=inputs._read_data()) if num_processes() == 1 else inputs
+        if num_processes() == 1:
+            self.rows = self._read_data()
 
     @property
     def config(self) -> Config:
@@ -115,13 +99,6 @@ class Inputs:
     @property
     def _starts_warm(self) -> bool:
         return bool(self.config.sft.steps and not self.folder.resumed)
-
-    def ended(self, part: Part, *before: _Closes) -> Part:
-        """`part`, which is ended with the run, after `before`, for which its thread may wait."""
-        self.parts.callback(part.close)
-        for each in before:
-            self.parts.callback(each.close)
-        return part
 
     def _read_data(self) -> GivenRows:
         """The rows of each data set of the run, which must have the columns that rewards need."""
@@ -141,7 +118,7 @@ class Inputs:
         """The reward stage, of the functions that were imported."""
         stage("prompts and reward models" if self.weights and self.config.reward.models else "prompts")
         return RewardScorer.of(
-            self.config, policy, self.functions, imported=self.imported, weights=self.weights
+            self.config, policy, self._functions, imported=self.imported, weights=self.weights
         )
 
     def prompts(self, policy: LoadedPolicy, scorer: RewardScorer, evaluator: Evaluator) -> PromptSource:
@@ -151,17 +128,7 @@ class Inputs:
         needed = dict.fromkeys(columns, "the teacher's prompt (distill.prompt)")
         if isinstance(config.distill.teacher, dict):
             needed[DATA_SOURCE] = "distill.teacher"
-        return load_prompts(
-            config.data.train,
-            config.data,
-            policy.tokenizer,
-            seed=config.seed,
-            required_columns={**scorer.required_by, **policy.required_by, **needed},
-            check_prompt=scorer.check_prompt,
-            turns=policy.turns,
-            by_pass_rate=True,
-            rows=hub_rows(config, config.data.train, self.rows),
-        )
+        return policy.prompts(config, config.data.train, scorer, self.rows, needed, by_pass_rate=True)
 
     def demonstrations(self, policy: LoadedPolicy) -> DemonstrationSource | None:
         """Those of the warm start; None if there is none."""
@@ -202,8 +169,7 @@ class Inputs:
             sets += [(config.data.eval_sets[each.name], each.source) for each in taught]
             has = partial(has_teacher, config.distill)
             longest = max(reads.longest(shown_data_sets(spec), source, has) for spec, source in sets)
-        loader = TeacherLoader.of(config, policy, longest_prompt=longest)
-        teacher = loader.load(reads, weights=self.weights)
+        teacher = TeacherLoader(config, policy, longest).load(reads, weights=self.weights)
         if isinstance(teacher, Teacher) and isinstance(config.distill.teacher, dict):
             teacher.check_sources(prompts.values_of(DATA_SOURCE))
         return teacher

@@ -1,6 +1,7 @@
-"""Opens a run: its folder and its lock, signals that stop it, and its report; closes them at the end.
+"""Opens a run: its folder and its lock, signals that stop it, and its report; and writes its results.
 
-Data flow: `Resolved` -> `open_run` -> `Inputs` -> `build_run` -> the `Run` that `train.py` trains.
+Data flow: `Resolved` -> `open_run` -> `Inputs` -> `build_run` -> the `Run` that `train.py` trains -> `export`
+and `conclude`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import logging
 import os
 import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ from quatrain.cluster.processes import agreement, decided_by_main, is_main_proce
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
+from quatrain.config.schema import Config
 from quatrain.config.secrets import redact
-from quatrain.config.values import shown_data_sets
+from quatrain.config.values import data_set_list, shown_data_sets
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import build_run
-from quatrain.loop.hub import make_repository
+from quatrain.loop.evaluate import results
+from quatrain.loop.export import ADAPTER, export_policy
+from quatrain.loop.hub import make_repository, push
 from quatrain.loop.inputs import NO_FUNCTIONS, Inputs, RewardFunctions
 from quatrain.loop.run import Run
 from quatrain.plan.batches import overview
@@ -35,13 +39,14 @@ from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
 from quatrain.report.start_up import starting
 from quatrain.report.writer import Report, own_messages
-from quatrain.run.description import describe
+from quatrain.run.description import describe, describe_end
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 
 logger = logging.getLogger(__name__)
 _loading = threading.Lock()
 """One run of a process loads at a time: transformers' lazy imports fail in two threads at once."""
 NOT_BEGUN = "the run had not begun; give the same command again"
+NEXT_CONFIG = Path("configs", "gsm8k_smollm2_cpu.yaml")
 
 
 @contextmanager
@@ -72,7 +77,7 @@ def open_run(
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
             with stop.interruptible(), starting(), waiting(), _loading:
-                inputs = Inputs.of(resolved, folder, stop, parts, reward_functions, rows, teaches=teaches)
+                inputs = Inputs(resolved, folder, stop, parts, reward_functions, rows, teaches=teaches)
                 run = build_run(inputs)
                 if repository := config.hub.push:  # last, so that invalid input leaves no repository
                     make = partial(make_repository, repository, private=config.hub.private)
@@ -180,3 +185,62 @@ def _announce(run: Run) -> None:
         event(
             f"{train}: {run.prompts.filtered} prompts left out by their pass rates, {len(run.prompts)} kept"
         )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Result of a run: its folder, its steps, and the metrics of the evaluations before and after."""
+
+    run: Path
+    steps: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+def export(run: Run, params: Any, step: int) -> None:
+    """Write the model of `step` for transformers, wait for the last checkpoint, and push to the Hub.
+
+    If the push fails, that is logged as an error with the command to push again: the run has its model.
+    """
+    run.recorder.progress.stage("export")
+    loaded, base = run.loaded, run.config.model.path
+    export_policy(run.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling, base=base)
+    if run.resumable:
+        run.checkpoints.check_last()
+    if (repository := run.config.hub.push) and is_main_process():
+        try:
+            address = push(run.folder.final, repository, run=run.folder.path, step=step)
+            run.recorder.report.event(f"the model and its card are on the Hub: {address}")
+        except (ValueError, OSError) as error:
+            again = f"quatrain export {shlex.quote(str(run.folder.path))} --push {repository}"
+            logger.error("%s; the model is in %s; push it with:\n  %s", error, run.folder.final, again)
+
+
+def conclude(run: Run, steps: int, after: Mapping[str, float]) -> Summary:
+    """Log the results of the run."""
+    event = run.recorder.report.event
+    for line in results(run.evaluator.sets, run.evaluations.before, after):
+        event(line)
+    if run.evaluations.best is not None:
+        event(str(run.evaluations.best))
+    describe_end(run.folder, steps)
+    event(f"run page: {run.folder.page}")
+    event(f"metrics, samples, checkpoints and log: {run.folder.path}")
+    event(f"the trained model, for transformers: {run.folder.final}")
+    if run.loaded.arch.lora:
+        event(f"its adapters, for peft: {run.folder.final / ADAPTER}")
+    if run.config.model.path.startswith("builtin:"):
+        event(f"next, a real model:{_next_command(run.config)}")
+    return Summary(run.folder.path, steps, run.evaluations.before, after)
+
+
+def _next_command(config: Config) -> str:
+    """How to train a real model, on the data of `config` if it is the user's own."""
+    if not any(name.startswith("builtin:") for name in data_set_list(config.data.train)):
+        return " set model.path to a folder, a .gguf file or a model on the Hub"
+    if NEXT_CONFIG.is_file() and Path("Makefile").is_file():
+        return f"\n  make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
+    return (
+        " set model.path to a folder or a model on the Hub, data.train and data.eval to your prompts, and "
+        "data.question_column to the column of their questions"
+    )

@@ -12,11 +12,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from quatrain.agents.hubs import hub_rows
 from quatrain.backend import this_backend
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.policy import Meshes, Policy
+from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.data.rows import GivenRows
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
@@ -27,6 +30,7 @@ from quatrain.models.lora import with_adapters, with_lora
 from quatrain.models.params import check_policy
 from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
+from quatrain.reward.scorer import RewardScorer
 from quatrain.weights.load import BUILTIN, Model, load_model
 
 
@@ -42,6 +46,29 @@ class LoadedPolicy(Policy):
         if self.environments is None:
             return {}
         return dict.fromkeys(self.environments.required_columns, f"the {self.environments.name}")
+
+    def prompts(
+        self,
+        config: Config,
+        spec: str | tuple[str, ...],
+        scorer: RewardScorer,
+        rows: GivenRows,
+        needed: Mapping[str, str],
+        *,
+        by_pass_rate: bool = False,
+    ) -> PromptSource:
+        """The prompts of the data set `spec`, with the columns that episodes, rewards and `needed` name."""
+        return load_prompts(
+            spec,
+            config.data,
+            self.tokenizer,
+            seed=config.seed,
+            required_columns={**scorer.required_by, **self.required_by, **needed},
+            check_prompt=scorer.check_prompt,
+            turns=self.turns,
+            by_pass_rate=by_pass_rate,
+            rows=hub_rows(config, spec, rows),
+        )
 
 
 def load_policy(

@@ -1,7 +1,7 @@
 """A run: its parts, and what it does before and after training.
 
-Data flow: `Inputs` -> `build_run` (`build.py`) -> `Run` -> the loop of `train.py` -> `finish.py`. Each part
-has a file of its own: `recorder.py`, `evaluations.py`, `checkpoints.py`, `reference.py`, `asynchronous.py`.
+Data flow: `Inputs` -> `build_run` (`build.py`) -> `Run` -> the loop of `train.py`. Each part has a file of
+its own: `recorder.py`, `evaluations.py`, `checkpoints.py`, `reference.py`, `asynchronous.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, PromptSource
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.checkpoints import Checkpoints
-from quatrain.loop.compare_servers import compare_servers
 from quatrain.loop.evaluate import Evaluator
 from quatrain.loop.evaluations import Evaluations
 from quatrain.loop.inputs import Inputs
@@ -24,10 +23,16 @@ from quatrain.loop.reference import Reference
 from quatrain.loop.sft import warm_start
 from quatrain.loop.stages import Stages
 from quatrain.loop.stop_when import StopWhen
+from quatrain.rollout.fleet import Fleet
 from quatrain.run.run_dir import RunDir
 from quatrain.types.metrics import Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+
+PROBES = 4
+"""Prompts for each inference server on which it is compared with the trainer before training begins."""
+SERVER_TOLERANCE = 4
+"""How many times `rollout.logprob_diff_warning` a server may differ from the trainer then."""
 
 
 @dataclass
@@ -93,7 +98,7 @@ class Run:
             state = self.checkpoints.restore(state)
             self.folder.write_config(dump_yaml(self.inputs.resolved))
         if self.config.rollout.servers:
-            compare_servers(self.stages, state, self.prompts, self.config.rollout, self.recorder.report.event)
+            compare_servers(self, state)
         if not self.folder.resumed:
             self.evaluations.first(state.params)
         return state
@@ -130,3 +135,31 @@ class Run:
         """Save a checkpoint of the last finished step, if the run trains."""
         if self.state is not None:
             self.checkpoints.save_before_end(self.state)
+
+
+def compare_servers(run: Run, state: TrainState) -> None:
+    """Raises ValueError if a server and the trainer give the same tokens other log-probabilities."""
+    limit = run.config.rollout.logprob_diff_warning
+    if limit is None:
+        run.recorder.report.event(
+            "log-probabilities of servers and trainer are not compared, because "
+            "rollout.logprob_diff_warning is null"
+        )
+        return
+    engine, servers = run.stages.rollout, run.config.rollout.servers
+    fleet = getattr(engine, "fleet", engine)  # that of agents, or the sampler itself
+    assert isinstance(fleet, Fleet), "servers are workers of a fleet"
+    prompts, sampling = run.prompts.head(PROBES), replace(engine.sampling, n=1)
+    fleet.sync_weights(state.params, state.step)
+    tickets = [fleet.submit(prompts, sampling=sampling, worker=each) for each in range(len(servers))]
+    for server, ticket in zip(servers, tickets, strict=True):
+        gap = run.stages.update.sampler_mismatch(state, fleet.wait(ticket))
+        if not gap <= SERVER_TOLERANCE * limit:
+            raise ValueError(
+                "a server (rollout.servers) and the trainer must agree in log-probabilities of sampled "
+                f"tokens; {server} differs by {gap:.3g} nats on average on the first {len(prompts)} "
+                f"prompts, more than {SERVER_TOLERANCE} times rollout.logprob_diff_warning ({limit:g}). "
+                "See that it computes in the trainer's precision (vLLM: --dtype float32 or model.dtype: "
+                "bfloat16), returns processed log-probabilities (vLLM: --logprobs-mode "
+                "processed_logprobs) and was started from this model without quantization"
+            )

@@ -29,7 +29,7 @@ from quatrain.types.batches import RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.types.rollouts import OnProgress, Rollouts
 from quatrain.update.learner import Learner
-from quatrain.update.teacher import Teacher, TeacherLoader
+from quatrain.update.teacher import Teacher, TeacherLoader, as_stage
 from quatrain.update.teacher_prompts import TeacherPrompts
 
 
@@ -71,13 +71,13 @@ def build_stages(
     or a teacher that cannot be loaded.
     """
     scorer = RewardScorer.of(config, loaded, reward_functions)
-    teacher = TeacherLoader.of(config, loaded).load(TeacherPrompts.of(config.distill, loaded))
+    teacher = TeacherLoader(config, loaded).load(TeacherPrompts.of(config.distill, loaded))
     return Stages(
         build_engine(config, loaded, scorer, on_progress=on_progress),
         scorer,
         AdvantageEstimator.of(config),
         Learner.of(config, loaded, steps=steps, reference=reference, teacher=teacher),
-        teacher if isinstance(teacher, Teacher) else None,
+        as_stage(teacher),
     )
 
 
@@ -86,7 +86,6 @@ def build_engine(
     loaded: LoadedPolicy,
     scorer: RewardScorer | None = None,
     prompts: PromptSource | None = None,
-    *,
     on_progress: OnProgress | None = None,
 ) -> Rollouts:
     """What samples for `loaded`: an engine on this run's devices, or a fleet of workers or servers.

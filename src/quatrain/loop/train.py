@@ -24,9 +24,8 @@ from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import build_run
-from quatrain.loop.finish import Summary, conclude, export
 from quatrain.loop.inputs import Inputs
-from quatrain.loop.open_run import open_run
+from quatrain.loop.open_run import Summary, conclude, export, open_run
 from quatrain.loop.prompts import NoSignal
 from quatrain.loop.run import Run
 from quatrain.loop.step import learn
@@ -153,7 +152,7 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
         stop.conclude = lambda stopped: folder.discard()
         try:
             with stop.interruptible(), ExitStack() as parts:
-                run = build_run(Inputs.of(resolved, folder, stop, parts, weights=False))
+                run = build_run(Inputs(resolved, folder, stop, parts, weights=False))
                 placed = placement(config, devices=jax.device_count(), device_memory=_device_memory())
                 lines = [
                     *filter(None, [folder.note]),

@@ -221,7 +221,7 @@ def _kept(name: str, bounds: Any) -> str:
 def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     update, reward_coef = config.update, config.reward.kl_coef
     reference = update.kl_coef > 0 or reward_coef > 0
-    steps = update.epochs * _mini_batches(config, update)[0]
+    steps = config.optimizer_steps(update)
     several = update.old_logprobs == "auto" and (steps > 1 or reward_coef > 0)
     old = update.old_logprobs == "recompute" or several
     why = f"old + reference = {old:d} + {reference:d}; update.old_logprobs is {update.old_logprobs}"

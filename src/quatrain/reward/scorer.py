@@ -197,11 +197,11 @@ class RewardScorer:
     ) -> Self:
         """The reward stage of `config`, with its reward models loaded on their mesh.
 
-        `functions` as in the constructor; `imported` is what `imported` made of them, whose worker processes
-        are used. In a run of several processes, only the main process calls the functions, and all compute
-        the scores of reward models together. Without `weights` there are no reward models. Raises ValueError
-        for a function that cannot be imported or called, and for a reward model that is missing, damaged or
-        of an unsupported kind.
+        `functions` as in the constructor; `imported` is a scorer of them without reward models, whose worker
+        processes are used. In a run of several processes, only the main process calls the functions, and all
+        compute the scores of reward models together. Without `weights` there are no reward models. Raises
+        ValueError for a function that cannot be imported or called, and for a reward model that is missing,
+        damaged or of an unsupported kind.
         """
         from quatrain.reward.model import load_reward_models  # brings JAX, which hints on a run do without
 
@@ -224,15 +224,6 @@ class RewardScorer:
             faults_abstain=config.rollout.agent_failure == "abstain",
             workers_of=imported,
         )
-
-    @classmethod
-    def imported(cls, config: Config, functions: Mapping[str, Callable[..., Any]]) -> Self:
-        """The reward functions alone, imported, their signatures checked: before there is a tokenizer.
-
-        Raises ValueError for a function that cannot be imported or called.
-        """
-        episodes = config.rollout.has_episodes
-        return cls(config.reward, models=None, functions=functions, decide=decided_by_main, episodes=episodes)
 
     def _function(
         self, spec: str, name: str, config: RewardConfig, from_python: Callable[..., Any] | None

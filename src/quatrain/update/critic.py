@@ -23,14 +23,7 @@ from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
 from quatrain.parallel.mesh import copy_if_aliased, full, mesh_shape, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
-from quatrain.update.trainer import (
-    CRITIC_STREAM,
-    ModelState,
-    StepTotals,
-    Trainer,
-    mini_batches_of_step,
-    num_optimizer_steps,
-)
+from quatrain.update.trainer import CRITIC_STREAM, ModelState, StepTotals, Trainer, mini_batches_of_step
 
 RENAMED = {
     "loss": "critic/loss",
@@ -100,7 +93,7 @@ class Critic:
             config.update,
             config.critic_optimizer,
             max_new_tokens=config.rollout.max_new_tokens,
-            total_steps=steps * num_optimizer_steps(config.critic, config.data.batch_size),
+            total_steps=steps * config.optimizer_steps(config.critic),
             seed=config.seed,
             memory="host" if config.offload.critic else "device",
         )

@@ -32,13 +32,7 @@ from quatrain.update.distillation import Distillation, over_taught
 from quatrain.update.objective import SQUARES, PolicyObjective
 from quatrain.update.teacher import Teacher, WordTeacher
 from quatrain.update.teacher_scores import Scores, TopWords, model_scores
-from quatrain.update.trainer import (
-    ModelState,
-    StepTotals,
-    Trainer,
-    mini_batches_of_step,
-    num_optimizer_steps,
-)
+from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
 """Separates the random numbers of a loss from those that draw mini-batches."""
@@ -179,7 +173,7 @@ class Learner:
             config.logprob,
             config.optimizer,
             max_new_tokens=rollout.max_new_tokens,
-            total_steps=policy_steps * num_optimizer_steps(config.update, config.data.batch_size),
+            total_steps=policy_steps * config.optimizer_steps(config.update),
             seed=config.seed,
             reference=reference,
             critic=Critic.of(config, policy, steps=steps),

@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
-from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
-from quatrain.config.schema import Config, DistillConfig, LogprobConfig, ModelConfig
+from quatrain.config.schema import Config, DistillConfig, LogprobConfig
 from quatrain.config.sections.distill import DEFAULT
 from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import load_tokenizer
@@ -269,46 +268,27 @@ def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
     return metrics
 
 
+def as_stage(teacher: Teacher | WordTeacher | None) -> Teacher | None:
+    """`teacher`, if it is a stage of a step; one of losses over all words is a part of the update."""
+    return teacher if isinstance(teacher, Teacher) else None
+
+
 @dataclass(frozen=True)
 class TeacherLoader:
-    """How the teachers of `config` are loaded: on `mesh`, kept in `memory`, with prompts shared or not.
+    """How the teachers of a run on `policy` are loaded, on their mesh and in their memory.
 
-    Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. `longest`: tokens of the
-    longest sequence that a teacher gets to read, in training or evaluation, with its own prompt if it has
-    one; `longest_own`: that weights of the run can read. `seed` is that of a built-in teacher.
+    `longest_prompt`: tokens of the longest of the teacher's own prompts (`TeacherPrompts.longest`).
     """
 
-    config: DistillConfig
-    model: ModelConfig
-    tokenizer: Any
-    mesh: Mesh
-    memory: Literal["device", "host"] = "device"
-    share_prompts: bool = True
-    longest: int = 0
-    longest_own: int = 0
-    seed: int = 0
-    vocab_size: int | None = None
-    """Words of the policy's output head; None: no more than the teachers'."""
-    timeout_s: float = 600.0
-    """Seconds for which a teacher behind a server may not answer."""
+    config: Config
+    policy: Policy
+    longest_prompt: int = 0
 
-    @classmethod
-    def of(cls, config: Config, policy: Policy, *, longest_prompt: int = 0) -> Self:
-        """That of the teachers of `policy`; `longest_prompt`: tokens of the longest of their own prompts."""
-        longest = policy.arch.longest
-        return cls(
-            config.distill,
-            config.model,
-            policy.tokenizer,
-            policy.meshes.teacher,
-            memory="host" if config.offload.teacher else "device",
-            share_prompts=config.update.shares_prompts,
-            longest=longest_of_run(config) + max(longest_prompt - config.data.max_prompt_length, 0),
-            longest_own=min(longest, config.logprob.max_tokens_per_device or longest),
-            seed=config.seed,
-            vocab_size=policy.arch.vocab_size,
-            timeout_s=config.rollout.timeout_s,
-        )
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a teacher gets to read, in training or evaluation."""
+        more = max(self.longest_prompt - self.config.data.max_prompt_length, 0)
+        return longest_of_run(self.config) + more
 
     def load(
         self, prompts: TeacherPrompts | None = None, *, weights: bool = True
@@ -320,15 +300,17 @@ class TeacherLoader:
         missing, damaged, of an unsupported family, that `mesh` cannot shard, or whose tokens are not those of
         the policy's `tokenizer`.
         """
-        config = self.config
+        config, policy = self.config.distill, self.policy
         loaded: dict[str, Source | None] = {path: self._model(path, weights) for path in config.models}
         if not config.teachers or not weights:
             return None
+        own = min(policy.arch.longest, self.config.logprob.max_tokens_per_device or policy.arch.longest)
         for name in config.own:
-            loaded[name] = OwnWeights(name, config.temperature, self.longest_own)
+            loaded[name] = OwnWeights(name, config.temperature, own)
+        timeout_s = self.config.rollout.timeout_s
         for address in config.servers:
             most = config.top_k if config.loss != "sampled" else 0
-            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s, num_words=most)
+            loaded[address] = ServerTeacher(address, policy.tokenizer, timeout_s=timeout_s, num_words=most)
         for path, source in loaded.items():
             if source is not None and source.longest < self.longest:
                 logger.warning(
@@ -348,23 +330,25 @@ class TeacherLoader:
 
         Raises ValueError if there are fewer of them.
         """
-        if self.config.loss == "sampled":
+        config = self.config.distill
+        if config.loss == "sampled":
             return None
         sizes = [x.spec.arch.vocab_size for x in sources if isinstance(x, FrozenModel)]
-        num_words = min([self.vocab_size or len(self.tokenizer), *sizes])
-        if self.config.top_k > num_words:
+        num_words = min([self.policy.arch.vocab_size, *sizes])
+        if config.top_k > num_words:
             raise ValueError(
                 f"distill.top_k must be at most {num_words}, the number of words that the policy and its "
-                f"teachers have; got {self.config.top_k}; set a smaller number, or 0 for all words"
+                f"teachers have; got {config.top_k}; set a smaller number, or 0 for all words"
             )
-        return TopWords(self.config.top_k, num_words)
+        return TopWords(config.top_k, num_words)
 
     def _model(self, path: str, weights: bool) -> FrozenModel | None:
-        config, model, size = self.config, self.model, len(self.tokenizer)
+        config, model, tokenizer = self.config, self.config.model, self.policy.tokenizer
+        mesh, size = self.policy.meshes.teacher, len(tokenizer)
         try:
             if not path.startswith(BUILTIN):
-                check_same_tokens(load_tokenizer(path), self.tokenizer)
-            given: dict[str, Any] = {"seed": self.seed, "vocab_size": size, "mesh": self.mesh}
+                check_same_tokens(load_tokenizer(path), tokenizer)
+            given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
             loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
             if size > loaded.arch.vocab_size:
                 raise ValueError(
@@ -381,13 +365,13 @@ class TeacherLoader:
             loaded.arch.for_length(self.longest),
             model.dtype,
             attention=attention,
-            mesh=self.mesh,
-            temperature=config.temperature,
+            mesh=mesh,
+            temperature=config.distill.temperature,
         )
         return FrozenModel(
             loaded.params,
             spec,
-            max_tokens=config.max_tokens_per_device,
-            share_prompts=self.share_prompts,
-            memory=self.memory,
+            max_tokens=config.distill.max_tokens_per_device,
+            share_prompts=config.update.shares_prompts,
+            memory="host" if config.offload.teacher else "device",
         )

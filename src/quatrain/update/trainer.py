@@ -6,7 +6,6 @@ Used for the policy (`learner.py`), the critic (`critic.py`) and the supervised 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.config.schema import OptimizerConfig
 from quatrain.forward.micro_batch import MicroBatch, fill
 from quatrain.forward.planner import MicroBatchPlanner, describe_plans
 from quatrain.forward.specs import ModelSpec
@@ -186,8 +185,3 @@ def mini_batches_of_step(
     parts = [part for order in orders for part in np.array_split(order, -(-len(groups) // size))]
     rows = [np.flatnonzero(np.isin(membership, part)) for part in parts]
     return list(enumerate(rows, (train_step - resting_steps) * len(rows)))
-
-
-def num_optimizer_steps(sizes: UpdateConfig | CriticConfig, num_prompts: int) -> int:
-    """Optimizer steps of a training step on `num_prompts` prompts: the length of `mini_batches_of_step`."""
-    return sizes.epochs * math.ceil(num_prompts / sizes.mini_batch_size)
