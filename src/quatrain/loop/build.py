@@ -27,12 +27,15 @@ from quatrain.update.teacher import as_stage
 def build_run(inputs: Inputs) -> Run:
     """The parts of a run; raises ValueError for invalid input.
 
-    Two lines may change places unless one uses what the other makes: order has no other meaning here.
+    Two lines may change places unless one uses what the other makes: what must come before or be ended before
+    something else is named by it. That cheap checks of what users write stand first only saves them time.
     """
     config, folder, stop, ended = inputs.config, inputs.folder, inputs.stop, inputs.parts.enter_context
     policy = load_policy(config, weights=inputs.weights)
     scorer = inputs.scorer(policy)
     evaluator = ended(closing(Evaluator(config, policy, scorer, inputs.rows)))
+    best = best_of(config, folder, evaluator)
+    stop_when = StopWhen(config, evaluator, scorer.function_names)
     prompts = inputs.prompts(policy, scorer, evaluator)
     identity = Identity.of(config, folder, prompts, policy, inputs.saved)
     demonstrations = inputs.demonstrations(policy)
@@ -47,10 +50,8 @@ def build_run(inputs: Inputs) -> Run:
     for each in (batches, inputs.imported, evaluator):  # the last first: the thread may wait for the others
         ended(closing(each))
     reference = Reference(config, policy, learner, folder.reference)
-    best = best_of(config, folder, evaluator)
     evaluations = Evaluations(config, evaluator, best, stages, batches, recorder, stop, steps=steps)
     kept = (policy.arch, reference, evaluations, recorder)
     checkpoints = Checkpoints(config, folder, inputs.store, *kept, steps=steps, identity=identity)
-    stop_when = StopWhen(config, evaluator, scorer.function_names)
     shown = (prompts, demonstrations, evaluator, stages, batches, recorder, reference, evaluations)
     return Run(inputs, policy, *shown, checkpoints, stop_when, steps, warnings)

@@ -1,7 +1,7 @@
 """The training loop: a batch, `step.learn`, and then the evaluation and the checkpoint that are due.
 
 Called by `quatrain train` and `quatrain sft`. Run folder, resuming, evaluation, checkpoints and logging are
-in `run.py`.
+in `open_run.py` and `run.py`.
 """
 
 from __future__ import annotations
