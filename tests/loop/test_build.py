@@ -1,12 +1,17 @@
+import ast
+import inspect
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import small_run
 
 from quatrain.config.load import load_config
+from quatrain.loop import build
 from quatrain.loop.policy import load_policy
 from quatrain.loop.stages import build_engine, keeping_environments
+from quatrain.loop.train import dry_run
 from quatrain.rollout.publish import gathered
 from quatrain.rollout.start_fleet import servers
 from quatrain.update.learner import Learner
@@ -112,3 +117,38 @@ def test_environments_of_other_processes_are_not_for_reward_functions(key):
     assert keeping_environments(config, loaded, SimpleNamespace(asks_for_environments=False)) is loaded
     with pytest.raises(ValueError, match=rf"rollout\.{key} must be 0 .* `environments` .* got 2; set 0, or"):
         keeping_environments(config, loaded, SimpleNamespace(asks_for_environments=True))
+
+
+def _late_lines_first(function):
+    """Code of `function` whose lines stand in another order, each still after those whose names it uses."""
+    tree = ast.parse(inspect.getsource(function))
+    *lines, end = tree.body[0].body
+
+    def names(line, kind):
+        return {
+            node.id for node in ast.walk(line) if isinstance(node, ast.Name) and isinstance(node.ctx, kind)
+        }
+
+    order = []
+    while lines:
+        made = [names(line, ast.Store) for line in lines]
+        free = [
+            at
+            for at, line in enumerate(lines)
+            if not names(line, ast.Load) & set().union(*made[:at], *made[at + 1 :])
+        ]
+        order.append(lines.pop(free[-1]))
+    tree.body[0].body = [*order, end]
+    return ast.unparse(tree)
+
+
+@pytest.mark.usefixtures("narrow_model")
+def test_the_order_of_lines_that_use_nothing_of_each_other_has_no_meaning(tmp_path, monkeypatch):
+    """A part that changes another, or counts on one that it does not name, would fail or plan otherwise."""
+    resolved = small_run(tmp_path, "a", "advantage.estimator=gae", "data.eval=builtin:arithmetic-heldout")
+    code, own = _late_lines_first(build.build_run), dict(vars(build))
+    assert code.index("Reference(") < code.index("StopWhen(")
+    exec(compile(code, "reordered", "exec"), own)
+    expected = dry_run(resolved)
+    monkeypatch.setattr("quatrain.loop.train.build_run", own["build_run"])
+    assert dry_run(resolved) == expected

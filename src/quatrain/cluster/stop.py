@@ -1,7 +1,7 @@
 """Signals that stop a run: SIGTERM, SIGHUP and SIGINT end it where its state is whole, a second one at once.
 
-`loop/open_run.py` opens a `Stop` for a run and says where it may end. `launch.py` uses `Signals` alone. In a run
-of several processes, `rendezvous.py` carries the messages of the `Agreement` on where all of them stop.
+`loop/open_run.py` opens a `Stop` for a run and says where it may end. `launch.py` uses `Signals` alone. In a
+run of several processes, `rendezvous.py` carries the messages of the `Agreement` on where all of them stop.
 """
 
 from __future__ import annotations
