@@ -37,11 +37,11 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops, packing_cost, parameters_read
 from quatrain.models.kv_cache import bytes_per_position
 from quatrain.models.params import init_params
+from quatrain.models.probe import trusted_attention
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.update.gradient import init_optimizer, optimizer_step
 from quatrain.update.objective import PolicyObjective

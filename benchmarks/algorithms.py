@@ -45,7 +45,7 @@ from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
 from quatrain.config.errors import installation
-from quatrain.config.layers import file_layer, override_layer
+from quatrain.config.settings import file_layer, override_layer
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.run.metrics import read_metrics
 

@@ -59,7 +59,7 @@ from quatrain.models.params import abstract_params
 from quatrain.models.prefix_tree import NO_FORMS
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
-from quatrain.weights.load import load_model
+from quatrain.weights.load_model import load_model
 
 
 def main() -> None:

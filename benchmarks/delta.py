@@ -39,7 +39,7 @@ def passes(tokens: int, layers: int) -> Callable[[], Any]:
     @jax.jit
     def gradient(params):
         def loss(params):
-            return jnp.sin(forward(params, arch, ids, places, segments)).sum()
+            return jnp.sin(forward(params, arch, ids, places, segments).hidden).sum()
 
         return jax.grad(loss)(params)
 

@@ -35,7 +35,7 @@ import jax
 import numpy as np
 from algorithms import COMMON, Row, Settings
 
-from quatrain.config.layers import file_layer
+from quatrain.config.settings import file_layer
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.tokenizer import encode, load_tokenizer, render, save_tokenizer
 from quatrain.forward.planner import MicroBatchPlanner
@@ -47,7 +47,7 @@ from quatrain.types.batches import RolloutBatch
 from quatrain.update.teacher_prompts import TeacherPrompts
 from quatrain.update.teacher_scores import TopWords, model_scores
 from quatrain.weights.hf import save_hf
-from quatrain.weights.load import load_model
+from quatrain.weights.load_model import load_model
 
 TARGET, HALF_TARGET = 0.95, 0.9
 STEPS: Settings = {"run.steps": 60, "eval.every_steps": 5}

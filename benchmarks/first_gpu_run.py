@@ -66,12 +66,12 @@ from quatrain.forward.specs import head_logprobs
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention, unpacks_above
 from quatrain.models.attention.kernels import PLATFORMS, obstacle
-from quatrain.models.attention.probe import probe
 from quatrain.models.decoder import REMAT
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.models.params import num_params
 from quatrain.models.prefix_tree import RowForms
+from quatrain.models.probe import probe_attention
 from quatrain.ops.logprobs import Tile
 from quatrain.ops.sampling import SamplingNumbers, sample
 from quatrain.run.metrics import read_metrics
@@ -146,7 +146,7 @@ def _cannot(kernel: str, arch: Architecture) -> str | None:
     if PLATFORMS[kernel] != platform:
         return f"needs a {PLATFORMS[kernel].upper()}, and JAX uses the platform {platform}"
     reason = obstacle(kernel, arch, "bfloat16")
-    return probe(kernel, arch, "bfloat16") if reason is None else f"cannot {reason}"
+    return probe_attention(kernel, arch, "bfloat16") if reason is None else f"cannot {reason}"
 
 
 def attention(run: Run, figures: Figures) -> None:

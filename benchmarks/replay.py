@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quatrain.config.layers import QUICKSTART
+from quatrain.config.settings import QUICKSTART
 from quatrain.report.plot import style_axes
 from quatrain.run.metrics import read_metrics
 

@@ -46,7 +46,7 @@ def batch(rows: list[dict], rng: np.random.Generator) -> tuple[np.ndarray, np.nd
 def loss(params: dict, ids: jax.Array, lengths: jax.Array) -> jax.Array:
     """The Bradley-Terry loss, -log sigmoid(score of the right answer - score of the wrong one), in nats."""
     positions = jnp.broadcast_to(jnp.arange(WIDTH), ids.shape)
-    hidden = forward(params, arch, ids, positions, (positions < lengths[:, None]).astype(int))
+    hidden = forward(params, arch, ids, positions, (positions < lengths[:, None]).astype(int)).hidden
     right, wrong = jnp.split(scores(params, arch, hidden[jnp.arange(len(ids)), lengths - 1]), 2)
     return -jax.nn.log_sigmoid(right - wrong).mean()
 

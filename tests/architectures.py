@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from goldens import CASES, read_golden
 
-from quatrain.config.sections.lora import MODULES
+from quatrain.config.sections.model_on_devices import MODULES
 from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import architecture_from_hf

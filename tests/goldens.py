@@ -166,7 +166,7 @@ def golden_gradients(golden: Golden) -> dict[str, np.ndarray]:
     @jax.jit
     @jax.grad
     def gradient(params: Params) -> jax.Array:
-        scores = logits(params, arch, forward(params, arch, ids, positions, mask))[:, :-1]
+        scores = logits(params, arch, forward(params, arch, ids, positions, mask).hidden)[:, :-1]
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(scores), ids[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(logprobs * real) / real.sum()
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from quatrain.engine import cache, decode, session
+from quatrain.engine import cache, contexts, decode, session
 from quatrain.engine.decode import TOKENS_PER_CALL, Decoded
 from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.delta_rule import DeltaState
@@ -364,6 +364,33 @@ def _noted(name: str, program: Any, seen: set[Any]) -> Any:
     return run
 
 
+def _load(prompts: HostArray, kept: HostArray, blocks: Any, axis: int, mesh: Any) -> HostArray:
+    loaded = prompts.copy()
+    for i in range(blocks.counts[0]):
+        row, span = blocks.prefix_slots[i], slice(blocks.firsts[i], blocks.firsts[i] + kept.shape[axis])
+        loaded[(row, *[slice(None)] * (axis - 1), span)] = kept[blocks.blocks[i]]
+    return loaded
+
+
+def _keep_block(kept: HostArray, prompts: HostArray, blocks: Any, axis: int, mesh: Any) -> HostArray:
+    new = kept.copy()
+    for i in range(blocks.counts[0]):
+        places = blocks.firsts[i] + np.arange(kept.shape[axis])
+        new[blocks.blocks[i]] = prompts[blocks.prefix_slots[i]].take(places, axis - 1)
+    return new
+
+
+def _keep_turn_block(kept: HostArray, generated: HostArray, blocks: Any, axis: int, mesh: Any) -> HostArray:
+    new = kept.copy()
+    for i in range(blocks.counts[0]):
+        after = blocks.firsts[i] + np.arange(kept.shape[axis])
+        ring = (blocks.ring_positions[i] + after) % generated.shape[axis]
+        before = np.expand_dims(after < 0, [0, 1] if axis == 3 else [0, 2])
+        block = blocks.blocks[i]
+        new[block] = np.where(before, new[block], generated[blocks.slots[i]].take(ring, axis - 1))
+    return new
+
+
 _PROGRAMS = {"prefill": _prefill, "extend": _extend, "restore": _restore, "decode": _decode}
 
 
@@ -375,9 +402,13 @@ def use_host_model(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     seen: set[Any] = set()
     for name in ("_pick", "_put", "_keep", "_copied"):
         monkeypatch.setattr(decode, name, _noted(name, getattr(decode, name).__wrapped__, seen))
+    of_blocks = {"_load": _load, "_keep_block": _keep_block, "_keep_turn_block": _keep_turn_block}
+    for name, move in of_blocks.items():  # loops over slices of XLA's
+        monkeypatch.setattr(decode, name, _noted(name, move, seen))
     monkeypatch.setattr(decode, "jnp", np)
     monkeypatch.setattr(decode, "shard_mapped", lambda function, mesh, in_specs, out_specs: function)
     monkeypatch.setattr(cache, "empty_layer", _empty_layer)
+    monkeypatch.setattr(contexts, "empty_layer", _empty_layer)
     monkeypatch.setattr(cache, "empty_cache", _empty_cache)
     for name, program in _PROGRAMS.items():
         noted = _noted(name, program, seen)

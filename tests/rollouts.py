@@ -8,7 +8,40 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.service import EngineService
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.rollouts import Rollouts, SingleTurns
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
+from quatrain.types.rollouts import Sampling
+
+
+def local_rollouts(
+    arch: Any, config: Any, tokenizer: Any, *, player: Any = None, thread: str | None = None, **options: Any
+) -> Rollouts:
+    """Line 1 on an engine with these `options`, which is its attribute `engine`."""
+    on_progress = options.pop("on_progress", None)
+    turns = player is not None
+    engine = RolloutEngine(arch, config, tokenizer, per_request_sampling=turns, **options)
+    rollouts = Rollouts(
+        EngineService(engine, thread=thread),
+        tokenizer,
+        Sampling.of(config),
+        player or SingleTurns(),
+        bool(config.greedy_baseline),
+        on_progress,
+    )
+    rollouts.engine = engine
+    return rollouts
+
+
+def fleet_rollouts(
+    factories: Any, publisher: Any, *, sampling: Sampling, tokenizer: Any, player: Any = None, **options: Any
+) -> Rollouts:
+    """Line 1 on a fleet with these `options`."""
+    greedy, on_progress = options.pop("greedy_baseline", False), options.pop("on_progress", None)
+    fleet = Fleet(factories, publisher, **options)
+    return Rollouts(fleet, tokenizer, sampling, player or SingleTurns(), greedy, on_progress)
 
 
 def make_rollouts(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from quatrain.models.architecture import Architecture
-from quatrain.models.decoder import routed_forward
+from quatrain.models.decoder import forward
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.params import Params, init_params
 from quatrain.types.batches import RolloutBatch
@@ -44,7 +44,7 @@ def routed_model(seed: int = 7, **values) -> tuple[Architecture, Params]:
 @partial(jax.jit, static_argnames="arch")
 def _routes(params, arch, ids, real):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return routed_forward(params, arch, ids, positions, real, packed=False).routes
+    return forward(params, arch, ids, positions, real, packed=False).routes
 
 
 def routes_of_rows(params, arch, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -10,11 +10,11 @@ import pytest
 
 from quatrain.agents import hubs
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
-from quatrain.config.axes import AXES
-from quatrain.config.layers import valid_keys
+from quatrain.config.mesh_axes import AXES
 from quatrain.config.schema import sections
 from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import REJECTIONS
+from quatrain.config.settings import valid_keys
 from quatrain.data.rows import _READERS
 from quatrain.models.families import _BUILTIN, FAMILIES
 from quatrain.models.families.multimodal import MODEL_TYPES
@@ -22,7 +22,7 @@ from quatrain.models.families.ropes import ROPE_TYPES
 from quatrain.ops.aggregation import LOSS_AGGREGATIONS
 from quatrain.ops.kl import KL_ESTIMATORS
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
-from quatrain.rollout import server_kinds
+from quatrain.servers.kinds import KINDS
 from quatrain.types.call_forms import FORMS
 from quatrain.types.rollouts import Sampling
 
@@ -108,7 +108,6 @@ def choices(section, key):
 
 def features():
     """The tables in the code behind each row of docs/features.md."""
-    kinds = {kind for kind in vars(server_kinds).values() if isinstance(kind, type)}
     dialogue = inspect.getsource(RolloutConfig.has_episodes.fget)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
     extras = set(project["optional-dependencies"])
@@ -124,7 +123,7 @@ def features():
         "roles with": set(sections()["placement"].model_fields),
         "moved to host": set(sections()["offload"].model_fields),
         "sampling": {*Sampling.__dataclass_fields__} - {"n", "max_new_tokens"},
-        "inference servers": {kind.name for kind in kinds if isinstance(getattr(kind, "name", None), str)},
+        "inference servers": {kind.name for kind in KINDS.values()},
         "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),
         "agents of hubs": {hubs.VERIFIERS, hubs.OPENENV},
         "files": set(_READERS),

@@ -23,7 +23,7 @@ from quatrain.data.turns import TurnTemplate
 from quatrain.environments.load_environment import load_environment, load_tools
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.functions import has_format
-from quatrain.reward.model import load_reward_models
+from quatrain.reward.reward_model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import RolloutBatch
 from quatrain.workers.user_code import find_function

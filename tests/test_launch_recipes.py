@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from quatrain.cli import main as cli
-from quatrain.cli.words import given
+from quatrain.cli.arguments import given
 from quatrain.cluster.detect import Place, detect
 from quatrain.config.load import load_config
 

@@ -32,15 +32,19 @@ if TYPE_CHECKING:
     from quatrain.ops.tokens import ScoredTokens as ScoredTokens
     from quatrain.ops.tokens import TokenLoss as TokenLoss
     from quatrain.ops.tokens import with_mini_batch_columns as with_mini_batch_columns
+    from quatrain.rollout.rollouts import Rollouts as Rollouts
     from quatrain.types.batches import AdvantagedBatch as AdvantagedBatch
     from quatrain.types.batches import Prompt as Prompt
     from quatrain.types.batches import RewardedBatch as RewardedBatch
     from quatrain.types.batches import RolloutBatch as RolloutBatch
     from quatrain.types.metrics import Metric as Metric
+    from quatrain.types.piece import Piece as Piece
     from quatrain.types.rollouts import Completion as Completion
-    from quatrain.types.rollouts import Rollouts as Rollouts
     from quatrain.types.rollouts import Sampling as Sampling
     from quatrain.types.rollouts import rollout_batch as rollout_batch
+    from quatrain.types.sampler import Progress as Progress
+    from quatrain.types.sampler import Request as Request
+    from quatrain.types.sampler import Sampler as Sampler
     from quatrain.update.learner import TrainState as TrainState
 
 _MODULES = {
@@ -59,7 +63,10 @@ _MODULES = {
     "ops.tokens": ("ScoredTokens", "TokenLoss", "with_mini_batch_columns"),
     "types.batches": ("AdvantagedBatch", "Prompt", "RewardedBatch", "RolloutBatch"),
     "types.metrics": ("Metric",),
-    "types.rollouts": ("Completion", "Rollouts", "Sampling", "rollout_batch"),
+    "rollout.rollouts": ("Rollouts",),
+    "types.piece": ("Piece",),
+    "types.rollouts": ("Completion", "Sampling", "rollout_batch"),
+    "types.sampler": ("Progress", "Request", "Sampler"),
     "update.learner": ("TrainState",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

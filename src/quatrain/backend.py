@@ -4,8 +4,6 @@ Data flow: `jax.default_backend()` -> `this_backend()` -> a static field of `for
 of `engine.decode.Program`, which pass its values to the model, the output head and the compiler.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cache

@@ -80,6 +80,15 @@ async def many_turns(client, row):
         messages += [await client.chat(messages, max_tokens=2), {"role": "user", "content": "go on"}]
 
 
+async def talks(client, row):
+    """Eight turns of a dialogue."""
+    messages = list(row["prompt"])
+    for turn in range(8):
+        answer = await client.chat(messages, max_tokens=10)
+        messages += [answer, {"role": "user", "content": f"and {turn} more things"}]
+    return 1.0
+
+
 def in_a_thread(client, row, reward=2.0):
     asyncio.run(once(client, row))
     assert threading.current_thread() is not threading.main_thread()

@@ -10,15 +10,18 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
-from quatrain.agents.play import AgentRollouts, AgentRules
+from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import EngineService, ServiceFailed
+from quatrain.engine.service import EngineService
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import ServiceFailed
 
 AGENTS = Path(__file__).with_name("some_agents.py")
 TOKENS = 24
@@ -26,11 +29,21 @@ TOKENS = 24
 
 @pytest.fixture
 def playing(small_arch, small_params, tokenizer):
-    """playing(name, n, **rules): a context with the `AgentRollouts` of an agent of `some_agents.py`."""
+    """playing(name, n, **rules): a context with the rollouts of an agent of `some_agents.py`."""
 
     @contextmanager
-    def played(name, n=4, seed=11, max_new_tokens=TOKENS, temperature=0.9, greedy_baseline=False, **rules):
-        settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position)
+    def played(
+        name,
+        n=4,
+        seed=11,
+        max_new_tokens=TOKENS,
+        temperature=0.9,
+        greedy_baseline=False,
+        thread=None,
+        kept=0.5,
+        **options,
+    ):
+        settings = RolloutConfig(n=1, max_new_tokens=small_arch.max_position, prefix_share=kept)
         engine = RolloutEngine(
             small_arch,
             settings,
@@ -48,18 +61,19 @@ def playing(small_arch, small_params, tokenizer):
             "max_turns": 8,
             "more_tokens": 200,
             "longest": small_arch.max_position,
-            **rules,
+            **options,
         }
-        rollouts = AgentRollouts(
-            EngineService(engine),
+        service = EngineService(engine, thread=thread)
+        player = AgentPlayer(
+            service,
             AgentRules(agent=name if " " in name else f"{AGENTS}:{name}", seed=seed, **fields),
             tokenizer=tokenizer,
             stop_ids=engine.stop_ids,
-            sampling=Sampling(n, max_new_tokens, temperature),
             model="small",
             vocab_size=small_arch.vocab_size,
-            greedy_baseline=greedy_baseline,
         )
+        sampling = Sampling(n, max_new_tokens, temperature)
+        rollouts = Rollouts(service, tokenizer, sampling, player, greedy_baseline)
         try:
             rollouts.sync_weights(small_params, 3)
             yield rollouts
@@ -155,7 +169,7 @@ def test_an_agent_that_asks_once_samples_what_the_engine_samples(
         batch = rollouts.generate(given, step=2)
         greedy = rollouts.generate(given, sampling=Sampling(1, TOKENS, 0.0))
     settings = RolloutConfig(n=4, max_new_tokens=TOKENS, temperature=0.9)
-    engine = RolloutEngine(
+    engine = local_rollouts(
         small_arch, settings, tokenizer, stop_ids=(tokenizer.eos_token_id,), seed=11, cache_bytes=1 << 26
     )
     engine.sync_weights(small_params, 3)
@@ -263,7 +277,7 @@ def test_requests_that_an_agent_leaves_behind_end_with_its_episode(playing, toke
     with playing("leaves_requests_behind", n=2) as rollouts:
         for version in (3, 4):
             batch = rollouts.generate(prompts(tokenizer))
-            assert rollouts._service.num_running == 0
+            assert rollouts.sampler.num_running == 0
             rollouts.release()
             rollouts.sync_weights(small_params, version)
     assert set(batch.columns["environment_reward"]) == {4.0}
@@ -274,7 +288,7 @@ def test_who_keeps_a_connection_finds_it_closed(playing, tokenizer):
     """Whether or not it asks for something at the moment; the fault: sockets left open after each run."""
     with playing("once", n=1) as rollouts:
         rollouts.generate(prompts(tokenizer, 1))
-        address = urlsplit(rollouts._url)
+        address = urlsplit(rollouts.player._url)
         kept = [socket.create_connection((address.hostname, address.port), timeout=20) for _ in range(2)]
         kept[0].sendall(b"GET /v1/models HTTP/1.1\r\n")
         time.sleep(0.3)  # until both are accepted
@@ -331,7 +345,9 @@ def test_a_failure_of_the_engine_is_not_the_agents(playing, tokenizer, monkeypat
         raise MemoryError("no room")
 
     monkeypatch.setattr(RolloutEngine, "advance", fails)
-    with playing("once") as rollouts, pytest.raises(ServiceFailed, match="MemoryError"):
+    with playing("once") as rollouts, pytest.raises(MemoryError):
+        rollouts.generate(prompts(tokenizer))
+    with playing("once", thread="engine") as rollouts, pytest.raises(ServiceFailed, match="MemoryError"):
         rollouts.generate(prompts(tokenizer))
 
 
@@ -340,7 +356,7 @@ def test_a_server_that_cannot_be_had_is_an_error(playing, tokenizer, monkeypatch
     def fails(self):
         raise OSError("no port")
 
-    monkeypatch.setattr(AgentRollouts, "_serve", fails)
+    monkeypatch.setattr(AgentPlayer, "_serve", fails)
     with playing("once") as rollouts, pytest.raises(OSError, match="no port"):
         rollouts.generate(prompts(tokenizer))
 
@@ -407,3 +423,28 @@ def test_rewards_of_other_roles_than_asked_are_a_fault(playing, tokenizer, tmp_p
     message = rf"rewards of the roles that asked, \['first', 'second'\].*\['first', '{rename}'\]"
     with playing("two_players", args=args) as rollouts, pytest.raises(ValueError, match=message):
         rollouts.generate(prompts(tokenizer))
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_an_agent_pays_for_its_context_once(playing, tokenizer):
+    """P1: each of its eight turns computed all before it; what was kept of episodes that have ended is the
+    first to go, or the store would be full of them."""
+    prefilled, batches = [], []
+    for kept in (0.5, 0.0):
+        with playing("talks", kept=kept, max_new_tokens=80, more_tokens=800, max_turns=8) as rollouts:
+            batches.append(rollouts.generate(prompts(tokenizer), step=1))
+            if kept:
+                [store] = rollouts.sampler.engine._session._kept._stores
+                assert not store._owners
+            numbers = {name: metric.result() for name, metric in batches[-1].metrics.items()}
+            prefilled.append(numbers["rollout/prefill_tokens"])
+            if kept:
+                assert numbers["agent/recomputed_fraction"] == 0
+                assert numbers["rollout/prefix_hit_fraction"] > 0.7
+                assert numbers["rollout/prefix_evicted_tokens"] == 0
+            else:
+                assert numbers["agent/recomputed_fraction"] > 0.7
+                assert "rollout/prefix_hit_fraction" not in numbers
+    assert prefilled[0] < 0.3 * prefilled[1]
+    np.testing.assert_array_equal(batches[0].input_ids, batches[1].input_ids)
+    np.testing.assert_allclose(batches[0].rollout_logprobs, batches[1].rollout_logprobs, atol=1e-4)

@@ -1,24 +1,25 @@
 """Agents whose turns workers of a fleet sample: the episodes of one engine, whichever worker is lost."""
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from test_play import AGENTS, prompts
 
-from quatrain.agents.play import AgentRollouts, AgentRules
+from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import EngineService, ServiceFailed
+from quatrain.engine.service import EngineService
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.fleet_service import FleetService
 from quatrain.rollout.publish import InMemory
-from quatrain.rollout.worker import WorkerLost
+from quatrain.rollout.rollouts import Rollouts
+from quatrain.rollout.worker import FinishedGroup, WorkerLost
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import ServiceFailed
 
 
 @pytest.fixture
@@ -37,21 +38,21 @@ def playing(small_arch, small_params, tokenizer):
         def factory():
             return worker(engine(), read, name="engine", num_slots=None, timeout_s=60.0)
 
-        options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
-        return FleetService(Fleet([factory] * num_workers, InMemory(), **options))
+        return Fleet([factory] * num_workers, InMemory(), dtype="float32", timeout_s=60.0)
 
     @contextmanager
     def played(name, num_workers=0, worker=EngineWorker, **args):
         fields = {"concurrency": None, "timeout_s": 60.0, "max_turns": 8, "more_tokens": 200, "seed": 11}
-        rollouts = AgentRollouts(
-            on_fleet(num_workers, worker) if num_workers else EngineService(engine()),
+        sampler = on_fleet(num_workers, worker) if num_workers else EngineService(engine(), thread=None)
+        player = AgentPlayer(
+            sampler,
             AgentRules(f"{AGENTS}:{name}", args, num_workers=2, longest=small_arch.max_position, **fields),
             tokenizer=tokenizer,
             stop_ids=(tokenizer.eos_token_id,),
-            sampling=sampling,
             model="small",
             vocab_size=small_arch.vocab_size,
         )
+        rollouts = Rollouts(sampler, tokenizer, sampling, player)
         try:
             rollouts.sync_weights(small_params, 3)
             yield rollouts
@@ -83,9 +84,7 @@ class Refusing(EngineWorker):
     def submit(self, groups, version):
         self._unfinished += len(groups)
         for group in groups:
-            failed = Future()
-            failed.set_exception(ValueError("no"))
-            self._finish(group.number, failed)
+            self._finish(FinishedGroup(group.number, error="ValueError: no"))
 
 
 class Hanging(EngineWorker):
@@ -136,24 +135,17 @@ def test_a_turn_that_no_worker_samples_costs_its_episode(playing, tokenizer, tmp
         rollouts.generate(prompts(tokenizer), step=5)
 
 
-def test_a_cancelled_turn_is_not_looked_for(playing, tokenizer):
-    """It may be cancelled between two looks of the thread that takes turns."""
-    with playing("once", 1) as rollouts:
-        service = rollouts.fleet
-        numbers = service.submit_own([], [])
-        service.cancel_own([7])
-        assert service.take_own([*numbers, 7], 0.01) == []
-
-
 def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokenizer):
     with playing("once", 1, Hanging) as rollouts:
         ticket = rollouts.submit(prompts(tokenizer), step=1)
-        while not rollouts.fleet._table.num_unfinished:
+        fleet = rollouts.sampler
+        while not fleet._table.num_unfinished:
             time.sleep(0.01)
+        fleet.drop(list(fleet._awaited))  # the worker has it still
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(rollouts.fleet.wait_until_idle)
+            waiting = threads.submit(fleet.load, small_params, 4)
             time.sleep(0.3)
-            rollouts.fleet.close()
+            fleet.close()
             with pytest.raises(RuntimeError, match="the fleet was closed"):
                 waiting.result(5)
         with pytest.raises(ServiceFailed):

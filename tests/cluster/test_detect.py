@@ -1,7 +1,7 @@
 import pytest
 
 from quatrain.cluster import detect as clusters
-from quatrain.cluster.detect import Place, detect, first_host
+from quatrain.cluster.detect import ClusterPlace, detect, first_host
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -28,8 +28,8 @@ def test_a_machine_without_a_tpu_asks_nobody(monkeypatch):
 
 
 def test_slurm():
-    assert detect(SLURM) == Place("node007:61441", 4, 2)
-    assert detect({**SLURM, "JAX_COORDINATOR_PORT": "7000"}) == Place("node007:7000", 4, 2)
+    assert detect(SLURM) == ClusterPlace("node007:61441", 4, 2)
+    assert detect({**SLURM, "JAX_COORDINATOR_PORT": "7000"}) == ClusterPlace("node007:7000", 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_batch_script_outside_srun_is_no_task():
 )
 def test_tasks_that_share_a_host_share_its_gpus(variables, devices):
     place = detect({**SLURM, "SLURM_LOCALID": "3", **variables})
-    assert place == Place("node007:61441", 4, 2, devices)
+    assert place == ClusterPlace("node007:61441", 4, 2, devices)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_an_empty_list_of_hosts_is_refused():
 
 
 def test_gke():
-    assert detect(GKE) == Place("job-0-0.set:8482", 2, 1)
+    assert detect(GKE) == ClusterPlace("job-0-0.set:8482", 2, 1)
     assert detect({**GKE, "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}) is None
     addresses = {"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476", "TPU_WORKER_ID": "0"}
-    assert detect(addresses) == Place("10.0.0.1:8482", 2, 0)
+    assert detect(addresses) == ClusterPlace("10.0.0.1:8482", 2, 0)
 
 
 def test_several_slices():
@@ -93,13 +93,13 @@ def test_several_slices():
         "MEGASCALE_SLICE_ID": "2",
         "MEGASCALE_COORDINATOR_ADDRESS": "set-0-0.set:8080",
     }
-    assert detect({**GKE, **slices}) == Place("set-0-0.set:8482", 6, 5)
+    assert detect({**GKE, **slices}) == ClusterPlace("set-0-0.set:8482", 6, 5)
 
 
 def test_a_tpu_pod():
-    assert detect({}, POD.get) == Place("10.0.0.5:8482", 3, 2)
+    assert detect({}, POD.get) == ClusterPlace("10.0.0.5:8482", 3, 2)
     old = {**POD, "worker-network-endpoints": "a:0:10.0.0.8,b:1:10.0.0.9,c:2:10.0.0.10"}
-    assert detect({}, old.get) == Place("10.0.0.8:8482", 3, 2)
+    assert detect({}, old.get) == ClusterPlace("10.0.0.8:8482", 3, 2)
 
 
 def test_slices_of_tpu_pods():
@@ -108,7 +108,7 @@ def test_slices_of_tpu_pods():
         "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
         "MEGASCALE_COORDINATOR_ADDRESS: '10.0.0.2'\n",
     }
-    assert detect({}, attributes.get) == Place("10.0.0.2:8482", 6, 5)
+    assert detect({}, attributes.get) == ClusterPlace("10.0.0.2:8482", 6, 5)
 
 
 @pytest.mark.parametrize(

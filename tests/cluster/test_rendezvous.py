@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quatrain.cluster import messages, rendezvous
+from quatrain.cluster import process_messages, rendezvous
 from quatrain.cluster.rendezvous import Connections, accept_processes, connect_to_main
 from quatrain.cluster.stop import Stopped
 
@@ -202,7 +202,7 @@ def connected(address):
     while True:
         try:
             stranger = socket.create_connection((host, int(port)), timeout=10)
-            return stranger, messages.receive(stranger)["challenge"]
+            return stranger, process_messages.receive(stranger)["challenge"]
         except ConnectionRefusedError:
             continue
 
@@ -262,7 +262,7 @@ def test_a_connection_of_another_form_is_refused_and_logged(address, pool, sent,
             hello = {**HELLO, **(sent if isinstance(sent, dict) else {})}
             token = "another" if sent == "another token" else "the token"
             challenge = "0" if sent == "another challenge" else challenge
-            proof = messages.proof(token, "process", challenge, hello)
+            proof = process_messages.proof(token, "process", challenge, hello)
             hello = hello if sent == "without proof" else {"proof": proof, **hello}
             sent = framed(json.dumps(hello).encode())
         with contextlib.suppress(OSError):  # it may be refused before all is sent
@@ -310,10 +310,10 @@ def test_a_process_goes_only_on_with_a_process_0_that_knows_the_token(address, p
         def pretend():
             connection, _ = server.accept()
             with connection:
-                messages.send({"challenge": "c"}, connection)
-                hello = messages.receive(connection)
-                proof = messages.proof("a", "main", hello["challenge"], answer)
-                messages.send({"proof": proof, **answer} if "late" in answer else answer, connection)
+                process_messages.send({"challenge": "c"}, connection)
+                hello = process_messages.receive(connection)
+                proof = process_messages.proof("a", "main", hello["challenge"], answer)
+                process_messages.send({"proof": proof, **answer} if "late" in answer else answer, connection)
 
         pool.submit(pretend)
         with pytest.raises(TimeoutError, match="no starting process 0 answered"):

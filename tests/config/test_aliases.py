@@ -13,10 +13,10 @@ from quatrain.config.aliases import (
     suggestion,
     value_for,
 )
-from quatrain.config.convert.read import read_theirs
+from quatrain.config.convert import read_theirs
 from quatrain.config.errors import ConfigError
-from quatrain.config.layers import sections, valid_keys
 from quatrain.config.load import load_config
+from quatrain.config.settings import sections, valid_keys
 
 THEIRS = Path(__file__).with_name("theirs")
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quatrain.cli import main as cli
-from quatrain.config.layers import QUICKSTART
 from quatrain.config.load import load_config
+from quatrain.config.settings import QUICKSTART
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EACH = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

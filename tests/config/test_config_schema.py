@@ -1,7 +1,6 @@
 import pytest
 from pydantic import ValidationError
 
-from quatrain.config.layers import sections, valid_keys
 from quatrain.config.schema import (
     AdvantageConfig,
     Config,
@@ -15,6 +14,7 @@ from quatrain.config.schema import (
     RunConfig,
     UpdateConfig,
 )
+from quatrain.config.settings import sections, valid_keys
 
 SIZES = ("mini_batch_size", "micro_batch_size", "max_tokens_per_device")
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.config.convert import convert
-from quatrain.config.convert.read import read_theirs
+from quatrain.config.convert import convert, read_theirs
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
-from quatrain.config.layers import file_layer
 from quatrain.config.load import load_config
+from quatrain.config.settings import file_layer
 
 THEIRS = Path(__file__).with_name("theirs")
 SAMPLES = sorted(path.name for path in THEIRS.iterdir())

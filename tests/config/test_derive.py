@@ -356,3 +356,9 @@ def test_what_a_run_reads_of_derived_keys_is_there(parts, left):
     keys = [key for key, field in fields().items() if DERIVED in field.metadata]
     assert {key for key in keys if value_at(config, key) is None} == left
     assert len(keys) >= 17
+
+
+def test_an_agents_contexts_are_kept():
+    """Each of its requests would compute its whole context; without one, memory for them would be lost."""
+    assert derived(rollout={"agent": "command: play"})["rollout.prefix_share"] == 0.5
+    assert "rollout.prefix_share" not in derived(rollout={"agent": "command: play", "prefix_share": 0.0})

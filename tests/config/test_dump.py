@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from quatrain.config.dump import dump_yaml, to_json
 from quatrain.config.errors import ConfigError
-from quatrain.config.layers import file_layer
 from quatrain.config.load import Resolved, load_config
 from quatrain.config.schema import Config
+from quatrain.config.settings import file_layer
 
 AWKWARD = [
     "no",

@@ -1,9 +1,9 @@
 import pytest
 
-from quatrain.config.axes import AXES
 from quatrain.config.errors import ConfigError
 from quatrain.config.load import load_config
 from quatrain.config.mesh import MAX_DEVICES, MeshShape, device_numbers, resolve_mesh
+from quatrain.config.mesh_axes import AXES
 from quatrain.config.schema import Config
 
 

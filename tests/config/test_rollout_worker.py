@@ -1,7 +1,7 @@
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.config.rollout_worker import devices_of_worker, worker_config
+from quatrain.config.roles import devices_of_worker, worker_config
 
 
 def _config(*overrides):

@@ -1,7 +1,7 @@
 import pytest
 
 from quatrain.config import secrets
-from quatrain.config.environment import values_of_keys
+from quatrain.config.dotenv import values_of_keys
 from quatrain.config.errors import shown
 from quatrain.config.secrets import (
     comparable,

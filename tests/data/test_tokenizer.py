@@ -441,7 +441,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError("We couldn't connect\nand a long story")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    monkeypatch.setattr("quatrain.weights.hub._unresolved", lambda host: "")
+    monkeypatch.setattr("quatrain.weights.offline_hub._unresolved", lambda host: "")
     with pytest.raises(ValueError, match=r"no folder 'org/name'.*\(We couldn't connect\); check the name"):
         load_tokenizer("org/name")
 

@@ -32,10 +32,10 @@ from quatrain.report import progress
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.metrics import read_metrics
-from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_dir import LOCK_FILES
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
-from quatrain.update.sft import SupervisedLearner
+from quatrain.update.supervised import SupervisedLearner
 from quatrain.update.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("narrow_model")

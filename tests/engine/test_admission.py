@@ -26,6 +26,7 @@ from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
+from quatrain.types.sampler import Request
 
 STOP_IDS = tuple(range(0, 290, 30))
 LONGEST = 128
@@ -54,10 +55,11 @@ class Watched:
 
     def run(self, *, each_round=lambda number: None, step=3, given=None):
         """The completions of the batch; the cache never has more positions than there is memory for."""
-        ticket = self.engine.submit(given or prompts(), step=step)
+        sampling = self.engine.sampling
+        tickets = self.engine.submit([Request(prompt, step, sampling) for prompt in given or prompts()])
         self.session._admission.ring_positions = self.rings
         self.live, self.num_rings, number = [], [], 0
-        while not self.engine.finished(ticket):
+        while not all(map(self.engine.finished, tickets)):
             each_round(number)
             self.engine.advance()
             cache = self.session._cache
@@ -66,7 +68,7 @@ class Watched:
             self.num_rings.append(len(self.session._admission.shape.rings))
             number += 1
         self.stats = self.session.stats
-        return [completion for _, completion in self.engine.take(ticket)[0]]
+        return [completion for ticket in tickets for completion in self.engine.take(ticket)]
 
 
 @pytest.fixture

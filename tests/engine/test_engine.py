@@ -9,11 +9,11 @@ import pytest
 from architectures import family_cases, of_golden
 from host_model import forward as host_forward
 from host_model import use_host_model
+from rollouts import local_rollouts
 from scipy import stats
 
 from quatrain.backend import CPU, this_backend
 from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.session import Session
 from quatrain.models.decoder import forward, logits
 from quatrain.models.params import init_params
@@ -44,10 +44,11 @@ def make_engine(small_arch, small_params, tokenizer):
         on_progress=None,
         usual_prompt=1,
         dtype="float32",
+        thread=None,
         **config,
     ):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 16, "temperature": 0.9, **config})
-        engine = RolloutEngine(
+        engine = local_rollouts(
             arch,
             settings,
             tokenizer,
@@ -57,6 +58,7 @@ def make_engine(small_arch, small_params, tokenizer):
             on_progress=on_progress,
             usual_prompt=usual_prompt,
             dtype=dtype,
+            thread=thread,
         )
         engine.sync_weights(params, 5)
         return engine
@@ -71,7 +73,7 @@ def _completion_ids(batch):
 @partial(jax.jit, static_argnames="arch")
 def _scores(params, arch, ids, real):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)))
+    return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)).hidden)
 
 
 def _forward_scores(params, arch, batch, width=WIDTH):
@@ -381,7 +383,7 @@ def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
     def slots_and_compilations(length):
         ticket = engine.submit(_prompts([[7] * length, *[[9] * length]] * 6))
         compilations = engine.wait(ticket).metrics["rollout/compilations"].result()
-        return engine._session._scheduler.max_slots, compilations
+        return engine.engine._session._scheduler.max_slots, compilations
 
     assert slots_and_compilations(20)[0] == 28  # two share a prompt
     assert slots_and_compilations(500)[0] == 2
@@ -467,9 +469,9 @@ def test_a_ticket_gives_its_own_prompts_whatever_finishes_first(make_engine):
     engine = make_engine(max_concurrency=4)
     whole = engine.generate(_prompts(), step=2)
     tickets = [engine.submit(_prompts()[part], step=2) for part in (slice(2), slice(2, 4), slice(4, 5))]
-    with pytest.raises(ValueError, match="share one sampling"):
-        engine.submit(_prompts(), sampling=replace(engine.sampling, n=1))
+    other = engine.submit(_prompts(), sampling=replace(engine.sampling, n=1))  # waits for these
     engine.generate(_prompts(first=50))
+    assert len(engine.wait(other)) == 5
     last, *before = [engine.wait(ticket) for ticket in (tickets[2], *tickets[:2])]
     parts = [*before, last]
     assert [part.group_ids[::3].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
@@ -513,10 +515,10 @@ def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
 
 
 @pytest.mark.usefixtures("computed_by")
-def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
-    engine = make_engine()
+def test_pause_holds_the_next_round_and_close_ends_the_wait(make_engine):
+    engine = make_engine(thread="engine")
+    engine.sampler.pause()
     tickets = [engine.submit(_prompts()[:2]), engine.submit(_prompts()[2:])]
-    engine.pause()
     batches, errors = [], []
 
     def wait():
@@ -529,44 +531,17 @@ def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
-    engine.resume()
+    engine.sampler.resume()
     waiting.join()
     assert [len(batch) for batch in batches] == [6, 9]
+    engine.sampler.pause()
     tickets = [engine.submit(_prompts())]
-    engine.pause()
     waiting = threading.Thread(target=wait)
     waiting.start()
     waiting.join(0.2)
     engine.close()
     waiting.join()
-    assert errors == ["the rollout engine was closed while groups were in flight"]
-
-
-@pytest.mark.usefixtures("computed_by")
-def test_no_round_runs_once_pause_has_returned(make_engine):
-    """Also if the round had seen that sampling goes on, and was about to begin."""
-    engine = make_engine()
-    ticket = engine.submit(_prompts())
-    paused, stats = threading.Event(), engine.stats
-
-    class PausedAfterWait(threading.Event):
-        def wait(self, timeout=None):
-            super().wait(timeout)
-            if not paused.is_set():
-                engine.pause()
-                paused.set()
-
-    engine._running = PausedAfterWait()
-    engine._running.set()
-    batches = []
-    waiting = threading.Thread(target=lambda: batches.append(engine.wait(ticket)), daemon=True)
-    waiting.start()
-    assert paused.wait(10)
-    waiting.join(0.3)
-    assert engine.stats == stats
-    engine.resume()
-    waiting.join()
-    assert len(batches[0]) == 15
+    assert errors == ["the engine was closed while turns were in flight"]
 
 
 @pytest.mark.usefixtures("computed_by")
@@ -604,7 +579,7 @@ def test_after_a_batch_nothing_of_the_sampler_is_in_memory_but_its_weights(make_
 
 def test_weights_in_the_hosts_memory_are_sampled_from(make_engine, small_params):
     on_device, from_host = make_engine(), make_engine(params=to_memory("host", small_params))
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(from_host._params)}
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(from_host.engine._params)}
     assert kinds == {"device"}
     batches = [engine.generate(_prompts()) for engine in (on_device, from_host)]
     np.testing.assert_array_equal(batches[0].input_ids, batches[1].input_ids)

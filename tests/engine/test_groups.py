@@ -113,3 +113,21 @@ def test_a_long_continuation_is_computed_in_parts_that_leave_nothing_out():
         assert part.starts[0] == len(seen)
         seen += part.input_ids[0, : part.counts[0]].tolist()
     assert seen == list(range(1, 1301))
+
+
+@pytest.mark.parametrize(
+    ("left", "sizes"),
+    [
+        ([300], [(512, 1)]),
+        ([1] * 7, [(16, 7)]),
+        ([60, 1, 61], [(64, 3)]),
+        ([20, 1500, 100], [(1024, 1), (512, 1), (128, 2)]),
+        ([65] * 9, [(128, 8), (128, 1)]),
+    ],
+)
+def test_a_single_request_after_a_kept_context_is_not_padded_to_several(left, sizes):
+    """Its 300 tokens were computed in three calls of four rows of 128, and a sibling's single one as 128."""
+    prompt = Prompt(0, np.arange(2000, dtype=np.int32), "")
+    items = [Continuation(Group.of(prompt, 0, (0,), 1), 0, 0, 2000 - count) for count in left]
+    found = [(width, len(batch)) for [batch], width, most in calls([items], varying=True, kept=True)]
+    assert found == sizes

@@ -5,10 +5,10 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.session import Session
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling, Request
 
 LENGTHS = (5, 2, 17, 9, 3)
 PROMPTS = [Prompt(0, np.arange(3, 3 + length, dtype=np.int32), "") for length in LENGTHS]
@@ -40,14 +40,15 @@ def engine_of(small_arch, small_params, tokenizer):
     return make
 
 
+def submit_own(engine, prompts, owners):
+    return engine.submit(list(map(Request.alone, prompts, owners)))
+
+
 def alone(engine_of, prompt, kind, *, seed, step, sequence_id, tokens):
     """The completion of the engine for training."""
     engine = engine_of(own=False, seed=seed, **{**kind, "max_new_tokens": tokens})
     as_group = Prompt(sequence_id, prompt.input_ids, "")
-    ticket = engine.submit([as_group], step=step)
-    while not engine.finished(ticket):
-        engine.advance()
-    [(_, completion)], _ = engine.take(ticket)
+    [completion] = finish(engine, engine.submit([Request(as_group, step, engine.sampling)]))
     return completion
 
 
@@ -55,7 +56,7 @@ def finish(engine, tickets, advanced=lambda: None):
     while not all(map(engine.finished, tickets)):
         engine.advance()
         advanced()
-    return [engine.take(ticket)[0][0][1] for ticket in tickets]
+    return [turn for ticket in tickets for turn in engine.take(ticket)]
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_each_sequence_is_what_it_would_be_alone(engine_of):
     for prompt, kind, fact in zip(PROMPTS, KINDS, facts):  # one comes after every round
         sampling = Sampling(n=1, max_new_tokens=fact["tokens"], **kind)
         own = PerRequestSampling(sampling, fact["seed"], fact["step"], fact["sequence_id"])
-        tickets += engine.submit_own([prompt], [own])
+        tickets += submit_own(engine, [prompt], [own])
         engine.advance()
     together = finish(engine, tickets)
     for prompt, kind, fact, completion in zip(PROMPTS, KINDS, facts, together):
@@ -83,10 +84,10 @@ def test_each_sequence_is_what_it_would_be_alone(engine_of):
 def test_a_stop_string_ends_its_sequence_alone(engine_of, tokenizer):
     engine = engine_of()
     free = PerRequestSampling(Sampling(n=1, max_new_tokens=12), 5, 0, 0)
-    [whole] = finish(engine, engine.submit_own(PROMPTS[:1], [free]))
+    [whole] = finish(engine, submit_own(engine, PROMPTS[:1], [free]))
     stop = tokenizer.decode(whole.tokens[2:3])
     stopped = PerRequestSampling(Sampling(n=1, max_new_tokens=12, stop=(stop,)), 5, 0, 0)
-    [cut, same] = finish(engine, engine.submit_own([PROMPTS[0]] * 2, [stopped, free]))
+    [cut, same] = finish(engine, submit_own(engine, [PROMPTS[0]] * 2, [stopped, free]))
     assert (cut.tokens, cut.finish_reason) == (whole.tokens[: len(cut.tokens)], "stop")
     assert len(cut.tokens) <= 3
     assert stop in tokenizer.decode(cut.tokens)
@@ -102,11 +103,14 @@ def test_a_cancelled_sequence_leaves_the_others_as_they_are(engine_of):
         ]
 
     engine = engine_of(max_concurrency=2, max_new_tokens=30)
-    expected = finish(engine, engine.submit_own(PROMPTS[:4], owners(4)))
-    running, waiting, *others = engine.submit_own(PROMPTS[:4], owners(4))
+    expected = finish(engine, submit_own(engine, PROMPTS[:4], owners(4)))
+    running, waiting, *others = submit_own(engine, PROMPTS[:4], owners(4))
     engine.cancel(waiting)  # before it has a slot
     engine.advance()
-    assert engine.completion(running).tokens == expected[0].tokens[: len(engine.completion(running).tokens)]
+    assert (
+        engine.completions(running)[0].tokens
+        == expected[0].tokens[: len(engine.completions(running)[0].tokens)]
+    )
     engine.cancel(running)  # in a slot, or finished
     left = finish(engine, others)
     assert [each.tokens for each in left] == [each.tokens for each in expected[2:]]
@@ -119,9 +123,9 @@ def test_a_sequence_for_which_there_is_no_room_is_refused_and_the_next_is_not(en
     engine = engine_of()
     long = PerRequestSampling(Sampling(n=1, max_new_tokens=10**6), 0, 0, 0)
     with pytest.raises(ValueError, match="KV cache"):
-        engine.submit_own(PROMPTS[:1], [long])
+        submit_own(engine, PROMPTS[:1], [long])
     short = PerRequestSampling(Sampling(n=1, max_new_tokens=4), 0, 0, 0)
-    [completion] = finish(engine, engine.submit_own(PROMPTS[:1], [short]))
+    [completion] = finish(engine, submit_own(engine, PROMPTS[:1], [short]))
     assert 1 <= len(completion.tokens) <= 4
 
 
@@ -159,7 +163,7 @@ def test_as_many_run_at_once_after_a_long_sequence_as_before(limited):
 
     def most_at_once(count, *size):
         shapes.clear()
-        finish(engine, engine.submit_own(*asked(*[size] * count)))
+        finish(engine, submit_own(engine, *asked(*[size] * count)))
         return max(shape.slots for shape in shapes)
 
     # Of one token, which the prefill gives: no decode step is compiled.
@@ -172,13 +176,13 @@ def test_as_many_run_at_once_after_a_long_sequence_as_before(limited):
 @pytest.mark.usefixtures("computed_by")
 def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
     engine, shapes = limited
-    before = engine.submit_own(*asked(*[SHORT] * 10))
+    before = submit_own(engine, *asked(*[SHORT] * 10))
     engine.advance()
-    [long] = engine.submit_own(*asked(LONG))
-    after = engine.submit_own(*asked(*[SHORT] * 10))
-    while not engine.completion(long).tokens:
+    [long] = submit_own(engine, *asked(LONG))
+    after = submit_own(engine, *asked(*[SHORT] * 10))
+    while not engine.completions(long)[0].tokens:
         assert shapes[-1] == (((15, 32),), 15, 32)
-        assert not any(engine.completion(ticket).tokens for ticket in after)
+        assert not any(engine.completions(ticket)[0].tokens for ticket in after)
         engine.advance()
     assert len(shapes) > 2
     assert shapes[-1].slots <= 6
@@ -193,12 +197,12 @@ def test_any_mixture_of_lengths_fits_and_gives_what_each_gives_alone(limited):
     prompts, owners = asked(*sizes)
     engine, tickets = limited[0], []
     for first in range(0, len(prompts), 4):
-        tickets += engine.submit_own(prompts[first : first + 4], owners[first : first + 4])
+        tickets += submit_own(engine, prompts[first : first + 4], owners[first : first + 4])
         for _ in range(int(rng.integers(0, 3))):
             engine.advance()
     together = [completion.tokens for completion in finish(engine, tickets)]
     for prompt, own, tokens in zip(prompts[:8], owners[:8], together):
-        [alone] = finish(engine, engine.submit_own([prompt], [own]))
+        [alone] = finish(engine, submit_own(engine, [prompt], [own]))
         assert alone.tokens == tokens
 
 
@@ -210,7 +214,8 @@ def test_a_long_group_of_a_shared_sampling_does_not_lower_the_number_of_slots_fo
     def one(size):
         return Prompt(size, np.arange(size, dtype=np.int32) % 250, "")
 
-    [long, *short] = [engine.submit([one(size)]) for size in (100, *[5] * 19)]
+    sizes = 100, *[5] * 19
+    [long, *short] = engine.submit([Request(one(size), 0, engine.sampling) for size in sizes])
     scheduler = engine._session._scheduler
     engine.advance()
     assert scheduler.max_slots == MEMORY // 144

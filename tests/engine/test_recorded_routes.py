@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 from routed_models import check_routes, routed_model, routes_of_rows
 from test_session_turns import PROMPTS, STOP_IDS, TURNS, Episodes, preempted
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.session import Sampler, Session
 from quatrain.models.families import builtin_architecture
 from quatrain.models.kv_cache import bytes_per_position
@@ -24,6 +24,7 @@ from quatrain.models.params import init_params
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling, rollout_batch
+from quatrain.types.sampler import PerRequestSampling, Request
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def _prompts(sizes=(5, 1, 17, 9, 3), common=0) -> list[Prompt]:
 
 def _engine(model, tokenizer, **options):
     config = RolloutConfig(**{"n": 3, "max_new_tokens": 12, "temperature": 0.9, **options})
-    engine = RolloutEngine(model[0], config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
+    engine = local_rollouts(model[0], config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
     engine.sync_weights(model[1], 0)
     return engine
 
@@ -151,7 +152,7 @@ def test_what_is_computed_again_takes_the_recorded_experts(tokenizer):
         session = Session(sampler, sampling, None)
         (ticket,) = session.submit([prompt], 0)
         session.advance(model[1], 0)
-        completion = session.completion(ticket)
+        completion = session.completions(ticket)[0]
         if changes:
             parts = completion.columns["routes"]
             parts[:] = [(np.array(part) + 3) % 8 for part in parts]
@@ -172,11 +173,11 @@ def test_requests_of_their_own_have_routes(model, tokenizer, check):
     engine.sync_weights(model[1], 0)
     prompts = [replace(prompt, group_id=0) for prompt in _prompts()]
     owners = [PerRequestSampling(Sampling(1, 3 + 4 * i), 5, 0, i) for i in range(len(prompts))]
-    tickets = engine.submit_own(prompts, owners)
+    tickets = engine.submit(list(map(Request.alone, prompts, owners)))
     while not all(map(engine.finished, tickets)):
         engine.advance()
-    taken = [sample for ticket in tickets for sample in engine.take(ticket)[0]]
-    samples = [(replace(prompt, group_id=i), completion) for i, (prompt, completion) in enumerate(taken)]
+    taken = [turn for ticket in tickets for turn in engine.take(ticket)]
+    samples = [(replace(prompt, group_id=i), turn) for i, (prompt, turn) in enumerate(zip(prompts, taken))]
     check(rollout_batch(samples, tokenizer, {}))
 
 
@@ -193,8 +194,8 @@ def test_the_off_switch_records_nothing(model, tokenizer):
 def test_routes_are_refused_for_a_model_without_experts(tokenizer):
     arch = builtin_architecture("tiny", len(tokenizer), (0,))
     with pytest.raises(ValueError, match=r"rollout\.record_routes must be auto or false for a model"):
-        RolloutEngine(arch, RolloutConfig(record_routes=True), tokenizer, stop_ids=(0,), seed=1)
-    engine = RolloutEngine(arch, RolloutConfig(n=1, max_new_tokens=4), tokenizer, stop_ids=(0,), seed=1)
+        local_rollouts(arch, RolloutConfig(record_routes=True), tokenizer, stop_ids=(0,), seed=1)
+    engine = local_rollouts(arch, RolloutConfig(n=1, max_new_tokens=4), tokenizer, stop_ids=(0,), seed=1)
     engine.sync_weights(init_params(arch, jax.random.key(0)), 0)
     assert engine.generate(_prompts((3,))).routes is None
 

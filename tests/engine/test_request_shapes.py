@@ -10,11 +10,11 @@ import pytest
 
 from quatrain.engine import session as module
 from quatrain.engine.cache import CacheShape
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.session import Sampler, Session
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 STEPS, EPISODES = 40, 32
 

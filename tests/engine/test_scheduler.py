@@ -1,6 +1,7 @@
 import math
 import random
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -430,3 +431,35 @@ def test_what_is_barred_and_what_is_behind_it_waits():
     scheduler.max_loads = [5]
     assert [ticket for ticket, _ in scheduler.admit()] == [1, 2]
     assert [entry[:2] for entry in _queued(scheduler)] == [(2, 1)]  # one of its two samples has room
+
+
+@pytest.mark.parametrize(("at_once", "ends", "least"), [(32, 1.0, 0.95), (8, 0.5, 0.9)])
+def test_turns_go_home_as_long_as_no_replica_has_much_more_to_do(at_once, ends, least):
+    """The context of a turn was computed again on three of four replicas; with nothing but homes, a beginning
+    that all share would bring all turns to one."""
+    rng, scheduler, lives_on = random.Random(2), Scheduler(16, 4), {}
+    of, left_of, turns, went_home = {}, {}, 0, 0
+    scheduler.home = lambda ticket: lives_on.get(of[ticket], 0)
+    waiting = [(session, 8) for session in range(32)]
+    while waiting or scheduler.num_unfinished:
+        rng.shuffle(waiting)
+        for session, left in waiting[:at_once]:
+            ticket = scheduler.submit(1)
+            of[ticket], left_of[ticket] = session, left
+        waiting = waiting[at_once:]
+        scheduler.resize((16,), 16)
+        scheduler.admit()
+        for slot, who in scheduler.fill():
+            replica, home = slot // scheduler.num_slots, lives_on.get(of[who.ticket])
+            if home is not None:
+                turns, went_home = turns + 1, went_home + (replica == home)
+            lives_on[of[who.ticket]] = replica
+        loads = scheduler.loads()
+        assert max(loads) <= 1.25 * sum(loads) / 4 + 2
+        for slot, who in enumerate(scheduler.slots):
+            if who is not None and rng.random() < ends:
+                scheduler.finish(slot)
+                if left_of[who.ticket] > 1:
+                    waiting.append((of[who.ticket], left_of[who.ticket] - 1))
+    assert turns == 32 * 7
+    assert went_home >= least * turns

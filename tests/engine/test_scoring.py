@@ -30,7 +30,7 @@ def engine(small_arch, small_params, tokenizer):
 
 @partial(jax.jit, static_argnames="arch")
 def _logprobs(params, arch, ids, real):
-    hidden = forward(params, arch, ids, np.broadcast_to(np.arange(ids.shape[1]), ids.shape), real)
+    hidden = forward(params, arch, ids, np.broadcast_to(np.arange(ids.shape[1]), ids.shape), real).hidden
     return jax.nn.log_softmax(logits(params, arch, hidden))
 
 

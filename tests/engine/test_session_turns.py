@@ -102,7 +102,7 @@ def make_session(computed_by, small_arch, tokenizer):
 @partial(jax.jit, static_argnames="arch")
 def _scores(params, arch, ids, real):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)))
+    return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)).hidden)
 
 
 def check_against_the_forward_pass(arch, params, completions, n, width=256, tolerance=1e-5):

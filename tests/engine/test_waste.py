@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine import session
 from quatrain.engine.decode import Program
-from quatrain.engine.engine import RolloutEngine
 from quatrain.models.params import init_params
 from quatrain.types.batches import Prompt
 
@@ -49,7 +49,7 @@ def test_few_decode_steps_are_wasted(small_arch, tokenizer, monkeypatch, compute
     monkeypatch.setattr(session, "Program", partial(ForcedProgram, wanted=tuple(wanted.tolist())))
     arch = replace(small_arch, layers=small_arch.layers[:1])
     config = RolloutConfig(n=N, max_new_tokens=LONGEST, max_concurrency=SLOTS)
-    engine = RolloutEngine(arch, config, tokenizer, stop_ids=(STOP_ID,), seed=0)
+    engine = local_rollouts(arch, config, tokenizer, stop_ids=(STOP_ID,), seed=0)
     engine.sync_weights(init_params(arch, jax.random.key(0)), 0)
     batch = engine.generate([Prompt(i, np.array([7, 9], np.int32), "") for i in range(SEQUENCES // N)])
 

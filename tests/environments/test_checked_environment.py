@@ -12,10 +12,10 @@ import pytest
 from quatrain.environments.environment import (
     MAX_TURN_CHARS,
     CheckedEnvironment,
-    EnvironmentFault,
     StepResult,
     with_opening,
 )
+from quatrain.workers.faults import Fault
 
 ANSWER = {"role": "user", "content": "higher"}
 FLOOD = "x" * 10_000_000
@@ -50,7 +50,7 @@ def checked(value):
 
 
 def step_fault(value):
-    with pytest.raises(EnvironmentFault) as caught:
+    with pytest.raises(Fault) as caught:
         checked(value).step("4")
     assert str(caught.value).startswith("environment game.py:Game: ")
     assert len(str(caught.value)) < 1000
@@ -196,7 +196,7 @@ def test_a_fault_shows_the_code_and_keeps_no_values():
     assert "raise self.value" in fault.detail
     environment = Flooding()
     for completion, kind in (("return", "too_long"), ("raise", "error")):
-        with pytest.raises(EnvironmentFault) as caught:
+        with pytest.raises(Fault) as caught:
             CheckedEnvironment("f", environment).step(completion)
         assert caught.value.kind == kind
         assert environment.turn() is None
@@ -254,7 +254,7 @@ def test_what_reset_returns_follows_the_prompt():
     ],
 )
 def test_nonsense_of_reset(value, message, kind):
-    with pytest.raises(EnvironmentFault) as caught:
+    with pytest.raises(Fault) as caught:
         checked(value).reset({})
     assert message in str(caught.value)
     assert caught.value.kind == kind
@@ -271,7 +271,7 @@ class Changing:
 
 def test_an_environment_that_changes_its_columns_changes_copies():
     columns = {"words": ["a"], "inner": {"deep": [1]}, "self": 1}
-    with pytest.raises(EnvironmentFault, match="reset raised TypeError"):  # it cannot take a column `self`
+    with pytest.raises(Fault, match="reset raised TypeError"):  # it cannot take a column `self`
         CheckedEnvironment("g", Changing()).reset(columns)
     del columns["self"]
     assert CheckedEnvironment("g", Changing()).reset(columns) is None
@@ -295,9 +295,7 @@ def test_reset_close_and_get_reward_may_be_left_out():
 
 def test_the_reward_of_the_episode():
     assert checked(1).final_reward() == 1.0
-    with pytest.raises(
-        EnvironmentFault, match=r"get_reward must be a finite number, at most 1e\+30 in size; got None"
-    ):
+    with pytest.raises(Fault, match=r"get_reward must be a finite number, at most 1e\+30 in size; got None"):
         checked(None).final_reward()
 
 

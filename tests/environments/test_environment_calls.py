@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.environments.environment import Ended, EnvironmentFault, StepResult
+from quatrain.environments.environment import Ended, StepResult
 from quatrain.environments.environment_threads import MOST_AT_ONCE, InThreads
 from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.load_environment import load_environment, load_tools
-from quatrain.workers.process import LONGEST_OUTPUT
+from quatrain.workers.faults import Fault
+from quatrain.workers.worker_process import LONGEST_OUTPUT
 
 GAME = '''
 import os, re, signal, stat, sys, time
@@ -164,7 +165,7 @@ def got(future):
 
 def fault(future):
     """The fault of a call, which must have no other exception."""
-    with pytest.raises(EnvironmentFault) as caught:
+    with pytest.raises(Fault) as caught:
         got(future)
     return caught.value
 

@@ -7,19 +7,18 @@ import random
 import threading
 import time
 from contextlib import closing
-from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
 from quatrain import StepResult
 from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.tokenizer import render
-from quatrain.engine.engine import RolloutEngine
 from quatrain.environments import episodes as module
 from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.episodes import EpisodeRules, EpisodeSession
+from quatrain.environments.episodes import EnvironmentPlayer, EpisodeRules
 from quatrain.environments.load_environment import load_environments
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import Prompt
@@ -110,9 +109,16 @@ def make_engine(computed_by, small_arch, small_params, tokenizer):
             max_environment_tokens=added,
             max_tokens=longest,
             kind=environments.kind,
+            seed=11,
         )
-        engine = RolloutEngine(
-            small_arch, settings, tokenizer, stop_ids=stop_ids, seed=11, cache_bytes=1 << 28, episodes=rules
+        engine = local_rollouts(
+            small_arch,
+            settings,
+            tokenizer,
+            player=EnvironmentPlayer(rules),
+            stop_ids=stop_ids,
+            seed=11,
+            cache_bytes=1 << 28,
         )
         engine.sync_weights(small_params, 5)
         made.append(engine)
@@ -386,33 +392,17 @@ def test_environments_that_no_reward_function_got_are_closed_with_the_batch(make
     assert all_closed()
 
 
-def test_only_samples_that_begin_with_the_same_tokens_share_them():
-    """`reset` may return another text for each sample; a group has the numbers of its samples."""
-    submitted = []
-
-    def submit(groups):
-        submitted.extend(groups)
-        return tuple(range(len(groups)))
-
-    sampling = Sampling(n=4, max_new_tokens=50, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-    turns = SimpleNamespace(sampling=sampling, submit_groups=submit)
-    session = EpisodeSession(SimpleNamespace(max_tokens=30), lambda may_go_on: turns)
+def test_a_turn_asks_for_what_is_left_of_its_sample():
+    """Its context is all before it; its limit counts sampled tokens alone, and ends with the sequence's."""
+    sampling = Sampling(n=4, max_new_tokens=50)
     prompt = Prompt(3, np.array([1, 2], np.int32), "", {})
-    openings = [[1, 2], [1, 2, 7], [1, 2], [1, 2, 8]]
-    episodes = [
-        module.Episode(i, prompt, i, 6, "", np.array(ids, np.int32), None, None)
-        for i, ids in enumerate(openings)
-    ]
-    session._begun = list(episodes)
-    session._submit_begun()
-    found = [(group.context.tolist(), list(group.numbers), group.step, group.limit) for group in submitted]
-    assert found == [([1, 2], [0, 2], 6, 28), ([1, 2, 7], [1], 6, 27), ([1, 2, 8], [3], 6, 27)]
-    assert {place: episode.sample for place, episode in session._turns.items()} == {
-        (0, 0): 0,
-        (0, 1): 2,
-        (1, 0): 1,
-        (2, 0): 3,
-    }
-    assert all(
-        episode.completion in submitted[ticket].completions for (ticket, _), episode in session._turns.items()
-    )
+    episode = module.Episode(0, prompt, 2, 6, sampling, "", np.array([1, 2, 7], np.int32), None, None)
+    first = episode.request(seed=11, max_tokens=60).own
+    assert (first.sampling.n, first.sampling.max_new_tokens, first.offset) == (1, 50, 0)
+    assert (first.seed, first.step, first.sequence_id) == (11, 6, 3 * 4 + 2)
+    episode.completion.extend([5, 6], [-1.0, -1.0], 0)
+    episode.completion.begin_turn([8])
+    second = episode.request(seed=11, max_tokens=60)
+    assert second.prompt.input_ids.tolist() == [1, 2, 7, 5, 6, 8]
+    assert (second.own.sampling.max_new_tokens, second.own.offset) == (48, 3)
+    assert episode.request(seed=11, max_tokens=16).own.sampling.max_new_tokens == 10

@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 
-from quatrain.environments.environment import EnvironmentFault, StepResult
+from quatrain.environments.environment import StepResult
 from quatrain.environments.load_environment import load_environment, load_environments, load_tools
 from quatrain.environments.tools import Tools
+from quatrain.workers.faults import Fault
 
 GAME = '''
 from __future__ import annotations
@@ -251,9 +252,7 @@ class Failing:
 
 
 def test_an_environment_that_cannot_be_made_costs_its_episode():
-    with pytest.raises(
-        EnvironmentFault, match="Failing: making it raised ConnectionError: no server"
-    ) as caught:
+    with pytest.raises(Fault, match="Failing: making it raised ConnectionError: no server") as caught:
         load_environment(Failing)({})
     assert caught.value.kind == "error"
 

@@ -17,6 +17,10 @@ import jax
 import numpy as np
 import optax
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rollouts import local_rollouts
+
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.cluster import processes as hosts
 from quatrain.config.load import load_config
@@ -29,7 +33,6 @@ from quatrain.config.schema import (
     UpdateConfig,
 )
 from quatrain.data.policy import Meshes
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.models.architecture import BOTH, PRE
 from quatrain.models.blocks.experts import Experts
@@ -152,7 +155,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     )
     estimator = AdvantageEstimator(AdvantageConfig(estimator=ESTIMATORS[mode]))
     sampling = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
-    engine = RolloutEngine(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
+    engine = local_rollouts(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
     greedy = replace(engine.sampling, temperature=0.0)  # with the programs of the other samples
     params = init_params(arch, jax.random.key(0), mesh=meshes.train)
     first = to_host(params["layers"][0]["qkv"])

@@ -4,14 +4,18 @@ Writes them to the file argv[1]; further arguments are meshes.
 """
 
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 from routed_models import routed_model
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rollouts import local_rollouts
+
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig, UpdateConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
@@ -35,7 +39,7 @@ class _WithoutText:
 def sampled(mesh, params):
     config = RolloutConfig(n=4, max_new_tokens=12)
     stop_ids = tuple(range(0, 290, 31))
-    engine = RolloutEngine(ARCH, config, _WithoutText(), stop_ids=stop_ids, seed=0, mesh=mesh)
+    engine = local_rollouts(ARCH, config, _WithoutText(), stop_ids=stop_ids, seed=0, mesh=mesh)
     engine.sync_weights(params, 0)
     rng = np.random.default_rng(0)
     ids = [rng.integers(1, 290, size).astype(np.int32) for size in (5, 9, 2, 17, 6)]

@@ -23,6 +23,7 @@ from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh
 from quatrain.types.batches import Prompt
+from quatrain.types.sampler import Request
 
 FAMILY = os.environ.get("FAMILY")
 ARCH = of_golden(FAMILY, vocab_size=64, max_position=4096) if FAMILY else tiny_qwen2(num_layers=1)
@@ -48,15 +49,15 @@ def sampled(case: str) -> dict[str, np.ndarray]:
     engine = RolloutEngine(ARCH, config, _WithoutText(), **settings)
     engine.sync_weights(init_params(ARCH, jax.random.key(0), mesh=mesh), 1)
     prompts = [Prompt(i, draw.integers(1, 64, size, np.int32), "") for i, size in enumerate(LENGTHS)]
-    ticket = engine.submit(prompts, step=3)
+    tickets = engine.submit([Request(prompt, 3, engine.sampling) for prompt in prompts])
     engine._session._admission.ring_positions = tuple(map(int, filter(None, rings.split(","))))
-    while not engine.finished(ticket):
+    while not all(map(engine.finished, tickets)):
         for who in engine._session._scheduler.placed:
             if draw.random() < float(chance):
                 engine._session._scheduler.preempt(*who)
         engine.advance()
     recomputed = np.array(engine.stats.recomputed_tokens)
-    completions = [completion for _, completion in engine.take(ticket)[0]]
+    completions = [turn for ticket in tickets for turn in engine.take(ticket)]
     tokens, logprobs = (
         np.concatenate([getattr(c, name) for c in completions]) for name in ("tokens", "logprobs")
     )

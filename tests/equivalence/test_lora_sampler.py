@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 from architectures import ADAPTED, of_golden
+from rollouts import local_rollouts
 
 from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
@@ -51,7 +51,7 @@ def test_sampler_and_trainer_agree_on_adapters_of_experts(tokenizer, way):
 
 def _check_agreement(arch, params, base_params, tokenizer, way):
     config = RolloutConfig(n=4, max_new_tokens=12, temperature=0.8, max_concurrency=3, lora=way)
-    engine = RolloutEngine(arch, config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
+    engine = local_rollouts(arch, config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
     engine.sync_weights(params, 0)
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 290, rng.integers(1, 12)).astype(np.int32) for _ in range(5)]
@@ -68,7 +68,7 @@ def _check_agreement(arch, params, base_params, tokenizer, way):
 def test_a_sampler_with_adapters_has_no_copy_of_the_base(adapted, tokenizer):
     arch, params = adapted
     placed = {
-        way: RolloutEngine(arch, RolloutConfig(lora=way), tokenizer, stop_ids=(0,), seed=1).copy_weights(
+        way: local_rollouts(arch, RolloutConfig(lora=way), tokenizer, stop_ids=(0,), seed=1).copy_weights(
             params
         )
         for way in ("merged", "adapter")

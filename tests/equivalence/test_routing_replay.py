@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 from routed_models import routed_model
 
 from quatrain.config.schema import LogprobConfig, LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.blocks.experts import RouterSums
-from quatrain.models.decoder import routed_forward
+from quatrain.models.decoder import forward
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
@@ -41,7 +41,7 @@ CUTTINGS = (
 def _sampled(arch, params, tokenizer, *, dtype="float32", n=4, new=24, **options) -> RolloutBatch:
     config = RolloutConfig(n=n, max_new_tokens=new, **options)
     stop_ids = tuple(range(0, 290, 41))
-    engine = RolloutEngine(arch, config, tokenizer, stop_ids=stop_ids, seed=1, dtype=dtype)
+    engine = local_rollouts(arch, config, tokenizer, stop_ids=stop_ids, seed=1, dtype=dtype)
     engine.sync_weights(params, 0)
     rng = np.random.default_rng(0)
     common = rng.integers(1, 290, 33)
@@ -167,7 +167,7 @@ def test_the_auxiliary_loss_is_that_of_the_whole_batch(model, sampled):
 
     @jax.jit
     def summed(params):
-        forwarded = routed_forward(params, arch, ids, positions, real, counted=counted, packed=False)
+        forwarded = forward(params, arch, ids, positions, real, counted=counted, packed=False)
         return forwarded.sums.probabilities
 
     probabilities = np.asarray(summed(params)) / counted.sum()

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
 from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
@@ -26,7 +26,7 @@ from quatrain.types.batches import Prompt
 def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperature, n, slots):
     """With prompts shared (n of 4) or not, and slots refilled (fewer than sequences) or not."""
     config = RolloutConfig(n=n, max_new_tokens=12, temperature=temperature, max_concurrency=slots)
-    engine = RolloutEngine(small_arch, config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
+    engine = local_rollouts(small_arch, config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
     engine.sync_weights(small_params, 0)
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 290, rng.integers(1, 12)).astype(np.int32) for _ in range(20 // n)]

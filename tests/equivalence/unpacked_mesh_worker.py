@@ -6,15 +6,19 @@ Writes them to the file argv[1]. XLA's causal attention stands for the kernel of
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 from tiny_qwen2 import tiny_qwen2
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rollouts import local_rollouts
+
 from quatrain.backend import backend_of
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig, UpdateConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
@@ -61,7 +65,7 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     batches = [batch for _, batch in micro_batches(table(), planner, mesh, model.forms)]
     assert all((batch.layout is not None) == (name == "cudnn") for batch in batches)
     grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
-    engine = RolloutEngine(
+    engine = local_rollouts(
         ARCH,
         RolloutConfig(n=2, max_new_tokens=8),
         _WithoutText(),
@@ -73,7 +77,7 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     engine.sync_weights(params, 0)
     prompts = [Prompt(i, np.arange(1, 9 + i, dtype=np.int32), "") for i in range(9)]
     sampled = engine.generate(prompts)
-    scored = [scores for part in engine.score([p.input_ids for p in prompts], 3) for scores in part]
+    scored = [scores for part in engine.engine.score([p.input_ids for p in prompts], 3) for scores in part]
     leaves = jax.tree.leaves(jax.tree.map(lambda g: to_host(g).sum(axis=0), grads))
     return {
         "logprobs": predict_tokens(params, table(), model=model, planner=planner),

@@ -80,7 +80,7 @@ def config(folder: Path) -> None:
     """A configuration file, and the plan and the copy of it in the run's folder."""
     from quatrain.config.dump import dump_yaml, to_json
     from quatrain.config.load import load_config
-    from quatrain.plan.batches import plan, render
+    from quatrain.plan.batch_plan import plan, render
 
     resolved = load_config(folder / "config.yaml", environ={})
     dump_yaml(resolved)
@@ -90,7 +90,7 @@ def config(folder: Path) -> None:
 
 def dotenv(folder: Path) -> None:
     """An .env file."""
-    from quatrain.config.environment import load_dotenv
+    from quatrain.config.dotenv import load_dotenv
 
     load_dotenv({"HOME": str(folder)}, folder)
 
@@ -108,7 +108,7 @@ def metrics(folder: Path) -> None:
 def saved_state(folder: Path) -> None:
     """The host data of a checkpoint."""
     from quatrain.config.files import read_json
-    from quatrain.run.saved_state import check_saved_state
+    from quatrain.run.resume import check_saved_state
     from quatrain.types.batches import PromptPosition
 
     host = read_json(folder / "host.json")
@@ -152,7 +152,7 @@ def _warm_up() -> None:
 
     import quatrain.data.prompts
     import quatrain.data.tokenizer
-    import quatrain.plan.batches
+    import quatrain.plan.batch_plan
     import quatrain.weights.gguf
     import quatrain.weights.hf  # noqa: F401
 

@@ -3,13 +3,12 @@
 import pytest
 
 from quatrain.models.attention.kernels import obstacle
-from quatrain.models.attention.probe import probe
+from quatrain.models.probe import probe_attention
 
 
 def usable(kernel, arch):
     """Skips a test of a kernel that cannot run here, with the reason."""
-    reason = (
-        None if kernel == "xla" else obstacle(kernel, arch, "bfloat16") or probe(kernel, arch, "bfloat16")
-    )
+    case = kernel, arch, "bfloat16"
+    reason = None if kernel == "xla" else obstacle(*case) or probe_attention(*case)
     if reason is not None:
         pytest.skip(f"{kernel} cannot be used: {reason}")

@@ -12,9 +12,9 @@ from packed_rows import dense, rows_of_segments, with_grouped_branches
 from quatrain.backend import ACCELERATOR, this_backend
 from quatrain.models.attention import attention_pattern, self_attention
 from quatrain.models.attention.kernels import candidates
-from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decoder import forward
+from quatrain.models.probe import trusted_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,7 @@ def test_auto_runs_what_it_chose(arch, params):
     def run(attention, params):
         return forward(
             params, arch, ids, positions, segments, dtype="bfloat16", attention=attention, layout=layout
-        )
+        ).hidden
 
     with jax.default_matmul_precision("highest"):
         got, expected = (jax.jit(partial(run, attention))(params) for attention in (name, "xla"))

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
 from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
@@ -28,7 +28,7 @@ def _sampled(arch, params, n, attention, **config):
     """Completions of 16 sequences on eight slots, so that slots are refilled."""
     settings = RolloutConfig(n=n, max_new_tokens=40, max_concurrency=8, **config)
     stop_ids = tuple(range(0, arch.vocab_size, 50))
-    engine = RolloutEngine(arch, settings, _WithoutText(), stop_ids=stop_ids, seed=1, attention=attention)
+    engine = local_rollouts(arch, settings, _WithoutText(), stop_ids=stop_ids, seed=1, attention=attention)
     engine.sync_weights(params, 0)
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, arch.vocab_size, rng.integers(1, 60)).astype(np.int32) for _ in range(16 // n)]
@@ -53,7 +53,7 @@ def test_greedy_is_the_argmax_of_the_forward_pass(arch, params):
         batch = _sampled(arch, params, 2, "xla", temperature=0.0)
         positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
         segments = batch.attention_mask.astype(np.int32)
-        hidden = forward(params, arch, batch.input_ids, positions, segments)
+        hidden = forward(params, arch, batch.input_ids, positions, segments).hidden
         scores = np.asarray(logits(params, arch, hidden))
     rows, columns = np.nonzero(batch.completion_mask)
     assert len(rows) > 100

@@ -189,7 +189,7 @@ def test_nothing_begins_after_the_end(make):
     ahead, _ = make(1, steps=3)
     trained(ahead, 3)
     ahead.close()
-    with pytest.raises(RuntimeError, match="thread has ended"):
+    with pytest.raises(RuntimeError, match="the rollout was closed"):
         ahead.run(lambda: None)
     ahead.close()
 
@@ -205,7 +205,7 @@ def test_a_thread_that_does_not_end_is_told(make, monkeypatch, caplog):
     monkeypatch.setattr("quatrain.loop.asynchronous.END_TIMEOUT_S", 0.05)
     ahead, _ = make(1)
     began, release = threading.Event(), threading.Event()
-    ahead._service.run(lambda: (began.set(), release.wait()))
+    ahead._run(lambda: (began.set(), release.wait()))
     assert began.wait(20)
     ahead.close()
     assert "did not end within 0.05 seconds and is left behind" in caplog.text

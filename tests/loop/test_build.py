@@ -38,7 +38,8 @@ def test_the_engine_decodes_where_the_weights_are():
     loaded = _load()
     config = load_config(None, environ={}).config
     meshes = loaded.meshes
-    assert meshes.train == meshes.rollout == meshes.reference == build_engine(config, loaded).mesh
+    engine = build_engine(config, loaded).sampler.engine
+    assert meshes.train == meshes.rollout == meshes.reference == engine.mesh
     assert {leaf.sharding.mesh for leaf in loaded.params["layers"][0].values()} == {meshes.train}
 
 
@@ -58,7 +59,7 @@ def test_episodes_of_an_evaluation_may_be_longer_than_those_of_training(tmp_path
     config = load_config(None, settings, environ={}).config
     loaded = load_policy(config)
     with closing(build_engine(config, loaded)) as engine:
-        assert engine._episodes.max_tokens == loaded.arch.max_position
+        assert engine.player.rules.max_tokens == loaded.arch.max_position
 
 
 def test_a_users_loss_that_reads_the_sampler_needs_the_whole_distribution(tmp_path):
@@ -109,8 +110,8 @@ def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
     assert not list((tmp_path / "w").iterdir())
 
 
-@pytest.mark.parametrize("key", ["environment_workers", "workers"])
-def test_environments_of_other_processes_are_not_for_reward_functions(key):
+def test_environments_of_other_processes_are_not_for_reward_functions():
+    key = "environment_workers"
     overrides = ["rollout.environment=mine.py:Game", f"rollout.{key}=2"]
     config = load_config(None, overrides, environ={}).config
     loaded = SimpleNamespace(environments="those of mine.py:Game")

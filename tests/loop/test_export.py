@@ -18,7 +18,7 @@ from quatrain.models.families import builtin_architecture
 from quatrain.models.lora import with_adapters
 from quatrain.models.params import init_params
 from quatrain.weights.hf import save_hf
-from quatrain.weights.load import load_model
+from quatrain.weights.load_model import load_model
 
 
 def test_what_is_exported_is_readable_by_others_and_by_transformers(tmp_path):

@@ -11,6 +11,7 @@ from queue import Queue
 
 import httpx2 as httpx
 import jax
+import numpy as np
 import openai
 import pytest
 import uvicorn
@@ -19,6 +20,9 @@ from servers import service_of
 from quatrain.config.load import load_config
 from quatrain.loop.policy import load_policy
 from quatrain.loop.serve import serve, serving_engine, weights_of
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import Request
 from quatrain.weights.hf import save_hf
 
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")
@@ -98,6 +102,7 @@ def test_an_address_that_is_taken_is_refused_before_the_model_is_loaded(config):
 def test_weights_of_another_architecture_are_refused(config, small_arch, small_params, tokenizer, tmp_path):
     loaded = load_policy(config, critic=False, adapters=False, environments=False)
     engine = serving_engine(config, loaded)
+    assert engine._prefix_share == 0.5  # contexts of requests are kept, though none has said so
     read = weights_of(loaded.arch, config, engine)
     assert jax.tree.structure(read(config.model.path)) == jax.tree.structure(small_params)
     save_hf(tmp_path, small_arch, small_params)
@@ -111,5 +116,5 @@ def test_weights_of_another_architecture_are_refused(config, small_arch, small_p
 def test_requests_end_with_the_service(small_arch, small_params, tokenizer):
     service = service_of(small_arch, small_params, tokenizer)
     service.close()
-    with pytest.raises(RuntimeError, match="it was closed"):
-        service.submit([], [], print).result()
+    with pytest.raises(RuntimeError, match="was closed"):
+        service.start([Request(Prompt(0, np.ones(1, np.int32), ""), 0, Sampling(1, 1))], print).result()

@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def whole(params, arch, ids, positions, segments, dtype=jnp.float32, remat="none"):
-    hidden = forward(params, arch, ids, positions, segments, dtype=dtype, remat=remat)
+    hidden = forward(params, arch, ids, positions, segments, dtype=dtype, remat=remat).hidden
     return logits(params, arch, hidden)
 
 
@@ -185,7 +185,7 @@ def test_remat_computes_attention_of_a_kernel_again():
     def kernels(remat):
         def loss(params):
             kernel = {"attention": "splash", "packed": False}
-            return forward(params, arch, ids, positions, segments, remat=remat, **kernel).sum()
+            return forward(params, arch, ids, positions, segments, remat=remat, **kernel).hidden.sum()
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count("pallas_call[")
 
@@ -195,7 +195,7 @@ def test_remat_computes_attention_of_a_kernel_again():
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():
     arch, params = small_model()
     inputs = rows(5, 8)
-    hidden = jax.eval_shape(lambda p: forward(p, arch, *inputs, dtype=jnp.bfloat16), params)
+    hidden = jax.eval_shape(lambda p: forward(p, arch, *inputs, dtype=jnp.bfloat16).hidden, params)
     assert hidden.dtype == jnp.bfloat16
     rough, exact = run(params, arch, *inputs, dtype=jnp.bfloat16), run(params, arch, *inputs)
     assert rough.dtype == jnp.float32

@@ -6,10 +6,10 @@ import jax
 import pytest
 from architectures import of_golden
 
-from quatrain.models import expert_probe as module
 from quatrain.models import expert_products
+from quatrain.models import probe as module
 from quatrain.models.architecture import LoRA
-from quatrain.models.expert_probe import trusted_experts
+from quatrain.models.probe import trusted_experts
 
 ARCH = of_golden("qwen3_moe")
 
@@ -37,12 +37,12 @@ def product(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
 
     def use(**functions):
-        module._compared.cache_clear()
+        module.compared.cache_clear()
         for name, function in functions.items():
             monkeypatch.setitem(expert_products._RAGGED, name, function)
 
     yield use
-    module._compared.cache_clear()
+    module.compared.cache_clear()
 
 
 def choose(name, platform="gpu", arch=ARCH, dtype="float32"):
@@ -99,4 +99,4 @@ def test_products_of_adapters_are_probed_too():
 
     arch = replace(ARCH, lora=LoRA(3, 3.0, ("experts_down",)))
     d, f = arch.hidden_size, arch.layers[0].mlp.width
-    assert module._shapes(arch) == [(8, d, 2 * f), (8, f, d), (8, f, 3), (8, 3, d)]
+    assert module.product_shapes(arch) == [(8, d, 2 * f), (8, f, d), (8, f, 3), (8, 3, d)]

@@ -13,7 +13,7 @@ from quatrain.backend import CPU
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import LoRA, Routes
 from quatrain.models.blocks.experts import Experts
-from quatrain.models.decoder import REMAT, logits, routed_forward
+from quatrain.models.decoder import REMAT, forward, logits
 from quatrain.models.expert_products import (
     add_expert_bias,
     expert_product,
@@ -132,7 +132,7 @@ def _run(model, routes=None, counted=None, **settings):
     return _compiled(params, arch, *inputs, routes=routes, counted=counted, **{"backend": CPU} | settings)
 
 
-_compiled = jax.jit(routed_forward, static_argnames=("arch", "backend"))
+_compiled = jax.jit(forward, static_argnames=("arch", "backend"))
 
 
 def test_routes_that_are_given_back_change_nothing_and_others_do(model):
@@ -158,7 +158,7 @@ def test_the_router_of_given_routes_has_its_gradient(model, others):
     routes = np.roll(np.asarray(_run(model).routes), 1, axis=1)
 
     def loss(params, remat):
-        hidden = routed_forward(params, arch, *inputs, routes=routes, remat=remat, backend=CPU).hidden
+        hidden = forward(params, arch, *inputs, routes=routes, remat=remat, backend=CPU).hidden
         return jnp.sum(jnp.square(logits(params, arch, hidden)))
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)

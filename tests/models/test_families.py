@@ -9,12 +9,12 @@ from quatrain.models.architecture import BOTH, Routes
 from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.families import (
+    _COUSINS,
     FAMILIES,
     architecture_from_hf,
     architecture_to_hf,
     builtin_architecture,
 )
-from quatrain.models.families.cousins import _COUSINS
 from quatrain.models.params import is_spec, param_specs, tensor_names
 from quatrain.models.rope import Rope
 

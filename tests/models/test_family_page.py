@@ -51,7 +51,7 @@ def test_the_page_adds_a_family(acorn, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["AcornForCausalLM"]
     ids = np.arange(8, dtype=np.int32)[None]
     segments = np.ones_like(ids)
-    run = jax.jit(lambda params: logits(params, arch, forward(params, arch, ids, ids, segments)))
+    run = jax.jit(lambda params: logits(params, arch, forward(params, arch, ids, ids, segments).hidden))
     before, after = run(params), run(loaded)
     np.testing.assert_array_equal(before, after)
     assert np.std(before) > 0.1

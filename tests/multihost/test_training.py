@@ -11,8 +11,8 @@ import pytest
 from architectures import changed
 from safetensors.numpy import load_file
 
-from quatrain.config.layers import QUICKSTART
 from quatrain.config.load import load_config
+from quatrain.config.settings import QUICKSTART
 from quatrain.data.builtin import builtin_rows
 from quatrain.loop.train import train
 from quatrain.run.metrics import read_metrics

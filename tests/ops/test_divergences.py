@@ -7,8 +7,8 @@ import pytest
 from compiling import DEFAULT_FUSION
 from head_gradients import assert_head_gradients
 
-from quatrain.ops.divergences import Head, token_divergences
-from quatrain.ops.logprobs import Tile
+from quatrain.ops.divergences import token_divergences
+from quatrain.ops.logprobs import Head, Tile
 
 P = np.array([0.2, -0.3, 1.1, 0.0, -1.0])
 Q = np.array([1.0, 0.0, -0.5, 0.3, -2.0])

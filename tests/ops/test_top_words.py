@@ -8,8 +8,7 @@ from compiling import DEFAULT_FUSION
 from head_gradients import assert_head_gradients
 from test_divergences import KINDS, QUICK_TILES, P, Q, dot, given, naive, pick
 
-from quatrain.ops.divergences import Head
-from quatrain.ops.logprobs import LOWEST, Tile
+from quatrain.ops.logprobs import LOWEST, Head, Tile
 from quatrain.ops.top_words import NO_WORD, outcome_divergence, outcome_logits, top_words
 
 TILES = (Tile(1, 1), Tile(2, 3), Tile(3, 4), Tile(64, 64))

@@ -99,7 +99,7 @@ def drawn(params: Any, arch: Any) -> Any:
 def own_logits(arch: Any, params: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """[B, T, V] logits by quatrain."""
     inputs = (jnp.asarray(arrays[name]) for name in INPUTS)
-    return np.asarray(logits(params, arch, forward(params, arch, *inputs)))
+    return np.asarray(logits(params, arch, forward(params, arch, *inputs).hidden))
 
 
 @torch.no_grad()

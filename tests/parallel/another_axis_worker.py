@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from quatrain.config import axes
+from quatrain.config import mesh_axes as axes
 
 target, extra = sys.argv[1], json.loads(sys.argv[2])
 if extra:  # before any module reads the table
@@ -28,7 +28,7 @@ from quatrain.forward.table import TokenTable  # noqa: E402
 from quatrain.models.families import architecture_from_hf  # noqa: E402
 from quatrain.models.params import init_params, partition  # noqa: E402
 from quatrain.parallel.mesh import role_mesh, to_host  # noqa: E402
-from quatrain.plan import batches, device_memory  # noqa: E402
+from quatrain.plan import batch_plan, device_memory  # noqa: E402
 from quatrain.plan.placement import placement  # noqa: E402
 from quatrain.update.gradient import init_optimizer, optimizer_step  # noqa: E402
 from quatrain.update.objective import PolicyObjective  # noqa: E402
@@ -78,7 +78,7 @@ new, _, applied, metrics, _ = optimizer_step(
     schedule_step=0,
 )
 assert applied
-planned = batches.plan(config, devices=8)
+planned = batch_plan.plan(config, devices=8)
 found = {
     "mesh": [str(role.mesh), dict(mesh.shape) | {"extra": 1}, [d.id for d in mesh.devices.flat]],
     "forms": [str(resolve_mesh(spec, 8)) for spec in ("auto", "1,-1,2", {"tp": 4, "fsdp": 2})],
@@ -86,7 +86,7 @@ found = {
     "partition": [str(spec) for spec in jax.tree.leaves(partition(ARCH, role.mesh))],
     "shapes": [leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(new)],
     "plan": {row.key: row.value for row in planned.rows},
-    "plan's text": batches.render(planned),
+    "plan's text": batch_plan.render(planned),
     "memory": device_memory.render(placement(config, devices=8)),
 }
 arrays = {jax.tree_util.keystr(p): to_host(x) for p, x in jax.tree_util.tree_flatten_with_path(new)[0]}

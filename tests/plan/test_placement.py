@@ -657,3 +657,25 @@ def test_a_teacher_beside_training_and_on_devices_of_its_own(final, tmp_path):
     missing = final(SMALL, f"distill.teacher={tmp_path / 'nothing'}")
     with pytest.raises(ValueError, match="nothing"):
         placement(missing)
+
+
+def test_kept_contexts_have_a_row_and_a_warning_where_they_are_few(final):
+    """Half of the cache's memory would otherwise be missing in the plan, and nobody would know why an agent's
+    contexts are computed again."""
+    agent = 'rollout.agent="command: play"', "rollout.n=8", "data.batch_size=16", "rollout.max_new_tokens=256"
+    config = final(MIDDLE, *agent)
+    longest = config.data.max_prompt_length + 2 * 256
+    parts = {part.key: part for part in placement(config).parts}
+    blocks = 128 * -(-longest // 64)
+    assert f"{blocks} blocks x 64 tokens" in parts["prefix_store"].why
+    assert f"of {128 * longest} that" in parts["prefix_store"].why
+    whole = placement(final(MIDDLE, *agent, "rollout.prefix_share=0"))
+    assert "prefix_store" not in {part.key for part in whole.parts}
+    known = placement(config, device_memory=whole.peak + 2 * parts["prefix_store"].num_bytes)
+    assert not known.warnings
+    others = sum(p.num_bytes for p in whole.parts_of("rollout", whole.role_groups[0]) if p.key != "kv_cache")
+    tight = placement(config, device_memory=others + parts["prefix_store"].num_bytes)
+    [warning] = [text for text in tight.warnings if "kept contexts" in text]
+    assert "rollout.agent_concurrency" in warning
+    fewer = final(MIDDLE, *agent, "rollout.agent_concurrency=8")
+    assert not [w for w in placement(fewer, device_memory=tight.device_memory).warnings if "kept" in w]

@@ -14,10 +14,9 @@ from episode_batches import PROMPT, TURNS, episodes
 from quatrain.config.schema import LoggingConfig
 from quatrain.report import writer as module
 from quatrain.report.writer import Report
-from quatrain.reward.values import plain_json
+from quatrain.reward.forms import plain_json
 from quatrain.run.metrics import read_metrics
-from quatrain.run.run_dir import RunDir
-from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_dir import LOCK_FILES, RunDir
 from quatrain.run.samples import evaluation_sample
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
@@ -66,7 +65,7 @@ def batch(completions=("four", "4 \u00e9\ud83d")):
 
 
 def test_metrics_are_reduced_into_one_line_per_step(run):
-    report = Report(run, LoggingConfig(), redact=plain)
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
     report.log(0, {"eval/reward": 0.5})
     report.log(1, {"loss": Metric(3.0, 2), "update/kl": Metric(np.nan), "none": Metric(0.0, 0)})
     report.log(1, {"eval/reward": 0.75})
@@ -78,7 +77,7 @@ def test_metrics_are_reduced_into_one_line_per_step(run):
 
 
 def test_samples_show_what_happened_to_each_sequence(run):
-    report = Report(run, LoggingConfig(), redact=plain)
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
     report.samples(10, batch())
     report.close()
     lines = (run.samples / "step_000010.jsonl").read_text(encoding="utf-8").splitlines()
@@ -113,7 +112,7 @@ def test_samples_show_what_happened_to_each_sequence(run):
 
 @pytest.mark.parametrize(("asked", "written"), [(1, 1), (0, 0), (99, 2)])
 def test_as_many_samples_as_asked_for(run, asked, written):
-    report = Report(run, LoggingConfig(samples_per_step=asked), redact=plain)
+    report = Report(run, LoggingConfig(samples_per_step=asked), redactor=lambda: plain)
     report.samples(3, batch())
     report.close()
     found = [line for path in run.samples.iterdir() for line in path.read_text().splitlines()]
@@ -121,7 +120,7 @@ def test_as_many_samples_as_asked_for(run, asked, written):
 
 
 def test_messages_reach_console_and_log_without_secrets(run, capsys):
-    report = Report(run, LoggingConfig(), redact=lambda text: text.replace("hunter2", "***"))
+    report = Report(run, LoggingConfig(), redactor=lambda: lambda text: text.replace("hunter2", "***"))
     report.event("starting with hunter2")
     logging.getLogger("quatrain.rollout").warning("slow %s", "hunter2")
     try:
@@ -141,7 +140,7 @@ def test_messages_reach_console_and_log_without_secrets(run, capsys):
 
 
 def test_samples_and_names_of_metrics_are_redacted_as_text_before_they_are_written(run):
-    report = Report(run, LoggingConfig(), redact=lambda text: text.replace('say "é"', "***"))
+    report = Report(run, LoggingConfig(), redactor=lambda: lambda text: text.replace('say "é"', "***"))
     report.samples(1, batch(('I say "é"', "4")))
     report.log(1, {'reward/say "é"/mean': 1.0, "loss": 2.0})
     report.close()
@@ -151,7 +150,7 @@ def test_samples_and_names_of_metrics_are_redacted_as_text_before_they_are_writt
 
 
 def test_why_a_run_ended_is_in_its_log_alone(run, capsys):
-    report = Report(run, LoggingConfig(), redact=lambda text: text.replace("hunter2", "***"))
+    report = Report(run, LoggingConfig(), redactor=lambda: lambda text: text.replace("hunter2", "***"))
     try:
         raise RuntimeError("hunter2")
     except RuntimeError as error:
@@ -165,13 +164,13 @@ def test_why_a_run_ended_is_in_its_log_alone(run, capsys):
 
 def test_how_a_run_began_is_said_first(tmp_path):
     run = RunDir.create(tmp_path, "first", resume="auto")
-    Report(run, LoggingConfig(), redact=plain).close()
+    Report(run, LoggingConfig(), redactor=lambda: plain).close()
     assert "starting a new run first" in run.log.read_text()
 
 
 def test_other_processes_write_nothing(run, monkeypatch, capsys):
     monkeypatch.setattr(module, "is_main_process", lambda: False)
-    report = Report(run, LoggingConfig(wandb="offline", tensorboard=True), redact=plain)
+    report = Report(run, LoggingConfig(wandb="offline", tensorboard=True), redactor=lambda: plain)
     report.log(1, {"loss": 1.0})
     report.samples(1, batch())
     report.event("hello")
@@ -212,7 +211,7 @@ def test_wandb_gets_the_finite_numbers_and_keeps_its_id(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = LoggingConfig(wandb="offline", wandb_project="p")
     for step in (1, 2):
-        report = Report(run, config, redact=plain, run_config={"seed": 1})
+        report = Report(run, config, redactor=lambda: plain, run_config={"seed": 1})
         report.log(step, {"loss": Metric(1.0, 2), "update/kl": float("inf")})
         report.close()
     assert fake.told == [(1, {"loss": 0.5}), "finished", (2, {"loss": 0.5}), "finished"]
@@ -226,7 +225,7 @@ def test_wandb_gets_the_finite_numbers_and_keeps_its_id(run, monkeypatch):
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
 def test_a_failing_service_is_reported_once_and_never_stops_the_run(run, monkeypatch, capsys, fails):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandB(fails))
-    report = Report(run, LoggingConfig(wandb="online"), redact=plain)
+    report = Report(run, LoggingConfig(wandb="online"), redactor=lambda: plain)
     for step in (1, 2, 3):
         report.log(step, {"loss": 1.0})
     report.close()
@@ -237,7 +236,7 @@ def test_a_failing_service_is_reported_once_and_never_stops_the_run(run, monkeyp
 def test_a_missing_package_is_reported_once(run, monkeypatch, capsys):
     for name in ("wandb", "tensorboardX"):
         monkeypatch.setitem(sys.modules, name, None)
-    report = Report(run, LoggingConfig(wandb="online", tensorboard=True), redact=plain)
+    report = Report(run, LoggingConfig(wandb="online", tensorboard=True), redactor=lambda: plain)
     report.log(1, {"loss": 1.0})
     report.close()
     console = capsys.readouterr().err
@@ -249,7 +248,7 @@ def test_a_missing_package_is_reported_once(run, monkeypatch, capsys):
 def test_disabled_services_are_not_imported(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandB("init"))
     for mode in ("disabled", None):
-        report = Report(run, LoggingConfig(wandb=mode), redact=plain)
+        report = Report(run, LoggingConfig(wandb=mode), redactor=lambda: plain)
         report.close()
     assert "failed" not in run.log.read_text()
 
@@ -263,7 +262,7 @@ def test_tensorboard_gets_scalars(run, monkeypatch):
     fake = types.ModuleType("tensorboardX")
     fake.SummaryWriter = lambda folder, purge_step: told.append((folder, purge_step)) or writer
     monkeypatch.setitem(sys.modules, "tensorboardX", fake)
-    report = Report(run, LoggingConfig(tensorboard=True), redact=plain)
+    report = Report(run, LoggingConfig(tensorboard=True), redactor=lambda: plain)
     report.log(4, {"loss": 2.0})
     report.close()
     folder = str(run.path / "tensorboard")
@@ -272,7 +271,7 @@ def test_tensorboard_gets_scalars(run, monkeypatch):
     (run.checkpoints / "3").mkdir(parents=True)
     run.close()
     resumed = RunDir.create(run.path.parent, "x", resume="first")
-    report = Report(resumed, LoggingConfig(tensorboard=True), redact=plain)
+    report = Report(resumed, LoggingConfig(tensorboard=True), redactor=lambda: plain)
     report.log(4, {"loss": 1.0})
     report.close()
     assert told[3:] == [(folder, 4), ("loss", 1.0, 4), "closed"]
@@ -281,7 +280,7 @@ def test_tensorboard_gets_scalars(run, monkeypatch):
 def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):
     monkeypatch.setattr(module, "can_plot", lambda: True)
     monkeypatch.setattr(module, "plot_run", lambda *paths: 1 / 0)
-    report = Report(run, LoggingConfig(), redact=plain)
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
     report.log(1, {"loss": 1.0})
     report.close()
     message = "warning: plot.png cannot be written (ZeroDivisionError: division by zero)"
@@ -289,7 +288,7 @@ def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):
 
 
 def test_the_run_page_is_written_on_request_and_at_the_end(run, capsys):
-    report = Report(run, LoggingConfig(), redact=plain)
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
     report.page()
     assert not run.page.exists(), "there is nothing to show yet"
     report.log(1, {"loss": 1.0})
@@ -303,7 +302,7 @@ def test_the_run_page_is_written_on_request_and_at_the_end(run, capsys):
 
 def test_a_run_page_that_fails_is_one_warning(run, monkeypatch, capsys):
     monkeypatch.setattr(module.Page, "write", lambda *given, **options: 1 / 0)
-    report = Report(run, LoggingConfig(), redact=plain)
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
     report.log(1, {"loss": 1.0})
     report.page()
     report.page()
@@ -312,7 +311,7 @@ def test_a_run_page_that_fails_is_one_warning(run, monkeypatch, capsys):
 
 
 def test_metrics_that_a_full_disk_refuses_are_written_later(run, monkeypatch, capsys):
-    report = Report(run, LoggingConfig(), redact=plain)
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
     report.log(1, {"loss": 1.0})
     plain_open, half = Path.open, []
 
@@ -356,7 +355,7 @@ def test_tokens_of_samples_with_the_log_probabilities_of_sampler_trainer_and_tea
     known = {"trainer_logprobs": np.full((2, 4), -0.25, np.float32)}
     known["teacher_logprobs"] = np.float32([[-0.125] * 4, [np.nan] * 4])
     advantaged = replace(advantaged, rewarded=replace(advantaged.rewarded, token_logprobs=known))
-    report = Report(run, LoggingConfig(sample_tokens=True), redact=plain, token_text="<{}>".format)
+    report = Report(run, LoggingConfig(sample_tokens=True), redactor=lambda: plain, token_text="<{}>".format)
     report.samples(1, advantaged)
     report.close()
     first, second = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
@@ -378,7 +377,7 @@ def test_completions_of_evaluations_are_redacted_and_other_values_of_columns_bec
         "completion": "hunter2",
         "columns": plain_json({"when": date(2026, 1, 2), "x": math.nan}),
     }
-    report = Report(run, LoggingConfig(), redact=lambda text: text.replace("hunter2", "***"))
+    report = Report(run, LoggingConfig(), redactor=lambda: lambda text: text.replace("hunter2", "***"))
     report.evaluation(5, [sample])
     report.evaluation(6, [])
     report.close()
@@ -397,7 +396,7 @@ def test_a_service_gets_tables_of_samples_and_evaluations_without_secrets(run, m
     report = Report(
         run,
         LoggingConfig(sample_tokens=True, samples_per_step=1, **setting),
-        redact=lambda text: text.replace("four", "***"),
+        redactor=lambda: lambda text: text.replace("four", "***"),
         token_text=str,
     )
     report.samples(3, batch())
@@ -418,7 +417,9 @@ def test_a_service_gets_tables_of_samples_and_evaluations_without_secrets(run, m
 def test_a_service_gets_an_episode_as_a_readable_text(run, monkeypatch):
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    report = Report(run, LoggingConfig(wandb="offline", sample_tokens=True), redact=plain, token_text=str)
+    report = Report(
+        run, LoggingConfig(wandb="offline", sample_tokens=True), redactor=lambda: plain, token_text=str
+    )
     report.samples(3, episodes())
     report.close()
     columns, rows = fake.told[0][1]["samples"]
@@ -429,7 +430,7 @@ def test_a_service_gets_an_episode_as_a_readable_text(run, monkeypatch):
 
 
 def test_an_episode_has_its_turns_with_their_rewards_and_no_prompt_twice(run):
-    report = Report(run, LoggingConfig(), redact=plain)
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
     report.samples(3, episodes())
     report.close()
     first, second = map(json.loads, (run.samples / "step_000003.jsonl").read_text().splitlines())
@@ -455,7 +456,7 @@ def test_tokens_between_two_turns_have_no_numbers(run):
     advantaged = episodes()
     known = {"trainer_logprobs": np.full((2, 8), -0.25, np.float32)}
     advantaged = replace(advantaged, rewarded=replace(advantaged.rewarded, token_logprobs=known))
-    report = Report(run, LoggingConfig(sample_tokens=True), redact=plain, token_text="<{}>".format)
+    report = Report(run, LoggingConfig(sample_tokens=True), redactor=lambda: plain, token_text="<{}>".format)
     report.samples(1, advantaged)
     report.close()
     first, second = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
@@ -480,7 +481,7 @@ def test_tokens_between_two_turns_have_no_numbers(run):
 )
 def test_messages_of_a_reset_are_turns_and_examples_among_them_have_no_reward(run, examples):
     messages = [*PROMPT, *examples, *TURNS]
-    report = Report(run, LoggingConfig(samples_per_step=1), redact=plain)
+    report = Report(run, LoggingConfig(samples_per_step=1), redactor=lambda: plain)
     report.samples(1, episodes(messages=(messages, messages)))
     report.close()
     (record,) = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
@@ -531,7 +532,7 @@ def test_an_episode_without_a_turn_has_no_tokens(run):
         completions=("", ""),
     )
     rewarded = replace(batch.rewarded, rollouts=rollouts)
-    report = Report(run, LoggingConfig(sample_tokens=True), redact=plain, token_text=str)
+    report = Report(run, LoggingConfig(sample_tokens=True), redactor=lambda: plain, token_text=str)
     report.samples(1, AdvantagedBatch(rewarded, np.zeros(none.shape, np.float32)))
     report.close()
     record = json.loads((run.samples / "step_000001.jsonl").read_text().splitlines()[0])
@@ -543,7 +544,7 @@ def test_secrets_of_turns_are_redacted_and_their_tokens_left_out(run):
     report = Report(
         run,
         LoggingConfig(sample_tokens=True, samples_per_step=1),
-        redact=lambda text: text.replace("56", "***"),  # ids 5 and 6 stand between the two turns
+        redactor=lambda: lambda text: text.replace("56", "***"),  # ids 5 and 6 stand between the two turns
         token_text=str,
     )
     report.samples(1, episodes(messages=(secret, secret)))
@@ -557,7 +558,7 @@ def test_trackio_gets_the_run_and_continues_it(run, monkeypatch, capsys):
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "trackio", fake)
     for step, (folder, resume) in enumerate(((run, "never"), (replace(run, resumed=True), "allow"))):
-        report = Report(folder, LoggingConfig(trackio="mine"), redact=plain, run_config={"seed": 1})
+        report = Report(folder, LoggingConfig(trackio="mine"), redactor=lambda: plain, run_config={"seed": 1})
         report.log(step, {"loss": 1.0, "update/kl": math.inf})
         report.close()
         told = fake.started[-1]
@@ -574,7 +575,7 @@ def test_steps_that_a_resumed_run_repeats_are_logged_once(run, monkeypatch, pack
     monkeypatch.setitem(sys.modules, package, fake)
 
     def attempt(folder, first, last, *, evaluates_last):
-        report = Report(folder, LoggingConfig(**setting), redact=plain)
+        report = Report(folder, LoggingConfig(**setting), redactor=lambda: plain)
         for step in range(first, last + 1):
             report.log(step, {"loss": float(10 * first + step)})
             report.samples(step, batch())
@@ -605,7 +606,7 @@ def test_tokens_that_spell_a_secret_together_are_not_written(run, capsys):
     report = Report(
         run,
         LoggingConfig(sample_tokens=True),
-        redact=lambda text: text.replace("34", "***"),
+        redactor=lambda: lambda text: text.replace("34", "***"),
         token_text=str,
     )
     report.samples(1, batch())

@@ -18,7 +18,7 @@ from rollouts import make_rollouts
 from quatrain.cluster import processes as hosts
 from quatrain.config.load import load_config
 from quatrain.data.policy import Meshes
-from quatrain.reward.model import load_reward_models
+from quatrain.reward.reward_model import load_reward_models
 
 LENGTHS = (1, 30, 7, 15, 3, 3, 22, 9, 12, 40, 5)
 

@@ -86,7 +86,7 @@ def test_odd_functions_that_harm_nobody(tmp_path, monkeypatch):
             wanted = [np.float32([2, 3, 1, 4])] * len(bad_rewards.HARMLESS)
             np.testing.assert_array_equal(batch.rewards_per_function, wanted)
             assert not [name for name in batch.metrics if "/errors/" in name]
-        worker = scorer._pool._workers[0]._popen.pid
+        worker = scorer._pool._processes.all[0]._popen.pid
         assert of_session(worker) == [worker]  # the children of functions that forked have ended
     assert Path.cwd() == tmp_path
     assert of_session(worker) == []

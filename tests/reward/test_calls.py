@@ -202,7 +202,7 @@ def test_only_the_process_that_decides_has_workers(scorer_of):
     replies = iter(decided)
     there = scorer_of("size", decide=lambda function: next(replies))
     np.testing.assert_array_equal(there.score(make_rollouts(["a", "b"])).rewards, wanted)
-    assert not there._pool._workers
+    assert not there._pool._processes.all
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -241,7 +241,7 @@ def test_a_file_that_ends_its_process_is_an_error(tmp_path, source, message):
 
 
 def test_a_function_of_the_running_program_needs_no_workers():
-    with pytest.raises(ValueError, match=r"worker processes cannot import; .* set reward.workers to 0"):
+    with pytest.raises(ValueError, match=r"which processes import; .* set reward.workers to 0"):
         RewardScorer(RewardConfig(functions={"__main__:f": 1.0}))
 
 

@@ -19,9 +19,9 @@ from quatrain.forward.predict import sequence_scores
 from quatrain.forward.specs import CriticSpec
 from quatrain.models.rope import Rope
 from quatrain.parallel.mesh import one_device
-from quatrain.reward.model import RewardModel, load_reward_models
+from quatrain.reward.reward_model import RewardModel, load_reward_models
 from quatrain.reward.scorer import RewardScorer
-from quatrain.weights.load import load_classifier
+from quatrain.weights.load_model import load_classifier
 
 TOLERANCE = 1e-5
 """Largest difference from transformers' scores, which are about 1, in float32; measured: at most 2.1e-6."""

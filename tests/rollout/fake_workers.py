@@ -22,6 +22,8 @@ def sample(spec, index, version):
 class FakeWorker:
     """Finishes one group a call of `take`. `faults` are called with (worker, what it does, groups)."""
 
+    labels_versions = False
+
     def __init__(self, name, num_slots=4, fault=None):
         self.name, self.num_slots = name, num_slots
         self.fault = fault or (lambda worker, doing: None)

@@ -6,13 +6,12 @@ from contextlib import closing
 import jax
 import numpy as np
 import pytest
+from rollouts import fleet_rollouts, local_rollouts
 
 from quatrain.config.schema import LoraConfig, RolloutConfig
-from quatrain.engine.engine import RolloutEngine
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
-from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import Folder, InMemory, gathered
 from quatrain.rollout.worker import GroupSpec, WorkerLost
 from quatrain.types.batches import Prompt
@@ -29,19 +28,20 @@ PROMPTS = [
 def make_engine(computed_by, small_arch, tokenizer):
     def make(arch=small_arch, **config):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 12, "temperature": 0.9, **config})
-        return RolloutEngine(arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+        return local_rollouts(arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
 
     return make
 
 
 def worker_of(engine, base=None, timeout_s=60.0, slots=None):
+    engine = engine.engine
     read = weights_reader(engine._with_adapters, one_device(), base)
     return EngineWorker(engine, read, name="engine", num_slots=slots, timeout_s=timeout_s)
 
 
 def fleet_of(engines, tokenizer, publisher=None, **options):
     factories = [lambda engine=engine: worker_of(engine, **options) for engine in engines]
-    return Fleet(
+    return fleet_rollouts(
         factories,
         publisher or InMemory(),
         sampling=engines[0].sampling,
@@ -93,7 +93,7 @@ def test_weights_come_through_a_folder(make_engine, small_arch, small_params, to
 
 
 def test_old_weights_are_freed_before_new_ones_are_read(make_engine, small_params):
-    engine, held = make_engine(), []
+    engine, held = make_engine().engine, []
 
     def read(weights):
         held.append(engine._params)
@@ -172,7 +172,7 @@ def test_an_engine_that_fails_or_hangs_makes_the_worker_lost(make_engine, small_
         engine = make_engine()
         worker = worker_of(engine, timeout_s=0.2)
         worker.load(gathered(small_params, "float32"), 4, 60)
-        monkeypatch.setattr(engine, "advance", advance)
+        monkeypatch.setattr(engine.engine, "advance", advance)
         worker.submit([GroupSpec(0, PROMPTS[0], 0, sampling)], 4)
         with pytest.raises(WorkerLost, match=message):
             finished_of(worker, 1, 10)
@@ -190,10 +190,34 @@ def test_a_round_that_compiles_has_three_times_as_long_while_it_compiles(
         jax.jit(lambda x: (time.sleep(0.7), x)[1])(1.0)  # JAX counts tracing as a part of compiling
         raise RuntimeError("the end of the round")
 
-    monkeypatch.setattr(engine, "advance", advance)
+    monkeypatch.setattr(engine.engine, "advance", advance)
     with closing(worker):
         worker.submit([GroupSpec(0, PROMPTS[0], 0, Sampling(n=1, max_new_tokens=4, temperature=1.0))], 4)
         time.sleep(0.2)
         assert worker.state() == "compiling"
         with pytest.raises(WorkerLost, match="the end of the round"):
             finished_of(worker, 1, 10)
+
+
+def test_weights_are_exchanged_while_workers_sample(make_engine, small_params, tokenizer):
+    """Tokens of a group say which weights sampled each, as those of one engine do; the fault: a group whose
+    tokens all claim one version, and a worker that is lost for tokens of the older."""
+
+    engine = make_engine(max_new_tokens=200, max_concurrency=3)
+    fleet = fleet_of([engine], tokenizer, slots=3)
+    fleet.sampler.wait_for_start()
+    assert fleet.sampler.exchanges_in_flight
+    fleet.sync_weights(small_params, 5)
+    ticket = fleet.submit(PROMPTS, step=3)
+    while not fleet.sampler.work().completions:
+        time.sleep(0.01)
+    fleet.sync_weights(small_params, 6)
+    batch = fleet.wait(ticket)
+    versions = batch.policy_version[batch.completion_mask]
+    assert set(versions) == {5, 6}
+    assert batch.metrics["fleet/restarts"].result() == 0
+    whole = make_engine(max_new_tokens=200)
+    whole.sync_weights(small_params, 5)
+    np.testing.assert_array_equal(batch.input_ids, whole.generate(PROMPTS, step=3).input_ids)
+    assert whole.sampler.exchanges_in_flight
+    fleet.close()

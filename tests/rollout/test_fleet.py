@@ -2,18 +2,19 @@
 
 import threading
 import time
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_workers import Workers, lost, sample
 from fleets import closing
+from rollouts import fleet_rollouts
 
 from quatrain.rollout import supervisor
-from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.fleet import OneWorker
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.publish import InMemory
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, WorkerRefused
 from quatrain.types.batches import Prompt
@@ -34,7 +35,7 @@ class Tokenizer:
 
 
 def fleet_of(workers, timeout_s=5.0, **options):
-    fleet = Fleet(
+    fleet = fleet_rollouts(
         workers.factories,
         InMemory(),
         sampling=SAMPLING,
@@ -93,39 +94,6 @@ def test_a_batch_is_that_of_one_engine_in_the_order_of_the_prompts(count):
     assert 0 < value(batch, "fleet/busy_fraction") <= 1
     assert sum(worker.taken for worker in workers.made) == 9
     assert all(worker.closed.is_set() for worker in workers.made)
-
-
-def test_the_dialogue_of_an_episode_replaces_the_messages_of_the_data():
-    opening, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-
-    def episodes(worker):
-        groups, worker.groups = worker.groups, []
-        finished = [worker.finished(spec) for spec in groups]
-        return [
-            FinishedGroup(
-                each.number,
-                [
-                    (
-                        replace(
-                            p, columns={**p.columns, "messages": [opening, answer], "turn_rewards": [1.0]}
-                        ),
-                        c,
-                    )
-                    for p, c in each.samples
-                ],
-            )
-            for each in finished
-        ]
-
-    prompts = [replace(PROMPTS[0], columns={"messages": [opening], "answer": 1})]
-    with fleet_of(Workers(1, {0: in_call("take", episodes)})) as fleet:
-        fleet.sync_weights(PARAMS, 7)
-        batch = fleet.generate(prompts)
-    assert batch.columns == {
-        "messages": ([opening, answer],) * SAMPLING.n,
-        "answer": (1,) * SAMPLING.n,
-        "turn_rewards": ([1.0],) * SAMPLING.n,
-    }
 
 
 def test_workers_have_groups_for_their_slots_and_one_more():
@@ -197,7 +165,7 @@ def test_a_slow_worker_without_a_number_of_slots_does_not_hold_up_a_batch():
     workers = Workers(2, faults, num_slots=None)
     taken, most = [], []
     with fleet_of(workers) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         for version in (1, 2):
             fleet.sync_weights(PARAMS, version)
             batch = fleet.generate(MANY, step=3)
@@ -215,7 +183,7 @@ def test_a_slow_worker_without_a_number_of_slots_does_not_hold_up_a_batch():
 
 def test_without_a_number_of_slots_no_worker_gets_all_groups_that_another_may_take():
     with fleet_of(workers := Workers(3, num_slots=None)) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         generate(fleet)
     assert max(worker.most for worker in workers.made) <= 4
 
@@ -228,10 +196,10 @@ def test_groups_for_one_worker_are_sampled_by_that_worker(number):
         for i, make in enumerate(workers.factories)
     ]
     with fleet_of(workers) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         fleet.sync_weights(PARAMS, 7)
-        own = fleet.submit(PROMPTS, step=3, worker=number)
-        assert list(fleet.wait(own).completions) == texts()
+        own = Rollouts(OneWorker(fleet.sampler, number), Tokenizer(), SAMPLING)
+        assert list(own.generate(PROMPTS, step=3).completions) == texts()
         assert {worker.place for worker in workers.made if worker.taken} == {number}
         assert list(generate(fleet).completions) == texts()
 
@@ -296,7 +264,7 @@ def test_workers_that_start_and_never_load_end_the_run(monkeypatch):
     workers = Workers(2, {"all": in_call("load", lambda worker: lost("cannot read the weights"))})
     began = time.monotonic()
     with fleet_of(workers, timeout_s=0.5) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         with pytest.raises(WorkersLost, match="cannot read the weights"):
             generate(fleet)
     assert time.monotonic() - began < 10
@@ -325,8 +293,8 @@ def test_the_start_waits_for_each_worker():
     slow = in_call("start", lambda worker: time.sleep(0.3))
     first = in_call("start", lambda worker: lost("still loading"))
     with fleet_of(Workers(3, {0: first, 1: slow})) as fleet:
-        fleet.wait_for_start()
-        assert len(fleet.workers) == 3
+        fleet.sampler.wait_for_start()
+        assert len(fleet.sampler.workers) == 3
         assert list(generate(fleet).completions) == texts()
 
 
@@ -346,7 +314,7 @@ def test_a_worker_that_does_not_start_is_an_error_although_others_have(hangs, ca
         fleet_of(workers, timeout_s=0.5) as fleet,
         pytest.raises(ValueError, match=r"1 of 2 did not within .* \(0.5 s\).*worker 1: no") as caught,
     ):
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
     asleep.set()
     assert time.monotonic() - began < 10
     assert "\n" not in str(caught.value)
@@ -362,7 +330,7 @@ def test_a_worker_that_refuses_the_run_at_its_start_ends_it():
 
     workers = Workers(2, {1: in_call("start", refuse)})
     with fleet_of(workers) as fleet, pytest.raises(WorkerRefused, match="another vocabulary"):
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
 
 
 def test_a_worker_that_refuses_the_run_ends_it_at_once():
@@ -404,7 +372,7 @@ def test_a_group_that_comes_twice_counts_once(caplog):
 def test_each_version_is_loaded_once_by_each_worker_before_its_groups():
     workers = Workers(3)
     with fleet_of(workers) as fleet:
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         for version in (1, 2):
             batch = generate(fleet, version)
             assert set(batch.policy_version[batch.completion_mask].tolist()) == {version}
@@ -452,7 +420,7 @@ def test_a_version_is_published_once():
 
     workers = Workers(1)
     with closing(
-        Fleet(
+        fleet_rollouts(
             workers.factories, Store(), sampling=SAMPLING, tokenizer=Tokenizer(), dtype="float32", timeout_s=5
         ),
         LIMIT_S,
@@ -495,7 +463,7 @@ def test_a_fleet_that_is_closed_ends_the_wait():
     hanging = in_call("take", lambda worker: time.sleep(0.2) or [])
     with fleet_of(Workers(1, {0: hanging})) as fleet:
         threading.Timer(0.3, fleet.close).start()
-        with pytest.raises(RuntimeError, match="closed while groups were in flight"):
+        with pytest.raises(RuntimeError, match="closed while turns were in flight"):
             generate(fleet)
 
 
@@ -503,20 +471,18 @@ def test_an_evaluation_keeps_few_samples_in_flight():
     workers = Workers(2)
     with fleet_of(workers) as fleet:
         fleet.sync_weights(PARAMS, 7)
-        waiting, most, submit, wait = set(), [], fleet.submit, fleet.wait
+        running, most, start = [], [], fleet.sampler.start
 
-        def submitted(prompts, **options):
-            ticket = submit(prompts, **options)
-            waiting.update(ticket.groups)
-            most.append(len(waiting) * SAMPLING.n)
-            return ticket
+        def started(requests, listener):
+            def listen(number, progress):
+                running.pop()
+                listener(number, progress)
 
-        def waited(ticket):
-            batch = wait(ticket)
-            waiting.difference_update(ticket.groups)
-            return batch
+            running.extend([1] * sum(each.sampling.n for each in requests))
+            most.append(len(running))
+            return start(requests, listen)
 
-        fleet.submit, fleet.wait = submitted, waited
+        fleet.sampler.start = started
         parts = [[prompt] for prompt in PROMPTS] * 2
         batches = list(fleet.generate_each(parts, sampling=SAMPLING, at_once=2 * SAMPLING.n))
     assert [list(batch.completions) for batch in batches] == [texts(part, 0) for part in parts]

@@ -3,6 +3,7 @@
 import host_model
 import numpy as np
 import pytest
+from rollouts import fleet_rollouts, local_rollouts
 from routed_models import routed_model, routes_of_rows
 
 from quatrain import StepResult
@@ -10,12 +11,10 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
 from quatrain.engine.engine import RolloutEngine
 from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.episodes import EpisodeRules
+from quatrain.environments.episodes import EnvironmentPlayer, EpisodeRules
 from quatrain.environments.load_environment import load_environment
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
-from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.fleet_episodes import FleetEpisodes
 from quatrain.rollout.publish import InMemory
 from quatrain.rollout.worker import WorkerLost
 from quatrain.types.batches import Prompt
@@ -56,10 +55,8 @@ def make(computed_by, small_arch, small_params, tokenizer):
     made = []
 
     def make(num_workers=0, worker=EngineWorker, arch=small_arch, params=small_params):
-        def engine(n=3, **options):
-            settings = RolloutConfig(n=n, max_new_tokens=24, temperature=0.9)
-            options = {"stop_ids": STOP_IDS, "seed": 11, "cache_bytes": 1 << 28, **options}
-            return RolloutEngine(arch, settings, tokenizer, **options)
+        settings = RolloutConfig(n=3, max_new_tokens=24, temperature=0.9)
+        of_engine = {"stop_ids": STOP_IDS, "seed": 11, "cache_bytes": 1 << 28}
 
         environments = load_environment(Counts)
         rules = EpisodeRules(
@@ -69,20 +66,21 @@ def make(computed_by, small_arch, small_params, tokenizer):
             max_turns=3,
             max_environment_tokens=100,
             max_tokens=300,
+            seed=11,
         )
+        player = EnvironmentPlayer(rules)
         if not num_workers:
-            rollouts = engine(episodes=rules)
+            rollouts = local_rollouts(arch, settings, tokenizer, player=player, **of_engine)
         else:
             read = weights_reader(arch, one_device())
 
             def factory():
-                own = engine(n=1, per_request_sampling=True)
+                own = RolloutEngine(arch, settings, tokenizer, per_request_sampling=True, **of_engine)
                 return worker(own, read, name="engine", num_slots=None, timeout_s=60.0)
 
             sampling = Sampling(3, 24, 0.9)
             options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
-            fleet = Fleet([factory] * num_workers, InMemory(), **options)
-            rollouts = FleetEpisodes(fleet, rules, seed=11, tokenizer=tokenizer)
+            rollouts = fleet_rollouts([factory] * num_workers, InMemory(), player=player, **options)
         rollouts.sync_weights(params, 5)
         made.append(rollouts)
         return rollouts

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 PROMPT = Prompt(1, np.ones(1, np.int32), "p")
 SAMPLING = Sampling(n=1, max_new_tokens=1)
@@ -53,7 +53,8 @@ def test_each_group_comes_out_once(count, retries, operations):
             return
         assert max(failures.values()) <= retries
         held = [number for numbers in has.values() for number in numbers]
-        assert len(set(held)) == len(held) == table.num_given
+        assert len(set(held)) == len(held)
+        assert {n for n in range(count) if table.is_given(n)} == set(held)
         for each in has.values():
             assert len(each) == 1 or all(failures[number] < 2 for number in each) or not each
     for _ in range(count):
@@ -132,3 +133,42 @@ def test_withdrawn_groups_are_forgotten_when_their_worker_no_longer_has_them():
     table.finish("a", finished(1))
     table.lose("a", "died")
     assert (len(table), table.num_unfinished) == (0, 0)
+
+
+def turn(number, session):
+    own = PerRequestSampling(SAMPLING, 0, 0, 0, session=session)
+    return replace(spec(number), own=own)
+
+
+def test_the_turns_of_a_session_go_to_the_worker_that_has_its_context():
+    """P10: each of two workers computed the whole dialogue again whenever a turn went to the other."""
+    table, able = GroupTable(2), ("a", "b")
+
+    def given(worker, room=9):
+        return [each.number for each in table.give(worker, room, able)]
+
+    table.add(turn(number, str(number)) for number in range(4))
+    assert [given("a", 2), given("b")] == [[0, 1], [2, 3]]
+    for number, worker in enumerate("aabb"):
+        table.finish(worker, finished(number))
+    table.take(range(4))
+    table.add(turn(10 + number, str(number)) for number in range(4))
+    assert table.num_waiting("b", able) == 2
+    assert [given("b"), given("a")] == [[12, 13], [10, 11]]
+    table.lose("b", "died")
+    able = ("a",)  # nobody waits for one that is lost
+    assert sorted(given("a")) == [12, 13]
+
+
+def test_a_worker_with_more_than_its_part_is_not_waited_for():
+    """Eight dialogues that began on one worker would keep it busy while the other has nothing to do."""
+    table, able = GroupTable(2), ("a", "b")
+    table.add(turn(number, str(number)) for number in range(8))
+    table.give("a", 8, able)
+    for number in range(8):
+        table.finish("a", finished(number))
+    table.take(range(8))
+    table.add(turn(10 + number, str(number)) for number in range(8))
+    assert not table.give("b", 8, able)
+    assert len(table.give("a", 6, able)) == 6
+    assert len(table.give("b", 8, able)) == 2

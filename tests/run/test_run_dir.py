@@ -11,8 +11,7 @@ import pytest
 
 from quatrain.run import run_dir as module
 from quatrain.run.metrics import MetricsFile, read_metrics
-from quatrain.run.run_dir import RunDir, checkpoint_steps, find_run
-from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_dir import LOCK_FILES, RunDir, checkpoint_steps, find_run
 
 
 def with_checkpoint(run, *steps, age_s=0):

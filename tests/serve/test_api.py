@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import openai
 import pytest
+from rollouts import local_rollouts
 from servers import MODEL, served, service_of
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
-from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import ServiceFailed
 from quatrain.models.decoder import forward, logits
 from quatrain.serve.requests import MOST_SEQUENCES
@@ -89,13 +89,13 @@ def test_with_little_memory_requests_are_preempted_and_answered_the_same(
     ):
         few.pause()
         found = answers(short, all_at_once)
-        assert few._engine.stats.preempted > 0
+        assert few.engine.stats.preempted > 0
     assert found == answers(client)
 
 
 def test_tokens_are_those_that_training_samples(small_arch, small_params, tokenizer, client):
     settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
-    engine = RolloutEngine(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine = local_rollouts(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
     engine.sync_weights(small_params, 0)
     prompt = Prompt(21, np.array(PROMPT, np.int32), "")
     batch = engine.generate([prompt], step=5)
@@ -165,7 +165,9 @@ def test_a_stop_string_ends_the_text_before_it(client):
 
 @partial(jax.jit, static_argnames="arch")
 def _forward(params, arch, ids, real):
-    return jax.nn.log_softmax(logits(params, arch, forward(params, arch, ids, np.arange(64)[None], real)))[0]
+    return jax.nn.log_softmax(
+        logits(params, arch, forward(params, arch, ids, np.arange(64)[None], real).hidden)
+    )[0]
 
 
 def own_logprobs(arch, params, ids):
@@ -396,13 +398,13 @@ def test_a_client_that_leaves_frees_its_slots_while_tokens_come(server, http, mo
     service = server[1]
     body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 600, "stream": stream}
     http.post("/v1/completions", json=body).raise_for_status()  # compiles: no round is slow afterwards
-    advance = service._engine.advance
+    advance = service.engine.advance
 
     def slowly():
         time.sleep(0.1)
         advance()
 
-    monkeypatch.setattr(service._engine, "advance", slowly)
+    monkeypatch.setattr(service.engine, "advance", slowly)
     cancelled = service.totals.sequences_cancelled
     with http.stream("POST", "/v1/completions", json=body) if stream else pytest.raises(httpx.ReadTimeout):
         if not stream:
@@ -751,7 +753,7 @@ def test_a_fault_of_the_server_is_an_error_in_openais_form(server, http, monkeyp
     def fail(*_):
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(server[1], "submit", fail)
+    monkeypatch.setattr(server[1], "start", fail)
     answer = http.post("/v1/completions", json=GOOD, headers={"Connection": "close"})
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "the request failed: RuntimeError: a fault"
@@ -765,7 +767,7 @@ def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, 
     def fail():
         raise RuntimeError("out of memory")
 
-    service._engine.advance = fail
+    service.engine.advance = fail
     with served(service, small_arch, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
         answer = http.post("/v1/completions", json=GOOD)
         assert answer.status_code == 503
@@ -773,3 +775,40 @@ def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, 
         assert http.post("/v1/completions", json=GOOD).status_code == 503
         health = http.get("/health")
         assert (health.status_code, "out of memory" in health.text) == (503, True)
+
+
+def test_what_was_kept_of_a_prompt_is_in_the_usage(small_arch, small_params, tokenizer, monkeypatch):
+    """Clients could not see why an answer to a long prompt is fast or slow; and of another's prompt they must
+    see nothing where a salt keeps them apart."""
+    monkeypatch.setattr("quatrain.serve.api.MOST_OTHERS", 3)
+    service = service_of(small_arch, small_params, tokenizer, prefix_share=0.5)
+    with (
+        served(service, small_arch, tokenizer) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        ask = partial(client.completions.create, model=MODEL, prompt=[*range(8, 98)], max_tokens=4)
+
+        def cached(answer):
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        assert cached(ask()) == 0
+        assert cached(ask(n=2)) == 89
+        *_, last = ask(stream=True, stream_options={"include_usage": True})
+        assert cached(last) == 89
+        assert [cached(ask(extra_body={"cache_salt": "mine"})) for _ in range(2)] == [0, 89]
+        chat = partial(client.chat.completions.create, model=MODEL, max_tokens=4)
+        messages = [{"role": "user", "content": "a question " * 10}]
+        first = chat(messages=messages, extra_headers={"X-Session-ID": "me"})
+        messages += [first.choices[0].message, {"role": "user", "content": "and then?"}]
+        assert cached(chat(messages=messages, extra_headers={"X-Session-ID": "me"})) > 16
+        assert chat(messages=messages, extra_body={"prompt_cache_key": "you"}).usage.prompt_tokens
+        owners = service._engine._session._kept._stores[0]._owners
+        assert list(owners) == ["me", "you"]
+        for _ in range(4):
+            ask()
+        service.run(lambda: None).result()
+        assert "me" not in owners
+        lines = dict(line.split() for line in httpx.get(f"{url}/metrics").text.splitlines() if line[0] != "#")
+    assert int(lines["quatrain_prefix_cached_tokens_total"]) > 6 * 89
+    assert int(lines["quatrain_prefix_blocks_used"]) > 4
+    assert lines["quatrain_prefix_evicted_tokens_total"] == "0"

@@ -46,9 +46,9 @@ class Scripted:
         self._reason, self._size = "stop" if end else "length", size
         self.prompts, self.cancelled, self.version, self.error = [], [], 0, None
 
-    def submit(self, prompts, owners, listener):
-        self.prompts += [prompt.input_ids.tolist() for prompt in prompts]
-        keys = list(range(len(prompts)))
+    def start(self, requests, listener):
+        self.prompts += [request.prompt.input_ids.tolist() for request in requests]
+        keys = list(range(len(requests)))
         ids = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         for number in keys:
             for at in range(0, len(ids), self._size):
@@ -59,7 +59,7 @@ class Scripted:
         done.set_result(keys)
         return done
 
-    def cancel(self, keys):
+    def drop(self, keys):
         self.cancelled += keys
 
     def close(self):
@@ -664,7 +664,8 @@ def test_generate_takes_ids_and_answers_ids():
         ).json()
         [choice] = answer["choices"]
         assert (answer["request_id"], answer["model"]) == ("r1", MODEL)
-        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        assert answer["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
         assert choice == {
             "index": 0,
             "token_ids": ids,

@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import itertools
 import json
 import math
+import queue
 import socket
 import threading
 import time
@@ -11,26 +13,28 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx2 as httpx
 import jax
 import numpy as np
 import pytest
 from fleets import closing
+from rollouts import fleet_rollouts, local_rollouts
 from runs import small_run
 from servers import served, service_of
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.engine.engine import RolloutEngine
 from quatrain.loop import run
 from quatrain.loop.train import train
-from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
-from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
+from quatrain.rollout.http_worker import HttpWorker, workers
 from quatrain.rollout.publish import Folder, gathered
-from quatrain.rollout.server_kinds import Refusal
-from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
+from quatrain.servers.client import Refusal, ServerClient
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.kinds import Quatrain
+from quatrain.servers.server import ServerRules
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.routes import routes_to_text
@@ -58,7 +62,7 @@ def rules(small_arch, tokenizer):
 
 def fleet_of(addresses, rules, folder, arch, timeout_s=20.0, **options):
     factories = workers(addresses, rules, max_concurrency=None, timeout_s=timeout_s)
-    fleet = Fleet(
+    fleet = fleet_rollouts(
         factories,
         Folder(folder, arch),
         sampling=rules.sampling,
@@ -81,7 +85,7 @@ def test_tokens_and_weights_are_those_of_an_engine_in_process(
     own_server, rules, small_arch, small_params, tokenizer, tmp_path
 ):
     settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
-    engine = RolloutEngine(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine = local_rollouts(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
     with fleet_of([own_server[0]], rules, tmp_path / "weights", small_arch) as fleet:
         for version, factor in ((5, 1.0), (6, 1.5)):
             params = jax.tree.map(lambda x, factor=factor: x * factor, small_params)
@@ -134,6 +138,7 @@ class Fake:
         self.faults, self.asked, self.label, self.paused = {}, [], "default", False
         self.logprob = lambda temperature: -math.log(vocab_size) if temperature > 0.1 else 0.0
         self.routes = lambda ids: None  # [tokens, layers, k] int32 of an input of `ids`
+        self.versions = None  # a label for each of `count` tokens, if it labels them
 
     def answer(self, method, path, body):
         self.asked.append((path, body))
@@ -150,10 +155,8 @@ class Fake:
         return tokens, [self.logprob(sampling["temperature"])] * count
 
     def vllm_answer(self, path, body):
-        if path == "/version":
-            return 200, {"version": "0.32.0"}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "fake"}]}
+            return 200, {"data": [{"id": "fake", "owned_by": "vllm"}]}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
         if path in ("/pause", "/resume"):
@@ -183,12 +186,16 @@ class Fake:
                 "logprobs": {"token_logprobs": logprobs},
                 "prompt_token_ids": ids,
             }
+            if self.versions is not None:
+                choice["weight_versions"] = self.versions(len(tokens))
             if (routes := self.routes([*ids, *tokens][:-1])) is not None:
                 choice["routed_experts"] = routes if isinstance(routes, str) else routes_to_text(routes)
             return 200, {"choices": [choice]}
         return 404, {"error": {"message": "not found"}}
 
     def sglang_answer(self, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "fake", "owned_by": "sglang"}]}
         if path == "/get_model_info":
             return 200, {"model_path": "fake", "weight_version": self.label}
         if path in ("/pause_generation", "/continue_generation"):
@@ -210,6 +217,12 @@ class Fake:
                 "weight_version": self.label,
                 "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens)],
             }
+            if self.versions is not None:
+                labels, start, meta["weight_versions"] = self.versions(len(tokens)), 0, []
+                for label, same in itertools.groupby(labels):
+                    span = {"version": str(label), "start": start, "end": start + len(list(same))}
+                    meta["weight_versions"].append(span)
+                    start = span["end"]
             if body.get("return_routed_experts"):
                 routes = self.routes([*ids, *tokens][:-1])
                 is_array = isinstance(routes, np.ndarray)
@@ -295,6 +308,49 @@ def test_ids_seeds_weights_and_labels(fake, rules, small_arch, small_params, tmp
         assert set(salts[-45:]) == {"quatrain 4"}
 
 
+def test_tokens_have_the_versions_that_their_server_labels_them_with(fake, rules):
+    """Else tokens of newer weights would be trained on as those of the older version of the server."""
+    fake.versions = lambda count: ["default"] * count
+    with listening(fake) as url:
+        worker = HttpWorker(url, replace(rules, needs_versions=True), num_slots=None, timeout_s=20)
+        assert worker.labels_versions
+        fake.label, fake.versions = "4", lambda count: [4] * (count // 2) + [5] * (count - count // 2)
+        worker.submit([GroupSpec(0, PROMPTS[0], 3, SAMPLING)], 4)
+        [group] = finished_of(worker, 1)
+        for _, completion in group.samples:
+            assert completion.versions == fake.versions(len(completion.tokens))
+        fake.versions = lambda count: ["default"] * count  # of no run, which cannot be trained on
+        worker.submit([GroupSpec(1, PROMPTS[0], 3, SAMPLING)], 4)
+        [group] = finished_of(worker, 1)
+        assert "must return the version of each token's weights, a number from 0" in group.error
+        worker.close()
+
+
+def test_a_server_that_labels_no_versions_is_refused_where_weights_change_in_flight(fake, rules):
+    """By its own answer: it would be found out after the first exchange of weights, if at all."""
+    with (
+        listening(fake) as url,
+        pytest.raises(WorkerRefused, match=rf"{url}: it must say which version .* for rollout\.in_flight"),
+    ):
+        HttpWorker(url, replace(rules, needs_versions=True), num_slots=None, timeout_s=20)
+
+
+def test_requests_of_a_session_name_it():
+    """A proxy that spreads requests over servers could not keep a session on one of them without its name."""
+    seen = []
+
+    def answer(request):
+        seen.append(request.headers.get("x-session-id"))
+        return httpx.Response(200, json={})
+
+    client = ServerClient("http://server", timeout_s=5)
+    client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=client.address)
+    client.run(client.ask("/a", {}, session="episode 7"))
+    client.run(client.ask("/a", {}))
+    client.close()
+    assert seen == ["episode 7", None]
+
+
 def once(answer):
     """The fault of the first request alone."""
     left = [answer]
@@ -312,7 +368,9 @@ def after_the_probe(fake, fault):
     fake.faults["/v1/completions"] = fake.faults["/generate"] = on_groups
 
 
-@pytest.mark.parametrize("answer", [(500, {"error": "out of memory"}), "reset"], ids=["500", "reset"])
+@pytest.mark.parametrize(
+    "answer", [(500, {"error": "out of memory"}), (429, "busy"), "reset"], ids=["500", "429", "reset"]
+)
 def test_a_failed_request_costs_time_and_no_group(fake, rules, small_arch, small_params, tmp_path, answer):
     with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
         fleet.sync_weights(small_params, 4)
@@ -427,7 +485,7 @@ def test_what_one_server_answers_badly_another_is_given(fake, rules, small_arch,
         listening(other) as second,
         fleet_of([url, second], rules, tmp_path, small_arch) as fleet,
     ):
-        fleet.wait_for_start()
+        fleet.sampler.wait_for_start()
         fleet.sync_weights(small_params, 4)
         expected = fleet.generate(PROMPTS * 3, step=3)
         after_the_probe(fake, lambda body: answered(fake.kind, logprobs=[math.nan, -1.0]))
@@ -448,7 +506,7 @@ def test_answers_that_stay_unusable_end_the_run_by_name(vllm, rules, small_arch,
         fleet.sync_weights(small_params, 4)
         for server in (vllm, other):
             after_the_probe(server, without("logprobs"))
-        message = r"failed 4 times, last on worker \d: vLLM at http.*: it returns no log-probabilities.*mend"
+        message = r"failed 4 times, last on worker \d: vLLM at http.*: it must return a log-prob.*mend"
         with pytest.raises(GroupFailed, match=message) as error:
             fleet.generate(PROMPTS, step=3)
         assert "\n" not in str(error.value)
@@ -459,7 +517,7 @@ def test_after_a_refusal_the_server_stops_decoding_the_others_of_the_group(
 ):
     url, service = own_server
     spec = GroupSpec(0, PROMPTS[0], 3, replace(SAMPLING, n=4))
-    worker = HttpWorker(url, rules, num_slots=None, timeout_s=20)
+    worker = HttpWorker(url, replace(rules, needs_versions=True), num_slots=None, timeout_s=20)
     worker.load(Folder(tmp_path, small_arch).publish(gathered(small_params, "float32"), 4), 4, 20)
     sample = worker._sample
 
@@ -541,7 +599,7 @@ def test_a_server_that_refuses_the_weights_ends_the_run_by_name(
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_server_that_asks_for_another_token_says_so(vllm, rules, status):
-    vllm.faults["/version"] = lambda body: (status, {"error": {"message": "no such key"}})
+    vllm.faults["/v1/models"] = lambda body: (status, {"error": {"message": "no such key"}})
     with listening(vllm) as url, pytest.raises(WorkerRefused, match=rf"{url}: it asks for a token.*_TOKEN"):
         HttpWorker(url, rules, num_slots=None, timeout_s=10)
 
@@ -586,22 +644,29 @@ def test_a_server_whose_worker_is_closed_in_a_load_goes_on(fake, rules):
 
 
 def test_the_client_of_a_closed_worker_is_closed_after_the_last_answer(fake, rules):
-    """What a thread opens in a client that is closed meanwhile would stay open."""
-    asked, answer = threading.Event(), threading.Event()
+    """What is opened in a client that is closed meanwhile would stay open. Groups are not waited for."""
+    asked, answer = queue.Queue(), threading.Event()
 
     def wait(body):
-        asked.set()
+        asked.put(body)
         assert answer.wait(20)
 
     with listening(fake) as url:
         worker = HttpWorker(url, rules, num_slots=None, timeout_s=20)
+        http = worker._client._http
         fake.faults["/weight_info"] = fake.faults["/get_model_info"] = wait
         worker.submit([GroupSpec(0, PROMPTS[0], 3, SAMPLING)], 4)
-        assert asked.wait(20)
+        loading = threading.Thread(target=load_quietly, args=(worker,), daemon=True)
+        loading.start()
+        for _ in range(2):
+            asked.get(timeout=20)
         worker.close()
-        assert not worker._client.is_closed
+        wait_until(lambda: len(worker._client._works) == 2)  # the load, and what closes the client
+        assert not http.is_closed
         answer.set()
-        wait_until(lambda: worker._client.is_closed)
+        wait_until(lambda: http.is_closed)
+        loading.join(20)
+        assert worker.take(0) == []
 
 
 def wait_until(holds):
@@ -644,8 +709,14 @@ def replaced(**fields):
 
 
 BAD_SERVERS = {
-    "text only": ({"/v1/completions": without("token_ids")}, "text without token ids"),
-    "no log-probabilities": ({"/v1/completions": without("logprobs")}, "no log-probabilities"),
+    "text only": (
+        {"/v1/completions": without("token_ids")},
+        "1 to 8 token ids, .*text does not determine.*got null",
+    ),
+    "no log-probabilities": (
+        {"/v1/completions": without("logprobs")},
+        "a log-probability for each token.*2 tokens and null",
+    ),
     "too few": (
         {"/v1/completions": replaced(logprobs={"token_logprobs": [-1.0]})},
         "a log-probability for each token",
@@ -670,15 +741,19 @@ BAD_SERVERS = {
     ),
     "no worker extension": (
         {"/collective_rpc": lambda body: (500, {"error": "no such method"})},
-        "--worker-extension-cls quatrain.rollout.vllm_extension.Reload",
+        "--worker-extension-cls quatrain.servers.vllm_extension.Reload",
     ),
     "refuses": (
-        {"/v1/models": lambda body: (401, {"error": {"message": "no key"}})},
-        "refused a question.*no key",
+        {"/v1/completions": lambda body: (400, {"error": {"message": "no such field"}})},
+        "refused a question.*no such field",
     ),
     "another server": (
-        {"/version": lambda body: (404, ""), "/get_model_info": lambda body: (404, "")},
-        "no server of `quatrain serve`, vLLM or SGLang.*which ends before /v1",
+        {"/v1/models": lambda body: (200, {"data": [{"id": "m", "owned_by": "llamacpp"}]})},
+        "no server of `quatrain serve`, vLLM or SGLang.*owned by 'llamacpp'",
+    ),
+    "no model": (
+        {"/v1/models": lambda body: (200, {"data": []})},
+        "/v1/models must name its model: it answered .*; give the address of the server itself, up to /v1",
     ),
 }
 
@@ -709,7 +784,7 @@ def test_a_run_with_a_server_that_cannot_serve_ends_before_its_warm_start(name, 
     monkeypatch.setattr(run, "warm_start", lambda *args, **options: began.append(args))
     tokenizer = load_tokenizer("builtin:tiny")
     good, bad = (Fake("vllm", tokenizer, len(tokenizer)) for _ in range(2))
-    faults, message = BAD_SERVERS.get(name, ({}, "GET /version failed: ConnectError"))
+    faults, message = BAD_SERVERS.get(name, ({}, "GET /v1/models failed: ConnectError"))
     bad.faults |= faults
     with listening(good) as first, listening(bad) as second:
         second = "http://127.0.0.1:9" if name == "nobody" else second
@@ -735,7 +810,7 @@ def test_unprocessed_log_probabilities_are_refused(vllm, rules):
 def test_nobody_answers(rules, small_arch, small_params, tmp_path):
     with fleet_of(["http://127.0.0.1:9"], rules, tmp_path, small_arch, timeout_s=1.5) as fleet:
         fleet.sync_weights(small_params, 4)
-        with pytest.raises(WorkersLost, match=r"GET /version failed: ConnectError"):
+        with pytest.raises(WorkersLost, match=r"GET /v1/models failed: ConnectError"):
             fleet.generate(PROMPTS, step=3)
 
 
@@ -766,8 +841,8 @@ def test_a_connection_that_drops_does_not_mean_a_missing_extension(vllm, rules):
 
 
 RESTARTS = {
-    "no answer for its version": ({"/version": (404, ""), "/get_model_info": (404, "")}, "no server of"),
-    "no models": ({"/v1/models": (404, "no route")}, "no route"),
+    "another server": ({"/v1/models": (200, {"data": [{"id": "m"}]})}, "no server of"),
+    "no models": ({"/v1/models": (404, "no route")}, "no route.*up to /v1"),
     "no extension": ({"/collective_rpc": (500, "starting")}, "no worker extension"),
 }
 
@@ -794,8 +869,7 @@ def test_a_proxy_that_finds_no_server_for_a_while_costs_no_group(
     with listening(vllm) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
         fleet.sync_weights(small_params, 4)
         expected = fleet.generate(PROMPTS, step=3)
-        for path in ("/version", "/get_model_info"):
-            vllm.faults[path] = once((404, "no server"))
+        vllm.faults["/v1/models"] = once((404, "no server"))
         after_the_probe(vllm, once((502, "")))
         batch = fleet.generate(PROMPTS, step=3)
         np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
@@ -942,3 +1016,12 @@ def test_a_server_that_stops_returning_routes_ends_the_run(
         fake.routes = lambda ids: None
         with pytest.raises(GroupFailed, match=r"must return the experts of all tokens .* got none"):
             fleet.generate(PROMPTS, step=3)
+
+
+@pytest.mark.parametrize("usage", [{}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {}}])
+def test_what_a_server_had_kept_of_a_prompt_is_read_if_it_says_so(usage):
+    """An agent's contexts would count as computed again by servers that had kept them."""
+    choice = {"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+    assert Quatrain("m").read({"choices": [choice], "usage": usage}).cached == 0
+    told = {"prompt_tokens_details": {"cached_tokens": 7}}
+    assert Quatrain("m").read({"choices": [choice], "usage": told}).cached == 7

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import routed_models
 from fleets import closing
+from rollouts import fleet_rollouts, local_rollouts
 from routed_models import routed_model
 from servers import served, service_of
 
 from quatrain.config.schema import RolloutConfig
-from quatrain.engine.engine import RolloutEngine
-from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.http_worker import ServerRules, workers
+from quatrain.rollout.http_worker import workers
 from quatrain.rollout.publish import Folder
-from quatrain.rollout.server_routes import RouteRules
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.server import ServerRules
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.routes import routes_from_text
@@ -85,7 +85,7 @@ def fleet_of(model, tokenizer, tmp_path, monkeypatch):
     def make(url):
         factories = workers([url], rules, max_concurrency=None, timeout_s=60.0)
         options = {"sampling": sampling, "tokenizer": tokenizer, "dtype": "float32", "timeout_s": 60.0}
-        return closing(Fleet(factories, Folder(tmp_path / "weights", arch), **options), 120)
+        return closing(fleet_rollouts(factories, Folder(tmp_path / "weights", arch), **options), 120)
 
     return make
 
@@ -104,7 +104,7 @@ def test_a_server_that_records_no_routes_is_used_after_a_warning(model, tokenize
 def test_routes_of_a_server_are_those_of_an_engine_in_process(all_computed_by, model, tokenizer, fleet_of):
     arch, params = model
     config = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
-    engine = RolloutEngine(arch, config, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine = local_rollouts(arch, config, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
     engine.sync_weights(params, 5)
     service = service_of(arch, params, tokenizer, seed=99)
     with served(service, arch, tokenizer, token="token") as url, fleet_of(url) as fleet:

@@ -84,20 +84,20 @@ def test_a_server_that_is_gone_ends_the_run_after_a_while(tokenizer):
 
 
 def test_what_is_no_such_server_is_refused(address, tokenizer):
-    with pytest.raises(ValueError, match="refused a question: status 404"):
+    with pytest.raises(ValueError, match="/v1/models must name its model: status 404"):
         ServerTeacher(f"{address}/nowhere", tokenizer, timeout_s=5)
     with pytest.raises(ValueError, match=r"status 404.*; give the address of the server itself, up to /v1"):
         ServerTeacher(f"{address}/v1", tokenizer, timeout_s=5)
-    with pytest.raises(ValueError, match=r"the teacher http://h:abc must be an address such as"):
+    with pytest.raises(ValueError, match=r"the teacher at http://h:abc: its address must be one such as"):
         ServerTeacher("http://h:abc", tokenizer, timeout_s=5)
 
 
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (200, r"must answer /v1/models in JSON; it answered '<html>hello</html>'; give the address of"),
-        (307, r"refused a question: status 307 to http://elsewhere; give the address of the server itself"),
-        (401, r"refused a question: status 401, <html>hello</html>$"),
+        (200, r"/v1/models must name its model: it answered <html>hello</html>; give the address of"),
+        (307, r"/v1/models must name its model: status 307, to http://elsewhere; give the address of the"),
+        (401, r"it asks for a token.*: status 401, <html>hello</html>; set QUATRAIN_SERVE_TOKEN"),
     ],
 )
 def test_pages_and_redirections_are_refused(status, message, tokenizer):
@@ -109,7 +109,7 @@ def test_pages_and_redirections_are_refused(status, message, tokenizer):
 
 
 def test_a_server_with_too_many_requests_is_asked_again(tokenizer, monkeypatch):
-    monkeypatch.setattr("quatrain.update.server_teacher.PAUSE_S", 0.01)
+    monkeypatch.setattr("quatrain.servers.client.PAUSE_S", 0.01)
     with answering(Table("vllm", tokenizer), pages=[429, 408, 503]) as url:
         assert ServerTeacher(url, tokenizer, timeout_s=60).longest == 63
     with (

@@ -101,9 +101,9 @@ def test_the_policy_that_is_sampled_is_that_of_the_run():
     owners = []
 
     class Recording(Scripted):
-        def submit(self, prompts, asked, listener):
-            owners.extend(asked)
-            return super().submit(prompts, asked, listener)
+        def start(self, requests, listener):
+            owners.extend(request.own for request in requests)
+            return super().start(requests, listener)
 
     with session_of("x", service=Recording(TOKENIZER, "x")) as (client, session, _, _):
         say(
@@ -195,11 +195,10 @@ def test_an_openai_client_repeats_what_was_lost_on_its_way():
 class Slow(Scripted):
     """Answers two seconds after it was asked."""
 
-    def submit(self, prompts, owners, listener):
-
+    def start(self, requests, listener):
         done = Future()
         done.set_result([0])
-        threading.Timer(2.0, lambda: Scripted.submit(self, prompts, owners, listener)).start()
+        threading.Timer(2.0, lambda: Scripted.start(self, requests, listener)).start()
         return done
 
 
@@ -310,14 +309,14 @@ def test_room_is_held_for_answers_in_progress():
 class Held(Scripted):
     """Answers when it is told to."""
 
-    def submit(self, prompts, owners, listener):
-        self.owners, self.asked = owners, (prompts, owners, listener)
+    def start(self, requests, listener):
+        self.owners, self.asked = [request.own for request in requests], (requests, listener)
         done = Future()
-        done.set_result(list(range(len(owners))))
+        done.set_result(list(range(len(requests))))
         return done
 
     def answer(self):
-        super().submit(*self.asked)
+        super().start(*self.asked)
 
 
 def test_a_repetition_that_comes_before_the_break_is_seen_keeps_the_answer():

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollouts import local_rollouts
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer, render
-from quatrain.engine.engine import RolloutEngine
 from quatrain.types.batches import Prompt
 from quatrain.weights.gguf import load_gguf
 
@@ -35,7 +35,7 @@ def test_greedy_text_and_logprobs_equal_those_of_transformers() -> None:
     assert prompts == [case["prompt_ids"] for case in golden]
 
     config = RolloutConfig(n=1, max_new_tokens=NEW_TOKENS, temperature=0.0, max_concurrency=3)
-    engine = RolloutEngine(arch, config, tokenizer, stop_ids=(), seed=0)
+    engine = local_rollouts(arch, config, tokenizer, stop_ids=(), seed=0)
     engine.sync_weights(params, 0)
     batch = engine.generate([Prompt(i, np.array(ids, np.int32), "") for i, ids in enumerate(prompts)])
     tokens = batch.input_ids[batch.completion_mask].reshape(len(golden), NEW_TOKENS)

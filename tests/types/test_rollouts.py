@@ -22,7 +22,7 @@ from quatrain.report.writer import Report
 from quatrain.reward.scorer import RewardScorer
 from quatrain.run.run_dir import RunDir
 from quatrain.types.batches import Prompt
-from quatrain.types.rollouts import Completion, Rollouts, Sampling, rollout_batch
+from quatrain.types.rollouts import Completion, Sampling, rollout_batch
 from quatrain.update.learner import Learner
 
 REWARD = """
@@ -85,7 +85,7 @@ def test_a_batch_with_holes_goes_through_all_stages(batch, tmp_path, small_param
     assert state.metrics["batch/tokens"].result() == 23
 
     folder = RunDir.create(tmp_path, "run")
-    report = Report(folder, LoggingConfig(), redact=lambda text: text, run_config={})
+    report = Report(folder, LoggingConfig(), redactor=lambda: lambda text: text, run_config={})
     report.log(1, {**batch.metrics, **rewarded.metrics, **advantaged.metrics, **state.metrics})
     report.samples(1, advantaged)
     report.close()
@@ -114,16 +114,6 @@ def train_on(small_arch):
         return learner.step(learner.init(jax.tree.map(jnp.array, params)), batch)
 
     return train
-
-
-def test_what_samples_brings_six_verbs_and_has_the_others():
-    """An engine of a user's own writes these; `generate`, with its baseline, is written once."""
-    verbs = {"copy_weights", "sync_weights", "submit", "wait", "release", "close"}
-    assert Rollouts.__abstractmethods__ == verbs
-    own = type("Own", (Rollouts,), {name: lambda self, *args, **named: (args, named) for name in verbs})()
-    own.sampling = Sampling(4, 9)
-    [[ticket], _] = own.generate(["prompt"], step=3)
-    assert ticket == ((["prompt"],), {"step": 3, "sampling": own.sampling})
 
 
 def test_sampling_of_the_configuration():

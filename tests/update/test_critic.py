@@ -96,7 +96,8 @@ def test_values_are_those_of_the_state_before_each_token(make_batch, critic_arch
     r = batch.rollouts
     positions = np.broadcast_to(np.arange(r.input_ids.shape[1]), r.input_ids.shape)
     compiled = jax.jit(forward, static_argnames="arch")
-    hidden = compiled(value_params, critic_arch, r.input_ids, positions, r.attention_mask.astype(np.int32))
+    segments = r.attention_mask.astype(np.int32)
+    hidden = compiled(value_params, critic_arch, r.input_ids, positions, segments).hidden
     before = np.pad(np.asarray(hidden @ value_params["score"][0])[:, :-1], ((0, 0), (1, 0)))
     got = predict_tokens(
         value_params,

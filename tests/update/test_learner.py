@@ -77,7 +77,8 @@ def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arc
     r = batch.rollouts
     positions = np.broadcast_to(np.arange(r.input_ids.shape[1]), r.input_ids.shape)
     compiled = jax.jit(forward, static_argnames="arch")
-    hidden = compiled(small_params, small_arch, r.input_ids, positions, r.attention_mask.astype(np.int32))
+    segments = r.attention_mask.astype(np.int32)
+    hidden = compiled(small_params, small_arch, r.input_ids, positions, segments).hidden
     all_logprobs = jax.nn.log_softmax(logits(small_params, small_arch, hidden)[:, :-1] / 0.8)
     picked = np.take_along_axis(np.asarray(all_logprobs), r.input_ids[:, 1:, None], axis=2)[..., 0]
     expected = np.where(r.completion_mask, np.pad(picked, ((0, 0), (1, 0))), 0)

@@ -13,7 +13,7 @@ from quatrain.models.params import init_params
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.update.gradient import _apply, init_optimizer
-from quatrain.update.optimizer import Optimizer, OptimizerForm, clip_by_global_norm
+from quatrain.update.optimizer import Optimizer, OptimizerForm
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_no_clipping_without_a_bound():
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e6])
 def test_clipping_is_that_of_optax(scale):
     grads = {"a": scale * jax.random.normal(jax.random.key(0), (5, 7)), "b": scale * jnp.arange(3.0)}
-    ours, theirs = clip_by_global_norm(), optax.clip_by_global_norm(0.5)
-    numbers = Optimizer(OptimizerConfig(learning_rate=1.0, max_grad_norm=0.5), 1).numbers(0)
-    ours = ours.update(grads, ours.init(grads), None, numbers=numbers)
-    theirs = theirs.update(grads, theirs.init(grads), None)
-    assert jax.tree.structure(ours[1]) == jax.tree.structure(theirs[1])
-    for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+    config = OptimizerConfig(name="sgd", learning_rate=1.0, max_grad_norm=0.5)
+    [ours], state = updates_of(config, [grads], grads)
+    clip = optax.clip_by_global_norm(0.5)
+    theirs, clipping = clip.update(grads, clip.init(grads), None)
+    assert jax.tree.structure(state[0]) == jax.tree.structure(clipping)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(-a, b, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -136,7 +136,10 @@ def of_optax(config, total_steps):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_numbers_as_data_are_those_of_optax(name, dtype):
-    """Decays near 1 too, whose complement float32 would get wrong in the fifth digit if it subtracted."""
+    """Decays near 1 too, whose complement float32 would get wrong in the fifth digit if it subtracted.
+
+    Catches a state that a step returns in another dtype than the one it began in.
+    """
     config = OptimizerConfig(
         name=name,
         learning_rate=1e-3,
@@ -160,9 +163,9 @@ def test_numbers_as_data_are_those_of_optax(name, dtype):
     assert counts[0] == counts[1]
     names = [
         {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(s)}
-        for s in (ours, state)
+        for s in (ours, state, Optimizer(config, 6).form.init(params))
     ]
-    assert names[0] == names[1]  # the names of a checkpoint's arrays
+    assert names[0] == names[1] == names[2]  # the names of a checkpoint's arrays
 
 
 def test_optimizers_of_one_form_share_their_programs():

@@ -18,8 +18,8 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import one_device
 from quatrain.update.teacher import OwnWeights, Teacher, TeacherLoader
-from quatrain.update.teacher_scores import Scores
-from quatrain.weights.load import load_model
+from quatrain.update.teacher_scores import TeacherScores
+from quatrain.weights.load_model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_weights_of_the_run_are_asked_for(make_batch):
 
     def own(teacher, table, temperature, top):
         asked.append((teacher, len(table), temperature, top))
-        return Scores(np.where(table.completion_mask, np.float32(-1), np.float32(0)))
+        return TeacherScores(np.where(table.completion_mask, np.float32(-1), np.float32(0)))
 
     found = Teacher({"default": OwnWeights("initial", 0.8, 15)}).score(rewarded, own)
     assert asked == [("initial", len(rewarded.rollouts), 0.8, None)]
@@ -143,7 +143,7 @@ class Constant:
         self.value = value
 
     def scores(self, table, own, top):
-        return Scores(np.where(table.completion_mask, np.float32(self.value), np.float32(0)))
+        return TeacherScores(np.where(table.completion_mask, np.float32(self.value), np.float32(0)))
 
 
 def _with_sources(rewarded, names):

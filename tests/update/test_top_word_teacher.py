@@ -73,7 +73,7 @@ def _log_softmax(params, arch, r, words):
 @partial(jax.jit, static_argnames=("arch", "words"))
 def _whole(params, arch, ids, mask, words):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    hidden = forward(params, arch, ids, positions, mask.astype(np.int32))
+    hidden = forward(params, arch, ids, positions, mask.astype(np.int32)).hidden
     return jax.nn.log_softmax(logits(params, arch, hidden)[:, :-1, :words] / TEMPERATURE)
 
 
@@ -208,7 +208,7 @@ def test_each_row_has_the_words_of_its_own_teacher(
     sources = {"math": model, "own": OwnWeights("policy", TEMPERATURE, 64), "chat": None}
     state = learner.init(jax.tree.map(jnp.array, small_params))
     top = TopWords(4, small_arch.vocab_size)
-    scored = _scored(batch, Teacher(sources, top=top), partial(learner.own_scores, state))
+    scored = _scored(batch, Teacher(sources, top=top), partial(learner.own_scores, state.params))
     state = learner.step(state, scored)
     log_q = _log_softmax(teacher_params, teacher_arch, rollouts, small_arch.vocab_size)
     own = _log_softmax(small_params, small_arch, rollouts, small_arch.vocab_size)

@@ -58,7 +58,7 @@ def _naive(kind, arch, params, teacher_arch, teacher_params, batch, taught):
     segments = r.attention_mask.astype(np.int32)
 
     def log_softmax(params, arch):
-        hidden = forward(params, arch, r.input_ids, positions, segments)
+        hidden = forward(params, arch, r.input_ids, positions, segments).hidden
         return jax.nn.log_softmax(logits(params, arch, hidden)[:, :-1, :words] / TEMPERATURE)
 
     log_p, log_q = log_softmax(params, arch), log_softmax(teacher_params, teacher_arch)

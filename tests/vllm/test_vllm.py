@@ -82,7 +82,7 @@ def vllm(folder, tmp_path):
         command += ["--max-model-len", "2048", "--max-num-seqs", "32", "--enforce-eager", *arguments]
         # On a CPU, vLLM 0.32 fails if a prompt of a request with a seed is computed in chunks.
         command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"]
-        command += ["--worker-extension-cls", "quatrain.rollout.vllm_extension.Reload"]
+        command += ["--worker-extension-cls", "quatrain.servers.vllm_extension.Reload"]
         own = {
             "PYTHONPATH": str(ROOT / "src"),
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -16,7 +16,7 @@ from architectures import changed
 from goldens import Golden, read_golden
 
 from quatrain.models.families import FAMILIES, architecture_from_hf
-from quatrain.models.families.gguf import GGUFKeys
+from quatrain.models.hf_config import GGUFKeys
 from quatrain.models.params import tensor_shapes
 from quatrain.weights.gguf import gguf_architecture, load_gguf
 from quatrain.weights.hf import load_hf

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from quatrain.workers.loop_thread import LoopThread
 from quatrain.workers.pool import Failure, Pool
-from quatrain.workers.process import LONGEST_OUTPUT, WorkerProcess
-from quatrain.workers.threads import LoopThread
+from quatrain.workers.worker_process import LONGEST_OUTPUT, WorkerProcess
 
 FUNCTIONS = """
 import os, signal, threading, time
@@ -288,7 +288,7 @@ def test_workers_end_with_their_program_however_it_ends(file, tmp_path, number):
         _, printed = program.communicate(timeout=20)
     assert ended(worker)
     assert all(ended(each) for each in programs)
-    assert "worker.py" not in printed
+    assert "worker_script.py" not in printed
     assert printed.count("Traceback") == (number == signal.SIGINT)
 
 

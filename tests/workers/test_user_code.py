@@ -5,6 +5,10 @@ import sys
 
 import pytest
 
+from quatrain.agents.agent_processes import check_agent
+from quatrain.config.schema import RewardConfig
+from quatrain.environments.environment_workers import InWorkers
+from quatrain.reward.scorer import RewardScorer
 from quatrain.workers.user_code import find_function
 
 SOURCE = "import helpers\nfrom kit import part\n\ndef f():\n    return helpers.NAME + part.NAME\n"
@@ -123,3 +127,19 @@ def test_a_file_that_changed_or_whose_neighbour_changed_is_executed_again(tmp_pa
     (tmp_path / "t.py").write_text(COUNTING + "\n")
     assert find_function(f"{tmp_path}/t.py:get", {}, "tool")() == []
     assert executed() == ["t.py"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("a reward function", lambda: RewardScorer(RewardConfig(functions={"__main__:f": 1.0}, workers=1))),
+        ("environment in worker processes", lambda: InWorkers("__main__:f", 1, 1.0)),
+        ("rollout.agent", lambda: check_agent("__main__:f", {}, None)),
+    ],
+)
+def test_what_processes_cannot_import_is_refused_in_the_same_words(kind, make):
+    """A function of a notebook that goes into a worker, where it is another module's or nobody's."""
+    with pytest.raises(
+        ValueError, match=f"{kind} must be named as .*got '__main__:f', of the running program"
+    ):
+        make()

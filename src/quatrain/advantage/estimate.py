@@ -3,8 +3,6 @@
 Line 3 of a training step: `RewardedBatch` -> `AdvantageEstimator.estimate` -> `AdvantagedBatch`.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, Self
 

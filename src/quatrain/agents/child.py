@@ -1,6 +1,6 @@
 """Runs agents in a process of their own: many at a time, in one event loop, each with its time limit.
 
-Data flow: `play` and the episode, from `workers.py` -> the user's function, with a `Client` -> its reward and
+Data flow: an episode, from `agent_processes.py` -> the user's function, with a `Client` -> its reward and
 metrics, or its fault. A function that is no coroutine runs in a thread. It uses the standard library alone
 until the user's module is imported.
 """
@@ -17,7 +17,6 @@ import re
 import shlex
 import tempfile
 import threading
-import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,17 +28,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from quatrain.workers.faults import LONGEST_ERROR, Fault, fault_of
+from quatrain.workers.user_code import check_arguments, find_function
+
 if TYPE_CHECKING:
-    from quatrain.workers.worker import Connection
+    from quatrain.workers.worker_script import Connection
 
 COMMAND = "command:"
 CANCEL_S = 5.0
 """Seconds that an agent gets to return after its time is over."""
 MOST_IN_THREADS = 512
 """Agents that are no coroutines, at a time."""
-SHOWN_FRAMES = 3
-LONGEST_TEXT = 2000
-"""Characters of an error that are passed on."""
 
 
 @dataclass(frozen=True)
@@ -90,29 +89,31 @@ class Client:
             raise RuntimeError(f"the policy refused the request: {error.read().decode()}") from None
 
 
-class _Fault(Exception):
-    """What an agent did wrong: (text, kind, the last lines of its code)."""
-
-
-def serve(connection: Connection, settings: Mapping[str, Any]) -> None:
-    """Plays episodes until no more can come; the first request is to load the agent."""
-    number, _ = connection.request()
+def host(settings: Mapping[str, Any]) -> Callable[[Connection], None]:
+    """What plays episodes in a process; imports the agent."""
     for name in ("NO_PROXY", "no_proxy"):  # the policy is on this machine, whatever proxy leads elsewhere
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
-    try:
-        agent = loaded(settings["spec"], settings["args"])
-    except BaseException as error:  # of the user's module
-        text = str(error) if isinstance(error, ValueError) else _in_one_line(error)
-        return connection.reply(number, kind="refused", detail=text)
-    connection.reply(number, value={})
-    loop = asyncio.new_event_loop()
+    return partial(_serve, loaded(settings["spec"], settings["args"]), settings["timeout_s"])
+
+
+def _serve(agent: Callable[..., Any], timeout_s: float, connection: Connection) -> None:
+    loop, tasks = asyncio.new_event_loop(), set[asyncio.Task[None]]()  # a loop holds its tasks weakly
     loop.set_default_executor(ThreadPoolExecutor(MOST_IN_THREADS))
-    reader = threading.Thread(
-        target=_read, args=(connection, loop, agent, settings["timeout_s"]), daemon=True
-    )
-    reader.start()
+
+    def begin(reply: Callable[..., None], episode: bytes) -> None:
+        hangs = partial(connection.reply, None, hangs=True)
+        task = loop.create_task(_answered(reply, hangs, agent, episode, timeout_s))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def read() -> None:
+        for reply, _, episode in connection.requests():
+            loop.call_soon_threadsafe(begin, reply, episode)
+        loop.call_soon_threadsafe(loop.stop)
+
+    # The main thread is the agents': some of their libraries use signals, which no other may.
+    threading.Thread(target=read, daemon=True).start()
     loop.run_forever()
-    return None
 
 
 def loaded(spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
@@ -120,8 +121,6 @@ def loaded(spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
 
     Raises ValueError if there is none, or if it does not take the arguments.
     """
-    from quatrain.workers.user_code import check_arguments, find_function
-
     if spec.startswith(COMMAND):
         if args:
             raise ValueError("rollout.agent_args must be empty for a command; write them into the command")
@@ -139,67 +138,40 @@ def loaded(spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     return partial(function, **args)
 
 
-def _read(
-    connection: Connection,
-    loop: asyncio.AbstractEventLoop,
-    agent: Callable[[Client, Mapping[str, Any]], Any],
+async def _answered(
+    reply: Callable[..., None],
+    hangs: Callable[[], None],
+    agent: Callable[..., Any],
+    episode: bytes,
     timeout_s: float,
 ) -> None:
-    """Takes requests, in a thread of its own; each episode is a task of the loop."""
-    tasks = set[asyncio.Task[None]]()
-
-    def begin(number: int, episode: bytes) -> None:
-        task = loop.create_task(_answered(connection, number, agent, episode, timeout_s))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    while True:
-        try:
-            number, operation, *arguments = connection.request()
-        except EOFError:
-            loop.call_soon_threadsafe(loop.stop)
-            return
-        if operation == "play":
-            loop.call_soon_threadsafe(begin, number, *arguments)
-        else:  # ping
-            connection.reply(number, value={})
-
-
-async def _answered(
-    connection: Connection, number: int, agent: Callable[..., Any], episode: bytes, timeout_s: float
-) -> None:
     """Plays an episode, and replies its reward or its fault."""
-    reply: dict[str, Any]
     try:
-        reply = {"value": await _played(connection, agent, episode, timeout_s)}
-    except _Fault as fault:
-        reply = {"fault": list(fault.args)}
+        reply(value=await _played(hangs, agent, episode, timeout_s))
     except BaseException as error:  # also what ends a loop or a task, such as an agent's own CancelledError
-        frames = traceback.format_tb(error.__traceback__)[-SHOWN_FRAMES:]
-        text = f"the agent raised {_in_one_line(error)}"
-        reply = {"fault": [text, "error", "".join(frames)[-LONGEST_TEXT:]]}
-    connection.reply(number, value=reply)
+        reply(fault=fault_of("the agent", error).args)
 
 
 async def _played(
-    connection: Connection, agent: Callable[..., Any], episode: bytes, timeout_s: float
+    hangs: Callable[[], None], agent: Callable[..., Any], episode: bytes, timeout_s: float
 ) -> dict[str, Any]:
     """What the agent returns: a coroutine function here, another in a thread."""
     asked = pickle.loads(episode)
     call = partial(agent, client=Client(**asked["client"]), row=asked["row"])
-    loop, late = asyncio.get_running_loop(), f"the agent took longer than {timeout_s:g} s"
+    loop = asyncio.get_running_loop()
     ends = loop.time() + timeout_s
 
     async def within(work: asyncio.Future[Any]) -> Any:
         """What `work` returns within the time that is left."""
+        # Waited for, and not `wait_for`, which would wait for an agent that suppresses its cancellation.
         done, _ = await asyncio.wait({work}, timeout=max(ends - loop.time(), 0))
         if not done:
             if isinstance(work, asyncio.Task):
                 work.cancel()
             done, _ = await asyncio.wait({work}, timeout=CANCEL_S)
             if not done:
-                connection.reply(None, hangs=True)
-            raise _Fault(f"{late} (rollout.agent_timeout_s)", "timeout", "")
+                hangs()
+            raise Fault(f"the agent took longer than {timeout_s:g} s (rollout.agent_timeout_s)", "timeout")
         return work.result()
 
     if inspect.iscoroutinefunction(agent):
@@ -215,7 +187,7 @@ async def _guarded(work: Awaitable[Any]) -> Any:
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
-        raise _Fault(f"the agent raised {_in_one_line(error)}", "error", "") from None
+        raise fault_of("the agent", error) from None
 
 
 def _checked(returned: Any) -> dict[str, Any]:
@@ -227,16 +199,15 @@ def _checked(returned: Any) -> dict[str, Any]:
     unknown = sorted(map(str, value.keys() - {"reward", "metrics"}))
     are_rewards = all(isinstance(k, str) and (v is None or _is_number(v)) for k, v in rewards.items())
     if unknown or not are_rewards or not isinstance(metrics, Mapping):
-        raise _Fault(
+        raise Fault(
             'an agent must return a finite number, None, or {"reward": a number or None, or {role: a number '
             f'or None}}, "metrics": {{name: number}}}}; it returned {str(returned)[:200]!r}',
             "invalid",
-            "",
         )
     for name, value in metrics.items():
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) and _is_number(value)):
             text = "metrics of an agent must be finite numbers, with names of letters, digits and `.-_`"
-            raise _Fault(f"{text}; it returned {name!r}: {value!r}"[:LONGEST_TEXT], "invalid", "")
+            raise Fault(f"{text}; it returned {name!r}: {value!r}"[:LONGEST_ERROR], "invalid")
     numbers = {role: None if value is None else float(value) for role, value in rewards.items()}
     return {
         "reward": numbers if by_role else numbers[""],
@@ -250,12 +221,6 @@ def _is_number(value: Any) -> bool:
         return not isinstance(value, str | bytes) and math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
-
-
-def _in_one_line(error: BaseException) -> str:
-    text = str(error)
-    text = text if len(text) <= LONGEST_TEXT else f"a text of {len(text)} characters"
-    return f"{type(error).__name__}{': ' if text else ''}{text}"
 
 
 async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any]) -> Any:
@@ -287,8 +252,8 @@ async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any
             with suppress(ProcessLookupError):
                 process.kill()
     if process.returncode:
-        text = errors.decode(errors="backslashreplace").strip()[-LONGEST_TEXT:]
-        raise _Fault(f"the agent's program ended with status {process.returncode}", "error", text)
+        text = errors.decode(errors="backslashreplace").strip()[-LONGEST_ERROR:]
+        raise Fault(f"the agent's program ended with status {process.returncode}", "error", text)
     lines = output.decode(errors="backslashreplace").strip().splitlines()
     for line in lines[:-1]:
         print(line)

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quatrain.config.data_sets import data_set_list, parameters
 from quatrain.config.schema import Config
-from quatrain.config.values import data_set_list, parameters
 from quatrain.data.rows import GivenRows
 from quatrain.workers.pool import Failure, Pool
 

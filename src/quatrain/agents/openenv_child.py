@@ -11,6 +11,7 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 FULL = ("CAPACITY_REACHED", "at capacity")
@@ -34,10 +35,8 @@ async def agent(
     The columns `reset` that the row has are the arguments of the environment's reset. At most
     `max_concurrent` episodes of this process are played at a time. An answer without a call ends the episode.
     """
-    if max_concurrent is None:
-        return await _played(client, row, url, reset)
-    limit = _limits.setdefault(url, asyncio.Semaphore(max_concurrent))
-    async with limit:
+    limit = max_concurrent and _limits.setdefault(url, asyncio.Semaphore(max_concurrent))
+    async with limit or nullcontext():
         return await _played(client, row, url, reset)
 
 

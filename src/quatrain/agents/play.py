@@ -1,8 +1,8 @@
 """Rollouts by agents: each sample is an episode that a user's program plays, asking the policy over HTTP.
 
-Data flow: prompts -> `AgentRollouts.submit` -> a session (`serve/sessions.py`) and a call of an agent's
-process (`workers.py`) for each sample -> the trees of turns -> the rows of a `RolloutBatch`. One thread has
-the HTTP server, the processes and the episodes; the engine has its own (`engine/service.py`).
+Data flow: prompts -> `AgentPlayer.begin` -> a session (`serve/sessions.py`) and a call of an agent's process
+(`workers.py`) for each sample -> the trees of turns -> the rows of a `RolloutBatch`. One thread has the HTTP
+server, the processes and the episodes.
 """
 
 from __future__ import annotations
@@ -15,41 +15,30 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import uvicorn
 
+from quatrain.agents.agent_processes import CLOSED, AgentProcesses, Played
 from quatrain.agents.child import Client
-from quatrain.agents.workers import CLOSED, AgentFault, AgentProcesses, Played
 from quatrain.data.messages import as_messages
-from quatrain.engine.service import EngineService, ServiceFailed
-from quatrain.parallel.compilations import num_compilations
-from quatrain.rollout.fleet_service import FleetService
+from quatrain.rollout.rollouts import Player, Playing
 from quatrain.serve.api import Api
 from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
-from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt, RolloutBatch
+from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.piece import Piece
-from quatrain.types.rollouts import (
-    Completion,
-    OnProgress,
-    RolloutProgress,
-    Rollouts,
-    Sampling,
-    rollout_batch,
-)
-from quatrain.workers.threads import LoopThread
+from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.sampler import Sampler
+from quatrain.workers.faults import Fault as AgentFault
+from quatrain.workers.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 3.0
-"""Seconds that closing waits for what samples: a run that is stopped does not wait for a compilation."""
-LOOK_S = 0.5
-"""Seconds between two calls of `on_progress`."""
 MOST_PLAYED = 2
 """How often an episode is begun whose process dies."""
 ADDRESS = "127.0.0.1"
@@ -183,70 +172,27 @@ class Episode:
         return returned
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """Prompts that were submitted together: their episodes, and when they began."""
+class AgentPlayer(Player):
+    """Plays episodes by agents, as `rules` say, who ask over HTTP for turns, which `sampler` samples.
 
-    episodes: Sequence[Episode]
-    futures: Sequence[Future[None]]
-    began: float
-    counts: Any
-    """What the service had done before."""
-    compilations: int
-    """Programs that had been compiled before."""
-
-
-class TurnService(Protocol):
-    """What samples the turns of agents: an `EngineService`, where the methods are described, or a fleet's."""
-
-    @property
-    def error(self) -> str | None: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    def copy_weights(self, params: Any) -> Any: ...
-
-    def load(self, weights: Any, version: int) -> int: ...
-
-    def counts(self) -> Any: ...
-
-    def work_since(self, before: Any, seconds: float) -> Metrics: ...
-
-    def release(self) -> None: ...
-
-    def close(self, timeout_s: float | None = None) -> Any: ...
-
-
-class AgentRollouts(Rollouts):
-    """A rollout engine whose samples are episodes of agents, played by `rules`.
-
-    Of a prompt's episodes, each role is one of the batch, whose rows are adjacent. `wait` raises ValueError
-    if the agent cannot be loaded, and if the first episodes of all have faults only.
-
-    `service` samples their turns: an engine with `per_request_sampling`, or the workers of a fleet. It
-    belongs to this from here on. `sampling` is that of training, `model` what agents call the policy.
+    Of a prompt's episodes, each role is one of the batch, whose rows are adjacent. A batch has a ValueError
+    if the agent cannot be loaded, and if the first episodes of all have faults only. `model` is what agents
+    call the policy.
     """
+
+    has_rows = True
 
     def __init__(
         self,
-        service: EngineService | FleetService,
+        sampler: Sampler,
         rules: AgentRules,
         *,
         tokenizer: Any,
         stop_ids: Sequence[int],
-        sampling: Sampling,
         model: str,
         vocab_size: int,
-        greedy_baseline: bool = False,
-        on_progress: OnProgress | None = None,
     ):
-        self.sampling, self.greedy_baseline = sampling, greedy_baseline
-        self.fleet = service.fleet if isinstance(service, FleetService) else None
-        """The workers that sample, if not the devices of this run."""
-        self._service: TurnService = service
-        self._rules, self._model, self._tokenizer = rules, model, tokenizer
-        self._on_progress = on_progress
+        self.rules, self._model, self._sampler = rules, model, sampler
         self._sessions = Sessions()
         self._thread = LoopThread("quatrain-agents", CLOSED, self._end)
         self._processes = AgentProcesses(
@@ -259,9 +205,7 @@ class AgentRollouts(Rollouts):
         )
         self._slots = None if rules.concurrency is None else asyncio.Semaphore(rules.concurrency)
         self._api = Api(
-            cast(
-                EngineService, service
-            ),  # the requests of sessions need what `TurnService` has, and `submit`
+            sampler,
             tokenizer,
             model=model,
             vocab_size=vocab_size,
@@ -270,67 +214,31 @@ class AgentRollouts(Rollouts):
             stop_ids=stop_ids,
             sessions=self._sessions,
         )
+        self._tasks: set[asyncio.Task[None]] = set()
         self._url: str | None = None
         self._listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._has_played = False
+        self.has_played = False
+        """Whether an episode has ended without a fault, or the run was told that none did."""
 
-    def copy_weights(self, params: Any) -> Any:
-        """As `RolloutEngine.copy_weights`."""
-        return self._service.copy_weights(params)
-
-    def sync_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from the next decode call on."""
-        self._service.load(params, version)
-
-    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
-        """Begins the episodes of `prompts`; `wait` returns their batch for the ticket."""
-        spec, rules = sampling or self.sampling, self._rules
-        max_tokens = min(rules.longest, rules.more_tokens + spec.max_new_tokens)
-        of_session = SessionRules(spec, rules.seed, step, rules.max_turns, max_tokens)
-        counts, compilations = self._service.counts(), num_compilations()
-        episodes = [Episode(prompt, i, of_session) for prompt in prompts for i in range(spec.n)]
+    def begin(
+        self, prompts: Sequence[Prompt], step: int, sampling: Sampling, sampler: Sampler
+    ) -> AgentEpisodes:
+        """Begins the episodes, as many at a time as `rules` allow."""
+        rules = self.rules
+        max_tokens = min(rules.longest, rules.more_tokens + sampling.max_new_tokens)
+        of_session = SessionRules(sampling, rules.seed, step, rules.max_turns, max_tokens)
+        episodes = [Episode(prompt, i, of_session) for prompt in prompts for i in range(sampling.n)]
         futures: list[Future[None]] = [Future() for _ in episodes]
         for episode, future in zip(episodes, futures, strict=True):
             self._thread.do(self._begin, episode, future)
-        return Ticket(episodes, futures, time.perf_counter(), counts, compilations)
-
-    def wait(self, ticket: Ticket) -> RolloutBatch:
-        """The batch of the episodes of `ticket`, once all have ended."""
-        while wait(ticket.futures, LOOK_S).not_done:
-            self._report(ticket)
-        if self._service.error is not None:  # which the agents took for their own
-            raise ServiceFailed(self._service.error)
-        for future in ticket.futures:
-            future.result()
-        self._check_faults(ticket.episodes)
-        ended = sorted(episode.ended for episode in ticket.episodes)
-        seconds = (ended[-1] if ended else ticket.began) - ticket.began
-        samples = [part.samples() for episode in ticket.episodes for part in episode.parts]
-        tail = ended[-1] - ended[int(TAIL * (len(ended) - 1))] if ended else 0.0
-        return rollout_batch(
-            [row for rows in samples for row in rows],
-            self._tokenizer,
-            {
-                **self._service.work_since(ticket.counts, seconds),
-                **_metrics(ticket.episodes),
-                "time/rollout_generate_s": Metric(seconds, reduction="sum"),
-                "time/agent_tail_s": Metric(tail, reduction="sum"),
-                "rollout/compilations": Metric(num_compilations() - ticket.compilations, reduction="sum"),
-            },
-            episodes=[number for number, rows in enumerate(samples) for _ in rows],
-        )
-
-    def release(self) -> None:
-        """Free the weights until the next `sync_weights`."""
-        self._service.release()
+        return AgentEpisodes(self, episodes, futures)
 
     def close(self) -> None:
-        """Ends the agents' processes, the server and the engine."""
+        """Ends the agents' processes and the server."""
         self._thread.close()
         self._listening.close()
-        self._service.close(CLOSE_S)
 
     # In the thread:
 
@@ -341,6 +249,8 @@ class AgentRollouts(Rollouts):
         except OSError as error:
             return future.set_exception(error)
         task = self._thread.loop.create_task(self._play(episode))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
         def end(task: asyncio.Task[None]) -> None:
             if task.cancelled():
@@ -386,6 +296,7 @@ class AgentRollouts(Rollouts):
                     episode.fault, episode.played = None, Played(0.0)  # it left because a limit was met
             finally:
                 await self._sessions.close(session)
+                self._sampler.forget(session.id)
             break
         episode.end()
 
@@ -406,37 +317,51 @@ class AgentRollouts(Rollouts):
     def _end(self) -> None:
         """Ends everything that lives in the thread, as its last work."""
         self._processes.end()
-        loop = self._thread.loop
-        if tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(tasks))
+        loop, server = self._thread.loop, self._server
+        for listening in getattr(server, "servers", ()):
+            listening.close()
+        # The episodes first. What takes over a connection must have begun before it is cancelled: it would
+        # leave the socket open.
+        for tasks in (lambda: self._tasks, lambda: asyncio.all_tasks(loop)):
+            if left := set(tasks()):
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.wait(left))
+            loop.run_until_complete(asyncio.sleep(0))
         # A connection is none of the tasks: who keeps one open would find it open after the server has ended.
-        for connection in list(self._server.server_state.connections) if self._server else ():
+        for connection in list(server.server_state.connections) if server else ():
             connection.transport.abort()
         loop.run_until_complete(asyncio.sleep(0))
 
-    # In the caller's thread:
 
-    def _report(self, ticket: Ticket) -> None:
-        if self._on_progress is None:
-            return
-        done = sum(future.done() for future in ticket.futures)
-        sessions = [s for each in ticket.episodes if each.session for s in each.session.every_role()]
-        tokens = sum(len(turn.tokens) for session in sessions for turn in session.tree.turns)
-        rate = tokens / (time.perf_counter() - ticket.began)
-        self._on_progress(RolloutProgress(done, len(ticket.futures), rate, self._service.num_running))
+class AgentEpisodes(Playing):
+    """The episodes of a batch."""
 
-    def _check_faults(self, episodes: Sequence[Episode]) -> None:
+    def __init__(self, player: AgentPlayer, episodes: Sequence[Episode], futures: Sequence[Future[None]]):
+        self.player, self.episodes, self.futures = player, episodes, futures
+
+    def rows(self) -> Sequence[Sequence[tuple[Prompt, Completion]]]:
+        """Those of each part of an episode, which is one of the batch; warns of faults."""
+        self._check_faults()
+        return [part.samples() for episode in self.episodes for part in episode.parts]
+
+    def metrics(self) -> Metrics:
+        """Those of the episodes, and how long the last of them held up the batch."""
+        ended = sorted(episode.ended for episode in self.episodes)
+        tail = ended[-1] - ended[int(TAIL * (len(ended) - 1))] if ended else 0.0
+        return {**_metrics(self.episodes), "time/agent_tail_s": Metric(tail, reduction="sum")}
+
+    def _check_faults(self) -> None:
         """Warns of faults; raises ValueError if the first batch of the run has nothing else."""
+        player, episodes = self.player, self.episodes
         faults = [episode.fault for episode in episodes if episode.fault is not None]
         if not faults:
-            self._has_played |= bool(episodes)
+            player.has_played |= bool(episodes)
             return
         first = f"{faults[0]}\n{faults[0].detail}".rstrip()
-        if len(faults) == len(episodes) and not self._has_played:
-            raise ValueError(f"every episode of {self._rules.agent} has a fault; the first: {first}")
-        self._has_played = True
+        if len(faults) == len(episodes) and not player.has_played:
+            raise ValueError(f"every episode of {player.rules.agent} has a fault; the first: {first}")
+        player.has_played = True
         text = "%d of %d episodes ended by a fault of their agent; the first: %s"
         logger.warning(text, len(faults), len(episodes), first)
 
@@ -461,6 +386,7 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
     names = ("tool_calls", "malformed_calls", "replayed", "overridden_fields", "refused_requests")
     counts: Counter[str] = Counter(dict.fromkeys((*names, "branches", "roots", "abandoned_turns"), 0))
     rows, turns, context, tokens = [], [], 0, 0
+    again = asked = 0
     own: dict[str, list[float]] = {}
     rewards: dict[str, list[float]] = {"": []}
     for part in (part for episode in episodes for part in episode.parts):
@@ -472,6 +398,8 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
         counts["branches"] += sum(count - 1 for count in parents.values())
         counts["abandoned_turns"] += len(part.session.tree.turns) - len(trained)
         tokens += sum(len(row.path[-1].ids) for row in part.rows)
+        again += sum(turn.recomputed for turn in part.session.tree.turns if turn.tokens)
+        asked += sum(len(turn.prompt_ids) for turn in part.session.tree.turns if turn.tokens)
         context += sum(len(turn.tokens) for row in part.rows for turn in row.path if turn not in row.owned)
         if part.reward is not None:
             rewards.setdefault(part.session.role, []).append(part.reward)
@@ -493,6 +421,7 @@ def _metrics(episodes: Sequence[Episode]) -> Metrics:
         **describe("agent/reward", every, ("mean",)),
         **{f"agent/reward_of/{role}": Metric(sum(v), len(v)) for role, v in rewards.items() if role},
         "agent/context_fraction": Metric(context, tokens),
+        "agent/recomputed_fraction": Metric(again, asked),
         **{f"agent/{name}": Metric(float(count), reduction="sum") for name, count in counts.items()},
         **{f"agent/own/{name}": Metric(sum(values), len(values)) for name, values in own.items()},
     }

@@ -4,8 +4,6 @@ Runs training steps in a temporary run folder, ignores the first step (it compil
 measures matrix products and memory copies in the same process.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile
@@ -26,7 +24,7 @@ from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.reward.scorer import short_names
 from quatrain.run.metrics import read_metrics
-from quatrain.weights.load import classifier_architecture
+from quatrain.weights.load_model import classifier_architecture
 
 MEASURES = (
     "time/step_s",

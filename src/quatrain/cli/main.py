@@ -11,8 +11,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -22,7 +22,18 @@ import typer
 
 import quatrain
 from quatrain.cli import runs
-from quatrain.cli.words import Given, RunWords, SetOption, Words, examples, given, run_to_resume
+from quatrain.cli.arguments import (
+    Given,
+    RunWords,
+    SetOption,
+    Words,
+    argument,
+    examples,
+    flag,
+    given,
+    option,
+    run_to_resume,
+)
 from quatrain.cluster.launcher import end_with_launcher
 from quatrain.config.errors import installation
 from quatrain.report.start_up import stage, starting
@@ -51,20 +62,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-CoordinatorOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        show_default=False,
-        help="Address of process 0, if several processes run together and no cluster is detected.",
-    ),
-]
-NumProcessesOption = Annotated[
-    int | None, typer.Option(metavar="N", show_default=False, help="Number of processes that run together.")
-]
-ProcessIdOption = Annotated[
-    int | None, typer.Option(metavar="I", show_default=False, help="Number of this process, from 0.")
-]
+_COORDINATOR = "Address of process 0, if several processes run together and no cluster is detected."
+CoordinatorOption = Annotated[str | None, option(_COORDINATOR, "HOST:PORT")]
+NumProcessesOption = Annotated[int | None, option("Number of processes that run together.", "N")]
+ProcessIdOption = Annotated[int | None, option("Number of this process, from 0.", "I")]
 
 
 def _version(wanted: bool) -> None:
@@ -95,22 +96,18 @@ def train(
     words: Words = None,
     set_: SetOption = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
+        bool, flag("--print-config", "Print the resolved configuration and exit.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run",
-            help="Check configuration, data, model and reward functions, print the plan, and exit.",
-        ),
+        flag("--dry-run", "Check configuration, data, model and reward functions, print the plan, and exit."),
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN|auto",
-            show_default=False,
-            help="Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
+        option(
+            "Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
             "begun if there is none, or without a run.name the run with the newest checkpoint.",
+            "RUN|auto",
         ),
     ] = None,
     coordinator: CoordinatorOption = None,
@@ -202,18 +199,13 @@ def sft(
 )
 def launch(
     command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- COMMAND …", show_default=False, help="train, eval or sft, with its arguments."
-        ),
+        list[str] | None, argument("train, eval or sft, with its arguments.", "-- COMMAND …")
     ] = None,
-    processes: Annotated[int, typer.Option(metavar="N", help="Number of processes to start.")] = 2,
+    processes: Annotated[int, option("Number of processes to start.", "N", shown=True)] = 2,
     devices_per_process: Annotated[
-        int, typer.Option(metavar="D", help="Number of CPU devices that each process simulates.")
+        int, option("Number of CPU devices that each process simulates.", "D", shown=True)
     ] = 1,
-    port: Annotated[
-        int | None, typer.Option(show_default=False, help="Port of the coordinator; default: a free one.")
-    ] = None,
+    port: Annotated[int | None, option("Port of the coordinator; default: a free one.")] = None,
 ) -> None:
     """Run a command in several processes on this machine's CPU, to simulate several hosts."""
     from quatrain.cluster.launch import launch as run
@@ -233,11 +225,9 @@ def config(
     words: Words = None,
     set_: SetOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: configuration, origin of each value, warnings.")
+        bool, flag("--json", "Print JSON: configuration, origin of each value, warnings.")
     ] = False,
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Print only values that are not the defaults.")
-    ] = False,
+    changed: Annotated[bool, flag("--changed", "Print only values that are not the defaults.")] = False,
 ) -> None:
     """Print the resolved configuration, each value with the layer it came from."""
     _print_config(_resolve(given(words, set_)), as_json=as_json, changed=changed)
@@ -254,25 +244,18 @@ def config(
 def convert_(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[THEIRS] [KEY=VALUE …]",
-            show_default=False,
-            help="The other library's file: YAML, JSON, or a script with Hydra's overrides; and overrides.",
+        argument(
+            "The other library's file: YAML, JSON, or a script with Hydra's overrides; and overrides.",
+            "[THEIRS] [KEY=VALUE …]",
         ),
     ] = None,
     from_: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="LIBRARY", show_default=False, help="verl, trl or tunix; default: by its keys."
-        ),
+        str | None, option("verl, trl or tunix; default: by its keys.", "LIBRARY", "--from")
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            show_default=False,
-            help="Devices of the run, for sizes given per device; default: as the file says, else 1.",
+        option(
+            "Devices of the run, for sizes given per device; default: as the file says, else 1.", "N", min=1
         ),
     ] = None,
 ) -> None:
@@ -306,38 +289,35 @@ def convert_(
 def plan(
     words: Words = None,
     set_: SetOption = None,
-    devices: Annotated[int, typer.Option(min=1, help="Number of devices of all processes together.")] = 1,
+    devices: Annotated[int, option("Number of devices of all processes together.", shown=True, min=1)] = 1,
     processes: Annotated[
-        int, typer.Option(min=1, help="Number of processes that the devices belong to.")
+        int, option("Number of processes that the devices belong to.", shown=True, min=1)
     ] = 1,
     params: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--params",
-            help="Print instead how parameters are sharded, and the bytes on each device. Activations are an "
+            "Print instead how parameters are sharded, and the bytes on each device. Activations are an "
             "estimate. Temporary memory of decoding and of the runtime is not counted.",
         ),
     ] = False,
     fit: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--fit",
-            help="Print instead with which meshes, remat, budgets and offloading the run fits into "
+            "Print instead with which meshes, remat, budgets and offloading the run fits into "
             "--device-memory, the cheapest first, and the --set line of the first.",
         ),
     ] = False,
     device_memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            show_default=False,
-            help="Memory of a device, e.g. 80GB, 24GiB or 16e9: --params, which it implies without --fit, "
+        option(
+            "Memory of a device, e.g. 80GB, 24GiB or 16e9: --params, which it implies without --fit, "
             "warns of what does not fit, and says with what it fits.",
+            "SIZE",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: values, units, formulas, warnings.")
-    ] = False,
+    as_json: Annotated[bool, flag("--json", "Print JSON: values, units, formulas, warnings.")] = False,
 ) -> None:
     """Print every batch size of a training step, with unit and formula; or the memory on each device."""
     params = params or (device_memory is not None and not fit)
@@ -348,11 +328,11 @@ def plan(
     config, overrides, _ = given(words, set_)
     resolved = _resolve(Given(config, overrides))
     if not (params or fit):
-        from quatrain.plan.batches import plan as plan_batches
-        from quatrain.plan.batches import render
+        from quatrain.plan.batch_plan import plan as plan_batches
+        from quatrain.plan.batch_plan import render
 
         batches = plan_batches(resolved.config, devices=devices, processes=processes)
-        typer.echo(json.dumps(batches.to_dict(), indent=2) if as_json else render(batches))
+        _print_plan(batches, render, as_json)
         return
     from quatrain.config.load import load_config
     from quatrain.plan import device_memory as report
@@ -376,13 +356,13 @@ def plan(
         found = fits.fit(
             with_further, devices=devices, processes=processes, device_memory=memory, progress=progress
         )
-        typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fits.render(found))
+        _print_plan(found, fits.render, as_json)
         return
     placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
     if memory is not None and placed.largest > memory:
         remedy = fits.remedy(with_further, placed, devices=devices, processes=processes, progress=progress)
         placed = replace(placed, remedy=remedy)
-    typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
+    _print_plan(placed, report.render, as_json)
 
 
 @app.command(
@@ -397,37 +377,27 @@ def serve(
     set_: SetOption = None,
     host: Annotated[
         str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Address to listen on; any but this machine's own needs QUATRAIN_SERVE_TOKEN to be set.",
+        option(
+            "Address to listen on; any but this machine's own needs QUATRAIN_SERVE_TOKEN to be set.",
+            "ADDRESS",
+            shown=True,
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(metavar="N", help="Port to listen on; 0: any free one.", min=0, max=65535)
+        int, option("Port to listen on; 0: any free one.", "N", shown=True, min=0, max=65535)
     ] = 8000,
     name: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            show_default=False,
-            help="Name of the model for clients (`model` in requests); default: its path.",
-        ),
+        str | None, option("Name of the model for clients (`model` in requests); default: its path.", "MODEL")
     ] = None,
 ) -> None:
     """Serve a model, or that of a run, over HTTP with OpenAI's interface."""
     if name is not None and not name.strip():
         raise ValueError("--name must be the name that requests give the model; got an empty one")
     resolved = _resolve(given(words, set_, folders=True), trains=False)
-    try:
+    with _served("serve"):
         from quatrain.loop.serve import serve as run
-    except ImportError as error:
-        raise ValueError(
-            f"quatrain serve needs starlette and uvicorn: {error}; install them with {installation('serve')}"
-        ) from error
-    from quatrain.parallel.compilation_cache import compilation_cache
-
     model = resolved.config.model.path if name is None else name
-    with compilation_cache(resolved.config.run.compilation_cache):
+    with _cached(resolved):
         run(
             resolved.config,
             name=model,
@@ -455,21 +425,15 @@ def agent(
     ],
     words: RunWords = None,
     set_: SetOption = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the training data.")] = 2,
+    rows: Annotated[int, option("Rows of the training data.", "N", shown=True, min=1)] = 2,
 ) -> None:
     """Play an agent on rows of the data, and show the tree of its turns."""
     asked = given(words, set_, folders=True)
     asked = asked._replace(overrides=[*asked.overrides, f"rollout.agent={json.dumps(agent)}"])
     resolved = _resolve(asked, trains=False)
-    try:
+    with _served("agent"):
         from quatrain.loop.agent import play_rows
-    except ImportError as error:
-        raise ValueError(
-            f"quatrain agent needs starlette and uvicorn: {error}; install them with {installation('serve')}"
-        ) from error
-    from quatrain.parallel.compilation_cache import compilation_cache
-
-    with compilation_cache(resolved.config.run.compilation_cache):
+    with _cached(resolved):
         for text in play_rows(resolved, rows):
             typer.echo(text)
 
@@ -478,18 +442,40 @@ def agent(
 def bench(
     words: Words = None,
     set_: SetOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Number of training steps to time.")] = 5,
+    steps: Annotated[int, option("Number of training steps to time.", shown=True, min=1)] = 5,
 ) -> None:
     """Time the stages of the training step on this machine."""
     resolved = _resolve(given(words, set_))
     from quatrain.cli.bench import bench as run
-    from quatrain.parallel.compilation_cache import compilation_cache
 
-    with compilation_cache(resolved.config.run.compilation_cache):
+    with _cached(resolved):
         _print_numbers(run(resolved, steps))
 
 
 app.add_typer(runs.app)
+
+
+@contextmanager
+def _served(command: str) -> Iterator[None]:
+    """The block imports what serves over HTTP, which needs packages of an extra."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"quatrain {command} needs starlette and uvicorn: {error}; install them with "
+            f"{installation('serve')}"
+        ) from error
+
+
+def _cached(resolved: Resolved) -> AbstractContextManager[Any]:
+    """Within the block, compiled programs are kept as `run.compilation_cache` says."""
+    from quatrain.parallel.compilation_cache import compilation_cache
+
+    return compilation_cache(resolved.config.run.compilation_cache)
+
+
+def _print_plan(plan: Any, render: Callable[[Any], str], as_json: bool) -> None:
+    typer.echo(json.dumps(plan.to_dict(), indent=2) if as_json else render(plan))
 
 
 def _print_numbers(numbers: dict[str, float]) -> None:
@@ -499,7 +485,7 @@ def _print_numbers(numbers: dict[str, float]) -> None:
 
 def _resolve(what: Given, *, trains: bool = True) -> Resolved:
     """The final configuration; its warnings go to stderr, here and nowhere else."""
-    from quatrain.config.environment import load_dotenv, warn_if_others_can_read
+    from quatrain.config.dotenv import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
     dotenv = load_dotenv(os.environ)
@@ -524,19 +510,10 @@ def _together(
     from quatrain.cluster.stop import Stopped, leaving
 
     settings = resolved.config.distributed
-    hosts.initialize(
-        coordinator,
-        num_processes,
-        process_id,
-        start_timeout_s=settings.start_timeout_s,
-        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        shutdown_timeout_s=settings.shutdown_timeout_s,
-    )
-    from quatrain.parallel.compilation_cache import compilation_cache
-
+    hosts.initialize(coordinator, num_processes, process_id, **settings.model_dump())
     try:
         resolved = _one_configuration(resolved)
-        with compilation_cache(resolved.config.run.compilation_cache), leaving(_leave):
+        with _cached(resolved), leaving(_leave):
             yield resolved
     except Stopped as stopped:  # in all processes at once
         speaks = hosts.is_main_process()

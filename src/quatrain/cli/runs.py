@@ -3,8 +3,6 @@
 Data flow: the folder of a run -> a page, text in a terminal, or the folder of a model.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import tempfile
@@ -13,33 +11,27 @@ from typing import Annotated
 
 import typer
 
-from quatrain.cli.words import examples, run_folders
+from quatrain.cli.arguments import argument, examples, flag, option, run_folders
 
 app = typer.Typer(rich_markup_mode="rich")
 
 
 @app.command(
     epilog=examples(
-        "report runs/my-run",
-        "report first second --output comparison.html",
-        "report my-run --serve",
+        "report runs/my-run", "report first second --output comparison.html", "report my-run --serve"
     )
 )
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN …", help="Folders or names of runs.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="File to write; default: report.html in the run's folder, needed for several runs.",
-        ),
+        option("File to write; default: report.html in the run's folder, needed for several runs.", "FILE"),
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page live on this machine, while a run is in progress.")
+        bool, flag("--serve", "Show the page live on this machine, while a run is in progress.")
     ] = False,
     port: Annotated[
-        int, typer.Option(metavar="N", help="Port for --serve; 0: any free one.", min=0, max=65535)
+        int, option("Port for --serve; 0: any free one.", "N", shown=True, min=0, max=65535)
     ] = 8765,
 ) -> None:
     """Write the run page: curves, completions, plan and configuration in one HTML file."""
@@ -67,11 +59,9 @@ def report(
 @app.command(epilog=examples("samples my-run", "samples runs/my-run --step 10", "samples my-run --eval"))
 def samples(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.")],
-    step: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="Training step; default: the last.")
-    ] = None,
+    step: Annotated[int | None, option("Training step; default: the last.", "N")] = None,
     evaluation: Annotated[
-        bool, typer.Option("--eval", help="Print the completions of the evaluation after that step instead.")
+        bool, flag("--eval", "Print the completions of the evaluation after that step instead.")
     ] = False,
 ) -> None:
     """Print the completions of a training step, each prompt with its group, sorted by reward."""
@@ -93,36 +83,27 @@ def samples(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.")],
     output: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="OUTPUT",
-            show_default=False,
-            help="Folder to write the model to; may be left out with --push.",
-        ),
+        Path | None, argument("Folder to write the model to; may be left out with --push.", "OUTPUT")
     ] = None,
     step: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|best",
-            show_default=False,
-            help="Training step of the checkpoint, or best, that with the best checkpoint.best_metric; "
+        option(
+            "Training step of the checkpoint, or best, that with the best checkpoint.best_metric; "
             "default: the latest.",
+            "N|best",
         ),
     ] = None,
     push: Annotated[
         str | None,
-        typer.Option(
-            metavar="OWNER/NAME",
-            show_default=False,
-            help="Repository on the Hugging Face Hub to send the model and its card to; needs HF_TOKEN.",
+        option(
+            "Repository on the Hugging Face Hub to send the model and its card to; needs HF_TOKEN.",
+            "OWNER/NAME",
         ),
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Make the repository of --push public if it is new.")
-    ] = False,
+    public: Annotated[bool, flag("--public", "Make the repository of --push public if it is new.")] = False,
 ) -> None:
     """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer), or push it."""
-    from quatrain.config.environment import load_dotenv
+    from quatrain.config.dotenv import load_dotenv
     from quatrain.config.places import HUB_ID
     from quatrain.loop.export import export as write
 

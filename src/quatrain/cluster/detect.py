@@ -1,6 +1,6 @@
 """Detects the cluster (SLURM, GKE or TPU pod) that started this process, and the process's rank in it.
 
-Data flow: environment variables set by SLURM or GKE, or the metadata of a TPU VM -> `Place` ->
+Data flow: environment variables set by SLURM or GKE, or the metadata of a TPU VM -> `ClusterPlace` ->
 `processes.initialize`. The detection follows JAX's (same ports, same process order), but outside of a cluster
 it neither waits nor raises an error, and a cluster of one process is treated as a single machine.
 """
@@ -23,7 +23,7 @@ Metadata = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterPlace:
     """Rank of a process, coordinator and number of processes; `local_device_ids` None: all local devices."""
 
     coordinator: str
@@ -32,7 +32,7 @@ class Place:
     local_device_ids: tuple[int, ...] | None = None
 
 
-def detect(environ: Mapping[str, str], metadata: Metadata | None = None) -> Place | None:
+def detect(environ: Mapping[str, str], metadata: Metadata | None = None) -> ClusterPlace | None:
     """The place of this process given by SLURM, GKE (TPU) or a TPU pod; None if this is the only process.
 
     `metadata` reads an attribute of this TPU VM. The default queries the metadata server, and only on a
@@ -42,7 +42,7 @@ def detect(environ: Mapping[str, str], metadata: Metadata | None = None) -> Plac
     return place if place is not None and place.num_processes > 1 else None
 
 
-def _slurm(environ: Mapping[str, str]) -> Place | None:
+def _slurm(environ: Mapping[str, str]) -> ClusterPlace | None:
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if any(name not in environ for name in names):
         return None
@@ -54,7 +54,7 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     alone = int(environ.get("SLURM_STEP_NUM_NODES", 1)) == num_tasks
     bound = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
     devices = None if alone or bound else (int(local),)
-    return Place(f"{first_host(nodes)}:{port}", num_tasks, int(process), devices)
+    return ClusterPlace(f"{first_host(nodes)}:{port}", num_tasks, int(process), devices)
 
 
 def first_host(nodes: str) -> str:
@@ -67,7 +67,7 @@ def first_host(nodes: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
+def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> ClusterPlace | None:
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
     worker = environ.get("TPU_WORKER_ID")
     if "tpu" not in (environ.get("JAX_PLATFORMS") or "tpu"):
@@ -86,7 +86,7 @@ def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
     workers = [parts[2] if len(parts) == 3 else parts[0] for parts in endpoints]
     main = slices.get("MEGASCALE_COORDINATOR_ADDRESS", workers[0]).split(":")[0]
     before = int(slices.get("MEGASCALE_SLICE_ID", 0)) * len(workers)
-    return Place(
+    return ClusterPlace(
         f"{main}:{environ.get('JAX_COORDINATOR_PORT') or TPU_PORT}",
         int(slices.get("MEGASCALE_NUM_SLICES", 1)) * len(workers),
         before + int(worker),

@@ -23,8 +23,8 @@ from typing import IO
 
 from quatrain.cluster.launcher import LAUNCHER
 from quatrain.cluster.rendezvous import ANOTHER_FAILED, TOKEN
+from quatrain.cluster.start_thread import start_thread
 from quatrain.cluster.stop import Signals
-from quatrain.cluster.threads import start_thread
 
 COMMANDS = ("train", "eval", "sft")
 # Options that `launch` adds to the command of each process.
@@ -145,7 +145,12 @@ class _Child:
         )
         outputs = ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr))
         self.readers = [start_thread(self._pass_on, *pair, name="output of a process") for pair in outputs]
-        self._ended = start_thread(self._note_end, name="end of a process")
+
+        def note_end() -> None:
+            self._popen.wait()
+            self.ended_at = time.monotonic()
+
+        self._ended = start_thread(note_end, name="end of a process")
 
     @property
     def running(self) -> bool:
@@ -171,10 +176,6 @@ class _Child:
         """Sends a signal to the process alone, which may need its own child processes to stop."""
         if self.running:
             self._popen.send_signal(number)
-
-    def _note_end(self) -> None:
-        self._popen.wait()
-        self.ended_at = time.monotonic()
 
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
         unended = 0  # messages of Gloo of which the first piece has come, and not yet the end of the line
@@ -203,14 +204,15 @@ def _watch(children: Sequence[_Child], signals: SimpleQueue[int], grace_s: float
 
 def _blame(children: Sequence[_Child], grace_s: float) -> int:
     """Ends the processes that still run, names the one that failed first, and returns its status."""
-    if _failed(children):
+    if _failed(children):  # the others say what has failed, and end by themselves, if they get the time
         _wait(children, FAILURE_MESSAGE_S)
     failed, silent = _failed(children), [child for child in children if child.running]
     _end(children, signal.SIGTERM, grace_s)
     _finish_output(children, grace_s)
     if not failed:
         return 0
-    # One that ended because another had failed comes last.
+    # One that ended because another had failed comes last; of others the first, because what follows may be
+    # its consequence in ways that no status tells.
     first = min(failed, key=lambda child: (child.status in FOLLOWED, child.ended_at))
     what = f"process {first.process} exited with {first.status}"
     if first.status in FOLLOWED and silent:  # which would have ended if they still answered
@@ -246,7 +248,7 @@ def _end(children: Sequence[_Child], number: int, grace_s: float) -> None:
         if child.running:
             child.signal(number)
     _wait(children, grace_s)
-    for child in children:
+    for child in children:  # also those that have ended: what they have started may not have
         child.signal(signal.SIGKILL)
     _wait(children, grace_s)
 

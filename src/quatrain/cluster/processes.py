@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from quatrain.cluster import rendezvous
-from quatrain.cluster.detect import Place, detect
+from quatrain.cluster.detect import ClusterPlace, detect
 from quatrain.cluster.stop import Agreement
 
 FAILED = 1
@@ -92,6 +92,9 @@ def initialize(
         raise RuntimeError("initialize must be called once per process; this process is connected already")
     token = _token(place.coordinator)
     address, count, process = place.coordinator, place.num_processes, place.process_id
+    # First our own connections: where a process is missing, wrong or twice there, JAX's runtime ends all with
+    # an abort in C++, which no Python can catch and which names neither the process nor the address; and
+    # processes that differ in their number it connects without a word.
     if process == 0:
         connections = rendezvous.accept_processes(address, count, start_timeout_s, token)
     else:
@@ -129,7 +132,7 @@ def _token(coordinator: str) -> str:
 
 def _place_from_arguments(
     coordinator: str | None, num_processes: int | None, process_id: int | None
-) -> Place | None:
+) -> ClusterPlace | None:
     """The place given by the user's arguments, validated; None if there are none."""
     options = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     named = [f"{option} {value}" for option, value in options.items() if value is not None]
@@ -146,7 +149,7 @@ def _place_from_arguments(
             f"process ids must go from 0 to the number of processes minus 1; got "
             f"--num-processes {num_processes} and --process-id {process_id}; give each process its own id"
         )
-    return Place(coordinator, num_processes, process_id)
+    return ClusterPlace(coordinator, num_processes, process_id)
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -154,7 +157,8 @@ def gather_objects(value: Any) -> list[Any]:
     if not joined():
         return [value]
     content = json.dumps(value).encode()
-    # Rows come in device order, which may differ from the order of process ids.
+    # Rows come in device order, which may differ from the order of process ids. Sizes go first: all processes
+    # must take part in each collective with arrays of one shape.
     heads = multihost_utils.process_allgather(_words_of(jax.process_index(), len(content)))
     processes, sizes = zip(*map(_numbers_in, heads))
     contents = [bytearray() for _ in sizes]
@@ -212,6 +216,8 @@ def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
 
     Lengths are powers of two of at most `most` bytes, so that few programs are compiled.
     """
+    # A power of two, also where an odd number of processes shares MOST_BYTES: each size is one more
+    # compilation.
     most = max(1 << most.bit_length() - 1, LEAST_BYTES)
     begin = 0
     while begin < size:
@@ -273,6 +279,8 @@ def wait_for_failure_message() -> None:
     Called after an error in this process, because a collective raises an error here if another process has
     died.
     """
+    # The message, not this error, says what has happened: a collective breaks before the connection is
+    # closed.
     if _connections is not None:
         time.sleep(FAILURE_MESSAGE_S)
 

@@ -2,8 +2,8 @@
 
 They are opened before JAX's runtime starts, on the port that the runtime takes over afterwards, because that
 runtime names neither a process that never connects nor one that fails in Python. Only `processes.py` uses
-this module. `messages.py` has the messages and the proof that whoever sends one knows the token of the run;
-whoever cannot give it, or sends a message of another form, is refused, and the log says so.
+this module. `process_messages.py` has the messages and the proof that whoever sends one knows the token of
+the run; whoever cannot give it, or sends a message of another form, is refused, and the log says so.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from quatrain.cluster import messages
-from quatrain.cluster.messages import receive, seconds_until, send
+from quatrain.cluster import process_messages
+from quatrain.cluster.process_messages import receive, seconds_until, send
+from quatrain.cluster.start_thread import start_thread
 from quatrain.cluster.stop import Agreement
-from quatrain.cluster.threads import start_thread
 
 TOKEN = "QUATRAIN_CLUSTER_TOKEN"
 """The environment variable with the secret that the processes of a run share."""
@@ -69,6 +68,7 @@ def bind_address(address: str) -> str:
         return address
     ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     if is_loopback(ip):
+        # Debian's /etc/hosts has the host's own name at 127.0.1.1, where no other host could connect.
         ip = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
@@ -94,20 +94,6 @@ def _listen(address: str) -> socket.socket:
     return server
 
 
-@dataclass(frozen=True)
-class _Peer:
-    """A process that has connected to process 0 and knows the token."""
-
-    connection: socket.socket
-    hello: Mapping[str, Any]
-    token: str
-
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Sends a message, with the proof that process 0 knows the token too."""
-        proof = messages.proof(self.token, "main", self.hello["challenge"], message)
-        send({**message, "proof": proof}, self.connection)
-
-
 def accept_processes(
     address: str, num_processes: int, timeout_s: float, token: str = ""
 ) -> dict[int, socket.socket]:
@@ -120,11 +106,19 @@ def accept_processes(
     """
     started = time.monotonic()
     deadline = started + timeout_s
-    connected: list[_Peer] = []
-    peers: dict[int, _Peer] = {}
+    connected: list[tuple[socket.socket, Mapping[str, Any]]] = []
+    peers: dict[int, socket.socket] = {}
+
+    def answer(message: Mapping[str, Any], connection: socket.socket, hello: Mapping[str, Any]) -> None:
+        """Sends a message, with the proof that process 0 knows the token too."""
+        proof = process_messages.proof(token, "main", hello["challenge"], message)
+        send({**message, "proof": proof}, connection)
+
     with contextlib.ExitStack() as arrived:
         server = arrived.enter_context(_listen(address))
         try:
+            # One after the other: who waits is in the queue of the socket, and each is read for a bounded
+            # time.
             while missing := set(range(1, num_processes)) - peers.keys():
                 server.settimeout(seconds_until(deadline))
                 try:
@@ -136,36 +130,40 @@ def accept_processes(
                         "distributed.start_timeout_s"
                     ) from None
                 if peer is not None:
-                    arrived.enter_context(peer.connection)
+                    connection, hello = peer
+                    arrived.enter_context(connection)
                     connected.append(peer)
-                    peers[_valid_id(peer.hello, num_processes, peers)] = peer
-                    deadline = min(deadline, time.monotonic() + peer.hello["timeout_s"])
+                    peers[_valid_id(hello, num_processes, peers)] = connection
+                    # The least patient decides: it would leave, and the others wait for it in vain.
+                    deadline = min(deadline, time.monotonic() + hello["timeout_s"])
         except (TimeoutError, ValueError) as error:
-            answer = {"late" if isinstance(error, TimeoutError) else "wrong": str(error)}
+            reason = {"late" if isinstance(error, TimeoutError) else "wrong": str(error)}
             for peer in connected:
-                peer.answer(answer)
+                answer(reason, *peer)
+            # Those in the queue hear it too; else they would wait for all their time, and blame the network.
             server.settimeout(0.001)
             with contextlib.suppress(OSError):
-                while True:  # those whose connection was not accepted yet
+                while True:
                     if (late := _accept(server, token)) is not None:
-                        with late.connection:
-                            late.answer(answer)
+                        with late[0]:
+                            answer(reason, *late)
             raise
         arrived.pop_all()
-        server.close()
+        server.close()  # before anybody goes on: JAX's runtime binds the same port
     for peer in connected:
-        peer.answer({"go": True})
-    return {process: peer.connection for process, peer in peers.items()}
+        answer({"go": True}, *peer)
+    return peers
 
 
-def _accept(server: socket.socket, token: str) -> _Peer | None:
-    """The next process that connects; None for a connection that is refused."""
+def _accept(server: socket.socket, token: str) -> tuple[socket.socket, Mapping[str, Any]] | None:
+    """The next process that connects and knows the token, with its hello; None for one that is refused."""
     try:
         connection, (host, *_) = server.accept()
     except ConnectionError:  # it has gone again
         return None
     deadline = time.monotonic() + ATTEMPT_TIMEOUT_S
     connection.settimeout(ATTEMPT_TIMEOUT_S)
+    # New for each connection: a proof that was overheard on another is none here.
     challenge = secrets.token_hex()
     send({"challenge": challenge}, connection)
     problem = f"sent no first message of a process, or does not have the same {TOKEN}"
@@ -173,8 +171,8 @@ def _accept(server: socket.socket, token: str) -> _Peer | None:
         received = receive(connection, deadline)
     except OSError as error:
         received, problem = None, error.strerror or str(error)
-    if hello := messages.proven(received, token, "process", challenge, messages.HELLO):
-        return _Peer(connection, hello, token)
+    if hello := process_messages.proven(received, token, "process", challenge, process_messages.HELLO):
+        return connection, hello
     logger.warning("a connection to process 0 from %s was refused: it %s", host, problem)
     connection.close()
     return None
@@ -208,18 +206,28 @@ def connect_to_main(
     Raises TimeoutError if process 0 cannot be reached or has another `token`, and the errors of
     `accept_processes`.
     """
+    # Longer than the time of process 0 by DELIVERY_TIMEOUT_S, so that its reason arrives before this one's
+    # own.
     deadline = time.monotonic() + timeout_s
     connection = _connect(address, process_id, timeout_s)
-    hello = {
+    hello: dict[str, Any] = {
         "process_id": process_id,
         "num_processes": num_processes,
         "timeout_s": seconds_until(deadline),
         "challenge": secrets.token_hex(),
     }
-    try:
-        answer = _answer_to(hello, connection, token, deadline + DELIVERY_TIMEOUT_S) or {}
-    except OSError:
-        answer = {}
+    answer: Mapping[str, Any] = {}
+    with contextlib.suppress(OSError):
+        asked = receive(connection, deadline + DELIVERY_TIMEOUT_S)
+        if process_messages.has_form(asked, {"challenge"}):  # else it is no process 0
+            proof = process_messages.proof(token, "process", asked["challenge"], hello)
+            send({**hello, "proof": proof}, connection)
+            received = receive(connection, deadline + DELIVERY_TIMEOUT_S)
+            # Process 0 proves it too: whoever listens on its port could else send this process off.
+            known = process_messages.proven(
+                received, token, "main", hello["challenge"], *process_messages.ANSWERS
+            )
+            answer = known or {}
     if "go" in answer:
         return connection
     connection.close()
@@ -231,19 +239,6 @@ def connect_to_main(
         f"{TOKEN}; set it to the same value in all processes, end the run that uses this port or choose "
         "another port, then start all processes again"
     )
-
-
-def _answer_to(
-    hello: Mapping[str, Any], connection: socket.socket, token: str, deadline: float
-) -> dict[str, Any] | None:
-    """The answer of process 0 to `hello`; None if it is no process 0 of this run."""
-    asked = receive(connection, deadline)
-    if not messages.has_form(asked, {"challenge"}):
-        return None
-    proof = messages.proof(token, "process", asked["challenge"], hello)
-    send({**hello, "proof": proof}, connection)
-    received = receive(connection, deadline)
-    return messages.proven(received, token, "main", hello["challenge"], *messages.ANSWERS)
 
 
 def _connect(address: str, process_id: int, timeout_s: float) -> socket.socket:
@@ -291,7 +286,12 @@ class Connections:
         )
         for connection in self._connections.values():
             connection.settimeout(None)
-            _keep_alive(connection, silence_s)
+            # So that a connection to an unreachable host fails before `silence_s` are over.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            every_s = max(1, math.floor(silence_s / 5))
+            for option, value in (("TCP_KEEPIDLE", every_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", 3)):
+                if hasattr(socket, option):  # these options do not exist on every operating system
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._thread = start_thread(self._read, name="rendezvous")
 
     def fail(self, message: str) -> None:
@@ -328,6 +328,8 @@ class Connections:
             for process, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, process)
             while selector.get_map():
+                # One message of each that has any, so that none that sends much holds up the others'
+                # failures.
                 for key, _ in selector.select():
                     if not self._handle_message(key.data):
                         selector.unregister(key.fileobj)
@@ -340,10 +342,11 @@ class Connections:
         except OSError as error:
             message, silent = None, f"lost its connection: {error.strerror or error}"
         if message is None:
+            # A connection that closes after "done", or when all is over, is no failure.
             if process not in self._left and not self._over:
                 self._report_failure(process, silent)
             return False
-        if not messages.has_form(message, *messages.MESSAGES):
+        if not process_messages.has_form(message, *process_messages.MESSAGES):
             logger.warning("process %d sent a message of an unknown form, which is ignored", process)
             return True
         if "failed" in message:
@@ -358,7 +361,7 @@ class Connections:
         return True
 
     def _report_failure(self, process: int, message: str) -> None:
-        if self._process_id == 0:
+        if self._process_id == 0:  # the others are connected to it alone
             self._tell_all_but(process, message)
         self._on_failure(process, message)
 
@@ -367,23 +370,15 @@ class Connections:
         self._over = True
         others = [connection for peer, connection in self._connections.items() if peer != process]
         send({"failed": message[:LONGEST_MESSAGE], "process": process}, *others)
+        # Process 0 ends last: with its end JAX's runtime ends the others, before they have said why.
         deadline = time.monotonic() + DELIVERY_TIMEOUT_S
         for connection in others if self._process_id == 0 else ():
             with contextlib.suppress(OSError):
                 connection.settimeout(seconds_until(deadline))
-                while connection.recv(messages.LONGEST_MESSAGE_BYTES):
+                while connection.recv(process_messages.LONGEST_MESSAGE_BYTES):
                     pass
 
 
 def _named(processes: Iterable[int]) -> str:
     ids = sorted(processes)
     return f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
-
-
-def _keep_alive(connection: socket.socket, silence_s: float) -> None:
-    """Sets TCP keep-alive so that a connection to an unreachable host fails before `silence_s` are over."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every_s = max(1, math.floor(silence_s / 5))
-    for option, value in (("TCP_KEEPIDLE", every_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):  # these options do not exist on every operating system
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NoReturn
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 UNHANDLED = (signal.SIG_DFL, signal.default_int_handler)
@@ -85,6 +86,7 @@ class Signals:
             return self
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
+        # Python calls a handler only where its main thread runs Python; the pipe is written to at once.
         self._thread = start_thread(self._watch, reading, name="signals")
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {
@@ -141,18 +143,16 @@ def _block() -> None:
     _forking.blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _unblock() -> None:
+def _unblock(in_child: bool) -> None:
+    if in_child and _open is not None:
+        _open.restore()  # a forked child would write its own signals into the pipe of its parent
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked_before)
 
 
-def _handle_nothing() -> None:
-    if _open is not None:
-        _open.restore()
-    _unblock()
-
-
-# A forked child would write its own signals into the pipe of its parent.
-os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_handle_nothing)
+# Blocked meanwhile: a signal between the fork and `restore` would be one for the parent's handler.
+os.register_at_fork(
+    before=_block, after_in_parent=partial(_unblock, False), after_in_child=partial(_unblock, True)
+)
 
 
 _leave: Callable[[Stopped], NoReturn] | None = None
@@ -305,6 +305,8 @@ class Agreement:
 
     def safe_point(self) -> None:
         """Raises Stopped where all processes stop."""
+        # Where somebody has asked, nobody passes another safe point until the last one is known: a process
+        # that went on could be beyond it.
         with self._changed:
             self._changed.wait_for(lambda: self._number is None or self._last is not None)
             if self._number is not None and self._passed == self._last:
@@ -313,6 +315,7 @@ class Agreement:
 
     def ask(self, number: int) -> None:
         """Ask that all processes stop because of signal `number`."""
+        # Process 0 alone begins, so that two that ask at once are one request.
         if self._leads:
             self._hold(number)
         else:

@@ -5,8 +5,6 @@ where they apply, the constants that `Algorithm` describes. They are read from t
 it would load JAX; `ops/losses` and `ops/advantages` import the same files.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -13,12 +13,12 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
-from quatrain.config.axes import CP
+from quatrain.config.data_sets import data_set_list, heldout_gym, is_gym
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
 from quatrain.config.mesh import axis_sizes
+from quatrain.config.mesh_axes import CP
 from quatrain.config.schema import Config, fields
-from quatrain.config.values import data_set_list, heldout_gym, is_gym
 from quatrain.config.warnings import LORA_RATE, RATE, SFT_LORA_RATE, SFT_RATE, WANDB_MODES
 
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
@@ -27,6 +27,8 @@ BUILTIN = "builtin:"
 GYM_REWARD, AGENT_REWARD = "reasoning_gym", "environment"
 """The only reward function, if none is set, with data of reasoning-gym, and with an agent."""
 HELDOUT = "-heldout"
+PREFIX_SHARE = 0.5
+"""Where requests come with contexts that grow, half of the KV cache's memory is for what is kept of them."""
 RANDOM_RATE, RANDOM_LORA_RATE = 1e-3, 1e-2
 """Learning rates of a warm start of a built-in model, whose weights are random."""
 
@@ -52,6 +54,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "sft.learning_rate": sft_rates[adapters],
         "advantage.scale": estimator.scales[0] if estimator else None,
         "rollout.max_environment_tokens": environment_tokens(config) or None,
+        "rollout.prefix_share": PREFIX_SHARE if config.rollout.has_episodes else None,
         "rollout.greedy_baseline": takes(config.advantage.estimator, "baseline_rewards"),
         "update.mini_batch_size": config.size_of_mini_batches,
         "update.loss_aggregation": (loss and loss.aggregation)

@@ -4,8 +4,6 @@ Data flow: `Resolved` -> the output of `quatrain config` and the file `config.ya
 are valid configuration files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -14,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from quatrain.config.layers import SCALARS
 from quatrain.config.load import DEFAULT, DERIVED, Resolved
 from quatrain.config.schema import Config, sections
 from quatrain.config.secrets import redact, redact_values
+from quatrain.config.settings import SCALARS
 
 # Column at which the comments start.
 COMMENT_COLUMN = 40

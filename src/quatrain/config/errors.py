@@ -4,8 +4,6 @@ Used for every configuration source: YAML files, `--set`, the environment and `.
 those of messages about other files (`files.py`).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence

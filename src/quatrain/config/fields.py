@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from quatrain.config.data_sets import data_sets
 from quatrain.config.mesh import IN_TEXT, axis_sizes, device_numbers
-from quatrain.config.values import data_sets
 
 LARGEST_COUNT = 2**31 - 1
 """Above it, a number does not fit the 32 bits of the arrays that it becomes part of."""

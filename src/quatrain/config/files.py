@@ -5,8 +5,6 @@ folders, GGUF headers, checkpoints and metrics. A `Description` is what a config
 configuration: types are not converted, numbers have bounds. Keys that it does not name are ignored.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ Layers, later ones override earlier ones: schema defaults, YAML file (or the qui
 passes each stage its section of the result, a `Resolved`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +19,9 @@ from quatrain.config.aliases import value_for
 from quatrain.config.derive import derived_values
 from quatrain.config.errors import ConfigError, listed, rule, shown
 from quatrain.config.fields import value_at
-from quatrain.config.layers import (
+from quatrain.config.schema import Config, is_mapping, valid_keys
+from quatrain.config.secrets import REDACTED
+from quatrain.config.settings import (
     ENVIRONMENT_PREFIX,
     QUICKSTART,
     KeyPath,
@@ -30,8 +30,6 @@ from quatrain.config.layers import (
     file_layer,
     override_layer,
 )
-from quatrain.config.schema import Config, is_mapping, valid_keys
-from quatrain.config.secrets import REDACTED
 from quatrain.config.warnings import warnings_about
 
 DEFAULT = "default"
@@ -80,6 +78,7 @@ def load_config(
             "overrides=['rollout.n=16']"
         )
     file = None if path is None else Path(path)
+    # Before the file: whether the quickstart's settings suit depends on the model that these choose.
     from_overrides, from_environment = override_layer(overrides), environment_layer(environ)
     from_file, unsuitable = file_layer(file), list[str]()
     if file is None:
@@ -88,12 +87,9 @@ def load_config(
     merged.add(from_file)
     merged.add(from_overrides)
     merged.add(from_environment)
+    # Before types are checked, which would complain of `[redacted]` without saying what it is.
     merged.refuse_redacted()
-    config = merged.config()
-    stem = (file or QUICKSTART).stem
-    derived = derived_values(config, stem, environ, now or datetime.now(UTC))
-    merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
-    config = merged.config()
+    config = merged.resolved((file or QUICKSTART).stem, environ, now or datetime.now(UTC))
     warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
     if trains:
         warnings += [*unsuitable, *warnings_about(config, environ)]
@@ -105,10 +101,7 @@ def check(values: Mapping[str, Any]) -> tuple[str, ...]:
     merged = _Merge()
     merged.add(Setting(tuple(key.split(".")), value, "the file") for key, value in values.items())
     try:
-        config = merged.config()
-        derived = derived_values(config, QUICKSTART.stem, {}, datetime.now(UTC))
-        merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
-        merged.config()
+        merged.resolved(QUICKSTART.stem, {}, datetime.now(UTC))
     except ConfigError as error:
         return error.problems
     return ()
@@ -155,17 +148,20 @@ class _Merge:
                 self._set(setting)
 
     def _set(self, setting: Setting) -> None:
+        # A mapping is replaced whole, so layers that lower ones gave its entries no longer hold.
         inside = f"{setting.key}."
         self._layers = {k: layer for k, layer in self._layers.items() if not k.startswith(inside)}
         self._layers[setting.key] = setting.layer
         value = setting.value
         if is_mapping(setting.path) and isinstance(value, dict):
+            # YAML reads a name such as 1 as a number; names of entries are texts everywhere else.
             value = {str(name): entry for name, entry in value.items()}
             self._layers |= {inside + name: setting.layer for name in value}
         self._values[setting.path] = value
 
     def _set_entry(self, setting: Setting) -> None:
         parent, name = setting.path[:2], setting.path[2]
+        # From the default where no layer has set the mapping: one entry more keeps the usual ones.
         current = self._values.get(parent, value_at(Config(), ".".join(parent)))
         if not isinstance(current, dict):
             return  # a lower layer set a value that is not a mapping; validation reports it
@@ -187,6 +183,13 @@ class _Merge:
                 ]
             )
 
+    def resolved(self, stem: str, environ: Mapping[str, str], now: datetime) -> Config:
+        """The validated configuration, with what is derived (`derived_values`) as one more layer."""
+        derived = derived_values(self.config(), stem, environ, now)
+        self.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
+        # Validated again: rules across sections hold for derived values as for given ones.
+        return self.config()
+
     def config(self) -> Config:
         """The validated configuration; raises ConfigError."""
         nested: dict[str, Any] = {}
@@ -205,6 +208,7 @@ class _Merge:
         across = detail["type"] == "across_sections"
         key = context["key"] if across else _dotted(detail["loc"])
         value = context["value"] if across else detail["input"]
+        # An entry of a mapping has the layer and the default of the key that it is in.
         known = next((k for k in valid_keys() if key == k or key.startswith(f"{k}.")), key)
         default = _as_yaml(value_at(Config(), known)) if known in valid_keys() else "none"
         layer = self._layers.get(key) or self._layers.get(known, DEFAULT)

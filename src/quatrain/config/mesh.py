@@ -1,4 +1,4 @@
-"""Device mesh shapes: the size of each axis in the table of mesh axes (`config/axes.py`).
+"""Device mesh shapes: the size of each axis in the table of mesh axes (`config/mesh_axes.py`).
 
 Data flow: the user's mesh specification and the number of devices -> `MeshShape` -> the batch plan and the
 shardings of arrays. This module does not import JAX.
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quatrain.config.axes import AXES, DATA_AXES, DP, FSDP, NUM_IN_TEXT
 from quatrain.config.errors import listed, shown
+from quatrain.config.mesh_axes import AXES, DATA_AXES, DP, FSDP, NUM_IN_TEXT
 
 MAX_DEVICES = 2**20
 """Of a run, in all its processes."""

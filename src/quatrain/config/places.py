@@ -3,8 +3,6 @@
 Used wherever `model.path`, `model.tokenizer` or a data set is opened.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

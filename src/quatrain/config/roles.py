@@ -1,17 +1,17 @@
 """Devices and mesh shapes of a run's roles: training, rollout, reference, critic, reward models, teacher.
 
-Data flow: `Config` and the number of devices -> `Roles` -> the plan and the meshes of a run. This module does
-not import JAX.
+Data flow: `Config` and the number of devices -> `Roles`, and for rollout workers on Ray `worker_config` ->
+the plan, the meshes of a run and the workers' processes. This module does not import JAX.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
-from quatrain.config.axes import CP, DATA_AXES, DP, EP, TP
-from quatrain.config.mesh import MeshShape, device_numbers, devices_of_process, resolve_mesh
+from quatrain.config.mesh import MeshShape, axis_sizes, device_numbers, devices_of_process, resolve_mesh
+from quatrain.config.mesh_axes import CP, DATA_AXES, DP, EP, TP
 from quatrain.config.schema import Config
 
 
@@ -138,3 +138,39 @@ def _devices(config: Config, in_process: int) -> dict[str, tuple[int, ...]]:
                 f"{second}, and both have {common}; change placement.{one} or placement.{other}"
             )
     return devices
+
+
+def worker_config(config: Config) -> Config:
+    """The configuration of a rollout worker, which has all devices of its own process and only samples."""
+    rollout, spec = config.rollout, _mesh(config)
+    most = rollout.max_concurrency
+    own = {
+        "workers": 0,
+        "weights_dir": None,
+        "mesh": spec,
+        "max_staleness": 0,
+        "greedy_baseline": False,
+        "max_concurrency": most and -(-most // max(rollout.workers, 1)),
+    }
+    return config.model_copy(
+        update={
+            "mesh": spec,
+            "rollout": rollout.model_copy(update=own),
+            "placement": type(config.placement)(),
+            "offload": type(config.offload)(),
+            "critic": type(config.critic)(enabled=False),
+        }
+    )
+
+
+def devices_of_worker(config: Config) -> int:
+    """The accelerators that a worker gets: those that its mesh names, one for an axis of -1."""
+    return math.prod(max(size, 1) for size in axis_sizes(_mesh(config), "rollout.mesh").values())
+
+
+def _mesh(config: Config) -> Any:
+    """The mesh of each worker: `rollout.mesh`, or replicas of the sampler with `tp` of `mesh`."""
+    if config.rollout.mesh is not None:
+        return config.rollout.mesh
+    tp = 1 if config.mesh == "auto" else axis_sizes(config.mesh)[TP]
+    return f"-1,1,{tp}" if tp > 0 else "1,1,-1"

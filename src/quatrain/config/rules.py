@@ -4,18 +4,15 @@ Data flow: `Config` with sections that are valid alone -> `broken_rule`, the fir
 Conditions and sentences read the configuration as `c.section.key` and `{c.section.key}`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
-from quatrain.config.sections.critic import CriticConfig
-from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
-from quatrain.config.sections.distill import DistillConfig
+from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
+from quatrain.config.sections.update import CriticConfig, CriticOptimizerConfig
 
 
 class Rule(NamedTuple):
@@ -92,6 +89,14 @@ def _of_single_scores(key: str) -> Rule:
         "sampled"
     )
     return Rule(key, lambda c: _over_all_words(c) and value_at(c, key) is not None, sentence)
+
+
+def _of_other_engines(key: str, none: str) -> Rule:
+    sentence = (
+        f"must be {none} with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
+        "sampler, which then draws from another distribution; unset these, or sample on devices of this run"
+    )
+    return Rule(key, lambda c: _filters(c) and value_at(c, key), sentence)
 
 
 def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
@@ -324,10 +329,7 @@ RULES: tuple[Rule, ...] = (
         "names the reward of an environment or an agent, which there is not; set rollout.environment or "
         "rollout.agent, or leave the function out",
     ),
-    *no_effect(
-        ["advantage.turn_credit"],
-        *without("rollout.environment"),
-    ),
+    *no_effect(["advantage.turn_credit"], *without("rollout.environment")),
     Rule(
         "advantage.turn_credit",
         lambda c: c.advantage.turn_credit and "environment" not in c.reward.functions,
@@ -361,6 +363,11 @@ RULES: tuple[Rule, ...] = (
         "must be empty with rollout.workers: either workers or servers sample; leave one of the two out",
     ),
     Rule(
+        "rollout.sampler",
+        lambda c: c.rollout.sampler is not None and (c.rollout.workers or c.rollout.servers),
+        "must be null with rollout.workers or rollout.servers: one of them samples; leave the others out",
+    ),
+    Rule(
         "rollout.servers",
         lambda c: len(set(c.rollout.servers)) < len(c.rollout.servers),
         "must name each server once; leave the second one out",
@@ -376,12 +383,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.has_fleet and c.placement.rollout is not None,
         "must be null with rollout.workers and rollout.servers, which have devices of their own; set null, "
         "or sample on devices of this run",
-    ),
-    Rule(
-        "rollout.in_flight",
-        lambda c: c.rollout.has_fleet and c.rollout.in_flight,
-        "must be false with rollout.workers and rollout.servers: each of their groups is sampled from one "
-        "version of the weights; set false, or sample on devices of this run",
     ),
     *no_effect(["rollout.weights_dir"], *without("rollout.workers", "rollout.servers")),
     Rule(
@@ -458,12 +459,8 @@ RULES: tuple[Rule, ...] = (
         f"reads the sampler's log-probabilities as those of the policy's own distribution, and {FILTERS} "
         "make the sampler draw from another; unset these, or take another loss",
     ),
-    Rule(
-        "rollout.servers",
-        lambda c: _filters(c) and c.rollout.servers,
-        f"must be empty with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
-        "sampler, which then draws from another distribution; unset these, or sample on devices of this run",
-    ),
+    _of_other_engines("rollout.servers", "empty"),
+    _of_other_engines("rollout.sampler", "null"),
     Rule(
         "rollout.max_staleness",
         lambda c: _filters(c) and c.rollout.max_staleness,

@@ -15,27 +15,25 @@ from pydantic_core import PydanticCustomError
 
 from quatrain.config.fields import Mesh, MustAgreeOnResume, Section
 from quatrain.config.rules import broken_rule
-from quatrain.config.sections.advantage import AdvantageConfig
-from quatrain.config.sections.checkpoint import CheckpointConfig
-from quatrain.config.sections.critic import CriticConfig
-from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
-from quatrain.config.sections.data import DataConfig
-from quatrain.config.sections.distill import DistillConfig
-from quatrain.config.sections.distributed import DistributedConfig
-from quatrain.config.sections.eval import EvalConfig
-from quatrain.config.sections.hub import HubConfig
-from quatrain.config.sections.logging import LoggingConfig
-from quatrain.config.sections.logprob import LogprobConfig
-from quatrain.config.sections.lora import LoraConfig
-from quatrain.config.sections.model import ModelConfig
-from quatrain.config.sections.offload import OffloadConfig
-from quatrain.config.sections.optimizer import OptimizerConfig
-from quatrain.config.sections.placement import PlacementConfig
-from quatrain.config.sections.reward import RewardConfig
+from quatrain.config.sections.data import DataConfig, SFTConfig
+from quatrain.config.sections.model_on_devices import LoraConfig, ModelConfig, OffloadConfig, PlacementConfig
+from quatrain.config.sections.reward import AdvantageConfig, DistillConfig, RewardConfig
 from quatrain.config.sections.rollout import RolloutConfig
-from quatrain.config.sections.run import RunConfig
-from quatrain.config.sections.sft import SFTConfig
-from quatrain.config.sections.update import UpdateConfig
+from quatrain.config.sections.update import (
+    CriticConfig,
+    CriticOptimizerConfig,
+    LogprobConfig,
+    OptimizerConfig,
+    UpdateConfig,
+)
+from quatrain.config.sections.whole_run import (
+    CheckpointConfig,
+    DistributedConfig,
+    EvalConfig,
+    HubConfig,
+    LoggingConfig,
+    RunConfig,
+)
 
 # Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
 LARGEST_SEED = 2**32 - 1

@@ -15,8 +15,6 @@ What is written to be compared later goes through `comparable`: a redacted form 
 and different values may share one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -85,10 +83,18 @@ def remember_dotenv(variables: Mapping[str, str], ordinary: Collection[str] = ()
     )
 
 
+def redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
+    """`redact` with the secrets that `environ` has now: for a batch of texts, which reads it once.
+
+    Not to be kept: a variable may get a secret later, as a user's reward function sets one.
+    """
+    pattern = _pattern(frozenset(environ.items()), frozenset(_of_dotenv))
+    return partial(pattern.sub, REDACTED) if pattern else lambda text: text
+
+
 def redact(text: str, environ: Mapping[str, str]) -> str:
     """`text` with every secret of `environ` and of the `.env` file that was read replaced by `[redacted]`."""
-    pattern = _pattern(frozenset(environ.items()), frozenset(_of_dotenv))
-    return pattern.sub(REDACTED, text) if pattern else text
+    return redactor(environ)(text)
 
 
 def redact_tokens(text: str, environ: Mapping[str, str]) -> str:
@@ -102,8 +108,7 @@ def redact_tokens(text: str, environ: Mapping[str, str]) -> str:
 
 def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
     """`value`, made of mappings, sequences and scalars, with its texts redacted, names in mappings too."""
-    pattern = _pattern(frozenset(environ.items()), frozenset(_of_dotenv))
-    return texts_changed(value, partial(pattern.sub, REDACTED) if pattern else str)
+    return texts_changed(value, redactor(environ))
 
 
 def texts_changed(value: Any, change: Callable[[str], str]) -> Any:

@@ -3,8 +3,6 @@
 Data flow: the resolved `Config` -> `warnings_about` -> the log and the output of `quatrain config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ the same messages with a made-up word in the place of each text. What it leaves 
 the messages, so this is done once for each shape (roles, fields, number of calls).
 """
 
-from __future__ import annotations
-
 import functools
 import html
 import json
@@ -36,7 +34,7 @@ _MOST_SHAPES = 4096
 _WORD = "madeupword"
 
 
-class Place(NamedTuple):
+class TextPlace(NamedTuple):
     """Where a text stands: in a message, or in a tool (`number` is that of the tool)."""
 
     kind: Kind
@@ -96,7 +94,7 @@ def left_out(
     before that number and tools are not looked for. Not counted are white space, and thoughts before the last
     user's message where the template writes others: Qwen3's and DeepSeek's leave them out on purpose.
     """
-    texts: dict[Place, str] = {}
+    texts: dict[TextPlace, str] = {}
     _visit(messages, tools, texts.setdefault)
     shape = (template, others, *(message["role"] for message in messages), *texts)
     if shape not in _UNWRITTEN:
@@ -118,15 +116,15 @@ def left_out(
     return found
 
 
-_UNWRITTEN: dict[tuple[Any, ...], dict[Place, Kind] | None] = {}
+_UNWRITTEN: dict[tuple[Any, ...], dict[TextPlace, Kind] | None] = {}
 """By template and shape of the messages: the places that are not written."""
 
 
-def _unwritten(messages: Messages, tools: Tools, fill: Fill, template: str) -> dict[Place, Kind] | None:
+def _unwritten(messages: Messages, tools: Tools, fill: Fill, template: str) -> dict[TextPlace, Kind] | None:
     """The places of the texts that the template leaves out, and how; None if it rejects made-up words."""
-    words: dict[Place, str] = {}
+    words: dict[TextPlace, str] = {}
 
-    def put(place: Place, value: str) -> str:
+    def put(place: TextPlace, value: str) -> str:
         return words.setdefault(place, f"{_WORD}{len(words):06}")
 
     made_up = _visit(messages, tools, put)
@@ -147,7 +145,7 @@ def _unwritten(messages: Messages, tools: Tools, fill: Fill, template: str) -> d
     return missing
 
 
-def _altered(messages: Messages, tools: Tools, fill: Fill, place: Place, value: str) -> Kind | None:
+def _altered(messages: Messages, tools: Tools, fill: Fill, place: TextPlace, value: str) -> Kind | None:
     """Whether a text that is not in the prompt as it is was left out, because of what it says, or changed."""
     for marked in (f"{_WORD} {value}", f"{value} {_WORD}"):
         with_word = [*messages]
@@ -158,23 +156,23 @@ def _altered(messages: Messages, tools: Tools, fill: Fill, place: Place, value: 
     return place.kind
 
 
-def _visit(messages: Messages, tools: Tools, put: Callable[[Place, str], str]) -> tuple[Messages, Tools]:
+def _visit(messages: Messages, tools: Tools, put: Callable[[TextPlace, str], str]) -> tuple[Messages, Tools]:
     """The same messages and tools with what `put` gives in place of each text that is to be written."""
     seen = [_visited(number, message, put) for number, message in enumerate(messages)]
     return seen, [_visited_tool(number, tool, put) for number, tool in enumerate(tools)]
 
 
-def _visited(number: int, message: Mapping[str, Any], put: Callable[[Place, str], str]) -> dict[str, Any]:
+def _visited(number: int, message: Mapping[str, Any], put: Callable[[TextPlace, str], str]) -> dict[str, Any]:
     role, calls = message["role"], message.get("tool_calls") or []
     new = dict(message)
     if message["content"].strip():
         new["content"] = put(
-            Place("beside" if calls else "text", number, role, "content"), message["content"]
+            TextPlace("beside" if calls else "text", number, role, "content"), message["content"]
         )
     if calls:
         new["tool_calls"] = []
         for n, call in enumerate(calls):
-            of_call = functools.partial(_put_of_call, put, Place("call", number, role, f"call {n}"))
+            of_call = functools.partial(_put_of_call, put, TextPlace("call", number, role, f"call {n}"))
             new["tool_calls"].append(_visited_call(call, of_call))
     for field, value in message.items():
         if field in _OTHERWISE or (field == "name" and role in ("tool", "function")):
@@ -184,11 +182,11 @@ def _visited(number: int, message: Mapping[str, Any], put: Callable[[Place, str]
             kind = "call"
         elif field in THOUGHTS and role == "assistant":
             kind = "thought"
-        new[field] = _leaves(value, functools.partial(put, Place(kind, number, role, field)))
+        new[field] = _leaves(value, functools.partial(put, TextPlace(kind, number, role, field)))
     return new
 
 
-def _put_of_call(put: Callable[[Place, str], str], call: Place, field: str, value: str) -> str:
+def _put_of_call(put: Callable[[TextPlace, str], str], call: TextPlace, field: str, value: str) -> str:
     return put(call._replace(field=f"{call.field}, {field}"), value)
 
 
@@ -203,11 +201,13 @@ def _visited_call(call: Mapping[str, Any], put: Callable[[str, str], str]) -> di
     return {**call, "function": inner} if "function" in call else inner
 
 
-def _visited_tool(number: int, tool: Mapping[str, Any], put: Callable[[Place, str], str]) -> dict[str, Any]:
+def _visited_tool(
+    number: int, tool: Mapping[str, Any], put: Callable[[TextPlace, str], str]
+) -> dict[str, Any]:
     inner = dict(tool.get("function", tool))
     for field in ("name", "description"):
         if isinstance(inner.get(field), str) and inner[field].strip():
-            inner[field] = put(Place("tool", number, "", field), inner[field])
+            inner[field] = put(TextPlace("tool", number, "", field), inner[field])
     return {**tool, "function": inner} if "function" in tool else inner
 
 
@@ -220,7 +220,7 @@ def _leaves(value: Any, put: Callable[[str], str]) -> Any:
     return [_leaves(each, put) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _lasting(messages: Messages, place: Place, value: str) -> str:
+def _lasting(messages: Messages, place: TextPlace, value: str) -> str:
     """What templates keep of a text: of an answer before the last question, what follows its thought."""
     later = any(message["role"] == "user" for message in messages[place.number + 1 :])
     return value.rpartition("</think>")[2] if place.role == "assistant" and later else value

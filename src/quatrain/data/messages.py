@@ -5,8 +5,6 @@ Data flow: a row's prompt, what environments return and requests to `quatrain se
 `tools_of` -> the same.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -20,22 +20,24 @@ import grain
 import numpy as np
 
 from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
+from quatrain.config.data_sets import data_set_list, data_sets, shown_data_sets
 from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
-from quatrain.config.values import data_set_list, data_sets, shown_data_sets
-from quatrain.data.columns import ENVIRONMENTS, MESSAGES, prepared
 from quatrain.data.demonstration import (
+    ENVIRONMENTS,
+    MESSAGES,
     Answers,
     asks_for_more,
     checked_completion,
     is_trained,
+    prepared,
     unread_fields,
 )
 from quatrain.data.left_out import REFUSED_OF_ROWS
 from quatrain.data.messages import INSTRUCTIONS, TOOLS, checked_messages, tools_of, without_nulls
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
-from quatrain.data.table import Table, TokenRow
+from quatrain.data.token_table import Table, TokenRow
 from quatrain.data.tokenizer import render
 from quatrain.types.batches import (
     AGENT_ROLE,
@@ -186,7 +188,7 @@ def load_prompts(
     Raises ValueError for invalid data, naming the data set and the row, and if processes have
     read different data.
     """
-    reader = _Reader(
+    reader = _RowReader(
         data,
         _by_template(tokenizer) if turns is None else _by_turns(turns),
         required_columns,
@@ -207,7 +209,9 @@ def check_columns(
     rows: GivenRows = NO_ROWS,
 ) -> None:
     """Raises the ValueError of `load_prompts` or `load_demonstrations` for columns, without a tokenizer."""
-    reader = _Reader(data, lambda row, text: [], required_columns, demonstrations=demonstrations, given=rows)
+    reader = _RowReader(
+        data, lambda row, text: [], required_columns, demonstrations=demonstrations, given=rows
+    )
     for each in dict.fromkeys(data_set_list(data_sets(spec))):  # type: ignore[arg-type]
         reader.check_columns(each, list(reader.rows(each)[0]))
 
@@ -241,7 +245,7 @@ def load_demonstrations(
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
     required = {"completion": "the supervised warm start"}
     answers = Answers(tokenizer)
-    reader = _Reader(
+    reader = _RowReader(
         data,
         _by_template(tokenizer),
         required,
@@ -260,7 +264,7 @@ _TokenRows = tuple[list[TokenRow], int, int, int, int]
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _RowReader:
     """How prompts or demonstrations are read, checked and tokenised; `spec` is a file or data set."""
 
     data: DataConfig
@@ -340,11 +344,9 @@ class _Reader:
         tokenised, skipped, truncated = _within_length(spec, tokenised, self.data)
         tokenised, longer = _within_limits(spec, tokenised, self.data, self.most_tokens)
         for token_row in tokenised:
-            try:
+            with _named(f"{spec}, row {token_row.number}"):
                 if self.check_prompt is not None:
                     self.check_prompt(token_row.text)
-            except ValueError as error:
-                raise ValueError(f"{spec}, row {token_row.number}: {error}") from error
         return tokenised, skipped, truncated, len(rows) - len(kept), longer
 
     def _is_kept(self, where: str, row: Row) -> bool:
@@ -353,17 +355,15 @@ class _Reader:
             _check_answer(where, row)
             return not self.by_pass_rate or _pass_rate_within(where, row, self.data)
         completion = row["completion"]
-        try:
+        with _named(where):
             if isinstance(completion, Mapping) and is_trained(completion) is False:
                 return False
             checked_completion(completion)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
         return True
 
     def _token_row(self, spec: str, number: int, row: Row) -> TokenRow:
         deep = [name for name, value in row.items() if too_deep(value)]
-        try:
+        with _named(f"{spec}, row {number}"):
             if deep:
                 raise ValueError(
                     f"columns must not be nested deeper than {MAX_DEPTH} levels, as {listed(deep)} is; "
@@ -375,14 +375,21 @@ class _Reader:
             if self.answers is not None:
                 completion = self.answers.ids(text, tools_of(row), row["completion"])
                 completion_ids = np.asarray(completion, dtype=np.int32)
-        except ValueError as error:
-            raise ValueError(f"{spec}, row {number}: {error}") from error
         ids.setflags(write=False)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return TokenRow(number, text, ids, columns, completion_ids)
 
 
-def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """A ValueError of the block says where it is: in which row of which data set."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _load(spec: str | Sequence[str], reader: _RowReader) -> Table:
     """The tokenised rows of one or several data sets, numbered consecutively.
 
     In a run of several processes, process i of N reads the files i, i + N, ... if there are several.

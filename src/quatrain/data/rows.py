@@ -3,8 +3,6 @@
 First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> `prompts.py`.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -17,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.config.data_sets import REASONING_GYM
 from quatrain.config.errors import installation, shown
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.config.values import REASONING_GYM
 from quatrain.data.builtin import builtin_rows
-from quatrain.data.reasoning_gym import gym_rows
-from quatrain.weights.hub import hub_without_retries
+from quatrain.data.gym_rows import gym_rows
+from quatrain.weights.offline_hub import hub_without_retries
 
 Row = dict[str, Any]
 GivenRows = Mapping[str, Any]

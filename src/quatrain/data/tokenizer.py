@@ -26,9 +26,9 @@ from quatrain.data.left_out import REFUSED, Kind, LeftOut, Messages, Tools, left
 from quatrain.data.messages import checked_messages, forms_for, unfit_text
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
-from quatrain.weights.hub import hub_without_retries
+from quatrain.weights.offline_hub import hub_without_retries
 from quatrain.workers.pool import Failure, Pool
-from quatrain.workers.process import log_output
+from quatrain.workers.worker_process import log_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -300,12 +300,7 @@ def render(
     else:
         messages = checked_messages(prompt)
         text = fill_template(
-            tokenizer,
-            messages,
-            add_generation_prompt=True,
-            tools=tools,
-            variables=variables,
-            refused=refused,
+            tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables, refused=refused
         )
         ids = encode(tokenizer, text + begun, add_special_tokens=False)
     if not ids:

@@ -4,8 +4,6 @@ Data flow: the tokenizers of two models that read the same ids, policy and teach
 where they differ.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 TEXTS = ("Hello, world!", "3 + 4 = 7, so x = 0.5.", "  def f(x):\n\treturn x ** 2", "naïve – 東京 🙂")

@@ -271,7 +271,7 @@ class Cache:
                 if of == ring:
                     given[replica].append((slot, prefix_slot))
             if any(given):
-                table = _padded(given, (slots, 0))
+                table = padded(given, (slots, 0))
                 generated = copy_states(cache.generated[ring], self.prompts, Filled(*table), self.mesh)
                 cache = cache.with_ring(ring, generated)
         return cache
@@ -294,7 +294,7 @@ class Cache:
                     own = (slot, position, tokens, source % prefix_slots, before, to % prefix_slots)
                     given[replica].append(own)
             if any(given):
-                turns = Turns(*_padded(given, (0, 0, 0, 0, 0, prefix_slots)))
+                turns = Turns(*padded(given, (0, 0, 0, 0, 0, prefix_slots)))
                 prompts = keep_turns(prompts, self.generated[ring], turns, self.mesh)
         return replace(self, prompts=prompts)
 
@@ -303,7 +303,7 @@ class Cache:
         return [*range(size)] * self.num_replicas
 
 
-def _padded(given: Sequence[Sequence[tuple[int, ...]]], padding: tuple[int, ...]) -> np.ndarray:
+def padded(given: Sequence[Sequence[tuple[int, ...]]], padding: tuple[int, ...]) -> np.ndarray:
     """[fields, replicas x N] int32 of N entries of each replica, a power of four so that few programs are
     compiled."""
     size = power_of_four(max(map(len, given)))

@@ -1,7 +1,8 @@
 """The compiled programs of the rollout: the prefill of prompts, and several decode steps of all slots.
 
 For further turns of an episode: `keep_turns` moves keys and values of a turn to the prefix slot
-that has those before it, and the extension computes the tokens that follow a prefix slot.
+that has those before it, and the extension computes the tokens that follow a prefix slot. For contexts that
+are kept beside the cache: `load_blocks` copies blocks to prefix slots, `keep_blocks` to blocks.
 
 Called by `session.py`. Shapes: B slots, R prefix slots of S positions in the prompt cache, C positions per
 slot in the cache of generated tokens, at most M slots per prompt. A prefill has N prompts in T packed tokens,
@@ -14,7 +15,7 @@ entries of all replicas, concatenated along the first dimension; indices of slot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -452,6 +453,154 @@ def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mes
     return shard_mapped(keep_shard, mesh, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC)(
         prompts, generated, turns
     )
+
+
+class Blocks(NamedTuple):
+    """Blocks of positions that are copied from prefix slots, or to them; [N] int32 each on a replica."""
+
+    counts: np.ndarray  # [1]: how many of the N are real
+    blocks: np.ndarray
+    prefix_slots: np.ndarray
+    firsts: np.ndarray  # the sequence's token with which the block begins
+
+
+class TurnBlocks(NamedTuple):
+    """Blocks of positions that are copied from slots; [N] int32 each on a replica."""
+
+    counts: np.ndarray  # [1]: how many of the N are real
+    blocks: np.ndarray
+    slots: np.ndarray
+    firsts: (
+        np.ndarray
+    )  # the turn's token with which the block begins; negative where it begins before the turn
+    ring_positions: np.ndarray  # that of the turn's first token in its slot, modulo their number
+
+
+def load_blocks(prompts: CachePart, kept: CachePart, blocks: Blocks, mesh: Mesh) -> CachePart:
+    """`prompts` with these blocks of `kept`, in its layers of attention.
+
+    A block is copied whole: what is there after the tokens that are wanted is masked, and overwritten.
+    """
+
+    def loaded(pair: tuple[LayerCache, LayerCache]) -> LayerCache:
+        (keys, values), (kept_keys, kept_values) = pair
+        return _load(keys, kept_keys, blocks, 3, mesh), _load(values, kept_values, blocks, 2, mesh)
+
+    return _with_attentions(prompts, map(loaded, zip(_attentions(prompts), kept.layers, strict=True)))
+
+
+def keep_blocks(kept: CachePart, prompts: CachePart, blocks: Blocks, mesh: Mesh) -> CachePart:
+    """`kept` with these blocks, of what is in prefix slots."""
+
+    def filled(pair: tuple[LayerCache, LayerCache]) -> LayerCache:
+        (keys, values), (new_keys, new_values) = pair
+        return _keep_block(keys, new_keys, blocks, 3, mesh), _keep_block(values, new_values, blocks, 2, mesh)
+
+    return CachePart(tuple(map(filled, zip(kept.layers, _attentions(prompts), strict=True))))
+
+
+def keep_turn_blocks(kept: CachePart, generated: CachePart, blocks: TurnBlocks, mesh: Mesh) -> CachePart:
+    """`kept` with what these blocks have of turns; positions before a turn stay as they are."""
+
+    def filled(pair: tuple[LayerCache, LayerCache]) -> LayerCache:
+        (keys, values), (new_keys, new_values) = pair
+        return (
+            _keep_turn_block(keys, new_keys, blocks, 3, mesh),
+            _keep_turn_block(values, new_values, blocks, 2, mesh),
+        )
+
+    return CachePart(tuple(map(filled, zip(kept.layers, _attentions(generated), strict=True))))
+
+
+def keep_states(kept: CachePart, cache: CachePart, filled: Filled, mesh: Mesh) -> CachePart:
+    """`kept` with states of rows of `cache`: those of `filled.prefix_slots` in `filled.slots`."""
+    return CachePart(
+        tuple(
+            DeltaState(*(_copied(to, by, filled, mesh) for to, by in zip(own, state, strict=True)))
+            for own, state in zip(kept.layers, _states(cache), strict=True)
+        )
+    )
+
+
+def load_states(prompts: CachePart, kept: CachePart, filled: Filled, mesh: Mesh) -> CachePart:
+    """`prompts` with kept states: those of `filled.prefix_slots` in `filled.slots`."""
+    states = iter(kept.layers)
+    return CachePart(
+        tuple(
+            DeltaState(*(_copied(to, by, filled, mesh) for to, by in zip(own, next(states), strict=True)))
+            if isinstance(own, DeltaState)
+            else own
+            for own in prompts.layers
+        )
+    )
+
+
+def _attentions(part: CachePart) -> list[LayerCache]:
+    return [layer for layer in part.layers if not isinstance(layer, DeltaState)]
+
+
+def _states(part: CachePart) -> list[DeltaState]:
+    return [layer for layer in part.layers if isinstance(layer, DeltaState)]
+
+
+def _with_attentions(part: CachePart, new: Iterator[LayerCache]) -> CachePart:
+    layers = (layer if isinstance(layer, DeltaState) else next(new) for layer in part.layers)
+    return CachePart(tuple(layers))
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("prompts",))
+def _load(prompts: jax.Array, kept: jax.Array, blocks: Blocks, axis: int, mesh: Mesh) -> jax.Array:
+    def load_shard(prompts: jax.Array, kept: jax.Array, blocks: Blocks) -> jax.Array:
+        def step(i: jax.Array, prompts: jax.Array) -> jax.Array:
+            block = jax.lax.dynamic_slice_in_dim(kept, blocks.blocks[i], 1, 0)
+            # Slices, not a scatter of whole rows: that took five times as long.
+            return jax.lax.dynamic_update_slice(prompts, block, _place(blocks, i, axis))
+
+        return jax.lax.fori_loop(0, blocks.counts[0], step, prompts)
+
+    specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA
+    return shard_mapped(load_shard, mesh, specs, CACHE_SPEC)(prompts, kept, blocks)
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("kept",))
+def _keep_block(kept: jax.Array, prompts: jax.Array, blocks: Blocks, axis: int, mesh: Mesh) -> jax.Array:
+    def keep_shard(kept: jax.Array, prompts: jax.Array, blocks: Blocks) -> jax.Array:
+        def step(i: jax.Array, kept: jax.Array) -> jax.Array:
+            block = jax.lax.dynamic_slice(prompts, _place(blocks, i, axis), (1, *kept.shape[1:]))
+            return jax.lax.dynamic_update_slice_in_dim(kept, block, blocks.blocks[i], 0)
+
+        return jax.lax.fori_loop(0, blocks.counts[0], step, kept)
+
+    specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA
+    return shard_mapped(keep_shard, mesh, specs, CACHE_SPEC)(kept, prompts, blocks)
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("kept",))
+def _keep_turn_block(
+    kept: jax.Array, generated: jax.Array, blocks: TurnBlocks, axis: int, mesh: Mesh
+) -> jax.Array:
+    size = kept.shape[axis]
+
+    def keep_shard(kept: jax.Array, generated: jax.Array, blocks: TurnBlocks) -> jax.Array:
+        def step(i: jax.Array, kept: jax.Array) -> jax.Array:
+            after = blocks.firsts[i] + jnp.arange(size)
+            places = (blocks.ring_positions[i] + after) % generated.shape[axis]
+            # One gather: to slice the slot first would copy all of its positions for each block.
+            turn = generated[(blocks.slots[i], *[slice(None)] * (axis - 1), places)]
+            before = (after < 0).reshape([size if dim == axis else 1 for dim in range(4)])
+            block = jax.lax.dynamic_slice_in_dim(kept, blocks.blocks[i], 1, 0)
+            block = jnp.where(before, block, jnp.moveaxis(turn, 0, axis - 1)[None])
+            return jax.lax.dynamic_update_slice_in_dim(kept, block, blocks.blocks[i], 0)
+
+        return jax.lax.fori_loop(0, blocks.counts[0], step, kept)
+
+    specs = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA
+    return shard_mapped(keep_shard, mesh, specs, CACHE_SPEC)(kept, generated, blocks)
+
+
+def _place(blocks: Blocks, i: jax.Array, axis: int) -> list[Any]:
+    """Where in the prompt cache a block stands."""
+    return [{0: blocks.prefix_slots[i], axis: blocks.firsts[i]}.get(dim, 0) for dim in range(4)]
 
 
 def rearrange(part: CachePart, slots: np.ndarray, positions: np.ndarray, mesh: Mesh) -> CachePart:

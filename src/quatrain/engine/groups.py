@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -25,6 +25,7 @@ from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coa
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.routes import ROUTES, live_of
+from quatrain.types.sampler import PerRequestSampling
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer one is computed in parts."""
@@ -42,23 +43,10 @@ EXTENDED_TOKENS = 1024
 """Most tokens of one call that computes what follows in prefix slots or slots."""
 FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
 """Tokens of one sequence in such a call, if no sequence has EXTENDED_TOKENS left."""
+WIDTHS_AFTER_KEPT = {16: 64, 64: 16, 128: 8, 512: 1, EXTENDED_TOKENS: 1}
+"""Where contexts are kept: tokens of one sequence in a call -> the most sequences of it.
 
-
-@dataclass(frozen=True)
-class PerRequestSampling:
-    """The sampling of one sequence, of which `sampling.n` is 1, and what its randomness derives from."""
-
-    sampling: Sampling
-    seed: int
-    step: int
-    sequence_id: int
-    offset: int = 0
-    """The position of its first token among those that derive from `sequence_id`."""
-
-    @cached_property
-    def numbers(self) -> SamplingNumbers:
-        """Host arrays [1] of its numbers."""
-        return _numbers(self.sampling, self.seed, 1)
+Mostly a single request has something left, whose tokens several rows of 128 would compute in vain."""
 
 
 @dataclass(frozen=True)
@@ -316,17 +304,21 @@ def _packed_row(
 
 @dataclass
 class Continuation:
-    """A resumed group whose context is in a prefix slot up to its first `done` tokens."""
+    """A resumed group whose context is in a prefix slot up to its first `done` tokens.
+
+    `pause`: the token before which the computation stops, so that the state there can be kept.
+    """
 
     group: Group
     ticket: int
     prefix_slot: int
     done: int
+    pause: int | None = None
 
     @property
     def left(self) -> int:
-        """Tokens of the context that are not computed yet."""
-        return len(self.group.context) - self.done
+        """Tokens of the context that are not computed yet, up to the pause."""
+        return (len(self.group.context) if self.pause is None else self.pause) - self.done
 
     def known_routes(self, tokens: int) -> np.ndarray | None:
         """As `Group.known_routes`, of the next tokens to compute."""
@@ -361,10 +353,13 @@ class Restoration:
 _Item = TypeVar("_Item", Continuation, Restoration)
 
 
-def calls(left: list[list[_Item]], *, varying: bool = False) -> Iterator[tuple[list[list[_Item]], int, int]]:
+def calls(
+    left: list[list[_Item]], *, varying: bool = False, kept: bool = False
+) -> Iterator[tuple[list[list[_Item]], int, int]]:
     """(items of one call, tokens of each, most items) until nothing is left; one list for each replica.
 
-    `varying`: of requests, with one width below EXTENDED_TOKENS.
+    `varying`: of requests, with one width below EXTENDED_TOKENS; `kept`: after kept contexts, with those of
+    WIDTHS_AFTER_KEPT.
     """
     while any(left):
         longest = max(item.left for items in left for item in items)
@@ -372,6 +367,11 @@ def calls(left: list[list[_Item]], *, varying: bool = False) -> Iterator[tuple[l
         width = MOST_EXTENDED if varying else width
         width = EXTENDED_TOKENS if longest >= EXTENDED_TOKENS else width
         most = EXTENDED_TOKENS // width
+        if kept:
+            # The longest first, alone: with shorter ones behind it, these would be padded to its width.
+            left = [sorted(items, key=lambda item: -item.left) for items in left]
+            width = next((width for width in WIDTHS_AFTER_KEPT if longest <= width), EXTENDED_TOKENS)
+            most = WIDTHS_AFTER_KEPT[width]
         batch = [items[:most] for items in left]
         yield batch, width, most
         for item in chain.from_iterable(batch):
@@ -465,13 +465,19 @@ def sampling_numbers(owners: Sequence[PerRequestSampling | None], usual: UsualSa
     numbers = usual.numbers(len(owners))
     for i, own in enumerate(owners):
         if own is not None:
-            numbers = numbers.put(i, own.numbers)
+            numbers = numbers.put(i, _numbers_of_one(own.sampling, own.seed))
     return numbers
 
 
 def _numbers(sampling: Sampling, seed: int, count: int) -> SamplingNumbers:
     names = "temperature", "top_k", "top_p", "min_p"
     return SamplingNumbers.alike(count, seed=seed, **{name: getattr(sampling, name) for name in names})
+
+
+@lru_cache(maxsize=1024)
+def _numbers_of_one(sampling: Sampling, seed: int) -> SamplingNumbers:
+    """Host arrays [1], which are only read; kept, as each decode call asks for those of all its slots."""
+    return _numbers(sampling, seed, 1)
 
 
 def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:

@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 FEWEST_SLOTS = 4
 """A decode step of one slot takes about as long as of four, so smaller batches are not worth compiling."""
 
+BUSY = 1.25
+"""A group goes to its home as long as that has not this many times the samples of a replica in the mean."""
 SPARSE = 8
 """With a varying demand, slots become fewer where there are so many times as many as are needed."""
 LATELY = 16
@@ -92,7 +94,8 @@ class Scheduler:
 
     The slots of a replica are those of its rings, one after another: `rings[i]` slots of ring i. A sample has
     a slot of the ring that `ring_of` says, by ticket and sample. `max_loads`: the most samples that may be
-    assigned to each replica, if they are fewer than its slots."""
+    assigned to each replica, if they are fewer than its slots. `home`: the replica on which a group, by its
+    ticket, has the least to compute, if there is one."""
 
     max_slots: int
     num_replicas: int = 1
@@ -102,6 +105,7 @@ class Scheduler:
     barred: int | None = None
     rings: tuple[int, ...] = ()
     ring_of: Callable[[int, int], int] = lambda ticket, sample: 0
+    home: Callable[[int], int | None] = lambda ticket: None
     max_loads: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -460,9 +464,10 @@ class Scheduler:
         loads, fair = self.loads(), self._fair_share()
         all_fit = fair <= num_slots
         most = fair if all_fit else num_slots
-        room = [most - load for load in loads]
+        limits = [num_slots] * self.num_replicas
         if self.max_loads is not None:
-            room = [min(most, limit) - load for limit, load in zip(self.max_loads, loads, strict=True)]
+            limits = [min(num_slots, limit) for limit in self.max_loads]
+        room = [min(most, limit) - load for limit, load in zip(limits, loads, strict=True)]
         for group in self._admissible():
             left = len(group.waiting)
             while left:
@@ -473,9 +478,20 @@ class Scheduler:
                     return
                 # Preempted samples are assigned only where they run at once: sizes are chosen for that.
                 count = min(left, room[replica] if all_fit or group.begun else num_slots)
+                if (home := self._home_of(group.ticket, loads, limits)) is not None:
+                    replica, count = home, min(left, limits[home] - loads[home])
                 yield group, replica, count
                 room[replica] -= count
+                loads[replica] += count
                 left -= count
+
+    def _home_of(self, ticket: int, loads: Sequence[int], limits: Sequence[int]) -> int | None:
+        """The group's home, if it has room and hardly more samples than others."""
+        home = self.home(ticket) if self.num_replicas > 1 else None
+        # The replica with a beginning that all contexts share would otherwise get all the work.
+        if home is None or loads[home] >= min(limits[home], BUSY * sum(loads) / len(loads) + 1):
+            return None
+        return home
 
     def _admissible(self) -> Iterator[_Group]:
         """The queued groups before the one that is barred."""

@@ -9,7 +9,10 @@ prefix slot of the prompt cache, where the next turn finds them. Other turns may
 is free; then the next turn computes them again.
 
 A sample that is preempted (`admission.py`) keeps its tokens alone. When it has a slot again, its prompt is
-computed unless its group has it still, and then its own tokens, into the slot."""
+computed unless its group has it still, and then its own tokens, into the slot.
+
+A session of requests may keep contexts beside the cache (`contexts.py`): a context that begins like one of
+them is computed from there on."""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from jax.sharding import Mesh
 
 from quatrain.backend import Backend, this_backend
 from quatrain.engine.admission import Admission
-from quatrain.engine.cache import Cache, Move, Room
+from quatrain.engine.cache import FEWEST_OF_TURNS, Cache, Move, Room
+from quatrain.engine.contexts import EndedTurn, Found, KeptContexts
 from quatrain.engine.decode import (
     TOKENS_PER_CALL,
     Program,
@@ -73,7 +77,8 @@ class Sampler:
 
     `cache_bytes` limits its KV cache per device; the cache has room for prompts of `usual_prompt` tokens.
     Before its last turn, a sequence may have `more_context` tokens more than its prompt. `records_routes`:
-    completions have the routes of their tokens.
+    completions have the routes of their tokens. Of the cache's memory, a session of requests keeps contexts
+    in `prefix_share`; `in_flight`: weights change while sessions of clients go on.
     """
 
     arch: Architecture
@@ -88,6 +93,8 @@ class Sampler:
     more_context: int = 0
     records_routes: bool = False
     backend: Backend = field(default_factory=this_backend)
+    prefix_share: float = 0.0
+    in_flight: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -119,10 +126,19 @@ class EngineStats:
     """How often a sample lost its slot because the cache had no room for all."""
     recomputed_tokens: int = 0
     """Tokens whose keys and values were computed once more."""
+    context_tokens: int = 0
+    """Tokens of contexts in a session that keeps some."""
+    cached_tokens: int = 0
+    """Of these, those that were not computed, as a kept context had them."""
+    evicted_tokens: int = 0
+    """Tokens of kept contexts that were given up for others."""
 
     def plus(self, **more: float) -> EngineStats:
         """These totals with `more` added to the named fields."""
         return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+
+    def __add__(self, later: EngineStats) -> EngineStats:
+        return self.plus(**vars(later))
 
     def __sub__(self, earlier: EngineStats) -> EngineStats:
         return self.plus(**{name: -value for name, value in vars(earlier).items()})
@@ -177,10 +193,18 @@ class Session:
         self._scheduler = Scheduler(1, replicas, varying=per_request_sampling)
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
+        self._kept: KeptContexts | None = None
+        fewest, share = sampler.usual_prompt, int(sampler.prefix_share * sampler.cache_bytes)
+        if per_request_sampling and share:
+            of = sampler.arch, sampler.dtype, sampler.mesh
+            self._kept = kept = KeptContexts(*of, share, in_flight=sampler.in_flight)
+            self._scheduler.home = lambda ticket: kept.home(ticket, self._groups[ticket])
+            # Blocks are copied whole: from so many positions on, their number is a multiple of a block's.
+            fewest = max(fewest, FEWEST_OF_TURNS)
         self._room = Room(
-            sampler.cache_bytes,
+            sampler.cache_bytes - (0 if self._kept is None else self._kept.num_bytes),
             bytes_per_position(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
-            prompt_positions(sampler.usual_prompt),
+            prompt_positions(fewest),
             sampler.more_context,
             0 if goes_on is None else TOKENS_PER_CALL - 1,
             bytes_per_state(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
@@ -233,6 +257,14 @@ class Session:
 
     def _check_fits(self, prompt: int, limit: int, remedy: str) -> None:
         positions = self._room.positions(prompt, limit)
+        whole = replace(self._room, num_bytes=self._sampler.cache_bytes)
+        if self._kept is not None and whole.fitting(whole.positions(prompt, limit)):
+            # What fits alone goes before all that is kept; what never fits is refused, and costs nothing.
+            while self._kept.num_bytes and not self._room.fitting(positions):
+                self._kept.halve()
+                self._room = replace(whole, num_bytes=whole.num_bytes - self._kept.num_bytes)
+                self._admission.room = self._room
+                positions = self._room.positions(prompt, limit)
         if not self._room.fitting(positions):
             raise ValueError(
                 "the KV cache of a sequence must fit into the memory for it: a prompt of "
@@ -240,15 +272,35 @@ class Session:
                 f"{remedy}"
             )
 
-    def completion(self, ticket: int) -> Completion:
-        """What there is of the only sample of a group."""
-        return self._groups[ticket].completions[0]
+    def completions(self, ticket: int) -> list[Completion]:
+        """What there is of the samples of a group."""
+        return self._groups[ticket].completions
 
     def cancel(self, ticket: int) -> None:
         """Forget a group of one sample, finished or not."""
         self._scheduler.cancel(ticket)
         self.take([ticket])
         self._free_cache()
+
+    def forget(self, session: str) -> None:
+        """No request of this session of a client comes any more; what was kept for it may go."""
+        if self._kept is not None:
+            self._kept.forget(session)
+
+    def release(self) -> None:
+        """Free the memory of kept contexts, unless a group is in flight."""
+        if self._kept is not None and not self._scheduler.num_unfinished:
+            self._kept.release()
+
+    def forget_contexts(self) -> None:
+        """What is kept is of other weights than those that have its version now."""
+        if self._kept is not None:
+            self._kept.forget_all()
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks of kept contexts in use."""
+        return 0 if self._kept is None else self._kept.num_used
 
     def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
         """Queue groups in their first turn, each of which fits into the memory; their tickets."""
@@ -298,11 +350,15 @@ class Session:
         """Removes these finished groups: (their samples, no metrics)."""
         for ticket in tickets:
             self._scheduler.take(ticket)
+            if self._kept is not None:
+                self._kept.end(ticket)
         taken = [self._groups.pop(ticket) for ticket in tickets]
         return [(group.prompt, completion) for group in taken for completion in group.completions], {}
 
     def advance(self, params: Any, version: int) -> None:
         """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""
+        if self._kept is not None:
+            self._kept.begin(version)
         self._resize()
         began = time.perf_counter()
         self._extend_resumed(params, version)
@@ -315,10 +371,12 @@ class Session:
             self._decode(params, version)
         ended = time.perf_counter()
         self.stats = self.stats.plus(prefill_s=decoding - began, decode_s=ended - decoding)
+        if self._kept is not None:
+            self.stats = replace(self.stats, evicted_tokens=self._kept.evicted_tokens)
         self._free_cache()
 
     def _free_cache(self) -> None:
-        """Frees the cache if no group is in flight."""
+        """Frees the cache if no group is in flight; contexts are kept for the next ones."""
         # The update that follows a batch needs the memory; prompts of the next one are others.
         if not self._scheduler.num_unfinished:
             self._cache = None
@@ -343,26 +401,49 @@ class Session:
             self._cache = self._cache.rearranged(shape, slots, prefix_slots, used)
 
     def _prefill(self, admitted: Sequence[tuple[int, int]], params: Any, version: int) -> None:
-        """Computes the contexts of groups that were admitted: long ones in parts, others packed."""
-        prefix_slots = self._scheduler.num_prefix_slots
+        """Computes the contexts of groups that were admitted."""
+        left, prefix_slots, waited = list(admitted), self._scheduler.num_prefix_slots, dict[int, int]()
+        if self._kept is None:
+            found = [Found(ticket, self._groups[ticket], *divmod(at, prefix_slots)) for ticket, at in left]
+            self._prefill_wave(found, params, version)
+            return
+        while left:
+            found, left = self._kept.wave(left, self._groups, prefix_slots, waited)
+            assert self._cache is not None
+            self._cache = replace(self._cache, prompts=self._kept.load(self._cache.prompts, found))
+            for ticket, group, *_, hit, _ in found:
+                # One that was preempted has asked before: what it finds again saves nobody a prefill.
+                if not self._scheduler.has_begun(ticket):
+                    group.completions[0].cached = hit.length
+                    sizes = {"context_tokens": len(group.context), "cached_tokens": hit.length}
+                    self.stats = self.stats.plus(**sizes)
+            self._prefill_wave(found, params, version)
+
+    def _prefill_wave(self, found: Sequence[Found], params: Any, version: int) -> None:
+        """Computes what is left of contexts: of long ones, and after kept ones, in parts; others packed."""
         items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
-        long: list[list[Continuation]] = [[] for _ in items]
-        for ticket, prefix_slot in admitted:
-            replica, here = divmod(prefix_slot, prefix_slots)
-            group = self._groups[ticket]
-            if len(group.context) > PREFILL_TOKENS:
-                long[replica].append(Continuation(group, ticket, here, 0))
+        parts: list[list[Continuation]] = [[] for _ in items]
+        for ticket, group, replica, here, hit, pause in found:
+            if len(group.context) > PREFILL_TOKENS or hit.length or pause is not None:
+                parts[replica].append(Continuation(group, ticket, here, hit.length, pause))
             else:
                 items[replica].append(Admitted(group, ticket, here))
             if self._scheduler.has_begun(ticket):
                 again = len(group.context) if group.turn_length(0) else group.kept
-                self.stats = self.stats.plus(recomputed_tokens=again)
+                self.stats = self.stats.plus(recomputed_tokens=max(again - hit.length, 0))
         # For each call one pack per replica, empty if a replica has fewer packs than others.
         slots = self._scheduler.num_slots if self._per_request_sampling else 0
         split = partial(split_into_packs, slots_of_requests=slots)
         for packs in zip_longest(*map(split, items)):
             self._prefill_packs([pack or [] for pack in packs], params, version)
-        self._extend(long, self.sampling.n, params, version)
+        paused = [[item for item in own if item.pause is not None] for own in parts]
+        self._extend(parts, self.sampling.n, params, version)
+        if self._kept is not None and self._cache is not None:
+            # At once, not at the end of their turns: those that begin alike are in the next wave.
+            self._kept.keep_contexts(self._cache.prompts, found)
+        for item in chain.from_iterable(paused):
+            item.pause = None
+        self._extend(paused, self.sampling.n, params, version)
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         sizes = self.sampling.n, self._scheduler.num_prefix_slots
@@ -414,7 +495,8 @@ class Session:
 
     def _extend(self, left: list[list[Continuation]], drawn: int, params: Any, version: int) -> None:
         """Computes what is left of contexts of each replica, part after part, and draws the first tokens."""
-        for batch, width, most in calls(left, varying=self._per_request_sampling):
+        split = partial(calls, varying=self._per_request_sampling, kept=self._kept is not None)
+        for batch, width, most in split(left):
             sizes = drawn, width, most, self._scheduler.num_prefix_slots
             extended = extension(batch, self.sampling.n, *sizes, self._usual)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
@@ -424,7 +506,7 @@ class Session:
                     if routes is not None:
                         # A view would keep the array of the whole call as long as the sample lives.
                         item.group.record(item.done, routes[i, : min(width, item.left)].copy())
-                    if item.left <= width:
+                    if item.left <= width and item.pause is None:
                         self._begin(item.group, item.ticket, tokens[i], logprobs[i], version)
 
     def _restore(self, filled: Sequence[tuple[int, Occupant]], params: Any) -> None:
@@ -514,6 +596,7 @@ class Session:
         samples = list(live.values())
         ended = [samples[i] for i in self._ended([(group, index) for _, group, index in samples])]
         useful = sum(group.turn_length(index) for _, group, index in samples) - before
+        self._keep_turns(ended, begins, written)
         self._free_slots(ended, begins, written)
         self.stats = self.stats.plus(
             decoded_tokens=useful,
@@ -521,6 +604,20 @@ class Session:
             useful_slot_steps=useful,
             widest_slot_steps=most_steps * self._most_slots * replicas,
         )
+
+    def _keep_turns(self, ended: list[_Live], begins: Mapping[int, int], written: Mapping[int, int]) -> None:
+        """Keeps the contexts and turns of samples that have ended; `begins` and `written` as below."""
+        if self._kept is None or not ended:
+            return
+        scheduler, turns = self._scheduler, []
+        for slot, group, index in ended:
+            who = self._occupant(slot)
+            replica, prefix_slot = divmod(who.prefix_slot, scheduler.num_prefix_slots)
+            whole = group.turn_length(index) == written[slot]
+            place = replica, prefix_slot, *scheduler.place(slot)
+            turns.append(EndedTurn(who.ticket, group, *place, begins[slot], whole))
+        assert self._cache is not None
+        self._kept.keep_turns(self._cache, turns)
 
     def _free_slots(self, ended: list[_Live], begins: Mapping[int, int], written: Mapping[int, int]) -> None:
         """Frees the slots of samples whose turn has ended; suspended ones keep keys and values in a prefix

@@ -1,8 +1,8 @@
 """Environments: what answers the model in an episode of several turns, and the checks of what they return.
 
-Data flow: an episode -> `EnvironmentCalls` -> `CheckedEnvironment`, which `load_environment.py` makes for
-each sample; users write the class inside it. Whatever an environment does wrong is an `EnvironmentFault`,
-which costs that episode and never the run.
+Data flow: an episode -> `InThreads` or `InWorkers` -> `CheckedEnvironment`, which `load_environment.py` makes
+for each sample; users write the class inside it. Whatever an environment does wrong is a `Fault`, which costs
+that episode and never the run.
 """
 
 from __future__ import annotations
@@ -11,22 +11,17 @@ import copy
 import json
 import logging
 import math
-import os
-import threading
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from quatrain.config.errors import shown
-from quatrain.config.secrets import redact
 from quatrain.data.messages import checked_messages
 from quatrain.data.turns import conversation
+from quatrain.workers.faults import LONGEST_ERROR, Fault, run_guarded
 
 if TYPE_CHECKING:
     from quatrain.types.batches import Message, PromptText
@@ -39,13 +34,7 @@ LARGEST_REWARD = 1e30
 """Sums of rewards of this size are finite in float32."""
 COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
 """What `Tools` counts."""
-LONGEST_ERROR = 2000
-"""Characters of an exception's text that is shown."""
-SHOWN_FRAMES = 5
 CLOSED = "the run has ended its environments"
-
-T = TypeVar("T")
-FaultKind = Literal["error", "invalid", "too_long", "timeout", "crash"]
 InitialObservation = Sequence["Message"] | str | None
 
 
@@ -110,74 +99,6 @@ class Environment(Protocol):
         ...
 
 
-class EnvironmentCalls(Protocol):
-    """Runs the environments of episodes, in threads of this process or in worker processes.
-
-    Any thread may call it. An environment that is slow holds up no other episode.
-
-    An episode is a number that its caller chooses, and has at most one call at a time. Each future has the
-    result or an `EnvironmentFault`, nothing else, and cannot be cancelled; it is set by a background thread,
-    in which its callbacks run, and must not take long. After a fault the episode is abandoned.
-    The time limit of a call begins when the environment is called, not while the call waits for a thread.
-    """
-
-    keeps: bool
-    """Whether the environments of episodes that have ended are kept, to be asked for with `kept`."""
-
-    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
-        """Makes the environment of a new episode and resets it with the columns of the prompt's row."""
-        ...
-
-    def step(self, episode: int, completion: str) -> Future[StepResult | None]:
-        """Answers a completion."""
-        ...
-
-    def end(self, episode: int) -> Future[Ended]:
-        """Ends the episode: its reward and counts; then the environment is closed, unless it is kept.
-
-        A `close` that raises or takes too long is a warning.
-        """
-        ...
-
-    def kept(self, episode: int) -> KeptEnvironment | None:
-        """The environment of an episode that has ended, if it was to be kept; None after a fault.
-
-        It is asked for once.
-        """
-        ...
-
-    def abandon(self, episode: int) -> None:
-        """Forgets an episode that is not ended, or kept: it is closed in the background, if it can be.
-
-        A call of it that has not begun is an "error" fault. May be called for episodes that are gone.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends everything: processes are killed, threads that hang are left behind as daemons.
-
-        Calls that have not ended, and later ones, are "crash" faults. May be called again.
-        """
-        ...
-
-
-class EnvironmentFault(Exception):
-    """What an environment did wrong; it ends the episode, which gets the reward of an error, never the run.
-
-    `kind` is "error" for an exception, "invalid" for a value that is not allowed, "too_long" for text beyond
-    MAX_TURN_CHARS, "timeout" for a method that took too long, and "crash" for the end of its process.
-    `detail` are the last lines of code of an exception, or of a method that took too long. It can be pickled,
-    and holds nothing of the environment.
-    """
-
-    def __init__(self, message: str, kind: FaultKind, detail: str = ""):
-        super().__init__(message, kind, detail)  # what an unpickled exception is made of
-        self.kind, self.detail = kind, detail
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 class CheckedEnvironment:
     """A user's environment that keeps to its protocol: each method checks what came, or raises the fault.
 
@@ -189,11 +110,37 @@ class CheckedEnvironment:
 
     def reset(self, columns: Mapping[str, Any]) -> InitialObservation:
         """What follows the prompt; the environment gets a copy of `columns`, which it may change."""
-        return run_guarded(f"{self._name}: reset", lambda: self._reset(columns))
+
+        def work() -> InitialObservation:
+            reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
+            taken = {n: v for n, v in columns.items() if self._accepts is None or n in self._accepts}
+            opening = reset(**copy.deepcopy(taken))  # the samples of a prompt share its columns
+            if opening is None or opening == "":
+                return None
+            if isinstance(opening, str):
+                self._messages("reset", [{"role": "user", "content": opening}])
+                return opening
+            if not isinstance(opening, list | tuple):
+                self._refuse("reset must return a list of messages, a text or None", opening)
+            return self._messages("reset", opening) or None
+
+        return run_guarded(f"{self._name}: reset", work)
 
     def step(self, completion: str) -> StepResult | None:
         """The answer to a completion: messages as dictionaries, and a finite reward."""
-        return run_guarded(f"{self._name}: step", lambda: self._step(completion))
+
+        def work() -> StepResult | None:
+            turn = self._environment.step(completion)
+            if turn is None:
+                return None
+            if not isinstance(turn, StepResult):
+                self._refuse("step must return a quatrain.StepResult(messages, reward, done) or None", turn)
+            messages = self._messages("step", turn.messages)
+            if not messages and not turn.done:
+                self._refuse("a turn must have messages, or done=True", turn.messages)
+            return StepResult(messages, self._number("the reward of a turn", turn.reward), bool(turn.done))
+
+        return run_guarded(f"{self._name}: step", work)
 
     def final_reward(self) -> float:
         """The reward that the environment adds to those of its turns, at the end; 0 if it has none."""
@@ -204,7 +151,7 @@ class CheckedEnvironment:
         """Closes the environment; an error is a warning, because the episode has ended."""
         try:
             run_guarded(f"{self._name}: close", getattr(self._environment, "close", None) or (lambda: None))
-        except EnvironmentFault as fault:
+        except Fault as fault:
             logger.warning("%s", fault)
 
     @property
@@ -220,44 +167,22 @@ class CheckedEnvironment:
             return Counter()
         return Counter({name: count for name, count in counts.items() if isinstance(count, int)})
 
-    def _reset(self, columns: Mapping[str, Any]) -> InitialObservation:
-        reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
-        taken = {name: v for name, v in columns.items() if self._accepts is None or name in self._accepts}
-        opening = reset(**copy.deepcopy(taken))
-        if opening is None or opening == "":
-            return None
-        if isinstance(opening, str):
-            self._messages("reset", [{"role": "user", "content": opening}])
-            return opening
-        if not isinstance(opening, list | tuple):
-            self._refuse("reset must return a list of messages, a text or None", opening)
-        return self._messages("reset", opening) or None
-
-    def _step(self, completion: str) -> StepResult | None:
-        turn = self._environment.step(completion)
-        if turn is None:
-            return None
-        if not isinstance(turn, StepResult):
-            self._refuse("step must return a quatrain.StepResult(messages, reward, done) or None", turn)
-        messages = self._messages("step", turn.messages)
-        if not messages and not turn.done:
-            self._refuse("a turn must have messages, or done=True", turn.messages)
-        return StepResult(messages, self._number("the reward of a turn", turn.reward), bool(turn.done))
-
     def _messages(self, method: str, messages: Any) -> tuple[Message, ...]:
         if not isinstance(messages, list | tuple):
             self._refuse("messages must be a list of dictionaries with `role` and `content`", messages)
         if not messages:
             return ()
+        # Before anything reads all of it: rendering or tokenising a flood takes minutes and gigabytes.
         if _is_longer(messages, MAX_TURN_CHARS):
             rule = f"the messages of a turn must have at most {MAX_TURN_CHARS} characters"
             text = f"{self._name}: {rule}; {method} returned more; cut the text in the environment"
-            raise EnvironmentFault(text, "too_long")
+            raise Fault(text, "too_long")
         try:
             checked = checked_messages(messages)
+            # As JSON, so that nothing of the user's objects is kept, and threads and processes give the same.
             plain = json.loads(json.dumps(checked, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise EnvironmentFault(f"{self._name}: {method}: {error}", "invalid") from error
+            raise Fault(f"{self._name}: {method}: {error}", "invalid") from error
         if checked[-1]["role"] == "assistant":
             self._refuse("the last message must not be the assistant's, which the model writes", checked[-1])
         return tuple(plain)
@@ -277,31 +202,7 @@ class CheckedEnvironment:
         if not _is_longer(came, LONGEST_ERROR):
             with suppress(Exception):  # of the value's own __repr__
                 text = shown(came)
-        raise EnvironmentFault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
-
-
-def run_guarded(what: str, work: Callable[[], T]) -> T:
-    """What `work` returns; whatever it raises is an EnvironmentFault, and `what` names it.
-
-    The user's interrupt is raised as it is.
-    """
-    try:
-        return work()
-    except EnvironmentFault as error:
-        fault = error.with_traceback(None)
-    except BaseException as error:  # includes SystemExit, which would end the run
-        if is_interrupt(error):
-            raise
-        detail = "".join(traceback.format_tb(error.__traceback__, limit=-SHOWN_FRAMES))
-        fault = EnvironmentFault(f"{what} raised {format_error(error)}", "error", detail)
-    # What led to the fault would keep the environment's values in memory, as long as somebody keeps it.
-    fault.__cause__ = fault.__context__ = None
-    raise fault
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether the user interrupts the run, of which Python tells the main thread alone."""
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        raise Fault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
 
 
 def with_opening(prompt: PromptText, opening: InitialObservation) -> PromptText:
@@ -317,19 +218,6 @@ def with_opening(prompt: PromptText, opening: InitialObservation) -> PromptText:
         *before, last = messages
         return (*before, {**last, "content": last["content"] + opening})
     return (*messages, *opening)
-
-
-def format_error(error: BaseException) -> str:
-    """An exception in one line: class, text and place, without secrets; a long text is left out whole."""
-    text = ""
-    with suppress(Exception):  # of the exception's own __str__
-        text = str(error)
-    # Whole or not at all: part of a secret cannot be redacted.
-    text = redact(text, os.environ) if len(text) <= LONGEST_ERROR else f"a text of {len(text)} characters"
-    frames = traceback.extract_tb(error.__traceback__, limit=-1)
-    elsewhere = frames and frames[0].filename != __file__
-    place = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if elsewhere else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
 def _is_longer(value: Any, limit: int) -> bool:

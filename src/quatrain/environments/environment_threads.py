@@ -1,6 +1,6 @@
 """Environments in threads, with a time limit for each call.
 
-Data flow: an episode, or a worker process (`environment_worker.py`) -> `InThreads` -> `CheckedEnvironment`.
+Data flow: an episode, or a worker process (`environment_workers.py`) -> `InThreads` -> `CheckedEnvironment`.
 Python cannot end a thread: one whose call takes too long is left behind, and another takes its place.
 """
 
@@ -21,21 +21,18 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.environments.environment import (
     CLOSED,
-    SHOWN_FRAMES,
     CheckedEnvironment,
     Ended,
-    EnvironmentFault,
-    FaultKind,
     InitialObservation,
     KeptEnvironment,
     StepResult,
-    run_guarded,
 )
 from quatrain.environments.load_environment import AnyEnvironments
-from quatrain.workers.threads import ClosedError, LoopThread, running_future
+from quatrain.workers.faults import SHOWN_FRAMES, Fault, FaultKind, run_guarded
+from quatrain.workers.loop_thread import ClosedError, LoopThread, running_future
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +49,15 @@ _MANY_LEFT = (
 
 
 class InThreads:
-    """`EnvironmentCalls` in daemon threads of this process; each call may take `timeout_s` seconds.
+    """Runs the environments of episodes in daemon threads of this process, each call for `timeout_s` seconds.
 
     A call that takes longer goes on in its thread, which Python cannot end, and its result is ignored;
     `on_left` is called for each thread that is left behind, before the future of its call is set.
+
+    Any thread may call this. An episode is a number that its caller chooses, and has at most one call at a
+    time. Each future has the result or a `Fault`, nothing else, and cannot be cancelled; it is set by a
+    background thread, in which its callbacks run, and must not take long. After a fault the episode is
+    abandoned. The time limit of a call begins when the environment is called, not while the call waits.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class InThreads:
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
         self.keeps = environments.kept
+        """Whether the environments of episodes that have ended are kept, to be asked for with `kept`."""
         self._episodes: dict[int, _Episode] = {}
         self._thread = LoopThread("quatrain-environments", CLOSED, self._end_calls)
         # Only that thread uses what follows, but for `_to_make`.
@@ -72,6 +75,7 @@ class InThreads:
         self._num_idle = self._num_left = 0  # threads
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
+        """Makes the environment of a new episode and resets it with the columns of the prompt's row."""
         new = self._episodes[episode] = _Episode()
 
         def work(call: _Call) -> InitialObservation:
@@ -81,10 +85,15 @@ class InThreads:
         return self._submit(new, "reset", work)
 
     def step(self, episode: int, completion: str) -> Future[StepResult | None]:
+        """Answers a completion."""
         known = self._episodes[episode]
         return self._submit(known, "step", lambda call: known.begun().step(completion))
 
     def end(self, episode: int) -> Future[Ended]:
+        """Ends the episode: its reward and counts; then the environment is closed, unless it is kept.
+
+        A `close` that raises or takes too long is a warning.
+        """
         known = self._episodes[episode] if self.keeps else self._episodes.pop(episode)
 
         def work(call: _Call) -> Ended:
@@ -100,12 +109,17 @@ class InThreads:
         return self._submit(known, "end", work)
 
     def kept(self, episode: int) -> KeptEnvironment | None:
+        """The environment of an episode that has ended, if it was to be kept; None after a fault."""
         known = self._episodes.get(episode)
         if known is None or known.environment is None:
             return None
         return KeptEnvironment(known.environment.users, partial(self.abandon, episode))
 
     def abandon(self, episode: int) -> None:
+        """Forgets an episode that is not ended, or kept: it is closed in the background, if it can be.
+
+        A call of it that has not begun is an "error" fault. May be called for episodes that are gone.
+        """
         known = self._episodes.pop(episode, None)
         if known is not None:
             with suppress(ClosedError):
@@ -121,13 +135,18 @@ class InThreads:
             time.sleep(0.01)
 
     def close(self) -> None:
+        """Ends everything; threads that hang are left behind as daemons. May be called again.
+
+        Calls that have not ended, and later ones, are "crash" faults.
+        """
         self._thread.close()
 
-    def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> EnvironmentFault:
-        return EnvironmentFault(f"{self._environments.name}: {call.method}{how}", kind, detail)
+    def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> Fault:
+        return Fault(f"{self._environments.name}: {call.method}{how}", kind, detail)
 
     def _submit(self, episode: _Episode, method: str, work: Callable[[_Call], Any]) -> Future[Any]:
         call = _Call(episode, method, work)
+        # Any failure is the future's: who calls has many episodes, and one that raised would end them all.
         try:
             self._thread.do(self._add, call)
         except ClosedError:
@@ -157,6 +176,7 @@ class InThreads:
                 call.episode.call = None
                 call.settle(self._fault(call, f" could not be called: {error}"))
                 continue
+            # Its time begins here: that it waited for others is not the environment's fault.
             self._running[call] = self._thread.loop.call_later(self._timeout_s, self._leave, call)
             self._to_make.put(call)
 
@@ -166,7 +186,7 @@ class InThreads:
             call.thread = threading.get_ident()
             try:
                 outcome = run_guarded(f"{self._environments.name}: {call.method}", partial(call.work, call))
-            except EnvironmentFault as fault:
+            except Fault as fault:
                 outcome = fault.with_traceback(None)  # whose frames would keep the environment
             try:
                 self._thread.do(self._returned, call, outcome)
@@ -179,6 +199,8 @@ class InThreads:
         self._num_idle += 1
         limit = self._running.pop(call, None)
         self._num_left -= limit is None
+        # Only now, also if it took too long: an environment is used by one thread at a time, so it is closed
+        # when its last call has returned.
         call.episode.call = None
         if call.episode.abandoned and call.method != "close":
             self._close(call.episode)
@@ -193,6 +215,7 @@ class InThreads:
         self._num_left += 1
         self._on_left()
         limit = f"longer than {self._timeout_s:g} s; rollout.environment_timeout_s sets the limit"
+        # The episode has its reward already: that it cannot be closed costs memory, not the sample.
         if call.method == "close" or call.so_far is not None:
             logger.warning("%s: close took %s", self._environments.name, limit)
         if self._num_left == MOST_AT_ONCE:
@@ -257,7 +280,7 @@ class _Call:
 
     def settle(self, outcome: Any) -> None:
         """Sets the future, to a result or a fault."""
-        if isinstance(outcome, EnvironmentFault):
+        if isinstance(outcome, Fault):
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)

@@ -1,38 +1,35 @@
 """Environments in worker processes, each of which hosts many.
 
-Data flow: `InWorkers` -> requests to `environment_worker.py`, which runs the environments in threads with the
-time limit -> replies. An environment lives in one process. Replies are JSON, not pickles, because a tool may
-run what the model wrote.
+Data flow: `InWorkers` -> a process (`workers/worker_script.py`) -> `host`, which runs the environments
+in threads with the time limit -> replies. An environment lives in one process. Replies are JSON, not pickles,
+because a tool may run what the model wrote.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.rollout import COLUMN
-from quatrain.environments.environment import (
-    CLOSED,
-    Ended,
-    EnvironmentFault,
-    FaultKind,
-    InitialObservation,
-    StepResult,
-)
-from quatrain.workers.hosts import Host, Hosts
-from quatrain.workers.pool import Failure, Kind
-from quatrain.workers.process import GRACE_S, not_started, pickled
-from quatrain.workers.threads import ClosedError, LoopThread, running_future
+from quatrain.environments.environment import CLOSED, Ended, InitialObservation, StepResult
+from quatrain.environments.environment_threads import InThreads
+from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
+from quatrain.workers.faults import Fault, FaultKind, format_error, run_guarded
+from quatrain.workers.loop_thread import ClosedError, LoopThread, running_future
+from quatrain.workers.pool import Failure, Host, Hosts, Kind
+from quatrain.workers.user_code import check_importable
+from quatrain.workers.worker_process import GRACE_S, NO_REPLY, not_started, pickled
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from quatrain.workers.worker_script import Connection
 
 
 class InWorkers:
-    """`EnvironmentCalls` in up to `num_workers` processes, which start when they are needed.
+    """`InThreads` in up to `num_workers` processes, which start when they are needed.
 
     `specs` is the environment `path.py:Class`, or several by a column, as `rollout.environment` has them, or
     a list of tools `path.py:function`; the processes import them. Each call may take `timeout_s` seconds. A
@@ -63,15 +60,10 @@ class InWorkers:
             paths = specs = list(specs)
             self._name = f"tools {listed(str(path).rpartition(':')[2] for path in paths)}"
         for path in paths:
-            if not isinstance(path, str) or path.startswith("__main__:"):
-                what = self._name.split()[0]
-                raise ValueError(
-                    f"{what} in worker processes must be named as `path/file.py:name`, which they import; "
-                    f"got {path!r}, of the running program; put it into a file, or set "
-                    "rollout.environment_workers to 0"
-                )
-        self._settings = {
-            "serve": "quatrain.environments.environment_worker:serve",
+            what = f"{self._name.split()[0]} in worker processes"
+            check_importable(path, what, "set rollout.environment_workers to 0")
+        settings = {
+            "host": f"{__name__}:host",
             "specs": specs,
             "timeout_s": timeout_s,
             "memory_mb": memory_mb,
@@ -80,10 +72,7 @@ class InWorkers:
         self._thread = LoopThread("quatrain-environments", CLOSED, lambda: self._hosts.kill_all(CLOSED))
         limit_s = timeout_s + GRACE_S
         self._hosts = Hosts(
-            self._thread,
-            "environments",
-            self._name,
-            self._settings,
+            *(self._thread, "environments", self._name, settings),
             most=num_workers,
             end_s=limit_s,
             answer_s=limit_s,
@@ -121,12 +110,13 @@ class InWorkers:
     def _pass_on(self, future: Future[Any], operation: str, episode: int, argument: Any) -> None:
         if operation == "begin":
             self._homes[episode] = self._hosts.chosen(episode)
+        # Kept by episode, because a retired process still serves those that live in it.
         host = self._homes.get(episode)
         if host is None:  # abandoned before
             return self._settle(future, operation, Failure("crash", "there is no such episode"))
         if operation in ("end", "abandon"):
             del self._homes[episode]
-        reply = host.process.call(operation, episode, argument)
+        reply = host.call(operation, episode, *([] if argument is None else [argument]))
         if operation == "abandon":
             return host.leave(episode)
         return reply.add_done_callback(partial(self._answered, future, operation, episode, host))
@@ -139,26 +129,64 @@ class InWorkers:
         try:
             self._settle(future, operation, reply.result())
         except (ValueError, LookupError, TypeError):  # users' code wrote into the socket
-            failure = Failure("crash", "its process sent a reply that is none")
-            self._settle(future, operation, failure)
-            host.process.kill(failure)
+            self._settle(future, operation, NO_REPLY)
+            host.kill(NO_REPLY)
 
     def _settle(self, future: Future[Any], operation: str, outcome: Any) -> None:
         match outcome:
             case Failure(kind, detail):
                 text = f"{self._name}: {'reset' if operation == 'begin' else operation}: {detail}"
-                future.set_exception(EnvironmentFault(text, _FAULTS.get(kind, "crash")))
-            case {"fault": fault}:
-                future.set_exception(EnvironmentFault(*fault))
-            case {"value": value}:
+                future.set_exception(Fault(text, _FAULTS.get(kind, "crash")))
+            case Fault():
+                future.set_exception(outcome)
+            case value:
                 future.set_result(_VALUES[operation](value))
-            case _:
-                raise ValueError("no form of a reply")
 
 
+EnvironmentCalls = InThreads | InWorkers
 _FAULTS: Mapping[Kind, FaultKind] = {"timeout": "timeout", "refused": "error"}
-_VALUES = {
+_VALUES: Mapping[str, Callable[[Any], Any]] = {
     "begin": lambda value: tuple(value) if isinstance(value, list) else value,
     "step": lambda value: None if value is None else StepResult(tuple(value[0]), value[1], value[2]),
     "end": lambda value: Ended(*value),
 }
+
+
+def host(settings: Mapping[str, Any]) -> Callable[[Connection], None]:
+    """What serves environments in a process, in threads; imports users' classes and functions."""
+    specs = settings["specs"]
+    environments = load_tools(specs) if isinstance(specs, list) else load_environments(specs)
+    return partial(_serve, environments, settings["timeout_s"])
+
+
+def _serve(environments: AnyEnvironments, timeout_s: float, connection: Connection) -> None:
+    calls = InThreads(environments, timeout_s, partial(connection.reply, None, hangs=True))
+    for reply, operation, episode, *arguments in connection.requests():
+        if operation == "abandon":
+            calls.abandon(episode)
+            reply(value={})
+            continue
+        try:
+            # Unpickled here and not with the request: columns of a class that is not known here are a fault
+            # of this episode, and not the end of the process.
+            if operation == "begin":
+                arguments = [run_guarded("copying the columns", partial(pickle.loads, *arguments))]
+            getattr(calls, operation)(episode, *arguments).add_done_callback(partial(_answer, reply))
+        except Fault as fault:
+            reply(fault=fault.args)
+    calls.drain()  # those that are being closed may end
+
+
+def _answer(reply: Callable[..., None], future: Future[Any]) -> None:
+    """Replies the result or the fault of a call."""
+    fault = future.exception()
+    if fault is not None:
+        return reply(fault=fault.args)
+    value = future.result()
+    value = [value.messages, value.reward, value.done] if isinstance(value, StepResult) else value
+    try:
+        reply(value=value)
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"an environment in a worker must return what JSON can have: {format_error(error)}; correct it"
+        reply(fault=(text, "invalid", ""))
+    return None

@@ -6,9 +6,8 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.derive import environment_tokens
 from quatrain.config.schema import Config
 from quatrain.data.policy import Policy
-from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.environment_workers import InWorkers
+from quatrain.environments.environment_workers import EnvironmentCalls, InWorkers
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import AnyEnvironments
 
@@ -30,5 +29,6 @@ def episode_rules(config: Config, policy: Policy, environments: AnyEnvironments)
         max_turns=rollout.max_turns,
         max_environment_tokens=environment_tokens(config),
         max_tokens=policy.arch.longest,
+        seed=config.seed,
         kind=environments.kind,
     )

@@ -18,14 +18,10 @@ from typing import Any
 from quatrain.config.errors import listed, shown
 from quatrain.config.sections.rollout import COLUMN
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
-from quatrain.environments.environment import (
-    CheckedEnvironment,
-    InitialObservation,
-    format_error,
-    run_guarded,
-)
+from quatrain.environments.environment import CheckedEnvironment, InitialObservation
 from quatrain.environments.tool_calls import warn_of_unread
 from quatrain.environments.tools import Tool, Tools
+from quatrain.workers.faults import format_error, run_guarded
 from quatrain.workers.user_code import find_function, parameters_of
 
 PROMPT = "prompt"
@@ -50,7 +46,7 @@ class Environments:
     """Whether they are kept after their episodes, for reward functions."""
 
     def __call__(self, columns: Mapping[str, Any]) -> CheckedEnvironment:
-        """A new environment, for a row with these columns; raises EnvironmentFault if it cannot be made."""
+        """A new environment, for a row with these columns; raises Fault if it cannot be made."""
         environment = run_guarded(f"{self.name}: making it", self.make)
         return CheckedEnvironment(self.name, environment, self.accepts)
 
@@ -228,13 +224,7 @@ class ToolMethods:
 
 
 def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:
-    if not isinstance(spec, str):
-        return spec
-    if ":" not in spec:
-        raise ValueError(
-            f"{what} {spec!r} must be `path/file.py:name` or `package.module:name`; add a colon and the name"
-        )
-    return find_function(spec, {}, what)
+    return find_function(spec, {}, what) if isinstance(spec, str) else spec
 
 
 def _columns(form: type) -> tuple[frozenset[str] | None, tuple[str, ...]]:

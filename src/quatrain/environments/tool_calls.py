@@ -69,6 +69,7 @@ def split_calls(completion: str, schemas: Mapping[str, Any] = _NO_SCHEMAS) -> tu
     found: list[ToolCall] = []
     text, at = "", 0
     for begin, end, calls in _blocks(completion, schemas):
+        # A malformed one stays text: a client would otherwise lose what the model wrote.
         if all(map(_can_be_made, calls)):
             text, at = text + completion[at:begin], end
             found += calls
@@ -97,6 +98,7 @@ class CallStream:
         the end.
         """
         self._text += text
+        # White space waits: `split_calls` strips it before a call, and what was sent cannot be taken back.
         certain = self._text[self._sent : self._end()].rstrip()
         self._sent += len(certain)
         return certain
@@ -116,6 +118,7 @@ class CallStream:
             self._at = markup.start() if markup else _part_of_tag(self._text, self._at)
             if markup is None or markup[0] in OPENINGS:
                 return self._at
+            # From where the last search ended: else long thoughts, which come in pieces, take quadratic time.
             close = self._text.find(THOUGHT_END, max(self._at, self._no_close))
             if close < 0:
                 self._no_close = len(self._text) - len(THOUGHT_END)
@@ -151,6 +154,7 @@ def _part_of_tag(text: str, at: int) -> int:
 
 def _blocks(completion: str, schemas: Mapping[str, Any]) -> list[tuple[int, int, list[ToolCall]]]:
     """The blocks of calls, in order: where each begins and ends, and the calls in it."""
+    # Without the white space at the end, which no form of a whole answer has to allow for then.
     reading = Reading(completion.rstrip(), schemas)
     text = reading.text
     marked: list[tuple[int, int, list[ToolCall]]] = []
@@ -158,18 +162,21 @@ def _blocks(completion: str, schemas: Mapping[str, Any]) -> list[tuple[int, int,
     while markup := MARKUP.search(text, at):
         at = markup.end()
         if markup[0] in OPENINGS:
+            # Decoded from here on and not searched for its end: arguments may contain the markup of a call.
             if form := form_of(text, at, markup[0]):
                 calls, at = form.read(reading, at, form)
                 closing = form.closed.match(text, reading.skip(at)) if form.closed else None
                 at = closing.end() if closing else at
                 marked += [(markup.start(), at, calls)] if calls else []
             continue
-        if markup[0] == THOUGHT_END:  # the template wrote the `<think>`
+        # The template wrote the `<think>`: all before was a thought, and the calls in it no calls.
+        if markup[0] == THOUGHT_END:
             marked = []
         else:
             end = text.find(THOUGHT_END, at)
             at = len(text) if end < 0 else end + len(THOUGHT_END)
         begin, (whole, at) = at, _whole(reading, at)
+    # Calls with a marker win: an answer with both is text around them.
     return marked or ([(begin, len(text), whole)] if whole else [])
 
 
@@ -234,6 +241,7 @@ def _written_call(
     call = {"id": CALL_ID, "type": "function", "function": {"name": STAND_IN, "arguments": dict(arguments)}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     asked: list[dict[str, Any]] = [dict(_QUESTION)]
+    # Not all that is written before an answer comes again: templates leave `<think>` out of past ones.
     before = fill_template(tokenizer, asked, add_generation_prompt=True, tools=tools)
     whole = fill_template(tokenizer, [*asked, answer], add_generation_prompt=False, tools=tools)
     size = len(_common(before, whole))
@@ -253,6 +261,7 @@ def begun_call(tokenizer: Any, tools: Sequence[Mapping[str, Any]], name: str | N
     chat template writes calls in a form that is not read.
     """
     try:
+        # Two calls that differ in their arguments alone: what they begin with is what can be given.
         pair = [_written_call(tokenizer, arguments, tools=tools)[0] for arguments in ({}, {"key": 1})]
         blocks = _blocks(pair[0], {STAND_IN: None})
     except ValueError as error:

@@ -16,9 +16,10 @@ from typing import Any, get_type_hints
 
 from quatrain.config.errors import listed, rule, shown
 from quatrain.data.turns import CALL_ID
-from quatrain.environments.environment import COUNTS, StepResult, format_error, is_interrupt
+from quatrain.environments.environment import COUNTS, StepResult
 from quatrain.environments.tool_calls import tool_calls
 from quatrain.types.call_forms import ToolCall, schemas_of
+from quatrain.workers.faults import format_error, is_interrupt
 from quatrain.workers.user_code import VARIADIC
 
 _UNNAMED = (*VARIADIC, inspect.Parameter.POSITIONAL_ONLY)

@@ -78,6 +78,7 @@ def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, forms: RowForms = N
     Packed buffers come in `forms`, with their `layout` and `chunks`; all buffers with their `counts`.
     """
     parts = mesh_shape(mesh).cp  # of equal width, one for each device
+    # `cp` devices take equal columns; the rest is padding, which no token attends to.
     shape = len(cut.buffers), -(-cut.width // parts) * parts
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INTEGERS}
     arrays["mask"] = np.zeros(shape, bool)
@@ -142,12 +143,15 @@ def _fill_buffer(
         prompt_end = used
         for branch, row in enumerate(segment.rows, start=prompt_branch + (1 if shared else 0)):
             start = used - shared
+            # Tokens of a row are at its front: a table has no padding on the left.
             length = int(table.attention_mask[row].sum())
             write(number, branch, row, shared, length)
             if "counts" in arrays:
                 arrays["counts"][(used if length > shared else prompt_end) - 1] -= 1
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
+            # The state before a token may lie in the common prefix, the group's prompt or the sequence's own
+            # part.
             ahead = np.select([before < num_common, before < shared], [0, prompt_start - num_common], start)
             here = slice(num_scored, num_scored + len(places))
             arrays["predictors"][here] = before + ahead

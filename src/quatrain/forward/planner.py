@@ -64,6 +64,7 @@ class MicroBatchPlanner:
             return self._fixed_rows(table)
         lengths = table.lengths
         lines = buffers_per_shard(lengths, self.max_tokens, self.line_tokens)
+        # The budget is a shard's: where it has several buffers, each has its part of it.
         max_tokens = self.max_tokens // lines
         groups, prefixes, by_all = np.arange(len(table)), np.zeros(len(table), np.int64), 0
         if self.share_prompts and table.group_ids is not None:
@@ -99,6 +100,8 @@ class MicroBatchPlanner:
     def _fixed_rows(self, table: TokenTable) -> list[MicroBatchPlan]:
         """Micro-batches of `rows` sequences per shard, all as wide as the longest sequence of the table."""
         assert self.rows is not None
+        # Without a budget every micro-batch is as wide as the longest of the table: one program, at the price
+        # of padding.
         lengths = table.lengths.tolist()
         shards = np.array_split(np.arange(len(table)), self.num_shards)
         largest = len(shards[0])
@@ -143,6 +146,8 @@ def _with_one_prompt(table: TokenTable, rows: np.ndarray) -> Iterator[np.ndarray
         prompts = [_num_unsampled(table, rows[i : i + 1]) for i in range(len(rows))]
         shortest = int(np.argmin(prompts))
         prompt = table.input_ids[rows[shortest], : prompts[shortest]]
+        # An episode's later sequences may have lost the beginning: shared with them, the prompt would shrink
+        # for all.
         same = (table.input_ids[rows, : len(prompt)] == prompt).all(axis=1)
         yield rows[same]
         rows = rows[~same]
@@ -200,6 +205,7 @@ class MicroBatchPlan:
             return 0, 0
         common = self.num_common
         own = np.array([segment.num_tokens - common for segment in buffer], np.int64)
+        # A segment's tokens also attend to the common prefix: (common + own)^2 - common^2.
         return common + int(own.sum()), common**2 + int((own * (own + 2 * common)).sum())
 
 

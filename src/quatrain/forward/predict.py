@@ -78,6 +78,7 @@ def predict_columns(
     """[B, T, ...] each: the first `count` predictions of `model`, as `predict_tokens`."""
     results: list[np.ndarray] = []
     table = replace(table, columns={})  # so that one program predicts for tables of any columns
+    # Sums of routers are for the loss; without them the program of a pass has fewer inputs and outputs.
     forms = model.forms._replace(counted=False)
     for sequences, batch in micro_batches(table, planner, model.mesh, forms):
         with trim_after_compiling():
@@ -88,6 +89,8 @@ def predict_columns(
         results = results or [np.zeros((*shape, *x.shape[2:]), x.dtype) for x in predicted]
         for result, values in zip(results, predicted, strict=True):
             part = np.zeros((len(sequences), *result.shape[1:]), result.dtype)
+            # Both list the tokens of these sequences in the same order: `cut.sequences` is the order of the
+            # buffers.
             part[scored] = values[mask]
             result[sequences] = part
     return results

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,16 @@ from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.models.attention import longest_buffer, unpacks_above
 from quatrain.models.attention.kernels import choose_attention
-from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.blocks.experts import RouterSums
-from quatrain.models.decoder import output_head, project, routed_forward, scores, vocabulary_axis
-from quatrain.models.expert_probe import trusted_backend
+from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import output_head_name, partition
 from quatrain.models.prefix_tree import RowForms
-from quatrain.ops.divergences import Divergence, Head, token_divergences
-from quatrain.ops.logprobs import Project, token_logprobs
+from quatrain.models.probe import trusted_attention, trusted_backend
+from quatrain.ops.divergences import Divergence, token_divergences
+from quatrain.ops.logprobs import Head, token_logprobs
 from quatrain.ops.tokens import (
     TEACHER_WORD_LOGPROBS,
     TEACHER_WORDS,
@@ -45,6 +44,8 @@ from quatrain.ops.top_words import outcome_divergence, outcome_logits, top_words
 from quatrain.parallel.axes import CP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 from quatrain.parallel.mesh import mesh_shape, one_device
+
+Extended = TypeVar("Extended", bound="ModelSpec")
 
 
 class Predicted(NamedTuple):
@@ -78,6 +79,10 @@ class ModelSpec(ABC):
 
         In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
         """
+
+    def extended(self, spec: type[Extended], /, **more: Any) -> Extended:
+        """This model as a `spec` of a subclass, whose further fields are `more`."""
+        return spec(**{each.name: getattr(self, each.name) for each in fields(self)}, **more)
 
     def trained(self, tree: Any) -> Any:
         """The part that is trained of a tree like the parameters: all of it, or the adapters."""
@@ -129,7 +134,7 @@ class ModelSpec(ABC):
         There are sums of micro-batches with `counts`. In a function mapped over the mesh.
         """
         assert not (self.arch.deltas and batch.packed and batch.chunks is None), "packed rows need chunks"
-        forwarded = routed_forward(
+        forwarded = forward(
             params,
             self.arch,
             batch.input_ids,
@@ -170,13 +175,27 @@ class PolicySpec(ModelSpec):
 
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability and entropy [R, K], in nats."""
-        scored = self.scored_states(params, batch)
-        targets = batch.targets.reshape(-1)[scored.order]
-        results = head_logprobs(params, self, scored.hidden, targets, scored.here.sum())
+        scored, results = self.scored_logprobs(params, batch)
         return scored.predicted(results)
 
-    def scored_states(self, params: Any, batch: MicroBatch) -> ScoredStates:
-        """The hidden states before the scored tokens, for the output head."""
+    @property
+    def scorer(self) -> Head:
+        """What makes logits at the sampling temperature."""
+        settings: dict[str, Any] = {"dtype": jnp.dtype(self.dtype), "backend": self.backend}
+        return Head(lambda rows, chunk: project(rows, self.arch, chunk, **settings), self.temperature)
+
+    def tiling(self, num_live: jax.Array) -> dict[str, Any]:
+        """How the logits of hidden states, of which `num_live` are asked for, are computed in tiles."""
+        return {
+            "tile": self.backend.tile(self.arch.vocab_size),
+            "num_live": num_live,
+            "vocabulary_axis": vocabulary_axis(self.arch),
+        }
+
+    def scored_logprobs(
+        self, params: Any, batch: MicroBatch
+    ) -> tuple[ScoredStates, tuple[jax.Array, jax.Array]]:
+        """The states before the scored tokens, and log-probability and entropy of these tokens."""
         hidden, routers = self.hidden(params, batch)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
@@ -185,8 +204,10 @@ class PolicySpec(ModelSpec):
         # Those the list does not fill, and other devices' go last, where the tiles past the live ones are not
         # computed.
         order = jnp.argsort(~here.reshape(-1), stable=True)
-        scored = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
-        return ScoredStates(hidden.reshape(-1, hidden.shape[-1])[scored], order, here, routers)
+        states = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
+        scored = ScoredStates(hidden.reshape(-1, hidden.shape[-1])[states], order, here, routers)
+        targets = batch.targets.reshape(-1)[order]
+        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
 
 
 class ScoredStates(NamedTuple):
@@ -200,6 +221,11 @@ class ScoredStates(NamedTuple):
     """[R, K]: whether the token is scored, by this `cp` device."""
     routers: RouterSums | None
     """What `ModelSpec.hidden` has of routers."""
+
+    @property
+    def live(self) -> jax.Array:
+        """How many of the states are those of scored tokens."""
+        return self.here.sum()
 
     def in_place(self, result: jax.Array) -> jax.Array:
         """[R, K, ...] on every device of `cp`: the results [N, ...] of the states, at the places of their
@@ -244,9 +270,7 @@ class DistilledSpec(PolicySpec):
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability, entropy and divergence in nats, and mass of the other words [R, K]."""
         policy, teacher = params["policy"], self.teacher
-        scored = self.scored_states(policy, batch)
-        live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
-        results = head_logprobs(policy, self, scored.hidden, targets, live)
+        scored, results = self.scored_logprobs(policy, batch)
         states = batch.teacher_hidden
         assert states is not None, "micro-batches have the teacher's hidden states"
         heads = (
@@ -255,22 +279,22 @@ class DistilledSpec(PolicySpec):
         )
         words = min(map(len, heads))
         states = states.reshape(-1, states.shape[-1])[scored.order]
-        tile = self.backend.tile(self.arch.vocab_size)
+        tiling = self.tiling(scored.live)
         divergence, log_total = token_divergences(
-            *(_head(self), heads[0][:words], scored.hidden),
-            *(_head(teacher), heads[1][:words], states),
+            *(self.scorer, heads[0][:words], scored.hidden),
+            *(teacher.scorer, heads[1][:words], states),
             kind=self.kind,
             beta=self.beta,
-            tile=tile,
-            num_live=live,
-            vocabulary_axis=vocabulary_axis(self.arch),
             head_gradient=self.arch.lora is None,
+            **tiling,
         )
         mass = jnp.zeros_like(divergence)
+        # Static: where the vocabularies agree no further pass over the teacher's head is compiled.
         if len(heads[1]) > words:
             nothing = jnp.zeros((len(states), 0), jnp.int32)
-            given = _head(teacher), heads[1][words:], states, nothing
-            outside = outcome_logits(*given, tile=tile, num_live=live)[:, 0]
+            # Over `tp` both vocabularies have as many rows, so there is no axis to sum over here.
+            given = teacher.scorer, heads[1][words:], states, nothing
+            outside = outcome_logits(*given, **{**tiling, "vocabulary_axis": None})[:, 0]
             mass = jax.lax.stop_gradient(jnp.exp(outside - jnp.logaddexp(outside, log_total)))
         return scored.predicted((*results, divergence, mass))
 
@@ -285,19 +309,10 @@ class TopWordsSpec(PolicySpec):
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability [R, K], words [R, K, k], log-probabilities of them and the rest [R, K, k + 1], and
         mass of the words that do not count [R, K]."""
-        scored = self.scored_states(params, batch)
-        live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
-        logprobs, _ = head_logprobs(params, self, scored.hidden, targets, live)
-        words, logits, mass = top_words(
-            _head(self),
-            output_head(params, self.arch, scored.hidden.dtype),
-            scored.hidden,
-            self.count,
-            tile=self.backend.tile(self.arch.vocab_size),
-            num_words=_counted(self),
-            num_live=live,
-            vocabulary_axis=vocabulary_axis(self.arch),
-        )
+        scored, (logprobs, _) = self.scored_logprobs(params, batch)
+        head = output_head(params, self.arch, scored.hidden.dtype)
+        given = self.scorer, head, scored.hidden, self.count
+        words, logits, mass = top_words(*given, num_words=_counted(self), **self.tiling(scored.live))
         return scored.predicted((logprobs, words, jax.nn.log_softmax(logits), mass))
 
 
@@ -317,26 +332,22 @@ class OutcomesSpec(PolicySpec):
 
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability, entropy and divergence in nats, and mass of the teacher's words [R, K]."""
-        scored = self.scored_states(params, batch)
-        live, targets = scored.here.sum(), batch.targets.reshape(-1)[scored.order]
-        results = head_logprobs(params, self, scored.hidden, targets, live)
+        scored, results = self.scored_logprobs(params, batch)
         words, log_q = (
             values.reshape(-1, values.shape[-1])[scored.order]
             for values in map(batch.columns.__getitem__, (TEACHER_WORDS, TEACHER_WORD_LOGPROBS))
         )
         logits = outcome_logits(
-            _head(self),
+            self.scorer,
             output_head(params, self.arch, scored.hidden.dtype),
             scored.hidden,
             words,
-            tile=self.backend.tile(self.arch.vocab_size),
             num_words=_counted(self),
-            num_live=live,
-            vocabulary_axis=vocabulary_axis(self.arch),
             head_gradient=self.arch.lora is None,
+            **self.tiling(scored.live),
         )
         # Past the live tokens there are no outcomes, and nothing may come of them but zeros.
-        alive = jnp.arange(len(logits)) < live
+        alive = jnp.arange(len(logits)) < scored.live
         logits = jnp.where(alive[:, None], logits, 0.0)
         divergence = outcome_divergence(self.kind, logits, log_q, beta=self.beta)
         mass = jax.lax.stop_gradient(jax.nn.softmax(logits)[:, :-1].sum(axis=-1))
@@ -365,15 +376,6 @@ def of_all_tokens(values: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask.reshape(*mask.shape, *(1,) * (values.ndim - 2)), values, 0)
 
 
-def _project(policy: PolicySpec) -> Project:
-    dtype = jnp.dtype(policy.dtype)
-    return lambda rows, chunk: project(rows, policy.arch, chunk, dtype=dtype, backend=policy.backend)
-
-
-def _head(policy: PolicySpec) -> Head:
-    return Head(_project(policy), policy.temperature)
-
-
 def head_logprobs(
     params: Any, policy: PolicySpec, hidden: jax.Array, targets: jax.Array, num_live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -381,17 +383,9 @@ def head_logprobs(
 
     The first `num_live` are computed. In a function mapped over the mesh.
     """
-    return token_logprobs(
-        _project(policy),
-        output_head(params, policy.arch, hidden.dtype),
-        hidden,
-        targets,
-        policy.temperature,
-        tile=policy.backend.tile(policy.arch.vocab_size),
-        num_live=num_live,
-        vocabulary_axis=vocabulary_axis(policy.arch),
-        head_gradient=policy.arch.lora is None,
-    )
+    scorer, head = policy.scorer, output_head(params, policy.arch, hidden.dtype)
+    given = scorer.project, head, hidden, targets, scorer.temperature
+    return token_logprobs(*given, head_gradient=policy.arch.lora is None, **policy.tiling(num_live))
 
 
 @dataclass(frozen=True)

@@ -65,15 +65,9 @@ class TokenTable:
         """The sequences `rows` of this table."""
         optional = self.group_ids, self.episode_ids, self.routes
         groups, episodes, routes = (None if each is None else each[rows] for each in optional)
-        return TokenTable(
-            self.input_ids[rows],
-            self.attention_mask[rows],
-            self.completion_mask[rows],
-            {name: values[rows] for name, values in self.columns.items()},
-            groups,
-            episodes,
-            routes,
-        )
+        masks = self.attention_mask[rows], self.completion_mask[rows]
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return TokenTable(self.input_ids[rows], *masks, columns, groups, episodes, routes)
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
         """This table with the token weights of `aggregation` over all its sequences."""

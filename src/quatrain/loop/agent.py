@@ -1,6 +1,6 @@
 """`quatrain agent`: plays an agent on a few rows of the data, and shows the tree of its turns.
 
-Data flow: configuration -> `AgentRollouts` with the model as it is -> episodes -> text, for people.
+Data flow: configuration -> `Rollouts` with the model as it is -> episodes -> text, for people.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quatrain.agents.hubs import hub_rows
-from quatrain.agents.play import AgentRollouts, Episode, Part
+from quatrain.agents.play import AgentEpisodes, Episode, Part
 from quatrain.config.load import Resolved
 from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import NO_ROWS
@@ -40,9 +40,9 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
     rows = hub_rows(config, config.data.train, NO_ROWS)
     source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed, rows=rows)
     with closing(build_engine(config, loaded)) as rollouts:
-        assert isinstance(rollouts, AgentRollouts)
         rollouts.sync_weights(loaded.params, 0)
         ticket = rollouts.submit(source.head(count), sampling=replace(rollouts.sampling, n=1))
+        assert isinstance(ticket.playing, AgentEpisodes)
         problem: ValueError | None = None
         try:
             with starting(), waiting():
@@ -50,7 +50,7 @@ def play_rows(resolved: Resolved, count: int) -> Iterator[str]:
                 rollouts.wait(ticket)
         except ValueError as error:  # that all have faults, which the trees explain
             problem = error
-        for number, episode in enumerate(ticket.episodes):
+        for number, episode in enumerate(ticket.playing.episodes):
             if episode.fault or any(part.rows for part in episode.parts):
                 for part in episode.parts:
                     yield f"row {number}{_role(part)}: {_outcome(episode, part)}"

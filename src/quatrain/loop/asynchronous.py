@@ -21,7 +21,6 @@ import numpy as np
 
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource
-from quatrain.engine.service import EngineService
 from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.stages import Stages
 from quatrain.loop.step import collect
@@ -29,6 +28,7 @@ from quatrain.run.metrics import StageTimer
 from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import TrainState
+from quatrain.workers.loop_thread import LoopThread
 
 END_TIMEOUT_S = 3.0
 """Seconds that closing waits for the thread; a reward function that takes longer is left behind."""
@@ -83,8 +83,7 @@ class AsyncRollouts:
         self._max_staleness, self._in_flight = rollout.max_staleness, rollout.in_flight
         self._steps, self._barrier_every = steps, config.checkpoint.every_steps
         self._on_stage = on_stage
-        ahead = self._max_staleness > 0
-        self._service = EngineService(stages.rollout, name="quatrain-rollout") if ahead else None
+        self._thread = LoopThread("quatrain-rollout", "the rollout was closed", lambda: None)
         self._batches: deque[Future[TrainBatch]] = deque()
         self._position = PromptPosition()
         self._next_step = 0
@@ -143,9 +142,8 @@ class AsyncRollouts:
         """End the thread, if there is one, and close the rollout; batches not taken are discarded."""
         for batch in self._batches:
             batch.cancel()
-        if self._service is None:
-            self._stages.rollout.close()
-        elif not self._service.close(END_TIMEOUT_S):
+        self._stages.rollout.close()  # so that a batch that is being sampled ends
+        if not self._thread.close(END_TIMEOUT_S):
             logger.warning(
                 "the rollout's thread did not end within %g seconds and is left behind; a reward function or "
                 "a compilation is still running in it",
@@ -154,10 +152,11 @@ class AsyncRollouts:
 
     def _run(self, job: Callable[[], T]) -> Future[T]:
         """`job`, run in the thread of the rollout; without a staleness here and now."""
-        if self._service is not None:
-            return self._service.run(job)
         done: Future[T] = Future()
-        done.set_result(job())
+        if self._max_staleness:
+            self._thread.do(_carry_out, job, done)
+        else:
+            done.set_result(job())
         return done
 
     def _next_barrier(self, step: int) -> int:
@@ -226,6 +225,15 @@ class AsyncRollouts:
         """Give the sampler's memory to the update; a rollout ahead of training needs it meanwhile."""
         if not self._max_staleness:
             self._stages.rollout.release()
+
+
+def _carry_out(job: Callable[[], T], done: Future[T]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        done.set_result(job())
+    except BaseException as error:  # raised where the result is asked for
+        done.set_exception(error)
 
 
 def staleness(rollouts: RolloutBatch, version: int) -> dict[str, Metric]:

@@ -22,9 +22,8 @@ from quatrain.loop.reference import Reference
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.run.checkpoint import Checkpointer, NonFiniteState, SaveFailed, abstract
-from quatrain.run.resume import Identity
+from quatrain.run.resume import Identity, check_saved_state
 from quatrain.run.run_dir import RunDir
-from quatrain.run.saved_state import check_saved_state
 from quatrain.types.batches import PromptPosition
 from quatrain.update.learner import TrainState
 from quatrain.update.trainer import ModelState

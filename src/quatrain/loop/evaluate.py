@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.policy import LoadedPolicy, load_policy
@@ -29,12 +29,13 @@ from quatrain.report.start_up import starting
 from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format as format_reward
 from quatrain.reward.scorer import STATS, RewardScorer, short_names
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.catalogue import CATALOGUE
 from quatrain.run.metrics import reduce_metrics
 from quatrain.run.samples import evaluation_sample
 from quatrain.types.batches import FAULTS, Prompt, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, combine
-from quatrain.types.rollouts import Rollouts, Sampling, rollout_batch
+from quatrain.types.rollouts import Sampling, rollout_batch
 from quatrain.update.teacher_prompts import TeacherPrompts
 
 logger = logging.getLogger(__name__)

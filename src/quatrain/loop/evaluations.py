@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quatrain.cluster.stop import Stop
+from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed, of_which_nearest
 from quatrain.config.schema import Config
 from quatrain.config.secrets import comparable, same
-from quatrain.config.values import shown_data_sets
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.evaluate import Evaluation, Evaluator, finite_numbers, result
 from quatrain.loop.recorder import Recorder

@@ -18,13 +18,13 @@ from typing import Any
 from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.cluster.stop import Stop
+from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.config.values import data_set_list, shown_data_sets
 from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
-from quatrain.data.table import TokenRow
+from quatrain.data.token_table import TokenRow
 from quatrain.loop.evaluate import Evaluator
 from quatrain.loop.policy import LoadedPolicy
 from quatrain.loop.sft import warm_start_data
@@ -32,8 +32,8 @@ from quatrain.report.start_up import stage
 from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.run import resume
 from quatrain.run.checkpoint import Checkpointer, SaveFailed
+from quatrain.run.resume import check_saved_state
 from quatrain.run.run_dir import RunDir
-from quatrain.run.saved_state import check_saved_state
 from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import DATA_SOURCE
 from quatrain.update.teacher import Teacher, TeacherLoader, WordTeacher, has_teacher

@@ -21,11 +21,11 @@ import jax
 
 from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
+from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.config.secrets import redact
-from quatrain.config.values import data_set_list, shown_data_sets
+from quatrain.config.secrets import redact, redactor
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import build_run
 from quatrain.loop.evaluate import results
@@ -33,8 +33,8 @@ from quatrain.loop.export import ADAPTER, export_policy
 from quatrain.loop.hub import make_repository, push
 from quatrain.loop.inputs import NO_FUNCTIONS, Inputs, RewardFunctions
 from quatrain.loop.run import Run
-from quatrain.plan.batches import overview
-from quatrain.plan.batches import plan as batch_plan
+from quatrain.plan.batch_plan import overview
+from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
 from quatrain.report.start_up import starting
@@ -127,7 +127,7 @@ def _report(run: Run) -> Report:
     return Report(
         folder,
         run.config.logging,
-        redact=lambda text: redact(text, os.environ),
+        redactor=lambda: redactor(os.environ),
         run_config=plain(run.inputs.resolved),
         token_text=lambda token: tokenizer.decode([token]),
         hints=Hints(run.config, run.steps, hints_in(folder.hints) if folder.resumed else ()),

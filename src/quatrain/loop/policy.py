@@ -23,15 +23,14 @@ from quatrain.data.rows import GivenRows
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
-from quatrain.models.attention.probe import trusted_attention
-from quatrain.models.expert_probe import trusted_backend
 from quatrain.models.families import Architecture
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.models.params import check_policy
+from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
-from quatrain.weights.load import BUILTIN, Model, load_model
+from quatrain.weights.load_model import BUILTIN, Model, load_model
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,7 +18,7 @@ from quatrain.models.params import abstract_params
 from quatrain.parallel.mesh import copy_if_aliased, to_memory
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.update.learner import Learner, TrainState
-from quatrain.update.reference import followed
+from quatrain.update.moving_reference import followed
 
 
 class Reference:

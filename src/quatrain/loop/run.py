@@ -23,7 +23,8 @@ from quatrain.loop.reference import Reference
 from quatrain.loop.sft import warm_start
 from quatrain.loop.stages import Stages
 from quatrain.loop.stop_when import StopWhen
-from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.fleet import Fleet, OneWorker
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.run_dir import RunDir
 from quatrain.types.metrics import Metrics
 from quatrain.update.critic import critic_params
@@ -146,14 +147,14 @@ def compare_servers(run: Run, state: TrainState) -> None:
             "rollout.logprob_diff_warning is null"
         )
         return
-    engine, servers = run.stages.rollout, run.config.rollout.servers
-    fleet = getattr(engine, "fleet", engine)  # that of agents, or the sampler itself
-    assert isinstance(fleet, Fleet), "servers are workers of a fleet"
-    prompts, sampling = run.prompts.head(PROBES), replace(engine.sampling, n=1)
-    fleet.sync_weights(state.params, state.step)
-    tickets = [fleet.submit(prompts, sampling=sampling, worker=each) for each in range(len(servers))]
-    for server, ticket in zip(servers, tickets, strict=True):
-        gap = run.stages.update.sampler_mismatch(state, fleet.wait(ticket))
+    rollout, servers = run.stages.rollout, run.config.rollout.servers
+    assert isinstance(rollout.sampler, Fleet), "servers are workers of a fleet"
+    prompts, sampling = run.prompts.head(PROBES), replace(rollout.sampling, n=1)
+    rollout.sync_weights(state.params, state.step)
+    each = [Rollouts(OneWorker(rollout.sampler, i), rollout.tokenizer, sampling) for i in range(len(servers))]
+    tickets = [probed.submit(prompts) for probed in each]
+    for server, probed, ticket in zip(servers, each, tickets, strict=True):
+        gap = run.stages.update.sampler_mismatch(state, probed.wait(ticket))
         if not gap <= SERVER_TOLERANCE * limit:
             raise ValueError(
                 "a server (rollout.servers) and the trainer must agree in log-probabilities of sampled "

@@ -16,14 +16,14 @@ from typing import Any
 
 import uvicorn
 
-from quatrain.config.derive import longest_of_run
+from quatrain.config.derive import PREFIX_SHARE, longest_of_run
 from quatrain.config.schema import Config
+from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import watching_compilations
-from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.api import Api
 from quatrain.weights.hf import load_hf
 
@@ -53,12 +53,13 @@ def serve(
     `port` 0 takes any free port. Raises ValueError if the address cannot be used, if it is not one of this
     machine alone and there is no token (`QUATRAIN_SERVE_TOKEN`), and for a model that cannot be loaded.
     """
-    token = os.environ.get(TOKEN) or None
+    token = os.environ.get(SERVE_TOKEN) or None
     local = _is_loopback(host)
     if token is None and not local:
         raise ValueError(
             f"a server that others can reach needs a token: --host {host} is not an address of this machine "
-            f"alone, and {TOKEN} is not set; set it to a secret that clients send, or use --host 127.0.0.1"
+            f"alone, and {SERVE_TOKEN} is not set; set it to a secret that clients send, or use "
+            "--host 127.0.0.1"
         )
     with _bound(host, port) as bound:
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
@@ -101,8 +102,10 @@ def serve(
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
     # Weights are loaded in place of the old ones: memory for copies of other versions would be left unused.
-    rollout = config.rollout.model_copy(update={"max_staleness": 0})
-    served = config.model_copy(update={"rollout": rollout})
+    share = config.rollout.prefix_share
+    changes: dict[str, Any] = {"max_staleness": 0, "in_flight": False}
+    changes |= {"prefix_share": PREFIX_SHARE if share is None else share}
+    served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
     engine = RolloutEngine.of(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)
     return engine

@@ -15,7 +15,7 @@ from quatrain.loop.policy import LoadedPolicy
 from quatrain.ops.fingerprint import fingerprint
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.metrics import Metric
-from quatrain.update.sft import SupervisedLearner
+from quatrain.update.supervised import SupervisedLearner
 
 
 def warm_start_data(config: Config, loaded: LoadedPolicy, rows: GivenRows = NO_ROWS) -> DemonstrationSource:

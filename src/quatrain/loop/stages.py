@@ -13,21 +13,24 @@ from types import MappingProxyType
 from typing import Any
 
 from quatrain.advantage.estimate import AdvantageEstimator
+from quatrain.cluster.processes import num_processes
 from quatrain.config.errors import installation
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.environments.episode_rules import episode_rules
+from quatrain.environments.episodes import EnvironmentPlayer
 from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
-from quatrain.rollout.fleet_episodes import FleetEpisodes
-from quatrain.rollout.fleet_service import FleetService
+from quatrain.rollout.own_sampler import users_sampler
+from quatrain.rollout.rollouts import Player, Rollouts, SingleTurns
 from quatrain.rollout.start_fleet import start_fleet
 from quatrain.types.batches import RolloutBatch
 from quatrain.types.metrics import Metric
-from quatrain.types.rollouts import OnProgress, Rollouts
+from quatrain.types.rollouts import OnProgress, Sampling
+from quatrain.types.sampler import Sampler
 from quatrain.update.learner import Learner
 from quatrain.update.teacher import Teacher, TeacherLoader, as_stage
 from quatrain.update.teacher_prompts import TeacherPrompts
@@ -88,51 +91,27 @@ def build_engine(
     prompts: PromptSource | None = None,
     on_progress: OnProgress | None = None,
 ) -> Rollouts:
-    """What samples for `loaded`: an engine on this run's devices, or a fleet of workers or servers.
+    """What samples for `loaded`, and plays the episodes: line 1 of a training step.
 
     It has no weights until its `sync_weights` is called. `on_progress` is called with the progress of the
     rollout. Reward functions of `scorer` may get the environments of episodes, which are kept for them.
     Prompt caches have room for the usual lengths of `prompts`. Waits until each worker or server has started;
-    raises ValueError, which names it, if one fails to or cannot serve this run, and without the packages of
-    the extra `serve` for `rollout.agent`.
+    raises ValueError, which names it, if one fails to or cannot serve this run, for an agent of the running
+    program, and for one without the packages of the extra `serve`.
     """
-    rollout = config.rollout
     if scorer is not None:
         loaded = keeping_environments(config, loaded, scorer)
     if prompts is not None:
         loaded = replace(loaded, usual_prompt=prompts.usual_longest(config.data.batch_size))
-    if rollout.agent is not None:
-        try:  # other runs need no HTTP server
-            from quatrain.agents.agent_rollouts import agent_rollouts
-        except ImportError as error:
-            raise ValueError(
-                f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"
-            ) from None
-
-        def service() -> EngineService | FleetService:
-            if rollout.has_fleet:
-                return FleetService(start_fleet(config, loaded, engine_worker))
-            engine = RolloutEngine.of(config, loaded, per_request_sampling=True)
-            return EngineService(engine, name="quatrain-agents-engine")
-
-        return agent_rollouts(config, loaded, rollout.agent, service, on_progress=on_progress)
-    if not rollout.has_fleet:
-        return local_engine(config, loaded, on_progress=on_progress)
-    if loaded.environments is None or not rollout.servers:  # workers on Ray have environments of their own
-        return start_fleet(config, loaded, engine_worker, on_progress=on_progress)
-    rules = episode_rules(config, loaded, loaded.environments)
+    sampler = build_sampler(config, loaded)
     try:
-        fleet = start_fleet(config, loaded, engine_worker, on_progress=on_progress)
+        player = build_player(config, loaded, sampler)
     except BaseException:
-        rules.close()
+        sampler.close()
         raise
-    return FleetEpisodes(
-        fleet,
-        rules,
-        seed=config.seed,
-        tokenizer=loaded.tokenizer,
-        greedy_baseline=rollout.greedy_baseline,
-        on_progress=on_progress,
+    rollout = config.rollout
+    return Rollouts(
+        sampler, loaded.tokenizer, Sampling.of(rollout), player, rollout.greedy_baseline, on_progress
     )
 
 
@@ -143,24 +122,52 @@ def keeping_environments(config: Config, loaded: LoadedPolicy, scorer: RewardSco
     """
     if loaded.environments is None or not scorer.asks_for_environments:
         return loaded
-    rollout = config.rollout
-    for key in ("environment_workers", "workers"):
-        if count := getattr(rollout, key):
-            raise ValueError(
-                f"rollout.{key} must be 0 if a reward function gets the `environments` of episodes, which "
-                f"are objects of this process; got {count}; set 0, or give the class a method get_reward "
-                "and take the reward `environment`"
-            )
+    if count := config.rollout.environment_workers:
+        raise ValueError(
+            "rollout.environment_workers must be 0 if a reward function gets the `environments` of episodes, "
+            f"which are objects of this process; got {count}; set 0, or give the class a method get_reward "
+            "and take the reward `environment`"
+        )
     return replace(loaded, environments=loaded.environments.keeping())
 
 
-def local_engine(
-    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None
-) -> RolloutEngine:
-    """The engine on devices of this run, which plays the episodes of `loaded` if it has environments."""
-    made = loaded.environments
-    rules = None if made is None else episode_rules(config, loaded, made)
-    return RolloutEngine.of(config, loaded, episodes=rules, on_progress=on_progress)
+def build_sampler(config: Config, loaded: LoadedPolicy) -> Sampler:
+    """The engine on this run's devices, a fleet of workers or servers, or the class `rollout.sampler`."""
+    rollout = config.rollout
+    if rollout.sampler is not None:
+        sampler = users_sampler(config, loaded, rollout.sampler)
+    elif rollout.has_fleet:
+        sampler = start_fleet(config, loaded, engine_worker)
+    else:
+        sampler = EngineService(
+            RolloutEngine.of(config, loaded, per_request_sampling=rollout.has_episodes),
+            # Ahead of training it samples while training computes; else whoever waits for it has the time.
+            thread="quatrain-engine" if rollout.max_staleness else None,
+            led=num_processes() > 1 and rollout.has_episodes,
+        )
+    if rollout.in_flight and not sampler.exchanges_in_flight:
+        sampler.close()
+        raise ValueError(
+            "rollout.in_flight needs a sampler that says of each token which version of the weights sampled "
+            "it; the workers or servers of this run do not; set false, or sample on devices of this run"
+        )
+    return sampler
+
+
+def build_player(config: Config, loaded: LoadedPolicy, sampler: Sampler) -> Player:
+    """What plays the episodes: an agent, environments, or nobody, where a completion is one turn."""
+    if config.rollout.agent is not None:
+        try:  # other runs need no HTTP server
+            from quatrain.agents.agent_player import agent_player
+        except ImportError as error:
+            raise ValueError(
+                f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"
+            ) from None
+
+        return agent_player(config, loaded, config.rollout.agent, sampler)
+    if loaded.environments is not None:
+        return EnvironmentPlayer(episode_rules(config, loaded, loaded.environments))
+    return SingleTurns()
 
 
 def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:
@@ -168,13 +175,10 @@ def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:
 
     With adapters, it loads the base, because only adapters are published.
     """
-    loaded = load_policy(config, critic=False, weights=config.lora.rank > 0)
+    loaded = load_policy(config, critic=False, weights=config.lora.rank > 0, environments=False)
     loaded = replace(loaded, usual_prompt=usual_prompt)
     rollout = config.rollout
-    if rollout.agent is None:
-        engine = local_engine(config, loaded)
-    else:
-        engine = RolloutEngine.of(config, loaded, per_request_sampling=True)
+    engine = RolloutEngine.of(config, loaded, per_request_sampling=rollout.has_episodes)
     read = weights_reader(loaded.arch, loaded.meshes.rollout, loaded.params)
     return EngineWorker(
         engine, read, name=name, num_slots=rollout.max_concurrency, timeout_s=rollout.timeout_s

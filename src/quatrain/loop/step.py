@@ -52,7 +52,7 @@ def learn(
     teacher, advantage, update = stages.teacher, stages.advantage, stages.update
     if teacher is not None:
         with timed("teacher"):
-            rewarded = teacher.score(rewarded, own=partial(update.own_scores, state))
+            rewarded = teacher.score(rewarded, own=partial(update.own_scores, state.params))
     if update.needs_logprobs_and_values:
         with timed("token_scores"):
             rewarded = update.compute_logprobs_and_values(state, rewarded)

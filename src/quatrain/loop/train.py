@@ -31,8 +31,8 @@ from quatrain.loop.run import Run
 from quatrain.loop.step import learn
 from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.plan import device_memory
-from quatrain.plan.batches import plan as batch_plan
-from quatrain.plan.batches import render
+from quatrain.plan.batch_plan import plan as batch_plan
+from quatrain.plan.batch_plan import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
 from quatrain.run.run_dir import RunDir, checkpoint_steps

@@ -5,6 +5,7 @@ Data flow: config.json, a GGUF header or a builtin name -> `Architecture` -> par
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -190,15 +191,12 @@ class Architecture:
 
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
-        ropes = {mixer: mixer.rope and mixer.rope.for_length(tokens) for mixer in self.attentions}
-        if all(mixer.rope == rope for mixer, rope in ropes.items()):
-            return self
-        new = {mixer: replace(mixer, rope=rope) for mixer, rope in ropes.items()}
-
-        def layer(kind: LayerKind) -> LayerKind:
-            return replace(kind, mixer=new[kind.mixer]) if isinstance(kind.mixer, Attention) else kind
-
-        return replace(self, layers=tuple(map(layer, self.layers)))
+        new: dict[Mixer, Mixer] = {
+            mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_length(tokens))
+            for mixer in self.attentions
+        }
+        layers = tuple(replace(kind, mixer=new.get(kind.mixer, kind.mixer)) for kind in self.layers)
+        return self if layers == self.layers else replace(self, layers=layers)
 
     @property
     def longest(self) -> int:
@@ -235,6 +233,12 @@ class Architecture:
         """The experts that it chooses for each token; None: it has none."""
         experts = [kind.mlp for kind in self.layers if isinstance(kind.mlp, Experts)]
         return Routes(len(experts), experts[0].top_k, experts[0].num) if experts else None
+
+    def with_experts(self, change: Callable[[Experts], Experts]) -> Architecture:
+        """This model with `change` made to the experts of each layer that has some."""
+        experts = (isinstance(kind.mlp, Experts) and change(kind.mlp) for kind in self.layers)
+        layers = zip(self.layers, experts, strict=True)
+        return replace(self, layers=tuple(replace(kind, mlp=new) if new else kind for kind, new in layers))
 
     def check_routes(self, recorded: np.ndarray) -> None:
         """Raises ValueError if the routes [B, T, layers, experts_per_token] are not of this model."""

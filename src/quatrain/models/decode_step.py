@@ -98,6 +98,7 @@ def prefill(
     """
 
     def attend_of(mixer: Attention) -> Attend:
+        # Made once for each kind of attention, and not again in each of its layers.
         window, cap, sizes = mixer.window, mixer.softcap, backend.attention_blocks
         pattern = attention_pattern(
             attention, positions[None], segment_ids[None], branch_ids[None], window, sizes, layout=layout
@@ -107,10 +108,14 @@ def prefill(
             q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, sinks_N: Any, cache: Any
         ) -> tuple[jax.Array, LayerCache]:
             if mixer.sharing == "reuses":
+                # The lender's keys of this pass: the layer itself has none, and its cache entry is the
+                # lender's.
                 k_BTKH, v_BTKH = (x[None] for x in cache[1])
             y_BTNH = self_attention(
                 attention, q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap, sinks=sinks_N
             )
+            # Returned, not written: the engine places prompts in slots afterwards, several of them from one
+            # row.
             return y_BTNH, (k_BTKH[0], v_BTKH[0])
 
         return attend
@@ -118,6 +123,7 @@ def prefill(
     def recur(
         x: jax.Array, ba: jax.Array, weights: DeltaWeights, key_size: int, cache: Any
     ) -> tuple[jax.Array, DeltaState]:
+        # Without chunks a state would run on from one prompt of the row into the next.
         assert chunks is not None, "DeltaNet layers need the chunks of packed rows"
         y, states = states_at_ends(x, ba, chunks, weights, key_size, 1 + num_prompts)
         return y, jax.tree.map(lambda each: each[:, 0], states)
@@ -155,6 +161,8 @@ def extend(
             if mixer.sharing == "reuses":
                 _, cache = cache
             else:
+                # Written before they are read, so that new tokens attend to each other by the same path as to
+                # old ones.
                 cache = _written(cache, continued.prefix_slots, written_NT, k_BTKH, v_BTKH)
             sequences = _Sequences(cache, continued.prefix_slots, places_NS)
             attended = _attend_to(_by_key_head(q_BTNH, cache), positions_NT, sequences, mixer)
@@ -166,6 +174,8 @@ def extend(
     def recur(
         x: jax.Array, ba: jax.Array, weights: DeltaWeights, key_size: int, cache: DeltaState
     ) -> tuple[jax.Array, DeltaState]:
+        # A slot is used again without being cleared: what its last sequence left must not be the beginning of
+        # this one.
         begin = jax.tree.map(
             lambda rows: where_rows(continued.starts > 0, rows, 0), _rows(cache, continued.prefix_slots)
         )
@@ -175,6 +185,7 @@ def extend(
     inputs, caches = (continued.input_ids, positions_NT), prompts.layers
     settings: Any = {"routes": continued.routes, "dtype": dtype, "backend": backend}
     run = run_layers(params, arch, *inputs, attend_of, recur, caches, **settings)
+    # Padding rows have a count of 0: their hidden states are of any token and are not used.
     last_N = jnp.maximum(continued.counts - 1, 0)
     return run.hidden[jnp.arange(N), last_N], CachePart(run.caches), run.routes
 
@@ -198,7 +209,9 @@ def restore(
     positions_NT = lengths_N1 + index_NT
     real_NT = ahead_T < continued.counts[:, None]
     written_NT = jnp.where(real_NT, (begins_N1 + index_NT) % C, C)  # out of range: not written
+    # Behind the prompt the slot may hold tokens of an earlier, longer one: no query may see them.
     prompt_NS = jnp.where(jnp.arange(S) < lengths_N1, jnp.arange(S), NOWHERE)
+    # The ring position of a turn's first token differs by sequence: positions are derived, nothing is moved.
     turn_NC = lengths_N1 + (jnp.arange(C) - begins_N1) % C
 
     def attend_of(mixer: Attention) -> Attend:
@@ -244,6 +257,7 @@ def with_states(
 
 def _rows(state: Any, rows_N: jax.Array) -> DeltaState:
     """The states of these rows; any row where it is out of range."""
+    # Clipped, for padding alone, whose result is dropped when it is written.
     return DeltaState(*(jnp.take(each, rows_N, axis=0, mode="clip") for each in state))
 
 
@@ -295,12 +309,16 @@ def decode(
     that are not `live` [B] stay as they are: what other slots write at their positions is not read.
     """
     S, C = prompts.positions, generated.positions
+    # All sequences write one position, so that a step is a slice update and not a scatter.
     back_C = (ring_position - jnp.arange(C, dtype=jnp.int32)) % C
     prompt_positions_S = jnp.arange(S, dtype=jnp.int32)
+    # By prompt and member: the keys of a prompt are read once for all sequences that continue it.
     back_RMS = positions[sharing.members][:, :, None] - prompt_positions_S
     real_RMS = jnp.broadcast_to(
         (prompt_positions_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape
     )
+    # A slot that was given to a new sequence still holds the old one's keys, further back than its own
+    # tokens.
     valid_BC = back_C < generated_lengths[:, None]
 
     def attend_of(mixer: Attention) -> Attend:
@@ -322,6 +340,7 @@ def decode(
             q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
             shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
             own = _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
+            # Back from members of prompts to slots: unused entries of `members` are computed and never read.
             prompt = _Attended(*(x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared))
             prompt = _with_sinks(prompt, sinks_N)
             y_BKGH = _over_both(prompt, _Attended(*(x[:, 0] for x in own)))
@@ -334,6 +353,7 @@ def decode(
     ) -> tuple[jax.Array, DeltaState]:
         _, own = cache
         y, new = delta_rule.step(x[0], ba[0], weights, own)
+        # A state has no positions that could be ignored: a step of an idle slot would be part of it for good.
         return y[None], jax.tree.map(partial(where_rows, live), new, own)
 
     inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
@@ -355,6 +375,8 @@ class _Attended(NamedTuple):
 def _merged(a: _Attended, b: _Attended) -> _Attended:
     """Attention over two sets of keys."""
     peak = jnp.maximum(a.peak, b.peak)
+    # Of the greater peak, so that no exponential is above 1; MASKED is finite, so that the difference is
+    # never NaN.
     of_a, of_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
     return _Attended(a.sums * of_a + b.sums * of_b, peak, a.total * of_a + b.total * of_b)
 
@@ -363,6 +385,7 @@ def _with_sinks(attended: _Attended, sinks_N: jax.Array | None) -> _Attended:
     """With one more score of each head [..., K, G], which has no value."""
     if sinks_N is None:
         return attended
+    # Once, on the prompt's part: merged into both parts the sink would count twice.
     score = jnp.broadcast_to(sinks_N.reshape(*attended.peak.shape[-3:]), attended.peak.shape)
     return _merged(attended, _Attended(jnp.zeros_like(attended.sums), score, jnp.ones_like(score)))
 
@@ -395,6 +418,7 @@ def _attend_to(
         """Those positions of the sequences' rows."""
         sizes = tuple(size if i == axis else length for i, length in enumerate(x.shape))[1:]
         begin = tuple(first if i == axis else 0 for i in range(x.ndim))[1:]
+        # Slices, not a gather of whole rows: only the block that is read leaves the cache.
         return jax.vmap(lambda row: lax.dynamic_slice(x, (row, *begin), (1, *sizes))[0])(rows_N)
 
     def read(first: jax.Array | int, size: int) -> _Attended:
@@ -407,6 +431,7 @@ def _attend_to(
         return (back_NTS >= 0) if mixer.window is None else (back_NTS >= 0) & (back_NTS < mixer.window)
 
     S = places_NS.shape[1]
+    # The sizes are static: short caches have one product and no loop.
     if S <= MOST_AT_ONCE:
         return read(0, S)
     assert S % KEYS_AT_ONCE == 0, S
@@ -432,6 +457,8 @@ def _attend(
     R, M, K, G, H = q_RMKGH.shape
     S = k_RKHS.shape[3]
     q_RKXH = q_RMKGH.swapaxes(1, 2).reshape(R, K, M * G, H)
+    # Float32 scores also of bfloat16 caches: the trainer's softmax has them, and log-probabilities must
+    # agree.
     scores = jnp.einsum("RKXH,RKHS->RKXS", q_RKXH, k_RKHS, preferred_element_type=jnp.float32)
     scores = softcap(scores, cap).reshape(R, K, M, G, S)
     scores = jnp.where(mask_RMS[:, None, :, None], scores, MASKED)

@@ -75,40 +75,6 @@ def forward(
     packed: bool = True,
     layout: Unpacking | None = None,
     chunks: Chunks | None = None,
-    backend: Backend = ACCELERATOR,
-) -> jax.Array:
-    """The hidden states of `routed_forward`, in which every layer chooses its experts."""
-    return routed_forward(
-        params,
-        arch,
-        input_ids,
-        positions,
-        segment_ids,
-        branch_ids=branch_ids,
-        dtype=dtype,
-        remat=remat,
-        attention=attention,
-        packed=packed,
-        layout=layout,
-        chunks=chunks,
-        backend=backend,
-    ).hidden
-
-
-def routed_forward(
-    params: Params,
-    arch: Architecture,
-    input_ids: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    branch_ids: jax.Array | None = None,
-    dtype: DTypeLike = jnp.float32,
-    remat: str = "none",
-    attention: str = "xla",
-    packed: bool = True,
-    layout: Unpacking | None = None,
-    chunks: Chunks | None = None,
     routes: jax.Array | None = None,
     counted: jax.Array | None = None,
     backend: Backend = ACCELERATOR,
@@ -141,6 +107,7 @@ def routed_forward(
 
         def attend(q: jax.Array, k: Any, v: Any, sinks: Any, cache: Any) -> tuple[jax.Array, Any]:
             q = columns_to_heads(q, CP)
+            # What is lent has been exchanged over `cp` already, and must not be exchanged again.
             k, v = cache[1] if mixer.sharing == "reuses" else (_all_tokens(k), _all_tokens(v))
             lent = (k, v) if mixer.sharing == "lends" else None
             sinks = None if sinks is None else _heads_of_cp_device(sinks)
@@ -165,6 +132,7 @@ def routed_forward(
         return heads_to_columns(y, CP), None
 
     tokens = local_columns(input_ids, CP), local_columns(positions, CP)
+    # Experts are chosen for the device's own columns; positions and segments stay whole, attention reads all.
     routes, counted = (each if each is None else local_columns(each, CP) for each in (routes, counted))
     return run_layers(
         params,
@@ -216,7 +184,7 @@ def run_layers(
     `attend_of(mixer)` is the attention of the layers with this mixer, which takes and returns the cache of
     each, and `recur` the same of DeltaNet layers; `caches` are those of `Architecture.cached`. They must be
     pure functions: layers of one kind are traced and lowered once. For the other arguments see
-    `routed_forward`.
+    `forward`.
 
     `routes` [B, T, L, k] of `Routes.dtype` are the experts to take in each of the L layers that have experts,
     and `Routes.live` in all k entries where the layer chooses them. Their weights are computed from the
@@ -233,6 +201,7 @@ def run_layers(
     attends |= {mixer: attend_of(mixer) for mixer in arch.attentions}
 
     @cached
+    # One jitted function for layers of one kind: traced and lowered once, where a model has dozens of them.
     def compiled(kind: LayerKind, layer_specs: tuple[tuple[str, PartitionSpec], ...]) -> Callable[..., Any]:
         settings = dict(layer_specs), remat == "dots", backend
         run = partial(_layer, kind, arch, attends[kind.mixer], *settings)
@@ -245,6 +214,7 @@ def run_layers(
         run = compiled(kind, tuple(sorted(layer_specs.items())))
         turned = angles.get(kind.mixer) if isinstance(kind.mixer, Attention) else None
         reuses = kind.mixer.sharing == "reuses"
+        # The lender ran before in this pass: before it, the cache lacks the tokens that are computed now.
         cache = (caches[number], new_caches[number]) if reuses else caches[number]
         has_experts = isinstance(kind.mlp, Experts)
         choices = (given[len(routed)], counted) if has_experts else (None, None)
@@ -265,6 +235,7 @@ def _given(arch: Architecture, routes: jax.Array | None) -> Sequence[jax.Array |
         return ()
     if routes is None:
         return [None] * arch.routes.layers
+    # All k entries: one of them alone may be the largest expert number of a full byte.
     live = (routes == arch.routes.live).all(axis=-1, keepdims=True)
     experts = jnp.where(live, -1, routes.astype(jnp.int32))
     return [experts[:, :, layer] for layer in range(arch.routes.layers)]
@@ -303,6 +274,8 @@ def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax
     if axis is None:
         return table_VD[input_ids]
     rows = input_ids - axis_index(axis) * len(table_VD)
+    # Every device looks up all ids, and adds 0 for those of others: one sum in place of an all-gathered
+    # table.
     here = (rows >= 0) & (rows < len(table_VD))
     return psum_forward(jnp.where(here[..., None], table_VD[jnp.where(here, rows, 0)], 0), axis)
 

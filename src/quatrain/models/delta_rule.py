@@ -76,6 +76,7 @@ def one_sequence(segment_ids: jax.Array) -> Chunks:
     begins, lengths = jnp.argmax(real, axis=1), real.sum(axis=1)
     before = jnp.arange(-(-real.shape[1] // CHUNK), dtype=jnp.int32) * CHUNK
     counts = jnp.clip(lengths[:, None] - before, 0, CHUNK).astype(jnp.int32)
+    # The first chunk begins with nothing also where the row begins with padding: `starts` skips it.
     sources = jnp.where(before == 0, FROM_ZERO, FROM_CHUNK_BEFORE)
     starts = begins[:, None].astype(jnp.int32) + before
     return Chunks(starts, counts, jnp.broadcast_to(sources, counts.shape), jnp.full_like(counts, NOWHERE))
@@ -111,6 +112,7 @@ def continued(
     left = jnp.clip(counts[:, None] - before, 0, CHUNK).astype(jnp.int32)
     starts = jnp.broadcast_to(before, left.shape)
     chunks = Chunks(starts, left, jnp.full_like(left, FROM_CHUNK_BEFORE), jnp.full_like(left, NOWHERE))
+    # The scan carries one dtype; the cache has the convolution's inputs in that of activations.
     begin = begin._replace(conv=begin.conv.astype(jnp.float32))
     y, _, end, _ = _scan(x_BTKX, ba_BTKG, chunks, weights, begin, 0, keep=False)
     return y, end
@@ -122,6 +124,8 @@ def step(
     """([B, K, G F], the state after it) of one token of each sequence."""
     B, K, E, _ = state.memory.shape
     new_inputs = x_BKX[:, :, None, : state.conv.shape[3]].astype(state.conv.dtype)
+    # The convolution reads the last W inputs: those before this token are the state, so nothing is computed
+    # again.
     recent = jnp.concatenate([state.conv, new_inputs], axis=2)
     mixed = jax.nn.silu(_matmul("bkwc,kcw->bkc", *(x.astype(jnp.float32) for x in (recent, weights.conv))))
     q_BKE, k_BKE, v_BKGF, beta_BKG, g_BKG = _prepared(mixed, ba_BKG, weights, E)
@@ -143,6 +147,8 @@ def _prepared(
     q, k, v = jnp.split(mixed, (key_size, 2 * key_size), axis=-1)
 
     def normed(x: jax.Array) -> jax.Array:
+        # The epsilon is within the root, as in the published code: outside, small keys would have another
+        # length.
         return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
     b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
@@ -162,14 +168,18 @@ def _chunk(
     mixed = jax.nn.silu(sum(recent[:, w : w + L] * kernel[:, :, w] for w in range(W)))
     q, k, v, beta, g = _prepared(mixed, ba_BLKG, weights, E)
     real = (jnp.arange(L) < counts[:, None])[..., None, None]
+    # Padding then neither writes (beta 0) nor decays (g 0), so the state at the end is that of the last real
+    # token.
     beta_BKGL, g_BKGL = (jnp.where(real, x, 0.0).transpose(0, 2, 3, 1) for x in (beta, g))
     q_BKLE, k_BKLE, v_BKGLF = q.swapaxes(1, 2), k.swapaxes(1, 2), v.transpose(0, 2, 3, 1, 4)
 
     since = jnp.cumsum(g_BKGL, axis=-1)
     ahead = since[..., :, None] - since[..., None, :]
+    # Masked before the exponential: above the diagonal `ahead` is positive and would overflow.
     decay = jnp.exp(jnp.where(jnp.tri(L, dtype=bool), ahead, -jnp.inf))
     both = jnp.concatenate([k_BKLE, q_BKLE], axis=2)
     of_keys = _matmul("bkie,bkje->bkij", both, k_BKLE)[:, :, None]
+    # Keys and queries in one product: the memory, the largest array of a chunk, is read once.
     of_memory = _matmul("bkie,bkef->bkif", both, begin.memory).reshape(*both.shape[:3], *v.shape[3:])
     of_memory = of_memory.swapaxes(2, 3)  # [B, K, 2 L, G, F] -> [B, K, G, 2 L, F]
     grown = jnp.exp(since)[..., None]
@@ -180,6 +190,7 @@ def _chunk(
         beta_BKGL[..., None] * (v_BKGLF - grown * of_memory[..., :L, :]),
     )
     y = grown * of_memory[..., L:, :] + _matmul("bkgij,bkgjf->bkgif", of_keys[..., L:, :] * decay, new_BKGLF)
+    # Decays are differences of one running sum, never quotients of exponentials, which underflow.
     left = jnp.exp(since[..., -1:] - since)[..., None] * new_BKGLF
     left = left.swapaxes(2, 3).reshape(*k_BKLE.shape[:3], GF)
     whole = jnp.repeat(jnp.exp(since[..., -1]), GF // since.shape[2], axis=-1)[:, :, None]
@@ -236,6 +247,8 @@ def _scan(
 ) -> tuple[jax.Array, DeltaState, DeltaState, DeltaState | None]:
     """(y, saved states, the state after the last chunk, with `keep` those at the beginning of each chunk)."""
     (B, T, K, _), GF, C = x.shape, state.memory.shape[3], state.conv.shape[3]
+    # A chunk is sliced whole, also the last of a row: without room behind it `dynamic_slice` would move it
+    # back.
     x, ba = (_padded(each, T + CHUNK - 1) for each in (x, ba))
 
     def stack(count: int) -> DeltaState:
@@ -255,6 +268,8 @@ def _scan(
     y = jnp.zeros((B, T + CHUNK - 1, K, GF), x.dtype)
     begins = stack(chunks.counts.shape[1]) if keep else None
     carry = (y, stack(num_saved), state, begins)
+    # As many steps as the row with most chunks has: the number of chunks is rounded up for the compiler
+    # alone.
     y, saved, end, begins = lax.fori_loop(0, _num_used(chunks), advance, carry)
     return y[:, :T], saved, end, begins
 
@@ -294,6 +309,7 @@ def _rows(x: jax.Array, start: jax.Array) -> jax.Array:
 def _with_rows(x: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """`x` with the first `count` of `new` [B, L, ...] from `start` on."""
     real = (jnp.arange(CHUNK) < count[:, None]).reshape(*new.shape[:2], *[1] * (x.ndim - 2))
+    # Chunks overlap in what lies behind their real tokens, which belongs to the next chunk.
     new = jnp.where(real, new.astype(x.dtype), _rows(x, start))
     return jax.vmap(lambda row, part, first: lax.dynamic_update_slice_in_dim(row, part, first, 0))(
         x, new, start
@@ -334,12 +350,15 @@ def _backward(
         start, count, source, save = (each[:, i] for each in chunks)
         inputs = _rows(x_padded, start), _rows(ba_padded, start)
         begin = jax.tree.map(lambda each: each[i], begins)
+        # One chunk is computed again at a time: the triangular systems of all are never in memory together.
         (of_chunk, _), pullback = jax.vjp(partial(_chunk, counts=count), *inputs, weights, begin)
         real = (jnp.arange(CHUNK) < count[:, None])[..., None, None]
         above = jnp.where(real, _rows(dy, start), 0).astype(of_chunk.dtype)
         dend = jax.tree.map(
             lambda own, all_: own + all_.at[save, rows].get(mode="fill", fill_value=0), dstate, dsaved
         )
+        # Going backward, the chunk that saved a state is the last to need its gradient; the number is used
+        # anew before it.
         dsaved = jax.tree.map(lambda all_: all_.at[save, rows].set(0, mode="drop"), dsaved)
         of_x, of_ba, of_weights, dbegin = pullback((above, dend))
         dstate = jax.tree.map(partial(where_rows, source == FROM_CHUNK_BEFORE), dbegin, nothing)

@@ -8,6 +8,7 @@ Shapes: N tokens, k experts of each, P = N k pairs of a token and an expert, E e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ def group_pairs(experts_P: jax.Array, num_experts: int) -> Groups:
     foreign = (experts_P < 0) | (experts_P >= num_experts)
     keys = jnp.where(foreign, num_experts, experts_P)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    # The inverse by a scatter of unique indices: a second sort would cost as much as the first.
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
     sizes = jnp.diff(jnp.searchsorted(keys[order], jnp.arange(num_experts + 1))).astype(jnp.int32)
     return Groups(order, place, sizes)
@@ -75,6 +77,8 @@ def expert_product(x_PI: jax.Array, w_EOI: jax.Array, groups: Groups, how: str) 
     w_EOI = w_EOI.astype(x_PI.dtype)
     if how == "blocks":
         return _blocks(x_PI, w_EOI, groups.sizes, rows_of_block(len(x_PI), len(w_EOI)))
+    # Rows of other devices' experts come last and belong to no group: a kernel may leave whatever memory held
+    # there.
     own = (jnp.arange(len(x_PI)) < groups.sizes.sum())[:, None]
     return jnp.where(own, _RAGGED[how](jnp.where(own, x_PI, 0), w_EOI.swapaxes(1, 2), groups.sizes), 0)
 
@@ -98,10 +102,6 @@ def rows_of_block(pairs: int, experts: int) -> int:
     return min(max(2 ** (pairs // experts).bit_length() // 2, FEWEST_ROWS), MOST_ROWS, pairs)
 
 
-def _ragged(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return lax.ragged_dot(x_PI, w_EIO, sizes_E)
-
-
 def _tokamax(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
     import tokamax
 
@@ -109,7 +109,7 @@ def _tokamax(x_PI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array
     return product
 
 
-_RAGGED = {"ragged": _ragged, "tokamax": _tokamax}
+_RAGGED: dict[str, Callable[..., jax.Array]] = {"ragged": lax.ragged_dot, "tokamax": _tokamax}
 PRODUCTS = ("blocks", *_RAGGED)
 """Blocks of rows of one expert; XLA's `ragged_dot`, which is a kernel on TPUs alone; tokamax's kernel."""
 
@@ -131,6 +131,7 @@ def _table(sizes_E: jax.Array, pairs: int, rows: int) -> tuple[jax.Array, Any]:
         expert = jnp.sum(ends_of_blocks <= i)
         number = i - (ends_of_blocks[expert] - blocks[expert])
         first = ends[expert] - sizes_E[expert] + number * rows
+        # The last block is moved back into the array; `own` keeps it from touching rows of the block before.
         at = jnp.minimum(first, pairs - rows)
         place = at + jnp.arange(rows)
         own = (place >= first) & (place < jnp.minimum(first + rows, ends[expert]))
@@ -172,10 +173,6 @@ def _blocks(x_PI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, rows: int) ->
     return _over_blocks(x_PI, w_EOI.shape[1], sizes_E, rows, product)
 
 
-def _blocks_forward(x: jax.Array, w: jax.Array, sizes: jax.Array, rows: int) -> tuple[jax.Array, Any]:
-    return _blocks(x, w, sizes, rows), (x, w, sizes)
-
-
 def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """Both gradients in one loop, which reads the rows once."""
     x_PI, w_EOI, sizes_E = residuals
@@ -194,4 +191,4 @@ def _blocks_backward(rows: int, residuals: Any, dy_PO: jax.Array) -> tuple[jax.A
     return dx, dw.astype(w_EOI.dtype), None
 
 
-_blocks.defvjp(_blocks_forward, _blocks_backward)
+_blocks.defvjp(lambda x, w, sizes, rows: (_blocks(x, w, sizes, rows), (x, w, sizes)), _blocks_backward)

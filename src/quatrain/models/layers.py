@@ -111,12 +111,6 @@ def _summed_in_float32(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) 
     return jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
 
 
-def _product_in_forward(
-    x: jax.Array, weight: jax.Array, dtype: DTypeLike
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return product_in(x, weight, dtype), (x, weight)
-
-
 def _product_in_backward(
     dtype: DTypeLike, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +121,7 @@ def _product_in_backward(
     return dx.astype(x.dtype), dweight.astype(weight.dtype)
 
 
-product_in.defvjp(_product_in_forward, _product_in_backward)
+product_in.defvjp(lambda x, weight, dtype: (product_in(x, weight, dtype), (x, weight)), _product_in_backward)
 
 
 def linear(

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from quatrain.config.schema import LoraConfig
-from quatrain.config.sections.lora import ALL_LINEAR, MODULES
+from quatrain.config.sections.model_on_devices import ALL_LINEAR, MODULES
 from quatrain.models.architecture import Architecture, LayerKind, LoRA
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_run import OF_EXPERTS

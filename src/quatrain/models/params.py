@@ -92,16 +92,13 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
     blocks = [block for kind in arch.kinds for block in kind.blocks]
     if not all(block.splits(mesh.tp) for block in blocks):
         rules = dict.fromkeys(block.split_rule for block in blocks)
-        valid = [str(tp) for tp in range(1, MAX_TP + 1) if all(block.splits(tp) for block in blocks)]
+        valid = _numbers(MAX_TP, lambda tp: all(block.splits(tp) for block in blocks))
         raise ValueError(
-            f"tp must be a number that {', and '.join(rules)}; got tp {mesh.tp}; choose one of "
-            f"{', '.join(valid)}"
+            f"tp must be a number that {', and '.join(rules)}; got tp {mesh.tp}; choose one of {valid}"
         )
     if not all(mixer.exchanges(mesh.tp, mesh.cp) for mixer in arch.mixers):
         most = max(mixer.num_heads for mixer in arch.mixers)
-        valid = [
-            str(cp) for cp in range(1, most + 1) if all(mixer.exchanges(mesh.tp, cp) for mixer in arch.mixers)
-        ]
+        valid = _numbers(most, lambda cp: all(mixer.exchanges(mesh.tp, cp) for mixer in arch.mixers))
         heads = [mixer.heads_of_device(mesh.tp) for mixer in arch.attentions]
         queries, keys = (listed(map(str, numbers)) for numbers in zip(*heads, strict=True))
         also = [
@@ -111,11 +108,16 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
         raise ValueError(
             f"cp must be a number that divides the query heads of a device ({queries}), and divides or is a "
             f"multiple of its key/value heads ({keys}){''.join(also)}; got cp {mesh.cp}; choose one of "
-            f"{', '.join(valid)}"
+            f"{valid}"
         )
     if mesh.ep > 1:
         _check_experts(arch, mesh)
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
+
+
+def _numbers(most: int, holds: Callable[[int], bool]) -> str:
+    """The numbers up to `most` for which a rule holds, for an error."""
+    return ", ".join(str(number) for number in range(1, most + 1) if holds(number))
 
 
 def check_policy(arch: Architecture, *meshes: MeshShape) -> None:
@@ -136,11 +138,11 @@ def _check_experts(arch: Architecture, mesh: MeshShape) -> None:
     blocks = {kind.mlp for kind in arch.kinds if isinstance(kind.mlp, Experts)}
     if not all(block.spreads(mesh.tp, mesh.ep) for block in blocks):
         most = min(block.num for block in blocks)
-        valid = [str(ep) for ep in range(1, most + 1) if all(b.spreads(mesh.tp, ep) for b in blocks)]
+        valid = _numbers(most, lambda ep: all(block.spreads(mesh.tp, ep) for block in blocks))
         numbers = listed(sorted({str(block.num // mesh.tp) for block in blocks}))
         raise ValueError(
             f"ep must be a number that divides the experts of a device of tp ({numbers}); got ep {mesh.ep}; "
-            f"choose one of {', '.join(valid)}"
+            f"choose one of {valid}"
         )
 
 
@@ -222,11 +224,13 @@ def assemble(
     parts: dict[tuple[str | int, ...], list[TensorName]] = {}
     for name in tensor_names(arch):
         parts.setdefault(name.path, []).append(name)
+    # The largest first: its host copy exists while the devices are still empty.
     for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
         spec = leaf_at(params, path)
         parameter = _aligned(spec.shape, jnp.dtype(spec.dtype or dtype))
         for name in parts[path]:
             read(name, parameter)
+        # Waited for: otherwise the host would hold the copies of all parameters that are on their way.
         placed = jax.block_until_ready(device_put(parameter, leaf_at(places, path)))
         leaf_at(params, path[:-1])[path[-1]] = placed
     return params

@@ -54,6 +54,7 @@ NO_FORMS = RowForms()
 
 def spans_of_nodes(segments: np.ndarray, branches: np.ndarray) -> dict[Node, np.ndarray]:
     """The indices of the tokens of each node of a buffer [T], in the order of the buffer."""
+    # Nodes are neighbours by construction (`micro_batch.fill`), so a change of either number begins one.
     starts = np.flatnonzero(np.diff(segments, prepend=0) | np.diff(branches, prepend=0))
     return {
         (int(segments[span[0]]), int(branches[span[0]])): span
@@ -89,6 +90,8 @@ def _chunks(segments: np.ndarray, branches: np.ndarray, ends: bool) -> list[tupl
     for node, span in spans.items():
         depth, save = len(prefixes[node]), NOWHERE
         if node in continued:
+            # The scan has memory for so many saved states: a deeper prefix would overwrite one that is still
+            # read.
             assert depth < (1 if ends else PREFIXES), node
             save = depth
         elif ends:
@@ -99,5 +102,7 @@ def _chunks(segments: np.ndarray, branches: np.ndarray, ends: bool) -> list[tupl
             last = first + CHUNK >= len(span)
             count = min(CHUNK, len(span) - first)
             chunks.append((int(span[first]), count, source, save if last else NOWHERE))
+            # Only the first chunk of a node begins with a saved state; a node may begin in any place of the
+            # row.
             source = FROM_CHUNK_BEFORE
     return chunks

@@ -3,8 +3,6 @@
 Data flow: the completion mask of a mini-batch -> `token_weights` -> the weighted sum of token losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

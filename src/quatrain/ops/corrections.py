@@ -5,8 +5,6 @@ for each token's policy loss (`update/objective.py`), of the token or of its seq
 sequences that are rejected.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import jax

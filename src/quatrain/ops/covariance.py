@@ -13,8 +13,6 @@ and the bool `mask` of the completion tokens; columns are float32. Ratios are fr
 are a ValueError.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.masked import mean_and_std

@@ -4,8 +4,6 @@ Data flow: log-probabilities of the sampled tokens under teacher and policy -> h
 (`update/objective.py`), in place of the advantages that come from rewards alone.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

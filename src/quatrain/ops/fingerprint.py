@@ -3,8 +3,6 @@
 The checkpointer saves them with the arrays and compares them after reading.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

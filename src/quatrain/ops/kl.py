@@ -7,8 +7,6 @@ With d = log pi(x) - log ref(x) for x sampled from pi. Source: J. Schulman, "App
 when the estimator is differentiated as a loss term (arXiv 2506.09477); each docstring says which it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -5,7 +5,7 @@ Data flow: the decoder's hidden states -> here -> the policy loss, and the old a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,19 +116,22 @@ def token_logprobs(
     num_tokens = len(hidden)
     if not num_tokens:
         return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
-    num_chunks, size = even_parts(num_tokens, tile.tokens)
-    padding = num_chunks * size - num_tokens
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, size, -1)
-    targets = jnp.pad(targets, (0, padding)).reshape(num_chunks, size)
-    live = jnp.int32(num_chunks) if num_live is None else jnp.minimum(-(-num_live // size), num_chunks)
-
-    def scaled(rows: jax.Array, chunk: jax.Array) -> jax.Array:
-        return project(rows, chunk).astype(jnp.float32) / jnp.float32(temperature)
-
-    how = _How(scaled, tile, vocabulary_axis, kept_logits(num_tokens, len(head), tile) > 0, head_gradient)
-    outputs = _by_tiles(how, head, hidden, targets, live)
+    (hidden, targets), live = chunked(tile, num_live, hidden, targets)
+    how = How((Head(project, temperature),), tile, vocabulary_axis, head_gradient)
+    outputs = _by_tiles(how, kept_logits(num_tokens, len(head), tile) > 0, head, hidden, targets, live)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
+
+
+def chunked(
+    tile: Tile, num_live: jax.Array | int | None, *arrays: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """(the arrays [N, ...] as [chunks, n, ...], padded with zeros; the number of chunks with live tokens)."""
+    num_tokens = len(arrays[0])
+    count, size = even_parts(num_tokens, tile.tokens)
+    live = jnp.int32(count) if num_live is None else jnp.minimum(-(-num_live // size), count)
+    padded = (jnp.pad(x, [(0, count * size - num_tokens), *[(0, 0)] * (x.ndim - 1)]) for x in arrays)
+    return [x.reshape(count, size, *x.shape[1:]) for x in padded], live
 
 
 @dataclass(frozen=True)
@@ -159,57 +162,173 @@ class Words:
         return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < earlier, -jnp.inf, logits)
 
 
-class _How(NamedTuple):
-    """The static arguments of the functions below."""
+class Head(NamedTuple):
+    """What makes logits: a function (rows of the head, hidden states) -> logits, and the temperature."""
 
     project: Project
+    temperature: float
+
+    def logits(self, rows: jax.Array, chunk: jax.Array) -> jax.Array:
+        """[n, v] float32, divided by the temperature."""
+        return self.project(rows, chunk).astype(jnp.float32) / jnp.float32(self.temperature)
+
+
+class How(NamedTuple):
+    """How logits are computed: static arguments of the functions over tiles here and beside."""
+
+    heads: tuple[Head, ...]
+    """Of models with the same words; the first is that which is trained."""
     tile: Tile
     axis: str | None
     """Of the mesh, over which the vocabulary is sharded."""
-    keep: bool
-    """Whether the logits of the forward pass wait for the backward pass."""
     head_gradient: bool
 
+    def first_word(self, rows: jax.Array) -> jax.Array | int:
+        """The number of the first of this device's `rows` of the vocabulary."""
+        return 0 if self.axis is None else lax.axis_index(self.axis) * len(rows)
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+
+class Tiled:
+    """The logits of chunks of tokens in all tiles of words, of which one tile exists at a time.
+
+    `rows` [V, ...] and `hidden` [chunks, n, ...] are of the models of `how.heads`. Chunks from `live` on are
+    not computed.
+    """
+
+    def __init__(self, how: How, rows: Sequence[jax.Array], hidden: Sequence[jax.Array], live: jax.Array):
+        self.words = Words.of(len(rows[0]), how.tile)
+        self._how, self._rows, self._hidden, self._live = how, rows, hidden, live
+        # Cast once here: within the loops XLA would cast the same rows again for every chunk of tokens.
+        self._narrow = [narrowed(x, states.dtype) for x, states in zip(rows, hidden, strict=True)]
+
+    def _rows_of(self, j: jax.Array) -> list[jax.Array]:
+        """The rows of tile `j` of each model."""
+        return [lax.dynamic_slice_in_dim(x, self.words.first(j), self.words.size) for x in self._narrow]
+
+    def _logits(self, rows: Sequence[jax.Array], i: jax.Array, first: int = 0) -> list[jax.Array]:
+        """The logits of chunk `i` from the `rows` of a tile, of the models from `first` on."""
+        given = zip(self._how.heads[first:], rows, self._hidden[first:], strict=True)
+        return [head.logits(own, states[i]) for head, own, states in given]
+
+    def over(self, one: Callable[..., Arrays], carry: Arrays, kept: Arrays = ()) -> tuple[Arrays, Arrays]:
+        """`one(tile, chunk, carry of the chunk, its logits by each model)` over all tiles and live chunks.
+
+        Returns the last carry, and `kept` [tiles, chunks, n, v], if given, with logits of the first model.
+        """
+
+        def one_tile(j: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            rows = self._rows_of(j)
+
+            def one_chunk(i: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+                seen, kept = carry
+                logits = self._logits(rows, i)
+                kept = tuple(x.at[j, i].set(logits[0]) for x in kept)
+                shown = (self.words.without_earlier(each, j) for each in logits)
+                new = one(j, i, tuple(x[i] for x in seen), *shown)
+                return tuple(x.at[i].set(value) for x, value in zip(seen, new, strict=True)), kept
+
+            return lax.fori_loop(0, self._live, one_chunk, carry)
+
+        return lax.fori_loop(0, self.words.num_tiles, one_tile, (carry, kept))
+
+    def gradients(
+        self, to_logits: Callable[..., jax.Array], kept: Arrays = ()
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """The gradients of the first model's rows (None unless they are trained) and hidden states.
+
+        The logits of a tile of words and a chunk are made again, unless they were `kept`, and
+        `to_logits(tile, chunk, logits by each model)` gives the gradients of those of the first.
+        """
+        head, hidden, trained = self._rows[0], self._hidden[0], self._how.head_gradient
+
+        def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
+            to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
+            first = self.words.first(j)
+            rows, *others = self._rows_of(j)
+
+            def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
+                to_rows, to_hidden = grads
+                logits_of = self._how.heads[0].logits
+                # In float32, in which the products of the gradients are then summed.
+                if trained:
+                    logits, pull = jax.vjp(logits_of, _float32(rows), _float32(hidden[i]))
+                else:
+                    logits, pull = jax.vjp(partial(logits_of, rows), _float32(hidden[i]))
+                all_logits = [kept[0][j, i] if kept else logits, *self._logits(others, i, 1)]
+                shown = (self.words.without_earlier(each, j) for each in all_logits)
+                *by_rows, by_chunk = pull(to_logits(j, i, *shown))
+                to_hidden = to_hidden.at[i].add(by_chunk.astype(to_hidden.dtype))
+                added = zip(to_rows, by_rows, strict=True)
+                return tuple(old + new.astype(jnp.float32) for old, new in added), to_hidden
+
+            to_rows = tuple(lax.dynamic_slice_in_dim(x, first, self.words.size) for x in to_head)
+            to_rows, to_hidden = lax.fori_loop(0, self._live, one_chunk, (to_rows, to_hidden))
+            updated = zip(to_head, to_rows, strict=True)
+            # Tiles are the outer loop, so that a tile's part of the head's gradient is read and written once.
+            return tuple(lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in updated), to_hidden
+
+        # Sums over chunks and tiles are in float32 even where parameters and activations are not.
+        summed = jnp.float32 if self.words.num_tiles > 1 else hidden.dtype
+        nothing = (jnp.zeros(head.shape, jnp.float32),) if trained else ()
+        zeros = nothing, jnp.zeros(hidden.shape, summed)
+        to_head, to_hidden = lax.fori_loop(0, self.words.num_tiles, one_tile, zeros)
+        return (to_head[0].astype(head.dtype) if trained else None), to_hidden.astype(hidden.dtype)
+
+
+class Sums(NamedTuple):
+    """Of each row of logits z of the tiles so far: the greatest, and the sum of exp(z - greatest)."""
+
+    peak: jax.Array
+    total: jax.Array
+
+    def with_tile(self, logits: jax.Array) -> tuple[Sums, jax.Array, jax.Array]:
+        """(these with one more tile, the factor by which they shrank, exp(z - greatest) of the tile)."""
+        peak = jnp.maximum(self.peak, logits.max(axis=-1))
+        shrink, weights = jnp.exp(self.peak - peak), jnp.exp(logits - peak[:, None])
+        return Sums(peak, self.total * shrink + weights.sum(axis=-1)), shrink, weights
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_tiles(
-    how: _How, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
+    how: How, keep: bool, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on."""
-    return _forward(how._replace(keep=False), head, hidden, targets, live)[0]
+    """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on.
+
+    `keep`: whether the logits of the forward pass wait for the backward pass.
+    """
+    return _forward(how, False, head, hidden, targets, live)[0]
 
 
 def _forward(
-    how: _How, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
+    how: How, keep: bool, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    project, axis = how.project, how.axis
-    words = Words.of(len(head), how.tile)
+    axis, tiled = how.axis, Tiled(how, [head], [hidden], live)
+    words = tiled.words
     # Of this device's part of the vocabulary, targets count from its first word.
-    own_targets = targets - (0 if axis is None else lax.axis_index(axis) * len(head))
-    narrow = narrowed(head, hidden.dtype)
+    own_targets = targets - how.first_word(head)
 
-    def one_tile(j: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        rows = lax.dynamic_slice_in_dim(narrow, words.first(j), words.size)
-
-        def one_chunk(i: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-            statistics, kept = carry
-            logits = project(rows, hidden[i])
-            kept = tuple(x.at[j, i].set(logits) for x in kept)
-            seen = tuple(x[i] for x in statistics)
-            new = _with_tile(seen, words.without_earlier(logits, j), words.places(own_targets[i], j))
-            return tuple(x.at[i].set(value) for x, value in zip(statistics, new, strict=True)), kept
-
-        return lax.fori_loop(0, live, one_chunk, carry)
+    def one(j: jax.Array, i: jax.Array, seen: Arrays, logits: jax.Array) -> Arrays:
+        """Greatest logit z, sum of exp(z - greatest), the same times z - greatest, and the target's logit."""
+        peak, total, weighted, target = seen
+        sums, shrink, weights = Sums(peak, total).with_tile(logits)
+        # A logit of -inf (a forbidden token) has weight 0 and must add nothing, where 0 * -inf is NaN.
+        shifted = jnp.where(weights > 0, logits - sums.peak[:, None], 0.0)
+        weighted = (weighted + total * (peak - sums.peak)) * shrink + (weights * shifted).sum(axis=-1)
+        # A masked sum, not a gather: the target may be in another tile, or in another device's.
+        is_target = _is_target(logits, words.places(own_targets[i], j))
+        return *sums, weighted, target + jnp.where(is_target, logits, 0.0).sum(axis=-1)
 
     nothing = jnp.zeros(targets.shape, jnp.float32)
     begin = (jnp.full_like(nothing, LOWEST), nothing, nothing, nothing)
-    kept = (jnp.zeros((words.num_tiles, *targets.shape, words.size), jnp.float32),) if how.keep else ()
-    statistics, kept = lax.fori_loop(0, words.num_tiles, one_tile, (begin, kept))
-    peak, total, weighted, target = statistics
+    shape = words.num_tiles, *targets.shape, words.size
+    kept: Arrays = (jnp.zeros(shape, jnp.float32),) if keep else ()
+    (peak, total, weighted, target), kept = tiled.over(one, begin, kept)
     if axis is not None:
         own_peak, peak = peak, lax.pmax(peak, axis)
-        total, weighted = lax.psum(_below(own_peak - peak, total, weighted), axis)
+        lower, shrink = own_peak - peak, jnp.exp(own_peak - peak)
+        total, weighted = lax.psum((total * shrink, (weighted + total * lower) * shrink), axis)
         target = lax.psum(target, axis)
+    # Chunks that no token asked for were not computed: their sums are 0, and the logarithm would be -inf.
     computed = jnp.arange(len(targets))[:, None] < live
     total = jnp.where(computed, total, 1.0)
     log_total = jnp.log(total)
@@ -218,103 +337,20 @@ def _forward(
     return (logprobs, entropy), (head, hidden, own_targets, live, entropy, log_total + peak, kept)
 
 
-def _with_tile(seen: Arrays, logits: jax.Array, targets: jax.Array) -> Arrays:
-    """Of each row: greatest logit z, sum of exp(z - greatest), the same times z - greatest, target's logit.
-
-    `seen` are those of the tiles before.
-    """
-    peak, total, weighted, target = seen
-    new_peak = jnp.maximum(peak, logits.max(axis=-1))
-    total, weighted = _below(peak - new_peak, total, weighted)
-    shifted = logits - new_peak[:, None]
-    weights = jnp.exp(shifted)
-    # A logit of -inf (a forbidden token) has weight 0 and must add nothing, where 0 * -inf is NaN.
-    added = (weights * jnp.where(weights > 0, shifted, 0.0)).sum(axis=-1)
-    # A masked sum, not a gather: the target may be in another tile, or in another device's.
-    found = jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1)
-    return new_peak, total + weights.sum(axis=-1), weighted + added, target + found
-
-
-def _below(difference: jax.Array, total: jax.Array, weighted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two sums from a peak that is higher by -`difference`."""
-    shrink = jnp.exp(difference)
-    return total * shrink, (weighted + total * difference) * shrink
-
-
-def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+def _backward(how: How, keep: bool, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
     head, hidden, own_targets, live, entropy, log_total, kept = residuals
     by_logprob, by_entropy = cotangents
-    words = Words.of(len(head), how.tile)
+    tiled = Tiled(how, [head], [hidden], live)
 
-    def of_tile(j: jax.Array) -> ToLogits:
-        def to_logits(i: jax.Array, logits: jax.Array) -> jax.Array:
-            if how.keep:
-                logits = kept[0][j, i]
-            logprobs = words.without_earlier(logits, j) - log_total[i][:, None]
-            probs = jnp.exp(logprobs)
-            surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy[i][:, None]
-            weight = by_logprob[i][:, None]
-            is_target = _is_target(logits, words.places(own_targets[i], j))
-            return jnp.where(is_target, weight, 0.0) - probs * (weight + by_entropy[i][:, None] * surprise)
+    def to_logits(j: jax.Array, i: jax.Array, logits: jax.Array) -> jax.Array:
+        logprobs = logits - log_total[i][:, None]
+        probs = jnp.exp(logprobs)
+        surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy[i][:, None]
+        weight = by_logprob[i][:, None]
+        is_target = _is_target(logits, tiled.words.places(own_targets[i], j))
+        return jnp.where(is_target, weight, 0.0) - probs * (weight + by_entropy[i][:, None] * surprise)
 
-        return to_logits
-
-    gradients = gradients_by_tiles(
-        how.project, head, hidden, words, live, of_tile, head_gradient=how.head_gradient
-    )
-    return *gradients, None, None
-
-
-ToLogits = Callable[[jax.Array, jax.Array], jax.Array]
-"""(number of a chunk, its logits in one tile of words) -> the gradient of these logits."""
-
-
-def gradients_by_tiles(
-    project: Project,
-    head: jax.Array,
-    hidden: jax.Array,
-    words: Words,
-    live: jax.Array,
-    of_tile: Callable[[jax.Array], ToLogits],
-    *,
-    head_gradient: bool,
-) -> tuple[jax.Array | None, jax.Array]:
-    """The gradients of `head` [V, ...] (None without `head_gradient`) and `hidden` [chunks, n, D].
-
-    The logits of a tile of words and a chunk are made again, and `of_tile(j)` gives the gradients of those of
-    tile j. Chunks from `live` on have none.
-    """
-    narrow = narrowed(head, hidden.dtype)
-
-    def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
-        to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
-        first = words.first(j)
-        rows = lax.dynamic_slice_in_dim(narrow, first, words.size)
-        to_logits = of_tile(j)
-
-        def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
-            to_rows, to_hidden = grads
-            if head_gradient:
-                logits, pull = jax.vjp(project, _float32(rows), _float32(hidden[i]))
-            else:
-                logits, pull = jax.vjp(partial(project, rows), _float32(hidden[i]))
-            *by_rows, by_chunk = pull(to_logits(i, logits))
-            to_hidden = to_hidden.at[i].add(by_chunk.astype(to_hidden.dtype))
-            added = zip(to_rows, by_rows, strict=True)
-            return tuple(old + new.astype(jnp.float32) for old, new in added), to_hidden
-
-        to_rows = tuple(lax.dynamic_slice_in_dim(x, first, words.size) for x in to_head)
-        to_rows, to_hidden = lax.fori_loop(0, live, one_chunk, (to_rows, to_hidden))
-        updated = zip(to_head, to_rows, strict=True)
-        return tuple(lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in updated), to_hidden
-
-    # Sums over chunks and tiles are in float32 even where parameters and activations are not.
-    summed = jnp.float32 if words.num_tiles > 1 else hidden.dtype
-    nothing = (jnp.zeros(head.shape, jnp.float32),) if head_gradient else ()
-    zeros = nothing, jnp.zeros(hidden.shape, summed)
-    to_head, to_hidden = lax.fori_loop(0, words.num_tiles, one_tile, zeros)
-    by_head = to_head[0].astype(head.dtype) if head_gradient else None
-    return by_head, to_hidden.astype(hidden.dtype)
+    return *tiled.gradients(to_logits, kept), None, None
 
 
 def narrowed(head: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -3,8 +3,6 @@
 Data flow: stands under `advantages/` and `covariance.py`. Host-side numpy, float64.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -127,13 +127,16 @@ def plan_packing(
     lengths = _check(lengths, max_tokens, num_shards)
     groups = np.arange(len(lengths)) if groups is None else groups
     prefixes = np.zeros(len(lengths), np.int64) if prefixes is None else prefixes - shared_prefix
+    # The shared prefix stands once in each buffer: it leaves the lengths here and the widths below.
     units = _units(lengths - shared_prefix, groups, prefixes)
+    # Each token also attends to the prefix of all: (p + t)^2 - p^2 = 2 p t + t^2.
     cost = PackingCost(cost.linear + 2 * shared_prefix * cost.quadratic, cost.quadratic)
     single, several = (
         tuple(width - shared_prefix for width in widths if width > shared_prefix)
         for widths in (width_buckets(max_tokens), _rungs(max_tokens, SEVERAL))
     )
     micro_batches = _micro_batches(_Pool(units), single, several, num_shards, cost)
+    # A single micro-batch has more widths to choose from: it is a program of its own anyway.
     rungs = single if len(micro_batches) == 1 else several
     least = (next(width for width in rungs if width >= tokens) for _, tokens in micro_batches)
     bins = tuple(tuple(map(_rows, bins)) for bins, _ in micro_batches)
@@ -171,6 +174,7 @@ class _Unit(NamedTuple):
     def split(self, room: int) -> tuple[_Unit, _Unit] | None:
         """The sequences that fit into `room` with the prefix, the longest first, and the others; or None."""
         prefix = self.tokens - sum(self.own)
+        # The longest first, as everywhere: short sequences find room later, long ones do not.
         parts: tuple[list[tuple[int, int]], ...] = [], []
         tokens = prefix
         for own, row in zip(self.own, self.rows, strict=False):
@@ -195,6 +199,7 @@ def _units(lengths: np.ndarray, groups: np.ndarray, prefixes: np.ndarray) -> lis
         else:
             units.append(_Unit(length, (row,)))
     units += [_group(prefix, sorted(held, reverse=True)) for (_, prefix), held in members.items()]
+    # By tokens, then by rows: every process makes the plan for itself, and must make the same.
     return sorted(units)
 
 
@@ -210,14 +215,17 @@ def _micro_batches(
     total = -(-sum(pool.sizes) // num_shards)  # of one shard; the widths sum to no less
     count = max(1, -(-total // full))
     while True:
+        # Full ones stay from try to try: only the widths of the last depend on the total that is tried.
         while len(filled) < count - LAST:
             filled.append(pool.fill(full, num_shards, cost))
         rungs = single if count == 1 else several
         widths = _widths(rungs, total - len(filled) * full, count - len(filled))
+        # Tried on a copy: where not all sequences fit, the same ones are placed anew in wider buffers.
         rest = _Pool(pool.units)
         last = [rest.fill(width, num_shards, cost) for width in widths]
         if not rest.sizes:
             return filled + last
+        # Half of what is left over: gaps of wider bins may take the rest. If all are full, one bin more.
         left = -(-sum(rest.sizes) // num_shards)
         reached, most = len(filled) * full + sum(widths), count * full
         total = min(reached + max(1, left // 2), most) if reached < most else most + left
@@ -248,6 +256,7 @@ class _Pool:
         rooms, costs = [width] * num_shards, [0.0] * num_shards
         while unit := self.take(max(rooms)):
             fitting = [k for k, room in enumerate(rooms) if room >= unit.tokens]
+            # By cost, not by tokens: shards wait for the slowest, and attention makes long sequences dearer.
             k = min(fitting, key=costs.__getitem__)
             bins[k].append(unit)
             rooms[k] -= unit.tokens
@@ -259,9 +268,12 @@ class _Pool:
         at = bisect.bisect_right(self.sizes, room)
         if at:
             return self._pop(self._closest(at - 1, room))
+        # A group is split only where nothing fits whole: each of its parts computes the prefix again.
         for k in reversed(range(len(self.units) if self.has_groups else 0)):
             if parts := self.units[k].split(room):
                 self._pop(k)
+                # Put back in its order, and not at the end: every process must take the same units in the
+                # same order.
                 at = bisect.bisect_left(self.units, parts[1])
                 self.units.insert(at, parts[1])
                 self.sizes.insert(at, parts[1].tokens)
@@ -273,6 +285,7 @@ class _Pool:
         best, gap = longest, room - self.sizes[longest]
         if not 0 < gap < self.sizes[0]:
             return best
+        # Only the last few pairs: a search among all would take longer than the padding it saves.
         end = bisect.bisect_right(self.sizes, room - self.sizes[0])
         for k in range(max(1, end - PAIRS), end):
             other = min(bisect.bisect_right(self.sizes, room - self.sizes[k]), k) - 1

@@ -3,8 +3,6 @@
 Data flow: float32 parameters after an optimizer step -> `round_tree` -> parameters as they are stored.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

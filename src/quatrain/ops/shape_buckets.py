@@ -1,7 +1,5 @@
 """The few sizes that shapes are rounded up to, so that data never causes new compilations for long."""
 
-from __future__ import annotations
-
 
 def power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`."""

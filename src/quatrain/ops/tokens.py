@@ -4,8 +4,6 @@ Data flow: `update/gradient.py` makes a `ScoredTokens` of the forward pass and t
 policy loss, built in (`losses/`) or a user's own -> `TokenLoss`, which is weighted and summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar

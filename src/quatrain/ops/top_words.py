@@ -8,25 +8,15 @@ token, with the logits of them and the rest -> `outcome_logits`, the policy's of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from quatrain.ops.divergences import Divergence, Head, log_mixture
-from quatrain.ops.logprobs import (
-    LOWEST,
-    Arrays,
-    Tile,
-    ToLogits,
-    Words,
-    even_parts,
-    gradients_by_tiles,
-    narrowed,
-)
+from quatrain.ops.divergences import Divergence, log_mixture
+from quatrain.ops.logprobs import LOWEST, Arrays, Head, How, Sums, Tile, Tiled, Words, chunked
 
 NO_WORD = -1
 """Stands where a token has fewer words than others."""
@@ -34,32 +24,18 @@ LEAST_REST = 1e-9
 """Least probability of a teacher's rest: servers give probabilities that are rounded."""
 
 
-class _How(NamedTuple):
-    """The static arguments of the functions below."""
+def _divided(
+    how: How, num_words: int | None, rows: jax.Array, logits: jax.Array, first: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`logits` of the rows from `first` on: those of the words that count, and those of the others.
 
-    head: Head
-    tile: Tile
-    axis: str | None
-    head_gradient: bool
-    num_words: int | None
-
-    def logits(self, rows: jax.Array, chunk: jax.Array) -> jax.Array:
-        return self.head.project(rows, chunk).astype(jnp.float32) / jnp.float32(self.head.temperature)
-
-    def first_word(self, rows: jax.Array) -> jax.Array | int:
-        """The number of the first of this device's `rows` of the vocabulary."""
-        return 0 if self.axis is None else lax.axis_index(self.axis) * len(rows)
-
-    def divided(self, rows: jax.Array, logits: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`logits` of the rows from `first` on: those of the words that count, and those of the others.
-
-        Each has -inf in place of the other.
-        """
-        if self.num_words is None:
-            return logits, jnp.full((len(logits), 1), -jnp.inf)
-        numbers = self.first_word(rows) + first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        counts = numbers < self.num_words
-        return jnp.where(counts, logits, -jnp.inf), jnp.where(counts, -jnp.inf, logits)
+    Each has -inf in place of the other. The first `num_words` count; None: all.
+    """
+    if num_words is None:
+        return logits, jnp.full((len(logits), 1), -jnp.inf)
+    numbers = how.first_word(rows) + first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    counts = numbers < num_words
+    return jnp.where(counts, logits, -jnp.inf), jnp.where(counts, -jnp.inf, logits)
 
 
 def outcome_divergence(
@@ -73,6 +49,7 @@ def outcome_divergence(
     of `LOWEST` and add nothing. Gradients flow to `logits`.
     """
     log_p = jax.nn.log_softmax(logits)
+    # A rest that a server rounded to 0 would make the reverse KL infinite.
     log_q = teacher_logprobs.at[..., -1].max(math.log(LEAST_REST))
     log_q = lax.stop_gradient(jnp.where(logits < LOWEST / 2, LOWEST, log_q))
     p, q = jnp.exp(log_p), jnp.exp(log_q)
@@ -110,9 +87,9 @@ def outcome_logits(
     num_tokens, num_outcomes = len(words), words.shape[1] + 1
     if not num_tokens:
         return jnp.zeros((0, num_outcomes), jnp.float32)
-    states, chosen, live = _chunks(tile, num_live, hidden, words)
-    how = _How(head, tile, vocabulary_axis, head_gradient, num_words)
-    return _outcomes(how, rows, states, chosen, live).reshape(-1, num_outcomes)[:num_tokens]
+    (states, chosen), live = chunked(tile, num_live, hidden, words.astype(jnp.int32))
+    how = How((head,), tile, vocabulary_axis, head_gradient)
+    return _outcomes(how, num_words, rows, states, chosen, live).reshape(-1, num_outcomes)[:num_tokens]
 
 
 def top_words(
@@ -132,76 +109,43 @@ def top_words(
     of the words that do not count. The arguments are those of `outcome_logits`; `count` is at most the number
     of words that count. There is no gradient.
     """
-    states, _, live = _chunks(tile, num_live, hidden)
-    how = _How(head, tile, vocabulary_axis, False, num_words)
-    words, logits, outside = _likeliest(how, rows, states, live, count)
+    (states,), live = chunked(tile, num_live, hidden)
+    how = How((head,), tile, vocabulary_axis, head_gradient=False)
+    words, logits, outside = _likeliest(how, num_words, rows, states, live, count)
     mass = jnp.exp(outside - jnp.logaddexp(outside, jax.nn.logsumexp(logits, axis=-1)))
     words, logits, mass = (x.reshape(-1, *x.shape[2:])[: len(hidden)] for x in (words, logits, mass))
     return words, logits, mass
 
 
-def _chunks(
-    tile: Tile, num_live: jax.Array | int | None, hidden: jax.Array, words: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`hidden` [chunks, n, D], `words` [chunks, n, k], and the number of chunks with live tokens."""
-    num_chunks, size = even_parts(len(hidden), tile.tokens)
-    words = jnp.zeros((len(hidden), 0), jnp.int32) if words is None else words
-    padding = ((0, num_chunks * size - len(hidden)), (0, 0))
-    states, chosen = (
-        jnp.pad(x, padding).reshape(num_chunks, size, x.shape[-1]) for x in (hidden, words.astype(jnp.int32))
-    )
-    live = jnp.int32(num_chunks) if num_live is None else jnp.minimum(-(-num_live // size), num_chunks)
-    return states, chosen, live
-
-
-def _over_tiles(
-    how: _How,
-    rows: jax.Array,
-    hidden: jax.Array,
-    live: jax.Array,
-    one: Callable[[jax.Array, jax.Array, jax.Array, Arrays], Arrays],
-    carry: Arrays,
-) -> Arrays:
-    """`one(tile, chunk, logits of both, carry of the chunk)` over all tiles and live chunks."""
-    words, narrow = Words.of(len(rows), how.tile), narrowed(rows, hidden.dtype)
-
-    def one_tile(j: jax.Array, carry: Arrays) -> Arrays:
-        own = lax.dynamic_slice_in_dim(narrow, words.first(j), words.size)
-
-        def one_chunk(i: jax.Array, carry: Arrays) -> Arrays:
-            logits = words.without_earlier(how.logits(own, hidden[i]), j)
-            new = one(j, i, logits, tuple(x[i] for x in carry))
-            return tuple(x.at[i].set(value) for x, value in zip(carry, new, strict=True))
-
-        return lax.fori_loop(0, live, one_chunk, carry)
-
-    return lax.fori_loop(0, words.num_tiles, one_tile, carry)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _outcomes(how: _How, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _outcomes(
+    how: How, num_words: int | None, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array
+) -> jax.Array:
     """[chunks, n, k + 1] logits of `words` [chunks, n, k] and the rest; LOWEST from chunk `live` on."""
-    return _forward(how, rows, hidden, words, live)[0]
+    return _forward(how, num_words, rows, hidden, words, live)[0]
 
 
 def _forward(
-    how: _How, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array
+    how: How, num_words: int | None, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, Any]:
-    tiles = Words.of(len(rows), how.tile)
+    tiled = Tiled(how, [rows], [hidden], live)
+    tiles = tiled.words
     # Of this device's part of the vocabulary, words count from its first.
     own_words = words - how.first_word(rows)
 
-    def one(j: jax.Array, i: jax.Array, logits: jax.Array, seen: Arrays) -> Arrays:
+    def one(j: jax.Array, i: jax.Array, seen: Arrays, logits: jax.Array) -> Arrays:
         found, *rest = seen
         places = _inside(tiles, own_words[i], j)
-        logits, _ = how.divided(rows, logits, tiles.first(j))
+        logits, _ = _divided(how, num_words, rows, logits, tiles.first(j))
+        # A gather is enough going forward; its gradient is the scatter in `_backward`, of places within the
+        # tile alone.
         here = jnp.take_along_axis(logits, jnp.minimum(places, tiles.size - 1), axis=1)
         found = jnp.where(places < tiles.size, here, found)
-        return found, *_with_rest((rest[0], rest[1]), _with(logits, places, -jnp.inf))
+        return found, *Sums(*rest).with_tile(_without(logits, places))[0]
 
     lowest = jnp.full(words.shape[:2], LOWEST, jnp.float32)
     begin = jnp.full(words.shape, LOWEST, jnp.float32), lowest, jnp.zeros_like(lowest)
-    found, peak, total = _over_tiles(how, rows, hidden, live, one, begin)
+    (found, peak, total), _ = tiled.over(one, begin)
     if how.axis is not None:
         found = lax.pmax(found, how.axis)
     rest = _logsumexp(peak, total, how.axis)
@@ -209,52 +153,47 @@ def _forward(
     return outcomes, (rows, hidden, own_words, live, rest)
 
 
-def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
+def _backward(how: How, num_words: int | None, residuals: Any, cotangent: jax.Array) -> Any:
     rows, hidden, own_words, live, rest = residuals
-    tiles = Words.of(len(rows), how.tile)
+    tiled = Tiled(how, [rows], [hidden], live)
 
-    def of_tile(j: jax.Array) -> ToLogits:
-        def to_logits(i: jax.Array, logits: jax.Array) -> jax.Array:
-            places = _inside(tiles, own_words[i], j)
-            logits, _ = how.divided(rows, tiles.without_earlier(logits, j), tiles.first(j))
-            others = _with(logits, places, -jnp.inf)
-            of_others = jnp.exp(others - rest[i][:, None]) * cotangent[i][:, -1:]
-            return of_others.at[_lines(places), places].add(cotangent[i][:, :-1], mode="drop")
+    def to_logits(j: jax.Array, i: jax.Array, logits: jax.Array) -> jax.Array:
+        places = _inside(tiled.words, own_words[i], j)
+        logits, _ = _divided(how, num_words, rows, logits, tiled.words.first(j))
+        of_others = jnp.exp(_without(logits, places) - rest[i][:, None]) * cotangent[i][:, -1:]
+        return of_others.at[_lines(places), places].add(cotangent[i][:, :-1], mode="drop")
 
-        return to_logits
-
-    gradients = gradients_by_tiles(
-        how.logits, rows, hidden, tiles, live, of_tile, head_gradient=how.head_gradient
-    )
-    return *gradients, None, None
+    return *tiled.gradients(to_logits), None, None
 
 
 _outcomes.defvjp(_forward, _backward)
 
 
 def _likeliest(
-    how: _How, rows: jax.Array, hidden: jax.Array, live: jax.Array, count: int
+    how: How, num_words: int | None, rows: jax.Array, hidden: jax.Array, live: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """([chunks, n, count] words, [chunks, n, count + 1] their logits and logsumexp of the others, [chunks, n]
     logsumexp of those that do not count)."""
-    tiles, shape = Words.of(len(rows), how.tile), hidden.shape[:2]
-    kept = min(count, len(rows))
+    tiled, shape, kept = Tiled(how, [rows], [hidden], live), hidden.shape[:2], min(count, len(rows))
+    tiles = tiled.words
 
-    def one(j: jax.Array, i: jax.Array, logits: jax.Array, seen: Arrays) -> Arrays:
+    def one(j: jax.Array, i: jax.Array, seen: Arrays, logits: jax.Array) -> Arrays:
         words, best, *sums = seen
-        logits, outside = how.divided(rows, logits, tiles.first(j))
+        logits, outside = _divided(how, num_words, rows, logits, tiles.first(j))
         new = jnp.broadcast_to(tiles.first(j) + jnp.arange(tiles.size, dtype=jnp.int32), logits.shape)
         both = jnp.concatenate([words, new], axis=1), jnp.concatenate([best, logits], axis=1)
         words, best, others = _split(*both, kept)
-        return words, best, *_with_rest((sums[0], sums[1]), others), *_with_rest((sums[2], sums[3]), outside)
+        of_rest, of_outside = Sums(*sums[:2]).with_tile(others)[0], Sums(*sums[2:]).with_tile(outside)[0]
+        return words, best, *of_rest, *of_outside
 
     lowest = jnp.full(shape, LOWEST, jnp.float32)
     none = jnp.full((*shape, kept), NO_WORD, jnp.int32), jnp.full((*shape, kept), -jnp.inf, jnp.float32)
     begin = *none, *(lowest, jnp.zeros_like(lowest)) * 2
-    words, best, *sums = _over_tiles(how, rows, hidden, live, one, begin)
+    (words, best, *sums), _ = tiled.over(one, begin)
     rest, outside = (_logsumexp(peak, total, how.axis) for peak, total in (sums[:2], sums[2:]))
     if how.axis is not None:
         words = words + how.first_word(rows)
+        # The likeliest of all are among the likeliest of each device: k numbers travel, not the vocabulary.
         words, best = (lax.all_gather(x, how.axis, axis=2, tiled=True) for x in (words, best))
         flat_words, flat_best = (x.reshape(-1, x.shape[-1]) for x in (words, best))
         split = _split(flat_words, flat_best, count)
@@ -266,7 +205,7 @@ def _likeliest(
 def _split(words: jax.Array, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The `count` likeliest of `words` [n, m], their logits, and `logits` with -inf in their places."""
     best, places = lax.top_k(logits, count)
-    return jnp.take_along_axis(words, places, axis=1), best, _with(logits, places, -jnp.inf)
+    return jnp.take_along_axis(words, places, axis=1), best, _without(logits, places)
 
 
 def _inside(tiles: Words, words: jax.Array, j: jax.Array) -> jax.Array:
@@ -279,16 +218,9 @@ def _lines(places: jax.Array) -> jax.Array:
     return jnp.arange(len(places))[:, None]
 
 
-def _with(logits: jax.Array, places: jax.Array, value: float) -> jax.Array:
-    """`logits` [n, v] with `value` at `places` [n, k]."""
-    return logits.at[_lines(places), places].set(value, mode="drop")
-
-
-def _with_rest(seen: tuple[jax.Array, jax.Array], logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Greatest logit and sum of exp(z - greatest) of each row, with those of one more tile."""
-    peak, total = seen
-    new_peak = jnp.maximum(peak, logits.max(axis=-1))
-    return new_peak, total * jnp.exp(peak - new_peak) + jnp.exp(logits - new_peak[:, None]).sum(axis=-1)
+def _without(logits: jax.Array, places: jax.Array) -> jax.Array:
+    """`logits` [n, v] with -inf at `places` [n, k]."""
+    return logits.at[_lines(places), places].set(-jnp.inf, mode="drop")
 
 
 def _logsumexp(peak: jax.Array, total: jax.Array, axis: str | None) -> jax.Array:

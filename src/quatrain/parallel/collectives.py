@@ -8,8 +8,6 @@ The backward passes assume that the total loss is the sum of the losses of the d
 devices of a `tp` axis compute the same loss redundantly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +26,7 @@ def shard_mapped(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """`jax.shard_map` of `function` over `mesh`, without the check of replicated outputs."""
+    # The check does not see that devices of `tp` compute the same numbers, and would refuse them.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -35,6 +34,7 @@ def axis_size(axis: str) -> int:
     """The number of devices along `axis` of the current mesh; 1 outside `shard_map`."""
     try:
         return lax.axis_size(axis)
+    # What JAX raises for an axis that no surrounding function is mapped over.
     except NameError:
         return 1
 
@@ -63,37 +63,31 @@ def any_shard(flag: jax.Array) -> jax.Array:
 
 def from_first_device(x: jax.Array, axis: str) -> jax.Array:
     """The `x` of the first device of `axis`, on all of its devices: values that must be bitwise equal."""
+    # A sum with zeros rounds nothing: all devices get equal numbers, as from a broadcast.
     return x if axis_size(axis) == 1 else lax.psum(jnp.where(axis_index(axis) == 0, x, 0), axis)
 
 
-def psum_forward(x: jax.Array, axis: str) -> jax.Array:
-    """psum of `x` over `axis` in the forward pass; identity in the backward pass."""
-    return x if axis_size(axis) == 1 else _psum_forward(x, axis)
+def _along_axis(
+    forward: Callable[[jax.Array, str], jax.Array], backward: Callable[[jax.Array, str], jax.Array]
+) -> Callable[[jax.Array, str], jax.Array]:
+    """A function (x, axis) that is `forward`, and whose gradient is `backward` of the result's."""
+    function = jax.custom_vjp(forward, nondiff_argnums=(1,))
+    function.defvjp(lambda x, axis: (forward(x, axis), None), lambda axis, _, dy: (backward(dy, axis),))
+    return lambda x, axis: x if axis_size(axis) == 1 else function(x, axis)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _psum_forward(x: jax.Array, axis: str) -> jax.Array:
-    return lax.psum(x, axis)
+psum_forward = _along_axis(lax.psum, lambda dy, axis: dy)
+"""psum of `x` over `axis` in the forward pass; identity in the backward pass."""
+psum_backward = _along_axis(lambda x, axis: x, lax.psum)
+"""`x` itself in the forward pass; psum of the gradient over `axis` in the backward pass.
 
+For an `x` that is the same on all devices of `axis` and that each device uses for its own part of the work.
+"""
+reduce_scatter_rows = _along_axis(partial(lax.psum_scatter, tiled=True), partial(lax.all_gather, tiled=True))
+"""This device's rows [N, ...] of the sum of `x` [n N, ...] over the n devices of `axis`.
 
-_psum_forward.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dy: (dy,))
-
-
-def psum_backward(x: jax.Array, axis: str) -> jax.Array:
-    """`x` itself in the forward pass; psum of the gradient over `axis` in the backward pass.
-
-    For an `x` that is the same on all devices of `axis` and that each device uses for its own part of the
-    work.
-    """
-    return x if axis_size(axis) == 1 else _psum_backward(x, axis)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _psum_backward(x: jax.Array, axis: str) -> jax.Array:
-    return x
-
-
-_psum_backward.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
+All-gather in the backward pass.
+"""
 
 
 Places = Sequence[tuple[tuple[str, ...], int]]
@@ -119,6 +113,7 @@ def _gather(x: jax.Array, places: Places, dtype: jnp.dtype, own: jnp.dtype) -> j
 
 
 def _scatter(places: Places, dtype: jnp.dtype, own: jnp.dtype, _: None, dy: jax.Array) -> tuple[jax.Array]:
+    # Sums over many devices in bfloat16 would lose the small gradients.
     dx = dy.astype(jnp.float32)
     for axes, dim in places:
         dx = lax.psum_scatter(dx, axes, scatter_dimension=dim, tiled=True)
@@ -131,25 +126,6 @@ _gather.defvjp(lambda x, places, dtype, own: (_gather(x, places, dtype, own), No
 def gather_rows(x: jax.Array, axis: str) -> jax.Array:
     """The rows of `x` of all devices of `axis`, in their order; no gradient goes back through it."""
     return x if axis_size(axis) == 1 else lax.all_gather(lax.stop_gradient(x), axis, tiled=True)
-
-
-def reduce_scatter_rows(x: jax.Array, axis: str) -> jax.Array:
-    """This device's rows [N, ...] of the sum of `x` [n N, ...] over the n devices of `axis`.
-
-    All-gather in the backward pass.
-    """
-    return x if axis_size(axis) == 1 else _scatter_rows(x, axis)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _scatter_rows(x: jax.Array, axis: str) -> jax.Array:
-    return lax.psum_scatter(x, axis, tiled=True)
-
-
-_scatter_rows.defvjp(
-    lambda x, axis: (lax.psum_scatter(x, axis, tiled=True), None),
-    lambda axis, _, dy: (lax.all_gather(dy, axis, tiled=True),),
-)
 
 
 def local_columns(x: jax.Array, axis: str) -> jax.Array:

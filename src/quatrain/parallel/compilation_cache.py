@@ -5,8 +5,6 @@ holds the programs of one kind of machine alone: XLA compiles for the instructio
 a program with an instruction that another CPU lacks would end that other process.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json
@@ -75,6 +73,7 @@ def compilation_cache(setting: str | None) -> Iterator[Path | None]:
     folder, writable = _open(setting) if setting is not None else (None, False)
     settings: dict[str, Any] = {
         "jax_compilation_cache_dir": folder and str(folder),
+        # Infinity where nothing may be written: JAX then reads programs and writes none.
         "jax_persistent_cache_min_compile_time_secs": 0.0 if writable else float("inf"),
         # XLA's own caches beside it would end a compilation whose disk is full.
         "jax_persistent_cache_enable_xla_caches": "none",
@@ -96,6 +95,7 @@ def _open(setting: str) -> tuple[Path | None, bool]:
     """The folder for programs of this machine, None where it cannot be used; whether it can be written."""
     root = default_root(os.environ) if setting == "auto" else local_path(setting)
     folder = Path(root, machine_key())
+    # One process writes: the programs of all are the same, and would be written over each other.
     if jax.process_index() != 0:
         return folder, False
     open_to_all = False
@@ -104,6 +104,7 @@ def _open(setting: str) -> tuple[Path | None, bool]:
         open_to_all = bool(folder.stat().st_mode & stat.S_IWOTH)
         if open_to_all:
             raise PermissionError("every user may write there, and so decide what this process runs")
+        # A real write: a folder may be there and full, over quota or mounted read-only.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"something")
     except OSError as error:
@@ -142,9 +143,11 @@ class ProgramCount:
         if not self.next_run_reads or self._file is None or not count:
             return
         counts = self._counts()
+        # Popped and put at the end, so that the counts used last survive MOST_COUNTS.
         most = max(count, counts.pop(self._key, 0))
         kept = dict([*counts.items(), (self._key, most)][-MOST_COUNTS:])
         with suppress(OSError):
+            # Runs on one machine share the file: a reader must never find half of it.
             new = self._file.with_name(f"{COUNTS}.{os.getpid()}")
             new.write_text(json.dumps(kept))
             new.replace(self._file)
@@ -216,6 +219,7 @@ def _prune(root: Path) -> None:
     for path in glob.iglob(f"{glob.escape(str(root))}/*-jax*/*{_SUFFIX}"):
         with suppress(OSError):  # another process deletes too
             status = os.lstat(path)
+            # Many file systems keep no times of reading; the time of writing is then the best known.
             entries.append((max(status.st_atime, status.st_mtime), status.st_size, path))
     size = sum(size for _, size, _ in entries)
     for _, num_bytes, path in sorted(entries):

@@ -6,8 +6,6 @@ the begin and the end of three activities to listeners: tracing a function, lowe
 reading it from the compilation cache. All three count as time spent compiling.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,10 +42,12 @@ class _Record:
         if event not in _ACTIVITIES:
             return
         with self._lock:
+            # Only the outermost counts: tracing a function traces and compiles others within it.
             if not self._depth:
                 self._began = time.perf_counter()
             self._depth += 1
         if event == COMPILE_EVENT:
+            # A copy, because another thread may end its watching meanwhile.
             for watcher in tuple(self.watchers):
                 watcher()
 

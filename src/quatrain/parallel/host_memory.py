@@ -3,8 +3,6 @@
 Used by the update, which compiles the largest programs and has the highest peak, and by runs, which log it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import sys

@@ -3,8 +3,6 @@
 Data flow: `MeshShape` (config) -> `jax.sharding.Mesh` -> shardings of parameters, batches and results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import chain
@@ -34,9 +32,11 @@ def role_mesh(role: Role) -> Mesh:
     `tp`) are in the same process.
     """
     by_process: dict[int, list[jax.Device]] = {}
+    # By id, not in the order of this process: every process must build the same mesh.
     for device in sorted(jax.devices(), key=lambda device: device.id):
         by_process.setdefault(device.process_index, []).append(device)
     groups = [[by_process[process][k] for k in role.devices] for process in sorted(by_process)]
+    # Copies of the model that do not divide among processes: the mesh is then laid over all devices.
     if role.mesh.dp % len(groups):
         groups = [list(chain.from_iterable(groups))]
     part = role.mesh._replace(dp=role.mesh.dp // len(groups))
@@ -64,6 +64,7 @@ def device_put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """`array` on devices with `sharding`; every process passes the same array and stores its own shards."""
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
+    # `jax.device_put` would first compare the arrays of all processes, which have the same.
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
@@ -148,6 +149,7 @@ def to_host(array: jax.Array | np.ndarray) -> np.ndarray:
     """The whole `array` on the host. All processes that hold a shard of it must call this together."""
     if isinstance(array, np.ndarray) or array.is_fully_addressable:
         return np.asarray(array)
+    # From device memory: collectives do not read the memory of hosts.
     return np.asarray(multihost_utils.process_allgather(to_memory("device", array), tiled=True))
 
 

@@ -58,13 +58,7 @@ class Activations:
 
 @functools.lru_cache(maxsize=1024)  # `fit.py` asks for the same many times
 def activations(
-    arch: Architecture,
-    *,
-    tokens: int,
-    remat: str,
-    dtype: str,
-    param_dtype: str,
-    mesh: MeshShape,
+    arch: Architecture, *, tokens: int, remat: str, dtype: str, param_dtype: str, mesh: MeshShape
 ) -> Activations:
     """The estimate for a micro-batch with `tokens` tokens on each device, for GPUs and TPUs.
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
 
-from quatrain.config.axes import axes_of
+from quatrain.config.mesh_axes import axes_of
 from quatrain.config.roles import Roles
-from quatrain.plan.text import table, warning_lines, wrapped
+from quatrain.plan.tables import table, warning_lines, wrapped
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
 LEAST_BYTES = 10**6
@@ -44,7 +44,7 @@ class ParameterKind:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """An item that needs memory on each device of `role`, in the stages `phases` of a training step."""
 
     key: str
@@ -60,7 +60,7 @@ class Placement:
 
     roles: Roles
     parameters: tuple[ParameterKind, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     device_memory: int | None = None
     warnings: tuple[str, ...] = ()
     remedy: str = ""
@@ -69,7 +69,7 @@ class Placement:
     """The plan of a rollout worker, whose devices are none of these; None without `rollout.workers`."""
     elsewhere: str = ""
     """Who samples, in words, if these devices do not."""
-    host: tuple[Part, ...] = ()
+    host: tuple[MemoryPart, ...] = ()
     """Items in the memory of each process's host."""
 
     @property
@@ -92,7 +92,7 @@ class Placement:
         critic = any(part.role == "critic" for part in self.parts)
         return tuple(phase for phase in PHASES if critic or phase not in CRITIC_PHASES)
 
-    def parts_of(self, phase: Phase, roles: tuple[RoleName, ...]) -> list[Part]:
+    def parts_of(self, phase: Phase, roles: tuple[RoleName, ...]) -> list[MemoryPart]:
         """The parts on the devices of `roles` in `phase`."""
         return [part for part in self.parts if phase in part.phases and part.role in roles]
 
@@ -214,24 +214,26 @@ def _elsewhere(result: Placement, *, whole: bool) -> Iterator[str]:
         yield from _table([*parts, *_totals(result.worker)], "bytes on each device of a rollout worker")
 
 
-def _totals(result: Placement) -> list[Part]:
+def _totals(result: Placement) -> list[MemoryPart]:
     totals = [
-        Part(key, size, " + ".join(part.key for part in result.parts_of(phase, roles) if part.num_bytes))
+        MemoryPart(
+            key, size, " + ".join(part.key for part in result.parts_of(phase, roles) if part.num_bytes)
+        )
         for key, (phase, roles, size) in result.totals().items()
     ]
     known = result.device_memory
     share = "" if known is None else f"{result.peak / known:.0%} of {in_units(known)}"
-    rows = [*totals, Part("peak", result.peak, share)]
+    rows = [*totals, MemoryPart("peak", result.peak, share)]
     if result.least_on_a_cpu is not None:
         why = (
             f"peak + {in_units(PROCESS_BYTES)} for Python, JAX and compiled programs; what is merged, copied "
             "and compiled comes on top: memory/peak_gib is logged at each step"
         )
-        rows.append(Part("at_least_on_a_cpu", result.least_on_a_cpu, why))
+        rows.append(MemoryPart("at_least_on_a_cpu", result.least_on_a_cpu, why))
     return rows
 
 
-def _table(parts: Sequence[Part], title: str = "bytes on each device") -> Iterator[str]:
+def _table(parts: Sequence[MemoryPart], title: str = "bytes on each device") -> Iterator[str]:
     yield title
     yield from table([(p.key, in_units(p.num_bytes), p.why) for p in parts], right=(1,))
 

@@ -4,8 +4,6 @@ Data flow: a configuration and changes to it -> `placement` of each -> `fit`, fo
 shapes are used, as in `placement.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 import shlex
@@ -19,7 +17,7 @@ from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config
 from quatrain.plan.device_memory import Placement, in_units
 from quatrain.plan.placement import architecture, placement
-from quatrain.plan.text import GAP, WIDTH, table, wrapped
+from quatrain.plan.tables import GAP, WIDTH, table, wrapped
 
 ROOM = 0.9
 """Part of a device's memory that the plan may fill; the rest is for what it does not count."""

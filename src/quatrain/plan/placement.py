@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from quatrain.config.axes import CP
 from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
 from quatrain.config.mesh import MeshShape
-from quatrain.config.roles import Roles, resolve_roles
-from quatrain.config.rollout_worker import devices_of_worker, worker_config
+from quatrain.config.mesh_axes import CP
+from quatrain.config.roles import Roles, devices_of_worker, resolve_roles, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
+from quatrain.engine.prefix_store import BLOCK
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
 from quatrain.models.flops import parameters_read
@@ -45,15 +45,15 @@ from quatrain.plan.activations import (
 from quatrain.plan.device_memory import (
     CRITIC_PHASES,
     PHASES,
+    MemoryPart,
     ParameterKind,
-    Part,
     Phase,
     Placement,
     RoleName,
     in_units,
 )
 from quatrain.update.optimizer import OptimizerForm
-from quatrain.weights.load import BUILTIN, classifier_architecture, load_architecture
+from quatrain.weights.load_model import BUILTIN, classifier_architecture, load_architecture
 
 FROZEN = "; frozen"
 OFFLOADED = "; in host memory while not in use"
@@ -104,8 +104,16 @@ def _with_cache(plan: _Plan, result: Placement) -> Placement:
         (roles,) = (together for together in result.role_groups if "rollout" in together)
         used = (sum(p.num_bytes for p in result.parts_of(phase, roles)) for phase in plan.sampling_phases)
         room = int(CACHE_SHARE * max(memory - max(used), 0))
-    result = replace(result, parts=(*result.parts, plan.cache(room)))
-    warnings = (*plan.phase_warnings(result), *plan.cache_warnings(result, room))
+    kept = None if room is None else int(plan.prefix_share * room)
+    while room is not None and kept and room - kept < plan.one_sequence:  # as the engine does
+        kept //= 2
+    live = None if room is None or kept is None else room - kept
+    result = replace(result, parts=(*result.parts, plan.cache(live), *plan.kept_contexts(kept)))
+    warnings = (
+        *plan.phase_warnings(result),
+        *plan.cache_warnings(result, room),
+        *(() if kept is None else plan.kept_warnings(kept)),
+    )
     return replace(result, warnings=warnings)
 
 
@@ -156,7 +164,7 @@ class _Plan:
             size = count * itemsize * elements_on_device(spec.shape, place, self.mesh)
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
-    def host_parts(self) -> Iterator[Part]:
+    def host_parts(self) -> Iterator[MemoryPart]:
         """What batches have in host memory that grows with the model: the routes of experts."""
         rollout, routes = self.config.rollout, self.arch.routes
         if routes is None or rollout.record_routes is False:
@@ -171,9 +179,9 @@ class _Plan:
             f"a token x bytes = {layers} x {k} x {routes.dtype.itemsize}){ahead}; none with "
             "rollout.record_routes false"
         )
-        yield Part("routes", sequences * tokens * of_token * batches, why)
+        yield MemoryPart("routes", sequences * tokens * of_token * batches, why)
 
-    def persistent_parts(self) -> Iterator[Part]:
+    def persistent_parts(self) -> Iterator[MemoryPart]:
         """The parts that exist during the whole run."""
         yield from self._policy(("gradient", "optimizer_step") if self.config.offload.policy else None)
         if not self.config.rollout.has_fleet:
@@ -186,12 +194,12 @@ class _Plan:
         if self.config.needs_reference:
             yield self._reference()
 
-    def worker_parts(self) -> Iterator[Part]:
+    def worker_parts(self) -> Iterator[MemoryPart]:
         """The parts of a rollout worker beside the KV cache: it has a base only if adapters are sent."""
         parts = (*(self._policy(None) if self.arch.lora else ()), self._sampler())
         yield from (replace(part, phases=("rollout",)) for part in parts)
 
-    def _policy(self, phases: tuple[Phase, ...] | None) -> Iterator[Part]:
+    def _policy(self, phases: tuple[Phase, ...] | None) -> Iterator[MemoryPart]:
         """The weights and their adapters; `phases` is None if they do not wait in the host's memory."""
         lora, dtype = self.arch.lora, self.config.model.param_dtype
         waits, phases = OFFLOADED * bool(phases), phases or PHASES
@@ -201,23 +209,25 @@ class _Plan:
         if rope and rope.kind == "longrope":
             tokens, factors = longest_of_run(self.config), "long" if rope.long else "short"
             why += f"; rotary embeddings with longrope's {factors} factors, for {tokens} tokens"
-        yield Part("weights", self._weights(self.mesh, dtype) - adapters, why + waits, phases)
+        yield MemoryPart("weights", self._weights(self.mesh, dtype) - adapters, why + waits, phases)
         if lora:
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
-            yield Part("adapters", adapters, why + waits, phases)
+            yield MemoryPart("adapters", adapters, why + waits, phases)
 
     def update_parts(
         self, sizes: UpdateConfig | CriticConfig, gradient: Phase, step: Phase
-    ) -> Iterator[Part]:
+    ) -> Iterator[MemoryPart]:
         """The parts that exist only during the update, in its phases `gradient` and `step`."""
         sums = self._weights(self.mesh, "float32", trained=True)
         why = "of adapters, " * bool(self.arch.lora) + "accumulated over micro-batches, in float32"
-        yield Part("gradients", sums, why, (gradient, step))
+        yield MemoryPart("gradients", sums, why, (gradient, step))
         yield self._activations(sizes, gradient)
         if self.mesh.dp > 1:
-            yield Part("gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (step,))
+            yield MemoryPart(
+                "gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (step,)
+            )
 
-    def critic_parts(self) -> Iterator[Part]:
+    def critic_parts(self) -> Iterator[MemoryPart]:
         """The parts of the critic; nothing without one."""
         critic, host = self.config.critic, self.config.offload.critic
         if not critic.enabled:
@@ -235,7 +245,7 @@ class _Plan:
         )
         yield from (replace(part, key=f"critic_{part.key}", role="critic") for part in parts)
 
-    def _reward_model_parts(self) -> Iterator[Part]:
+    def _reward_model_parts(self) -> Iterator[MemoryPart]:
         """The weights of each reward model."""
         dtype, mesh = self.config.model.param_dtype, self.roles.reward.mesh
         host = self.config.offload.reward_models
@@ -248,9 +258,9 @@ class _Plan:
                 raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
             why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
-            yield Part(key, size, why, phases, "reward")
+            yield MemoryPart(key, size, why, phases, "reward")
 
-    def _teacher_parts(self) -> Iterator[Part]:
+    def _teacher_parts(self) -> Iterator[MemoryPart]:
         """The weights of each teacher; nothing without one."""
         config, mesh = self.config, self.roles.teacher.mesh
         dtype, host = config.model.param_dtype, config.offload.teacher
@@ -260,7 +270,7 @@ class _Plan:
             # Numbers of words, and log-probabilities of them and the rest; a server gives a word more.
             width = top_k + bool(config.distill.servers)
             why = f"{tokens} tokens x {width} words (distill.top_k) and the rest, int32 and float32"
-            yield Part("teacher_words", 4 * tokens * (2 * width + 1), why, ("gradient",))
+            yield MemoryPart("teacher_words", 4 * tokens * (2 * width + 1), why, ("gradient",))
         over_words = over_words and not top_k
         waiting: tuple[Phase, ...] = ("gradient",) if over_words else ()
         for number, path in enumerate(config.distill.models, 1):
@@ -270,13 +280,13 @@ class _Plan:
             size = replace(self, arch=arch)._weights(mesh, dtype)
             why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{FROZEN}{OFFLOADED * host}"
             key = "teacher" if number == 1 else f"teacher_{number}"
-            yield Part(key, size, why, waiting if host else PHASES, "teacher")
+            yield MemoryPart(key, size, why, waiting if host else PHASES, "teacher")
             if over_words:
                 states = tokens * arch.hidden_size * jnp.dtype(config.model.dtype).itemsize
                 why = f"hidden states of {tokens} tokens x {arch.hidden_size}, {config.model.dtype}"
-                yield Part("teacher_states", states, why, ("gradient",), "teacher")
+                yield MemoryPart("teacher_states", states, why, ("gradient",), "teacher")
 
-    def cache(self, room: int | None) -> Part:
+    def cache(self, room: int | None) -> MemoryPart:
         """The KV cache of a replica, in its padded shape, with the layer that is in memory twice as it grows.
 
         The sequences of a training step decode at once, each with the longest completion; where the cache may
@@ -291,19 +301,59 @@ class _Plan:
             f"{slots} sequences at once x {own} tokens + {prefix_slots} {what} x {prompt}, each token "
             f"{in_units(self._position_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
-        size, one = (n * self._position_bytes() for n in (slots * own + prefix_slots * prompt, own + prompt))
+        size, one = (slots * own + prefix_slots * prompt) * self._position_bytes(), self.one_sequence
         if state := self._state_bytes():
-            size, one = size + (slots + prefix_slots) * state, one + 2 * state
+            size += (slots + prefix_slots) * state
             why += f"; {slots + prefix_slots} states of DeltaNet layers x {in_units(state)}"
         if room is not None and size > room:
             size = max(room, one)
             why += (
-                f"; at most {CACHE_SHARE:g} of the free memory: {size // one} of them, or more shorter ones"
+                f"; at most {CACHE_SHARE * (1 - self.prefix_share):g} of the free memory: {size // one} of "
+                "them, or more shorter ones"
             )
         largest = bytes_of_largest(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
         twice = min(max(slots * own, prefix_slots * prompt), size // self._position_bytes()) * largest
         why += f"; and {in_units(twice)}, the largest layer, which is in memory twice while it grows"
-        return Part("kv_cache", size + twice, why, self.sampling_phases, "rollout")
+        return MemoryPart("kv_cache", size + twice, why, self.sampling_phases, "rollout")
+
+    @property
+    def prefix_share(self) -> float:
+        """The share of the cache's memory in which contexts are kept."""
+        rollout = self.config.rollout
+        return (rollout.prefix_share or 0.0) if rollout.has_episodes else 0.0
+
+    def kept_contexts(self, room: int | None) -> Iterator[MemoryPart]:
+        """What is kept of contexts on a replica, in at most `room` bytes: blocks, and states beside them."""
+        if not self.prefix_share:
+            return
+        phases, states = self.sampling_phases, self._state_bytes()
+        tokens, of_block = self._kept_tokens(room)
+        _, reach = self._contexts_of_a_step()
+        why = (
+            f"{tokens // BLOCK} blocks x {BLOCK} tokens = {tokens} tokens, of {reach} that the contexts of a "
+            f"step can reach (rollout.prefix_share {self.prefix_share:g}); allocated as they come into use"
+        )
+        yield MemoryPart("prefix_store", tokens // BLOCK * of_block, why, phases, "rollout")
+        if states:
+            episodes, _ = self._contexts_of_a_step()
+            count = 2 * episodes if room is None else min(2 * episodes, room // 2 // states)
+            why = f"{count} states of DeltaNet layers x {in_units(states)}: of an episode's prompt and turn"
+            yield MemoryPart("states", count * states, why, phases, "rollout")
+
+    def _contexts_of_a_step(self) -> tuple[int, int]:
+        """(episodes that are played at a time on a replica, tokens that their contexts can reach)."""
+        most, episodes = self.config.rollout.agent_concurrency, self._share()
+        if most is not None:
+            episodes = min(episodes, -(-most // self.rollout_mesh.num_data_shards))
+        return episodes, episodes * longest_sequence(self.config)
+
+    def _kept_tokens(self, room: int | None) -> tuple[int, int]:
+        """(tokens of blocks that a replica keeps at most, bytes of a block)."""
+        of_block, (episodes, _) = BLOCK * self._position_bytes(), self._contexts_of_a_step()
+        blocks = episodes * -(-longest_sequence(self.config) // BLOCK)
+        if room is not None:
+            blocks = min(blocks, (room // 2 if self._state_bytes() else room) // of_block)
+        return blocks * BLOCK, of_block
 
     def _slots(self) -> int:
         """Sequences that a replica decodes at once, where the memory lets it."""
@@ -326,6 +376,11 @@ class _Plan:
             longest += TOKENS_PER_CALL - 1
         return prompt_positions(before), round_up(longest)
 
+    @property
+    def one_sequence(self) -> int:
+        """Bytes of the cache of the longest sequence alone."""
+        return sum(self._cache_positions()) * self._position_bytes() + 2 * self._state_bytes()
+
     def _state_bytes(self) -> int:
         """Bytes of a sequence, whatever its tokens, in DeltaNet layers."""
         return bytes_per_state(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
@@ -337,7 +392,7 @@ class _Plan:
         """Bytes on one device of the parameters, or of those that are trained."""
         return _weight_bytes(self.arch, mesh, dtype, trained)
 
-    def _reference(self) -> Part:
+    def _reference(self) -> MemoryPart:
         """The reference policy: a copy of the parameters on the devices of its role.
 
         With adapters it is the base, with copies of adapters after a warm start or if it follows the policy.
@@ -346,16 +401,18 @@ class _Plan:
         if self.arch.lora:
             copied = config.sft.steps or config.update.reference_sync_steps
             size = self._weights(self.mesh, "float32", trained=True) if copied else 0
-            return Part("reference", size, "the weights of the frozen base" + ", and adapters" * bool(copied))
+            return MemoryPart(
+                "reference", size, "the weights of the frozen base" + ", and adapters" * bool(copied)
+            )
         coefs = {"update.kl_coef": config.update.kl_coef, "reward.kl_coef": config.reward.kl_coef}
         uses = [f"{key} is {coef:g}" for key, coef in coefs.items() if coef]
         uses += ["distill.teacher is initial"] * ("initial" in config.distill.own)
         used = " and ".join(uses)
         why, host = f"{used}; on mesh {mesh}", config.offload.reference
         size = self._weights(mesh, config.model.param_dtype)
-        return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
+        return MemoryPart("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
 
-    def _sampler(self) -> Part:
+    def _sampler(self) -> MemoryPart:
         """The sampler's copies of the weights, with what a decode step reads if it leaves experts out."""
         part = self._rollout_weights()
         if self.arch.routes is None:
@@ -369,7 +426,7 @@ class _Plan:
         why = f"; a decode step of {slots} sequences reads about {read} of a device's {whole}"
         return replace(part, why=f"{part.why}{why}, if they choose experts evenly")
 
-    def _rollout_weights(self) -> Part:
+    def _rollout_weights(self) -> MemoryPart:
         """The sampler's copies of the weights, in the dtype of activations except norms and routers.
 
         They are freed when a batch is complete. Arrays that training has on the same devices in the same
@@ -382,7 +439,7 @@ class _Plan:
         lag, key = rollout.max_staleness, "rollout_weights"
         same = self.roles.rollout == self.roles.train and (bool(lora) or not self.num_workers)
         if same and not lag and not lora and model.dtype == model.param_dtype:
-            return Part(key, 0, "the training weights are used", role="rollout")
+            return MemoryPart(key, 0, "the training weights are used", role="rollout")
         merges = bool(lora) and rollout.lora == "merged"
         merged = lora.targets if lora and merges else ()
 
@@ -406,9 +463,9 @@ class _Plan:
         if copies > 1:
             which = "in use and next" if rollout.in_flight else "rollout.max_staleness + 1"
             why = f"{copies} copies ({which}), each {why}"
-        return Part(key, copies * sum(jax.tree.leaves(sizes)), why, self.sampling_phases, "rollout")
+        return MemoryPart(key, copies * sum(jax.tree.leaves(sizes)), why, self.sampling_phases, "rollout")
 
-    def _merged_for_servers(self) -> Part:
+    def _merged_for_servers(self) -> MemoryPart:
         """The matrices into which adapters are merged before they are published, on the training mesh."""
         lora, dtype = self.arch.lora, self.config.model.dtype
         assert lora is not None
@@ -418,14 +475,14 @@ class _Plan:
         )
         elements = sum_on_device(specs, shardings, self.mesh)
         why = f"adapters merged into copies of their matrices, model.dtype {dtype}, until servers have them"
-        return Part("merged_weights", elements * jnp.dtype(dtype).itemsize, why, ("rollout",))
+        return MemoryPart("merged_weights", elements * jnp.dtype(dtype).itemsize, why, ("rollout",))
 
-    def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: Phase) -> Part:
+    def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: Phase) -> MemoryPart:
         """The optimizer state: moments are sharded like their parameters, other state is replicated."""
         moment = f", its first moment in {config.state_dtype}" if config.state_dtype != "float32" else ""
         why = f"{config.name}, in float32{moment}{OFFLOADED * offloaded}"
         size = _optimizer_bytes(config, self.arch, self.mesh)
-        return Part("optimizer_state", size, why, (step,) if offloaded else PHASES)
+        return MemoryPart("optimizer_state", size, why, (step,) if offloaded else PHASES)
 
     def _tokens_of_micro_batch(self, sizes: UpdateConfig | CriticConfig) -> tuple[int, str]:
         """(tokens of the largest micro-batch on a device, the same in words)."""
@@ -439,7 +496,7 @@ class _Plan:
         words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
         return rows * -(-round_up(longest) // self.mesh.cp), words
 
-    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> Part:
+    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> MemoryPart:
         """The activations of the largest micro-batch."""
         model = self.config.model
         tokens, words = self._tokens_of_micro_batch(sizes)
@@ -450,7 +507,7 @@ class _Plan:
         rest = f"gradients not yet accumulated {in_units(size.gradients)}"
         off_by = OFF_BY_WITH_EXPERTS if self.arch.routes else OFF_BY
         why = f"estimate, error {off_by}, for {words}: {layers} + {working} + {rest}"
-        return Part("activations", size.total, why, (phase,))
+        return MemoryPart("activations", size.total, why, (phase,))
 
     def phase_warnings(self, result: Placement) -> Iterator[str]:
         """Warnings about phases that need more memory than a device has, if that is known."""
@@ -472,8 +529,7 @@ class _Plan:
 
     def cache_warnings(self, result: Placement, room: int | None) -> Iterator[str]:
         """A warning about a KV cache that is too small for one sequence, where everything together fits."""
-        totals, one = result.totals().values(), sum(self._cache_positions()) * self._position_bytes()
-        one += 2 * self._state_bytes()
+        totals, one = result.totals().values(), self.one_sequence
         sampling = max(size for phase, roles, size in totals if phase == "rollout" and "rollout" in roles)
         if room is None or one <= room or sampling > (result.device_memory or 0):
             return
@@ -482,6 +538,16 @@ class _Plan:
             f"the KV cache may use {CACHE_SHARE:g} of the free memory, {in_units(room)} on each {replica}, "
             f"but the longest sequence needs {in_units(one)}; {self._remedy('rollout', ('rollout',))}"
         )
+
+    def kept_warnings(self, room: int) -> Iterator[str]:
+        """A warning about kept contexts that have room for less than half of what is asked for again."""
+        (tokens, _), (_, reach) = self._kept_tokens(room), self._contexts_of_a_step()
+        if self.prefix_share and tokens < reach / 2:
+            yield (
+                f"kept contexts have room for {tokens} tokens, less than half of the {reach} that those of "
+                "the episodes played at a time can reach, so that agents' contexts are computed again; lower "
+                "rollout.agent_concurrency, or raise rollout.prefix_share"
+            )
 
     def _remedy(self, phase: Phase, roles: tuple[RoleName, ...]) -> str:
         """What to change if `phase` does not fit into the devices of `roles`."""

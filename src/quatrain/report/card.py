@@ -4,8 +4,6 @@ Data flow: `config.yaml`, `run.json` and `metrics.jsonl` of a run's folder -> RE
 which the Hugging Face Hub shows (`loop.hub`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
@@ -15,9 +13,9 @@ import yaml
 
 from quatrain import __version__
 from quatrain.config.fields import REWARD_MODEL
-from quatrain.config.layers import parse_yaml
 from quatrain.config.places import HUB_ID
 from quatrain.config.secrets import redact_tokens
+from quatrain.config.settings import parse_yaml
 from quatrain.run.description import starts_in
 from quatrain.run.metrics import read_metrics
 

@@ -4,8 +4,6 @@ Data flow: the numbers of a step -> `Hints.found` -> `report.writer.Report`, whi
 writes it to `hints.jsonl`, for the run page.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -219,14 +217,8 @@ def read_hints(path: Path) -> tuple[list[dict[str, Any]], int]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-            step = row.get("step")
-            hints.append(
-                {
-                    "step": step if isinstance(step, int) else None,
-                    "hint": str(row["hint"]),
-                    "text": str(row["text"]),
-                }
-            )
+            step = row.get("step") if isinstance(row.get("step"), int) else None
+            hints.append({"step": step, "hint": str(row["hint"]), "text": str(row["text"])})
         except (ValueError, KeyError, AttributeError, RecursionError):
             num_damaged += 1
     return hints, num_damaged

@@ -8,8 +8,6 @@ The page needs no network: style, scripts and the chart library uPlot are part o
 compressed in script elements that no browser runs, and the page shows them as text only.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

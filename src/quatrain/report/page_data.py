@@ -5,30 +5,28 @@ Data flow: `metrics.jsonl`, `config.yaml`, `plan.json`, `hints.jsonl` and `run.j
 A file that is missing, damaged, or of an earlier version costs a note in the page, never the page.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from quatrain.config.dump import by_dotted_key
-from quatrain.config.layers import parse_yaml
 from quatrain.config.schema import Config
+from quatrain.config.settings import parse_yaml
 from quatrain.report.hints import read_hints
 from quatrain.report.page_samples import EVAL, STEP, number, sample_files
-from quatrain.reward.values import plain_json
+from quatrain.reward.forms import plain_json
 from quatrain.run.catalogue import CATALOGUE, pattern_of
 from quatrain.run.description import ended_with
 from quatrain.run.metrics import read_metrics
-from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_dir import LOCK_FILES
 
 RUNNING, FINISHED, ENDED = "running", "finished", "not finished"
 UNSET = "not set"
@@ -41,27 +39,27 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     `ended`: the process that writes the run has done its work, although it is still alive.
     """
     notes: list[str] = []
-    rows: list[dict[str, Any]] = []
-    config: list[dict[str, Any]] = []
-    hints: list[dict[str, Any]] = []
-    starts: list[list[tuple[str, str]]] = []
-    plan = None
-    with _noted("metrics.jsonl", notes):
-        rows = _metric_rows(folder / "metrics.jsonl", notes)
-    if (folder / "config.yaml").exists():
-        with _noted("config.yaml", notes):
-            config = config_rows((folder / "config.yaml").read_text("utf-8", errors="replace"))
-    else:
+
+    def read(name: str, of: Callable[[Path], Any], otherwise: Any) -> Any:
+        """`of` the file `name`; `otherwise` without it, and with a note if it is damaged."""
+        try:
+            return of(folder / name)
+        except FileNotFoundError:
+            return otherwise
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
+            notes.append(f"{name} could not be read: {error}")
+            return otherwise
+
+    rows = read("metrics.jsonl", lambda path: _metric_rows(path, notes), [])
+    if not (folder / "config.yaml").exists():
         notes.append("the run has no config.yaml")
-    with _noted("plan.json", notes):
-        plan = _plan(json.loads((folder / "plan.json").read_text("utf-8")))
-    with _noted("hints.jsonl", notes):
-        hints, num_damaged = read_hints(folder / "hints.jsonl")
-        notes += ["a damaged line of hints.jsonl was skipped"] * num_damaged
-    with _noted("run.json", notes):
-        starts = [
-            start_rows(start) for start in json.loads((folder / "run.json").read_text("utf-8"))["starts"]
-        ]
+    config = read("config.yaml", lambda path: config_rows(path.read_text("utf-8", errors="replace")), [])
+    plan = read("plan.json", lambda path: _plan(json.loads(path.read_text("utf-8"))), None)
+    hints, num_damaged = read("hints.jsonl", read_hints, ([], 0))
+    notes += ["a damaged line of hints.jsonl was skipped"] * num_damaged
+    starts = read(
+        "run.json", lambda path: [*map(start_rows, json.loads(path.read_text("utf-8"))["starts"])], []
+    )
     last_step = rows[-1]["step"] if rows else None
     total_steps = next((row["value"] for row in config if row["key"] == "run.steps"), None)
     return {
@@ -76,17 +74,6 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
         "starts": starts,
         "notes": notes,
     }
-
-
-@contextmanager
-def _noted(name: str, notes: list[str]) -> Iterator[None]:
-    """The block reads the file `name`: without the file it does nothing, and a damaged one costs a note."""
-    try:
-        yield
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
-        notes.append(f"{name} could not be read: {error}")
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -137,6 +124,7 @@ def described(names: Sequence[str]) -> dict[str, list[str]]:
     return {name: [metric.unit, metric.meaning] for name, metric in listed}
 
 
+@lru_cache(maxsize=16)  # a page is written after each step, of the same configurations
 def config_rows(text: str) -> list[dict[str, Any]]:
     """Key, value, layer and default of each value in a `config.yaml`; raises ConfigError if it is damaged."""
     content = parse_yaml(text, "config.yaml")

@@ -4,8 +4,6 @@ Data flow: `samples/step_000010.jsonl` and `samples/eval_000010.jsonl` -> `Sampl
 puts the chunks into the page or serves them. `print_samples.py` prints the same rows in a terminal.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.files import too_deep
-from quatrain.config.layers import parse_yaml
+from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import is_finite
 from quatrain.types.batches import FAULTS
 

@@ -4,8 +4,6 @@
 request for another host's name, so that no website can read a run through a reader's browser.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

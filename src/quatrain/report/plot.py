@@ -3,8 +3,6 @@
 Reads `metrics.jsonl`, which `report.writer` writes; needs the extra `plot`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import re

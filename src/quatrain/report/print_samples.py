@@ -3,8 +3,6 @@
 `quatrain samples` calls it; it reads the same files as the run page.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

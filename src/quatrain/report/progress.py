@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from quatrain.cluster.processes import is_main_process
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.parallel.compilations import (
     compile_seconds,

@@ -3,8 +3,6 @@
 Without JAX, which the command imports after its first line.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -58,8 +58,9 @@ class Report:
     """Writes everything that a run logs. Must be closed at the end, also after an error.
 
     Metrics are written to `metrics.jsonl` first, then to the services enabled in `LoggingConfig`. A service
-    that fails causes one warning, is not used again, and never stops the run. `redact` removes secrets from
-    every message, sample and metric name before it is written. `run_config`: the resolved configuration,
+    that fails causes one warning, is not used again, and never stops the run. What `redactor` returns removes
+    secrets from every message, sample and metric name before it is written; it is asked anew for each batch
+    of texts. `run_config`: the resolved configuration,
     shown in W&B; it must not contain secrets. `token_text` returns the text of a token id, for
     `logging.sample_tokens`. `hints` finds what is probably wrong in a step.
     """
@@ -69,12 +70,12 @@ class Report:
         run_dir: RunDir,
         config: LoggingConfig,
         *,
-        redact: Redact,
+        redactor: Callable[[], Redact],
         run_config: Mapping[str, Any] | None = None,
         token_text: TokenText | None = None,
         hints: Hints | None = None,
     ):
-        self._run, self._config, self._redact = run_dir, config, redact
+        self._run, self._config, self._redactor = run_dir, config, redactor
         self._token_text, self._hints = token_text, hints
         self._main = is_main_process()
         self._metrics = MetricsFile(run_dir.metrics)
@@ -82,6 +83,10 @@ class Report:
         """Rows of metrics that are not on disk: the disk was full."""
         self._failing: set[str] = set()
         self._page = Page([run_dir.path])
+
+        def redact(text: str) -> str:
+            return redactor()(text)
+
         self._handlers = [_file_handler(run_dir.log, redact), ConsoleHandler(redact)] if self._main else []
         run = _run_of_thread.get()
         for handler in self._handlers:
@@ -117,7 +122,7 @@ class Report:
         if not self._main:
             return
         numbers = reduce_metrics(metrics)
-        numbers = dict(zip(self._redact("\n".join(numbers)).split("\n"), numbers.values(), strict=True))
+        numbers = dict(zip(self._redactor()("\n".join(numbers)).split("\n"), numbers.values(), strict=True))
         self._unwritten.append((step, numbers))
         self._guard("metrics", self._write_metrics)
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -130,7 +135,7 @@ class Report:
             return
         for hint in self._hints.found(step, reduce_metrics(metrics)):
             _log.warning("step %d: %s", step, hint.text)
-            row = {"step": step, "hint": self._redact(hint.hint), "text": self._redact(hint.text)}
+            row = texts_changed({"step": step, **hint._asdict()}, self._redactor())
             self._guard("hints", partial(_append_line, self._run.hints, json.dumps(row)))
 
     def samples(self, step: int, advantaged: AdvantagedBatch) -> None:
@@ -144,10 +149,10 @@ class Report:
 
     def _leave_out_secret_tokens(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Removes the tokens of samples whose text has a secret, which no single token's text shows."""
-        count = 0
+        count, redact = 0, self._redactor()
         for record in records:
             text = "".join(record.get("tokens", {}).get("texts", ()))
-            if self._redact(text) != text:
+            if redact(text) != text:
                 del record["tokens"]
                 count += 1
         if count:
@@ -161,7 +166,7 @@ class Report:
             self._write_samples(f"eval_{step:06d}.jsonl", [{"step": step, **sample} for sample in samples])
 
     def _write_samples(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        records = texts_changed(records, self._redact)  # before JSON escapes them
+        records = texts_changed(records, self._redactor())  # before JSON escapes them
         lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records]
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
         text, path = "\n".join(lines) + "\n", self._run.samples / name

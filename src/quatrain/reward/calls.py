@@ -23,14 +23,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quatrain.config.errors import shown
-from quatrain.data.columns import ENVIRONMENTS
-from quatrain.reward.forms import TRAINER_STATE
+from quatrain.data.demonstration import ENVIRONMENTS
+from quatrain.reward.forms import TRAINER_STATE, Log, plain_rewards
 from quatrain.reward.functions import RewardFunction
-from quatrain.reward.values import Log, plain_rewards
 from quatrain.types.batches import DATA_SOURCE, FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
-from quatrain.workers.process import pickled
-from quatrain.workers.worker import failure
+from quatrain.workers.worker_process import pickled
+from quatrain.workers.worker_script import failure
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +183,7 @@ def score_function(
     that hangs does not hold the step. Raises ValueError for a wrong number of values, or no numbers.
     """
     rows = samples.of_sources(function.sources)
-    scoring = _Scoring(function, samples, rows)
+    scoring = _FunctionOnBatch(function, samples, rows)
     try:
         return *scoring.run(samples.pieces(rows, per_call)), scoring.log
     finally:  # also if the run is interrupted
@@ -205,12 +204,12 @@ def try_function(function: Function, samples: Samples) -> str | None:
     return None
 
 
-class _Call(NamedTuple):
+class _Asked(NamedTuple):
     rows: Rows
     future: Future[Any | Failure]
 
 
-class _Scoring:
+class _FunctionOnBatch:
     """The calls of one function on one batch."""
 
     def __init__(self, function: Function, samples: Samples, rows: Rows):
@@ -222,7 +221,7 @@ class _Scoring:
         self._failures: list[Failure] = []
         self._failed_on: Rows = []
         """The samples of the first failure."""
-        self._calls: list[_Call] = []
+        self._calls: list[_Asked] = []
         self._limit_s = math.inf
         self._in_a_row = 0
 
@@ -230,11 +229,13 @@ class _Scoring:
         """The values and the failures; `pieces` are the rows of the first calls."""
         while pieces:
             self._calls = [
-                _Call(rows, self._function.submit(self._samples.take(rows, self._function), self._limit_s))
+                _Asked(rows, self._function.submit(self._samples.take(rows, self._function), self._limit_s))
                 for rows in pieces
             ]
             too_long = self._wait()
             pieces = [rows for call in self._calls for rows in self._settled(call)]
+            # Whatever hangs once hangs again: the search for the sample gets little time, and the step goes
+            # on.
             if too_long and self._limit_s > SEARCH_S:
                 self._limit_s, self._in_a_row = SEARCH_S, 0
         errors = Counter(self._kinds.values())
@@ -263,11 +264,12 @@ class _Scoring:
             late = isinstance(outcome, Failure) and outcome.kind == "timeout"
             too_long |= late
             self._in_a_row = self._in_a_row + 1 if late else 0
+            # In a row, because a server that is slow at times recovers, and one that is down does not.
             if self._in_a_row >= self._function.most_timeouts:
                 self.cancel()
         return too_long
 
-    def _settled(self, call: _Call) -> list[Rows]:
+    def _settled(self, call: _Asked) -> list[Rows]:
         """Takes the values of a call; what to call again if it failed."""
         outcome = _outcome(call.future)
         if isinstance(outcome, dict):
@@ -282,6 +284,7 @@ class _Scoring:
         # The last call of those that failed first is on one sample, and shows what it fails on.
         if not self._kinds:
             self._failed_on = call.rows
+        # It has not been called at all: once more, in the search, before its samples are failures.
         if call.future.cancelled() and self._limit_s > SEARCH_S:
             return [call.rows]
         if len(call.rows) > 1:

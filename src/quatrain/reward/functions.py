@@ -12,9 +12,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from typing import Any
 
+from quatrain.config.errors import listed
+from quatrain.config.sections.reward import RewardConfig
 from quatrain.reward.math.answers import gold_text, judge
 from quatrain.reward.math.grader import CPU_LIMIT_S
 from quatrain.workers.pool import Failure
@@ -154,5 +157,21 @@ BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {
     "overlong": overlong,
     "environment": environment,
 }
-IN_WORKERS = {"reasoning_gym": "quatrain.reward.reasoning_gym:reasoning_gym"}
+IN_WORKERS = {"reasoning_gym": "quatrain.reward.gym_reward:reasoning_gym"}
 """Built-in functions that run code of other packages on completions, called where users' functions are."""
+
+
+def builtin_function(spec: str, config: RewardConfig, opening: str | None) -> Callable[..., Any]:
+    """A built-in function with its arguments; raises ValueError for arguments that it does not have."""
+    function = BUILTIN_FUNCTIONS[spec]
+    if args := config.entries[spec].args:
+        has, remedy = "has no arguments of its own", "leave them out"
+        if function is overlong:
+            has = "takes limit and buffer from reward.overlong_limit and reward.overlong_buffer"
+            remedy = "set these keys instead"
+        raise ValueError(f"reward function {spec!r} is built in and {has}; got args {listed(args)}; {remedy}")
+    if function is overlong:
+        return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
+    if function is correct:
+        return partial(graded, timeout_s=config.timeout_s)
+    return partial(function, opening=opening) if function in (format, tag_count) else function

@@ -22,8 +22,8 @@ from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data import chat_template
-from quatrain.data.columns import ENVIRONMENTS
-from quatrain.data.reasoning_gym import check_installed
+from quatrain.data.demonstration import ENVIRONMENTS
+from quatrain.data.gym_rows import check_installed
 from quatrain.reward.calls import (
     ERROR_REWARD,
     TIMEOUTS_PER_WORKER,
@@ -37,22 +37,17 @@ from quatrain.reward.calls import (
     score_function,
     try_function,
 )
-from quatrain.reward.forms import TRAINER_STATE, prepared
+from quatrain.reward.forms import TRAINER_STATE, FunctionScores, prepared
 from quatrain.reward.functions import (
     BUILTIN_FUNCTIONS,
     IN_WORKERS,
     TAGS,
     accepted_answers,
     begun_answer,
-    correct,
-    graded,
+    builtin_function,
     has_format,
-    overlong,
-    tag_count,
     why_unjudged,
 )
-from quatrain.reward.functions import format as format_reward
-from quatrain.reward.values import Scores
 from quatrain.types.batches import (
     DATA_SOURCE,
     ENVIRONMENT,
@@ -66,14 +61,14 @@ from quatrain.types.batches import (
 )
 from quatrain.types.metrics import Metric, combine, describe
 from quatrain.workers.pool import Failure, Pool, default_workers
-from quatrain.workers.process import log_output
-from quatrain.workers.user_code import find_function, parameters_of
+from quatrain.workers.user_code import check_importable, find_function, parameters_of
+from quatrain.workers.worker_process import log_output
 
 if TYPE_CHECKING:
     from quatrain.data.policy import Policy
     from quatrain.data.prompts import PromptSource
-    from quatrain.data.table import TokenRow
-    from quatrain.reward.model import RewardModel
+    from quatrain.data.token_table import TokenRow
+    from quatrain.reward.reward_model import RewardModel
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +90,8 @@ class RewardScorer:
     ValueError if a function cannot be imported or called, and if `models` lacks a reward model.
 
     Args:
-        models: the loaded reward models, one for each entry `model:PATH` (`reward.model`); scoring with them
-            needs all processes of a run. None: these entries are left out.
+        models: the loaded reward models, one for each entry `model:PATH` (`reward_model.py`); scoring with
+            them needs all processes of a run. None: these entries are left out.
         functions: Python functions for entries of `reward.functions`, by their names there; they are called
             in this process.
         decide: calls its argument and returns the result; in a run of several processes in one of them, and
@@ -138,7 +133,8 @@ class RewardScorer:
         elif missing := config.models.keys() - models.keys():
             raise ValueError(
                 f"reward models must be loaded before the scorer is made; {', '.join(sorted(missing))} is "
-                "not; pass models=quatrain.reward.model.load_reward_models(…), or use quatrain.build_stages"
+                "not; pass models=quatrain.reward.reward_model.load_reward_models(…), or use "
+                "quatrain.build_stages"
             )
         _check_functions(config, functions)
         names = short_names(config)
@@ -149,6 +145,7 @@ class RewardScorer:
             for spec, entry in entries.items()
             if entry.data_source is not None
         }
+        # Processes are shared, because each imports what the functions need, which takes seconds and memory.
         other = accuracy_beside or workers_of
         shared = None if other is None else other._pool
         self._pool: Pool | None = shared or _pool(config, names, functions)
@@ -165,13 +162,13 @@ class RewardScorer:
         self._builtin = {f.spec: f for f in self._functions if f.spec not in functions}
         weighted = episodes and ENVIRONMENT in entries and ENVIRONMENT not in functions
         self._environment_weight = entries[ENVIRONMENT].weight if weighted else 0.0
-        self._warns_of_unused = episodes and accuracy_beside is None
         self.asks_for_environments = episodes and any(ENVIRONMENTS not in f.hidden for f in self._functions)
         """Whether a function gets the environments of episodes, which must be kept for it."""
-        self._warns_of_unused &= not self.asks_for_environments
-        self._warns_of_unused &= not any(
+        reads = any(
             name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
         )
+        unread = not (self.asks_for_environments or reads)
+        self._warns_of_unused = episodes and accuracy_beside is None and unread
         needs = {
             column: f"the reward `{f.name}`"
             for f in self._functions
@@ -203,7 +200,8 @@ class RewardScorer:
         ValueError for a function that cannot be imported or called, and for a reward model that is missing,
         damaged or of an unsupported kind.
         """
-        from quatrain.reward.model import load_reward_models  # brings JAX, which hints on a run do without
+        # It brings JAX, which hints on a run do without.
+        from quatrain.reward.reward_model import load_reward_models
 
         models = None
         if weights:
@@ -240,7 +238,7 @@ class RewardScorer:
 
         if from_python is not None or self._pool is None or ":" not in path:
             is_users = from_python is not None or spec not in BUILTIN_FUNCTIONS
-            function = users_function() if is_users else _builtin(spec, config, self.opening)
+            function = users_function() if is_users else builtin_function(spec, config, self.opening)
             # A column of the name of a built-in function's limit must not replace the limit.
             bound |= getattr(function, "keywords", {}).keys()
             submit: Submit = partial(call_in_process, function, is_users)
@@ -248,6 +246,7 @@ class RewardScorer:
         else:
             submit = partial(call_in_workers, self._pool, path, config.timeout_s)
             most_timeouts = TIMEOUTS_PER_WORKER * self._pool.num_workers
+            # From the worker: a module of a user's that is imported here could end or hang the run.
             parameters = self._decide(partial(_loaded, self._pool, path))
         accepts: frozenset[str] | None = None
         required: tuple[str, ...] = ()
@@ -259,6 +258,8 @@ class RewardScorer:
             required = tuple(p for p, _, needed in parameters if needed and p not in given)
             if "VAR_KEYWORD" not in kinds.values():
                 accepts = frozenset(p for p, kind in kinds.items() if kind != "VAR_POSITIONAL")
+        # Given only to functions that name them: a column of **kwargs would be pickled for nothing, and
+        # whoever names `environments` gets the objects themselves, which no other process has.
         on_request = {TRAINER_STATE, ENVIRONMENTS} if self._episodes else {TRAINER_STATE}
         hidden = frozenset(on_request - {p for p, _, _ in parameters or ()})
         if self._episodes and ENVIRONMENTS not in hidden:
@@ -316,6 +317,7 @@ class RewardScorer:
                 return None
             key = repr(answer)
             if key not in known:
+                # Each takes a process some milliseconds: of a large data set the first ones tell.
                 if len(known) >= MANY_ANSWERS and "" in known.values() and accepted_answers(answer):
                     return ""
                 known[key] = why_unjudged(answer) or ""
@@ -424,10 +426,15 @@ class RewardScorer:
                 f"{self.required_by[missing[0]]} needs the column `{missing[0]}`; the data has "
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
+        # In one process: users' functions may draw at random or ask servers, and rewards that differ between
+        # processes would be different gradients of one batch.
         called = self._decide(lambda: self._called(rollouts))
         if self.asks_for_environments:
-            rollouts = _without_environments(rollouts)
-        scores = {name: Scores(*fields) for name, fields in called.items()}
+            columns = dict(rollouts.columns)
+            for kept in filter(None, columns.pop(ENVIRONMENTS, ())):
+                kept.close()
+            rollouts = replace(rollouts, columns=columns)
+        scores = {name: FunctionScores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         rollouts = self._with_columns(rollouts, scores)
         of_row, first_rows = rollouts.episodes
@@ -436,7 +443,10 @@ class RewardScorer:
         faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
         raw[:, faults] = self._fault_reward
         metrics = _described(raw, scores, self.function_names)
-        rewards = _weighted_sum(raw, list(self._weights.values()))
+        weights = np.array(list(self._weights.values()), np.float64)
+        # In float64, rounded once. A function that abstains takes no part; where all do there is no reward.
+        rewards = np.nansum(weights[:, None] * raw, axis=0).astype(np.float32)
+        rewards[np.isnan(raw).all(axis=0)] = np.nan
         rewards[faults] = self._fault_reward
         metrics |= describe("reward", rewards, STATS)
         self._check_environment_rewards(rollouts, raw[:, ~faults])
@@ -449,6 +459,7 @@ class RewardScorer:
             metrics = combine(metrics, {k: m for k, m in greedy.metrics.items() if m.reduction == "sum"})
             metrics |= describe("reward/greedy", greedy.rewards, ("mean",))
             drawn = dict(zip(rollouts.baseline.compared, greedy.rewards, strict=True))
+            # By group and role, and not by place: the greedy rollouts have another number of rows.
             # A role that the greedy episode has not played has nothing to be compared with.
             baseline_rewards = np.array([drawn.get(each, np.nan) for each in rollouts.compared], np.float32)
         return RewardedBatch(
@@ -459,7 +470,7 @@ class RewardScorer:
             metrics,
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
-            function_weights=np.array(list(self._weights.values()), np.float32),
+            function_weights=weights.astype(np.float32),
         )
 
     def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:
@@ -482,7 +493,7 @@ class RewardScorer:
                 "reward.functions"
             )
 
-    def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
+    def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> FunctionScores:
         """The scores of a reward model, which abstains on samples of other sources than its own."""
         scores = model.score(rollouts)
         if name not in self._sources:
@@ -493,26 +504,19 @@ class RewardScorer:
         values[held] = np.asarray(scores.values, np.float32)[held]
         return scores._replace(values=values)
 
-    def _warn_of_unlogged(self, name: str, first: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            logger.warning(
-                "reward function `%s` logs what is no finite number, has a name that no metric can have, or "
-                "is not one value per sample: %s; reward/%s/unlogged counts them",
-                *(name, first, name),
-            )
-
-    def _with_columns(self, rollouts: RolloutBatch, scores: Mapping[str, Scores]) -> RolloutBatch:
+    def _with_columns(self, rollouts: RolloutBatch, scores: Mapping[str, FunctionScores]) -> RolloutBatch:
         """The rollouts with the columns that functions logged, in this batch or before."""
         of_row, _ = rollouts.episodes
         logged = {f"{name}/{key}": of for name, each in scores.items() for key, of in each.columns.items()}
-        names = self._logged = self._logged | dict.fromkeys(logged)  # another thread may score too
+        # Columns stay once they are there, so that samples of all batches have the same fields; the
+        # dictionary is replaced and not changed, because another thread may score too.
+        names = self._logged = self._logged | dict.fromkeys(logged)
         nothing = [None] * len(rollouts)
         columns = {name: tuple(logged.get(name, nothing)[row] for row in of_row) for name in names}
         return replace(rollouts, columns={**rollouts.columns, **columns}) if columns else rollouts
 
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[Any, ...]]:
-        """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
+        """The fields of the `FunctionScores` of each reward function by its name, JSON-serialisable."""
         samples, called = Samples.of(rollouts), {}
         for function in self._functions:
             began = time.perf_counter()
@@ -520,13 +524,21 @@ class RewardScorer:
             counts = {"errors": errors.total()} | {f"errors/{kind}": n for kind, n in errors.items()}
             if log.unlogged:
                 counts["unlogged"] = len(log.unlogged)
-                self._warn_of_unlogged(function.name, log.unlogged[0])
+                if function.name not in self._told:
+                    self._told.add(function.name)
+                    logger.warning(
+                        "reward function `%s` logs what is no finite number, has a name that no metric can "
+                        "have, or is not one value per sample: %s; reward/%s/unlogged counts them",
+                        *(function.name, log.unlogged[0], function.name),
+                    )
             seconds = time.perf_counter() - began
             called[function.name] = values.tolist(), counts, seconds, log.metrics, log.columns
         return called
 
 
-def _described(raw: np.ndarray, scores: Mapping[str, Scores], names: Sequence[str]) -> dict[str, Metric]:
+def _described(
+    raw: np.ndarray, scores: Mapping[str, FunctionScores], names: Sequence[str]
+) -> dict[str, Metric]:
     """The metrics `reward/<name>/…` of each function: of its values, its counts, and what it logged."""
     metrics: dict[str, Metric] = {}
     for row, name in zip(raw, names, strict=True):
@@ -537,14 +549,6 @@ def _described(raw: np.ndarray, scores: Mapping[str, Scores], names: Sequence[st
         logged = scores[name].metrics.items()
         metrics |= {f"reward/{name}/{key}": Metric(total[0], total[1]) for key, total in logged}
     return metrics
-
-
-def _without_environments(rollouts: RolloutBatch) -> RolloutBatch:
-    """The rollouts without the environments that were kept, which are closed."""
-    columns = dict(rollouts.columns)
-    for kept in filter(None, columns.pop(ENVIRONMENTS, ())):
-        kept.close()
-    return replace(rollouts, columns=columns)
 
 
 def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: int) -> Samples:
@@ -596,19 +600,12 @@ def _pool(
     return Pool(
         WHAT,
         num_workers,
-        convert="quatrain.reward.values:plain_rewards",
+        convert="quatrain.reward.forms:plain_rewards",
         prepare="quatrain.reward.forms:prepared",
         args={IN_WORKERS.get(spec, spec): entry.args for spec, entry in config.entries.items()},
         memory_mb=config.memory_mb,
         on_output=lambda path, text: log_output(logger, f"reward function `{called.get(path, path)}`", text),
     )
-
-
-def _weighted_sum(raw: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """[B] float32: sum over functions of weight * raw[F, B] without NaN entries; NaN if all are NaN."""
-    terms = np.asarray(weights, np.float64)[:, None] * raw
-    total = np.where(np.isnan(raw), 0.0, terms).sum(axis=0)
-    return np.where(np.isnan(raw).all(axis=0), np.nan, total).astype(np.float32)
 
 
 def short_names(config: RewardConfig) -> dict[str, str]:
@@ -622,29 +619,9 @@ def short_names(config: RewardConfig) -> dict[str, str]:
     return {spec: name if shared[name] == 1 else spec for spec, name in short.items()}
 
 
-def _builtin(spec: str, config: RewardConfig, opening: str | None) -> Callable[..., Any]:
-    """A built-in function with its arguments; raises ValueError for arguments that it does not have."""
-    function: Callable[..., Any] = find_function(spec, BUILTIN_FUNCTIONS, WHAT)
-    if args := config.entries[spec].args:
-        has, remedy = "has no arguments of its own", "leave them out"
-        if function is overlong:
-            has = "takes limit and buffer from reward.overlong_limit and reward.overlong_buffer"
-            remedy = "set these keys instead"
-        raise ValueError(f"reward function {spec!r} is built in and {has}; got args {listed(args)}; {remedy}")
-    if function is overlong:
-        return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
-    if function is correct:
-        return partial(graded, timeout_s=config.timeout_s)
-    return partial(function, opening=opening) if function in (format_reward, tag_count) else function
-
-
 def _loaded(pool: Pool, spec: str) -> list[Any] | None:
     """The parameters of a user's function, which a worker imports."""
-    if spec.startswith("__main__:"):
-        raise ValueError(
-            f"{WHAT} {spec!r} is defined in the running program, which worker processes cannot import; put "
-            "it into a file and name it as `path/file.py:function`, or set reward.workers to 0"
-        )
+    check_importable(spec, "a reward function", "set reward.workers to 0")
     reply = pool.load(spec)
     if isinstance(reply, Failure):
         raise ValueError(f"{WHAT} {spec!r} cannot be imported ({reply.kind}): {reply.detail}")

@@ -1,6 +1,6 @@
 """A rollout worker around an engine in this process, whose service runs it: groups come at any time.
 
-Data flow: `submit` -> `EngineService.sample` -> `take`. In a worker process of its own, the process's main
+Data flow: `submit` -> `EngineService.start` -> `take`. In a worker process of its own, the process's main
 program passes the fleet's calls on to it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,14 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.groups import PerRequestSampling
-from quatrain.engine.service import EngineService, Progress, Samples, ServiceFailed
+from quatrain.engine.service import EngineService
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import with_trained
 from quatrain.models.params import partition
 from quatrain.parallel.mesh import device_put, mesh_shape, shardings
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost
 from quatrain.types.rollouts import Completion
+from quatrain.types.sampler import Progress, Request
 from quatrain.weights.hf import load_hf
 
 COMPILING = 3
@@ -38,6 +37,8 @@ class EngineWorker:
     those in flight wait until these have finished. A round of the engine that raises an error, or takes
     longer than `timeout_s` (three times as long if it compiles), makes the worker lost.
     """
+
+    labels_versions = True
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class EngineWorker:
         self._unfinished = 0
         self._finished: list[FinishedGroup] = []
         self._error: str | None = None
-        self._service = EngineService(engine, read, name=f"engine of {name}")
+        self._service = EngineService(engine, read, thread=f"engine of {name}")
 
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """Reads what was published; takes effect between two rounds.
@@ -68,32 +69,29 @@ class EngineWorker:
         with self._changed:
             self._unfinished += len(groups)
         for group in groups:
-            if group.own is not None:
-                self._submit_own(group, group.own)
-                continue
-            result = self._service.sample([group.prompt], step=group.step, sampling=group.sampling)
-            result.add_done_callback(partial(self._finish, group.number))
+            turns = [Completion() for _ in range(group.sampling.n)]
+            request = Request(group.prompt, group.step, group.sampling, group.own)
+            queued = self._service.start([request], partial(self._add, group, turns, [len(turns)]))
+            queued.add_done_callback(partial(self._refuse, group))
 
-    def _submit_own(self, group: GroupSpec, own: PerRequestSampling) -> None:
-        """Queues a sample with a sampling of its own, in an engine with `per_request_sampling`."""
-        result: Future[Samples] = Future()
-        result.add_done_callback(partial(self._finish, group.number))
-        completion = Completion()
+    def _add(
+        self, group: GroupSpec, turns: list[Completion], left: list[int], number: int, progress: Progress
+    ) -> None:
+        """Takes what was sampled for a group, of whose `turns` so many are `left`."""
+        turns[number].append(progress.piece)
+        if progress.error is not None and left[0] > 0:
+            left[0] = 0
+            self._finish(FinishedGroup(group.number, error=progress.error))
+        elif progress.finish_reason is not None:
+            turns[number].finish_reason, turns[number].cached = progress.finish_reason, progress.cached
+            left[0] -= 1
+            if not left[0]:
+                samples = [(group.prompt, turn) for turn in turns]
+                self._finish(FinishedGroup(group.number, samples, metrics=progress.metrics))
 
-        def listen(number: int, progress: Progress) -> None:
-            completion.append(progress.piece)
-            if progress.finish_reason is not None:
-                completion.finish_reason = progress.finish_reason
-                result.set_result(([(group.prompt, completion)], progress.metrics))
-            elif progress.error is not None:
-                result.set_exception(ServiceFailed(progress.error))
-
-        def queued(keys: Future[list[int]]) -> None:
-            if (error := keys.exception()) is not None:
-                result.set_exception(error)
-
-        prompt = replace(group.prompt, group_id=0)  # whose place is in `own`
-        self._service.submit([prompt], [own], listen).add_done_callback(queued)
+    def _refuse(self, group: GroupSpec, queued: Future[list[int]]) -> None:
+        if (error := queued.exception()) is not None:
+            self._finish(FinishedGroup(group.number, error=f"{type(error).__name__}: {error}"))
 
     def take(self, timeout_s: float) -> list[FinishedGroup]:
         """Groups that have finished; raises WorkerLost if the engine has failed or a round takes too long."""
@@ -113,13 +111,10 @@ class EngineWorker:
         """Forgets the groups and closes the engine; a round that hangs is left behind."""
         self._service.close(timeout_s=0)
 
-    def _finish(self, number: int, result: Future[Any]) -> None:
-        error = result.exception()
-        samples, metrics = ((), {}) if error is not None else result.result()
+    def _finish(self, group: FinishedGroup) -> None:
         with self._changed:
             self._unfinished -= 1
-            said = None if error is None else f"{type(error).__name__}: {error}"
-            self._finished.append(FinishedGroup(number, samples, said, metrics))
+            self._finished.append(group)
             self._changed.notify_all()
 
     def _check(self) -> None:

@@ -5,11 +5,16 @@ Used by `supervisor.py`. Pure bookkeeping, without threads, clocks or tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
 
+BUSY = 1.25
+"""A turn waits for the worker that has its dialogue while this has at most so many times its part."""
+MOST_HOMES = 4096
+"""Dialogues whose workers are remembered."""
 SUSPECT = 2
 """From this many failures on, a group is given to a worker that has no other group."""
 SHOWN_CHARS = 80
@@ -51,6 +56,9 @@ class GroupTable:
     sample now. A group that failed twice is given out alone, so that a group which ends every worker does not
     make others fail with it. A turn of an agent (`own`) that failed too often is finished, with its last
     error, and costs its episode; another group ends the run.
+
+    The turns of a session go to the worker that returned its last one, as long as this can sample and is not
+    busier than others: it keeps the session's context.
     """
 
     def __init__(self, retries: int):
@@ -58,6 +66,7 @@ class GroupTable:
         """Groups that had to be given out again, so far."""
         self._retries = retries
         self._entries: dict[int, _Entry] = {}
+        self._homes: dict[str, str] = {}
 
     def __len__(self) -> int:
         """Groups that were added and not taken."""
@@ -70,12 +79,11 @@ class GroupTable:
 
     def num_waiting(self, worker: str, able: Collection[str] = ()) -> int:
         """Groups that no worker has, and `worker` may have."""
-        return sum(entry.waits_for(worker, able) for entry in self._entries.values())
+        return len(self._waiting(worker, able))
 
-    @property
-    def num_given(self) -> int:
-        """Groups that a worker has."""
-        return sum(entry.worker is not None for entry in self._entries.values())
+    def is_given(self, number: int) -> bool:
+        """Whether a worker has this group."""
+        return self._entries[number].worker is not None
 
     def add(self, groups: Iterable[GroupSpec], *, only: str | None = None) -> None:
         """Groups with new numbers, which wait to be given out in this order; with `only`, to this worker."""
@@ -90,12 +98,11 @@ class GroupTable:
 
     def largest_waiting(self, worker: str, able: Collection[str] = ()) -> int:
         """Samples of the largest group that waits and `worker` may have; 1 if none waits."""
-        waiting = (entry for entry in self._entries.values() if entry.waits_for(worker, able))
-        return max((entry.spec.sampling.n for entry in waiting), default=1)
+        return max((entry.spec.sampling.n for entry in self._waiting(worker, able)), default=1)
 
     def give(self, worker: str, room: int, able: Collection[str] = ()) -> list[GroupSpec]:
         """Gives the next waiting groups to `worker`, which may then have at most `room`."""
-        waiting = [entry for entry in self._entries.values() if entry.waits_for(worker, able)]
+        waiting = self._waiting(worker, able)
         held = [entry for entry in self._entries.values() if entry.worker == worker]
         suspects = [entry for entry in waiting if entry.suspect]
         if any(entry.suspect for entry in held):
@@ -106,6 +113,23 @@ class GroupTable:
         for entry in given:
             entry.worker = worker
         return [entry.spec for entry in given]
+
+    def _waiting(self, worker: str, able: Collection[str]) -> list[_Entry]:
+        """The groups that no worker has, and `worker` may have."""
+        counts = Counter(entry.worker for entry in self._entries.values())
+        most = BUSY * self.num_unfinished / max(len(able), 1)
+        # One that is lost, or has more than its part, is not waited for: that costs a context, no time.
+        free = {home for home in able if counts[home] <= most}
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.waits_for(worker, able)
+            and ((home := self._home(entry)) in (None, worker) or home not in free)
+        ]
+
+    def _home(self, entry: _Entry) -> str | None:
+        own = entry.spec.own
+        return None if own is None or entry.failures else self._homes.get(own.session)
 
     def finish(self, worker: str, group: FinishedGroup) -> None:
         """Takes back a group that `worker` has: finished, or to be given out again if it failed.
@@ -128,6 +152,11 @@ class GroupTable:
             )
         else:
             entry.worker, entry.result = None, group
+            if session := "" if entry.spec.own is None else entry.spec.own.session:
+                self._homes.pop(session, None)
+                self._homes[session] = worker
+                if len(self._homes) > MOST_HOMES:
+                    del self._homes[next(iter(self._homes))]
 
     def lose(self, worker: str, why: str) -> int:
         """Takes all groups from `worker`, which is lost; how many.

@@ -68,6 +68,8 @@ def workers(
 class RayWorker:
     """A `Worker` in an actor. Raises WorkerLost if the actor has died or does not answer in `timeout_s`."""
 
+    labels_versions = True
+
     def __init__(
         self,
         ray: ModuleType,

@@ -13,25 +13,25 @@ from pathlib import Path
 
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import is_main_process
-from quatrain.config.rollout_worker import devices_of_worker, worker_config
+from quatrain.config.roles import devices_of_worker, worker_config
 from quatrain.config.schema import Config
 from quatrain.data.policy import Policy
 from quatrain.engine.engine import records_routes
 from quatrain.models.lora import merged
+from quatrain.rollout import http_worker
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import Folder, InMemory, Publisher
-from quatrain.rollout.server_routes import RouteRules
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import Worker
-from quatrain.types.rollouts import OnProgress, Sampling
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.server import ServerRules
+from quatrain.types.rollouts import Sampling
 
 MakeWorker = Callable[[Config, int, str], Worker]
 """Makes a worker in its own process: of the configuration of a worker, `Policy.usual_prompt` and its name."""
 
 
-def start_fleet(
-    config: Config, policy: Policy, make_worker: MakeWorker, *, on_progress: OnProgress | None = None
-) -> Fleet:
+def start_fleet(config: Config, policy: Policy, make_worker: MakeWorker) -> Fleet:
     """The fleet of `rollout.workers` or `rollout.servers`, all of which have started; without weights.
 
     Raises ValueError, which names it, if one fails to start or cannot serve this run.
@@ -47,12 +47,8 @@ def start_fleet(
         publisher,
         # Servers load whole models; quatrain's own workers have the base, and take adapters.
         prepare=partial(merged, arch=policy.arch, dtype=config.model.dtype) if rollout.servers else None,
-        sampling=Sampling.of(rollout),
-        tokenizer=policy.tokenizer,
         dtype=config.model.dtype,
         timeout_s=rollout.timeout_s,
-        greedy_baseline=rollout.greedy_baseline,
-        on_progress=on_progress,
     )
     try:
         fleet.wait_for_start()
@@ -84,10 +80,8 @@ def ray_workers(
 
 def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Publisher]:
     """The factories of workers that are inference servers, which load weights from folders."""
-    from quatrain.rollout import http_worker  # other runs need no HTTP client
-
     rollout = config.rollout
-    rules = http_worker.ServerRules(
+    rules = ServerRules(
         policy.tokenizer,
         policy.stop_ids,
         policy.arch.vocab_size,
@@ -95,6 +89,7 @@ def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Pu
         Sampling.of(rollout),
         RouteRules.of(policy.arch) if records_routes(rollout, policy.arch) else None,
         needs_routes=config.update.router_aux_coef > 0,
+        needs_versions=rollout.in_flight,
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from quatrain.cluster.threads import start_thread
+from quatrain.cluster.start_thread import start_thread
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, Worker, WorkerLost, WorkerRefused
 
@@ -57,6 +57,8 @@ class _Slot:
     name: str
     """The slot in the table and in messages."""
     factory: WorkerFactory
+    oldest: int = 0
+    """The version of the weights when the first of the groups that the worker has was given."""
     generation: int = 0
     """Counts the workers of this slot; a thread whose generation is over must not touch the table."""
     worker: Worker | None = None
@@ -125,6 +127,8 @@ class WorkerSupervisor:
         """Longest time that a worker took for the current weights."""
         self._table, self._timeout_s = table, timeout_s
         self._weights: Weights | None = None
+        self._versions: set[int] = set()
+        """Of all weights so far."""
         self._error: Exception | None = None
         self._closed, self._began = False, time.monotonic()
         self._restarts = self._stale = 0
@@ -156,6 +160,7 @@ class WorkerSupervisor:
         """Workers load these weights before they get another group."""
         with self.changed:
             self._weights, self.load_s = weights, 0.0
+            self._versions.add(weights.version)
             self.changed.notify_all()
 
     def check(self) -> None:
@@ -294,6 +299,8 @@ class WorkerSupervisor:
         with self._in_term(slot, generation):
             given = self._table.give(slot.name, self._room(slot, worker), self._able())
             held = bool(self._table.held(slot.name))
+            if len(given) == len(self._table.held(slot.name)):
+                slot.oldest = version
             if held and slot.busy_since is None:
                 slot.busy_since = time.monotonic()
             if not held:  # what waits must be given out alone, and another worker is about to take it
@@ -334,8 +341,10 @@ class WorkerSupervisor:
         """Puts what a worker returned into the table."""
         for group in finished:
             versions = {each for _, completion in group.samples for each in completion.versions}
-            # -1 is of tokens that were given. Another version would be trained with the wrong old policy.
-            if others := versions - {version, -1}:
+            # Another version would be trained with the wrong old policy. A worker that had groups when it
+            # loaded newer weights labels their tokens; -1 is of tokens that were given.
+            known = {each for each in self._versions if slot.oldest <= each <= version}
+            if others := versions - known - {-1}:
                 self._stale += 1
                 raise WorkerLost(
                     f"it returned group {group.number} with tokens of version {min(others)}, and was asked "

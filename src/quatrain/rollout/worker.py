@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
 from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 State = Literal["starting", "compiling", "idle", "busy"]
 """What a worker does; each state has a deadline of its own."""
@@ -67,6 +67,11 @@ class Worker(Protocol):
     """Names the worker in messages."""
     num_slots: int | None
     """Sequences that it decodes at the same time; None: as many as it is given."""
+
+    @property
+    def labels_versions(self) -> bool:
+        """Whether it may load weights while it has groups, whose tokens say which version sampled each."""
+        ...
 
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """Sample from `weights` from now on; the version that the worker has afterwards.

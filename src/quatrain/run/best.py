@@ -4,8 +4,6 @@ Data flow: the numbers of an evaluation -> `Best.note` -> `best.json` in the run
 export RUN OUTPUT --step best` reads with `best_step`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Collection, Mapping
@@ -16,6 +14,7 @@ from pydantic import Field
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.files import Description, checked, read_json
+from quatrain.run.run_dir import write_whole
 
 FILE = "best.json"
 logger = logging.getLogger(__name__)
@@ -88,9 +87,7 @@ class Best:
     def _set(self, found: dict[str, Any]) -> None:
         self.found = found
         if is_main_process():
-            draft = self._path.with_suffix(".draft")
-            draft.write_text(json.dumps(found) + "\n", encoding="utf-8")
-            draft.replace(self._path)
+            write_whole(self._path, json.dumps(found) + "\n")
 
 
 def best_step(run: Path) -> int:

@@ -4,8 +4,6 @@ The stages produce metrics under these names, and `report.writer` writes them. T
 metric is listed here. `scripts/document.py` generates docs/metrics.md from this catalogue.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -235,6 +233,10 @@ agent/untrained_roles | roles | sum |
     Roles that asked, and that the rewards which the agent returned leave out.
 agent/context_fraction | fraction | mean |
     Fraction of the sequences' tokens that are answers trained in another row of their episode.
+agent/recomputed_fraction | fraction | mean |
+    Fraction of the tokens of requests' contexts that had been computed for the answer they continue, and were
+    computed again (`rollout.prefix_share`). A server (`rollout.servers`) that does not say what it had kept
+    counts as if it kept nothing.
 agent/roots | turns | sum |
     Turns that continue no answer: the first of an episode, and those after an edit of its history.
 agent/branches | turns | sum | Further turns that continue the same answer.
@@ -289,6 +291,11 @@ rollout/preempted | sequences | sum |
 rollout/recomputed_tokens | tokens | sum |
     Tokens of prompts and completions computed once more: of sequences that lost their slots, and of contexts
     between turns that lost their place.
+rollout/prefix_hit_fraction | fraction | mean |
+    Fraction of the tokens of requests' contexts that were not computed, because a kept context had them
+    (`rollout.prefix_share`). What is new to a request is in no context that was kept.
+rollout/prefix_evicted_tokens | tokens | sum |
+    Tokens of kept contexts that were given up for others, while they could still be asked for.
 rollout/compilations | programs | sum |
     Programs compiled or read from the compilation cache in the rollout; 0 once all shapes occurred.
 data/skipped_prompts | prompts | sum |

@@ -3,8 +3,6 @@
 The training loop saves the state after an update and restores it on resume; `export` reads it too.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools
@@ -73,6 +71,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._in_background = this_backend().saves_in_background if in_background is None else in_background
+        # Made by the first save: commands that only read start no threads and delete no unfinished files.
         self._writer: ocp.AsyncCheckpointer | None = None
         self.pinned: list[int] = []
         """Steps of which the last one that has a checkpoint is kept beside the newest."""
@@ -91,16 +90,20 @@ class Checkpointer:
         numbers that are not finite, and ValueError for a leaf that is not an array, a `host` that is not
         JSON-serialisable, and a step not after the latest.
         """
+        # Two saves at once would need room for two copies of the state, and could end in the wrong order.
         self.wait()
         self.set_aside()
+        # After the damaged ones are set aside: a run that went back before them saves their steps again.
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
                 f"checkpoints must be saved in the order of steps: got step {step}, but {self.directory} has "
                 f"step {latest}; resume from that step, or remove the later checkpoints"
             )
+        # Before anything is written: what fails here leaves no half checkpoint behind.
         json.dumps(host, allow_nan=False)
         leaves = _named_leaves(arrays)
+        # Of the arrays in memory, not of the files: a copy that went wrong on its way to disk is found too.
         checksums, nonfinite = _checksums(leaves)
         if nonfinite:
             raise NonFiniteState(
@@ -130,6 +133,7 @@ class Checkpointer:
         """
         wanted = {name: abstract(leaf) for name, leaf in _named_leaves(arrays).items()}
 
+        # The JSON first: what has another form is refused before gigabytes are read.
         def read(chosen: int) -> tuple[int, Any, dict[str, Any]]:
             content = self._read_json(chosen)
             self._check(chosen, wanted, content["arrays"], partial=partial)
@@ -209,6 +213,7 @@ class Checkpointer:
                 raise  # not of the files
             except Exception as error:
                 reason, full = _reason(error), disk_is_full(error)
+            # The next save begins with a new one: what state a failed one is in, the library does not say.
             failed, self._writer = self._writer, None
             if failed is not None and not joined():  # with several processes it would wait for the others
                 with suppress(Exception):
@@ -239,10 +244,12 @@ class Checkpointer:
 
     def _delete_old(self) -> None:
         steps = self.steps()
+        # The last pinned one that is there: the save of a newer one may have failed.
         kept = {*steps[-self._keep :], *[step for step in self.pinned if step in steps][-1:]}
         for step in set(steps) - kept if is_main_process() else ():
             path = self.directory / str(step)
             try:
+                # Renamed first, which is atomic: who dies while deleting leaves nothing that looks complete.
                 shutil.rmtree(path.rename(path.with_name(f"{step}{UNFINISHED}-deleted")))
             except OSError as error:
                 logger.warning("the old checkpoint %s cannot be deleted: %s", path, error)
@@ -263,6 +270,7 @@ class Checkpointer:
                 if problems and is_main_process():
                     logger.warning("%s; the checkpoint of step %d is used", "; ".join(problems), candidate)
                 return found
+        # None is set aside where none is left: their files may be restored from a copy.
         self._damaged = {}
         raise DamagedCheckpoint(
             f"{'; '.join(problems)}; no other checkpoint is left; restore its files from a copy, or start "
@@ -270,6 +278,7 @@ class Checkpointer:
         )
 
     def _existing_steps(self) -> list[int]:
+        # Processes may see a new folder at different times on a shared file system; all must read the same.
         steps: list[int] = decided_by_main(self.steps)
         if not steps:
             raise ValueError(
@@ -308,6 +317,7 @@ class Checkpointer:
         arrays = ocp.args.PyTreeRestore(
             dict(wanted),
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            # Leaves that are not asked for are not read: an export needs no optimizer state.
             partial_restore=partial,
         )
         restored = self._read(step, ocp.args.Composite(arrays=arrays))["arrays"]
@@ -335,6 +345,7 @@ class Checkpointer:
 
     def _agree(self, step: int, problem: str | None) -> None:
         """Raises DamagedCheckpoint in all processes if one has a problem with checkpoint `step`."""
+        # Damage that one process finds concerns all: they would wait for it in the next collective.
         problems = [each for each in gather_objects(problem) if each is not None]
         if problems:
             raise DamagedCheckpoint(
@@ -424,6 +435,7 @@ def _named_leaves(tree: Any) -> dict[str, Abstract]:
         if (
             not isinstance(leaf, Abstract)
             or not leaf.size
+            # The fingerprint has a hash of 32 bits of each element: of wider ones it would miss changes.
             or leaf.dtype.itemsize > 4
             or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         ):

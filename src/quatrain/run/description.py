@@ -4,8 +4,6 @@
 and process -> `run.json` and `code/` in the folder of the run; docs/checkpoint.md has the form.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -59,10 +57,7 @@ def describe(
             "quatrain": __version__,
             **{name: version(name) for name in ("jax", "jaxlib")},
         },
-        "commits": {
-            "quatrain": _commit(Path(__file__)),
-            "working_folder": _commit(Path.cwd()),
-        },
+        "commits": {"quatrain": _commit(Path(__file__)), "working_folder": _commit(Path.cwd())},
         "devices": {
             "platform": device.platform,
             "kind": device.device_kind,

@@ -1,24 +1,24 @@
-"""What must agree when a run is resumed: its configuration, its data, its base, its length.
+"""What must agree when a run is resumed (configuration, data, base, length); the form of its saved state.
 
-Data flow: `Identity.to_save` -> the host data of a checkpoint -> `Identity.check`, before the run goes on.
-The keys of the configuration are marked where they are declared (`MustAgreeOnResume`); what else must agree
-has a check here.
+Data flow: `Identity.to_save`, `loop/checkpoints.py` -> host data of a checkpoint -> `check_saved_state` and
+`Identity.check`, before anything is changed. The keys of the configuration are marked where they are
+declared (`MustAgreeOnResume`); what else must agree has a check here.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from quatrain.config.derive import value_at
+from pydantic import ConfigDict, Field
+
+from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed
-from quatrain.config.resume_keys import must_agree_on_resume
-from quatrain.config.schema import Config
+from quatrain.config.fields import MustAgreeOnResume, value_at
+from quatrain.config.files import Description, checked
+from quatrain.config.schema import Config, fields, sections
 from quatrain.config.secrets import REDACTED, comparable, redact, same
-from quatrain.config.values import shown_data_sets
 from quatrain.data.policy import Policy
 from quatrain.data.prompts import PromptSource
 from quatrain.models.lora import without_adapters
@@ -26,6 +26,69 @@ from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
 from quatrain.weights.adapter import check_base
+
+Number = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class _Counts(Description):
+    model_config = ConfigDict(extra="forbid")
+
+    step: Number
+    bad_steps: Number
+
+
+class _Place(Description):
+    model_config = ConfigDict(extra="forbid")
+
+    next_prompt: Number
+    steps_without_signal: Number
+
+
+class _SavedState(Description):
+    step: Number
+    bad_steps: Number
+    train_step: Number
+    place: _Place
+    reward_kl_coef: Annotated[float, Field(ge=0)]
+    critic: _Counts | None
+    config: dict[str, Any]
+    num_prompts: Number
+    data: dict[str, Any] | None = None
+    before: dict[str, float]
+    accuracy: float | None
+    evaluation_due: bool
+    best: dict[str, Any] | None = None
+    base: str | None = None
+    base_form: str | None = None
+
+
+def check_saved_state(host: Mapping[str, Any], folder: Path) -> None:
+    """Raises ValueError unless `host`, from a checkpoint in `folder`, is what a run saves.
+
+    It has the host data besides arrays, which `loop/checkpoints.py` saves (`_host`).
+    """
+    checked(
+        _SavedState,
+        host,
+        f"the state of a checkpoint in {folder}",
+        remedy="it is damaged: remove the checkpoint, and resume from the one before",
+    )
+
+
+def must_agree_on_resume(config: Config) -> dict[str, Any]:
+    """The keys that a run with `config` must be resumed with, and their values as JSON."""
+    return {key: _as_json(value_at(config, key)) for key in fields() if _is_kept(config, key)}
+
+
+def _is_kept(config: Config, key: str) -> bool:
+    marks = [mark for mark in fields()[key].metadata if isinstance(mark, MustAgreeOnResume)]
+    section = sections().get(key.partition(".")[0], Config)
+    conditions = [section.part_of_a_run_with, *(mark.where for mark in marks)]
+    return bool(marks) and all(value_at(config, condition) for condition in conditions if condition)
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)

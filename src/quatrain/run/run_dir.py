@@ -1,4 +1,4 @@
-"""The folder of a run: created for a new run, whose name must be unused, and located on resume.
+"""The folder of a run: created for a new run, whose name must be unused, located on resume, and locked.
 
 `open_run` creates it first; `report.writer`, the checkpointer and the export write into it.
 """
@@ -7,26 +7,70 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
 from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, disk_is_full, shown
-from quatrain.config.layers import parse_yaml
+from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import MetricsFile
-from quatrain.run.run_lock import FILES as LOCK_FILES
-from quatrain.run.run_lock import RunLock
+
+LOCK_FILES = (".lock", ".lock.json")
+"""Names of the lock's files in the folder: the lock itself, and who holds or held it."""
+
+
+class RunLock:
+    """The lock of the folder `path`, taken by the constructor; the system releases that of a dead process.
+
+    Raises ValueError, which names host, process and time of the other holder, if the folder is in use.
+    """
+
+    def __init__(self, path: Path):
+        self._lock = FileLock(path / LOCK_FILES[0], thread_local=False)
+        owner = path / LOCK_FILES[1]
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(
+                f"only one process may write the run in {path}: {_described(owner)} uses it; wait until that "
+                "run has ended, or end it"
+            ) from error
+        except (OSError, NotImplementedError) as error:
+            raise ValueError(
+                f"run.dir must be on a file system with locks (flock): {path} cannot be locked, "
+                f"{getattr(error, 'strerror', None) or error}; choose another folder, or mount it with locks"
+            ) from error
+        here = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%F %T")}
+        owner.write_text(json.dumps(here) + "\n", encoding="utf-8")
+
+    def release(self) -> None:
+        """Let others use the folder."""
+        self._lock.release()
+
+
+def _described(owner: Path) -> str:
+    try:
+        who = json.loads(owner.read_text(encoding="utf-8"))
+        return f"process {who['process']} on {who['host']}, since {who['since']},"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
 
 AUTO = "auto"
 _log = logging.getLogger(__name__)
 
 
-class _Entry:
+class _Named:
     """A file or folder of a run, by its name."""
 
     def __init__(self, name: str):
@@ -97,31 +141,31 @@ class RunDir:
         """The run's name, which is the name of its folder."""
         return self.path.resolve().name
 
-    config = _Entry("config.yaml")
+    config = _Named("config.yaml")
     """The resolved configuration (YAML)."""
-    metrics = _Entry("metrics.jsonl")
+    metrics = _Named("metrics.jsonl")
     """The metrics: one JSON object per step."""
-    hints = _Entry("hints.jsonl")
+    hints = _Named("hints.jsonl")
     """What the run was told to be probably wrong: one JSON object per hint."""
-    plan = _Entry("plan.json")
+    plan = _Named("plan.json")
     """The batch plan (JSON)."""
-    description = _Entry("run.json")
+    description = _Named("run.json")
     """What made the run, each time that it was started (JSON)."""
-    code = _Entry("code")
+    code = _Named("code")
     """Folder with copies of users' code."""
-    samples = _Entry("samples")
+    samples = _Named("samples")
     """Folder with the completions of each step."""
-    checkpoints = _Entry("checkpoints")
+    checkpoints = _Named("checkpoints")
     """Folder of the checkpoints."""
-    reference = _Entry("reference")
+    reference = _Named("reference")
     """Folder of the reference policy as it was at the start of training."""
-    final = _Entry("final")
+    final = _Named("final")
     """Folder of the exported model."""
-    log = _Entry("run.log")
+    log = _Named("run.log")
     """The log messages, with times."""
-    plot = _Entry("plot.png")
+    plot = _Named("plot.png")
     """Plot of reward and accuracy over the steps (PNG)."""
-    page = _Entry("report.html")
+    page = _Named("report.html")
     """The run page: curves, completions and configuration (HTML)."""
 
     def write_config(self, text: str) -> None:

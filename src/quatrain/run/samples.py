@@ -8,15 +8,13 @@ dialogue, and `environment_reward`, the sum of the rewards that the environment 
 `content`, `name` and `tool_call_id` if the message has them, and `reward` if the policy wrote it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from quatrain.data.messages import as_messages
-from quatrain.reward.values import plain_json
+from quatrain.reward.forms import plain_json
 from quatrain.types.batches import (
     AGENT_ROLE,
     AGENT_SEQUENCE,
@@ -89,12 +87,7 @@ def _tokens(batch: AdvantagedBatch, index: int, token_text: TokenText) -> dict[s
 
 
 def evaluation_sample(
-    rewarded: RewardedBatch,
-    index: int,
-    *,
-    greedy: bool,
-    right: np.ndarray | None,
-    strict: np.ndarray | None,
+    rewarded: RewardedBatch, index: int, *, greedy: bool, right: np.ndarray | None, strict: np.ndarray | None
 ) -> dict[str, Any]:
     """Sequence `index` of an evaluation, whose group ids are the numbers of the prompts in their set.
 

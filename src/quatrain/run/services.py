@@ -4,8 +4,6 @@ Data flow: `report.writer.Report`, in the main process -> `Service` -> the packa
 here is already redacted.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -7,8 +7,6 @@ Used by the command line around every command, for all that Python prints, such 
 are `fitted` to the width of a terminal.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

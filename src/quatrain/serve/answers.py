@@ -19,7 +19,6 @@ import numpy as np
 
 from quatrain.data.turns import CALL_ID
 from quatrain.engine.scoring import Scores
-from quatrain.engine.service import Progress
 from quatrain.environments.tool_calls import CallStream
 from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest, GenerateRequest
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
@@ -27,6 +26,7 @@ from quatrain.types.answer_text import Channels, Said
 from quatrain.types.call_forms import ToolCall
 from quatrain.types.piece import Piece
 from quatrain.types.routes import ROUTES, routes_to_text
+from quatrain.types.sampler import Progress
 
 
 @dataclass
@@ -52,13 +52,15 @@ class Choice:
     """Of the tokens of the prompt, and of the completion if there are alternatives to each."""
     sampled: Piece = field(default_factory=Piece)
     finish_reason: str | None = None
+    cached: int = 0
+    """Tokens of the prompt that were not computed, as a kept context had them."""
     unlisted: deque[tuple[TokenText, float]] = field(default_factory=deque)
     """Tokens of a chat whose text was not returned yet, each with its log-probability."""
 
     def add(self, progress: Progress) -> None:
         """Notes what a round added."""
         self.sampled.append(progress.piece)
-        self.finish_reason = progress.finish_reason
+        self.finish_reason, self.cached = progress.finish_reason, progress.cached
 
     @property
     def message(self) -> dict[str, Any]:
@@ -290,10 +292,13 @@ class Answer:
             if token.bytes or ids:
                 yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         asked = sum(map(len, self._prompts))
         sampled = sum(len(choice.sampled.tokens) for choice in self.choices)
-        return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+        # Of each prompt, as it counts once: the other choices find what the first has computed.
+        cached = sum(choice.cached for choice in self.choices[:: self._asked.n])
+        usage = {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+        return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _routed_experts(choice: Choice) -> str:

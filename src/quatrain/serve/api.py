@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,14 +28,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quatrain import __version__
+from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import MAX_TEXT_CHARS, checked_messages
 from quatrain.data.tokenizer import encode_further, render
 from quatrain.data.turns import TurnTemplate
-from quatrain.engine.groups import PerRequestSampling
-from quatrain.engine.service import EngineService, Progress, ServiceFailed
+from quatrain.engine.service import EngineService
 from quatrain.environments.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
-from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.answers import Answer, Choice
 from quatrain.serve.requests import (
     NO_ROOM,
@@ -53,11 +52,15 @@ from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.answer_text import AnswerTokens, Channels
 from quatrain.types.batches import Prompt
 from quatrain.types.call_forms import schemas_of
+from quatrain.types.sampler import PerRequestSampling, Progress, Sampler, ServiceFailed
+from quatrain.types.sampler import Request as Turns
 
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
 MOST_TEMPLATES = 64
 """Lists of tools whose templates are kept."""
+MOST_OTHERS = 512
+"""Requests after which nobody is expected to go on with a dialogue that a client has named."""
 LOOK_S = 0.5
 """Seconds between two looks whether a client that waits for an answer is still there."""
 
@@ -76,7 +79,7 @@ class Api:
 
     def __init__(
         self,
-        service: EngineService,
+        service: Sampler,
         tokenizer: Any,
         *,
         model: str,
@@ -89,6 +92,7 @@ class Api:
         self._service, self._model, self._token = service, model, token
         self._stop_ids, self._sessions = stop_ids, sessions
         self._templates: dict[str, TurnTemplate] = {}
+        self._num_asked, self._named_at = 0, dict[str, int]()
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._vocabulary = Vocabulary(self._tokenizer)
@@ -221,16 +225,23 @@ class Api:
         if self._token is None:
             if path in ("/weights", "/pause", "/resume"):
                 raise BadRequest(
-                    f"{path} needs a token, which this server does not have; start it with {TOKEN} set, and "
-                    "send `Authorization: Bearer` with its value",
+                    f"{path} needs a token, which this server does not have; start it with {SERVE_TOKEN} "
+                    "set, and send `Authorization: Bearer` with its value",
                     status=403,
                 )
             return
         if not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
             raise BadRequest(
-                f"{path} needs the server's token; send `Authorization: Bearer` with the value of {TOKEN}",
+                f"{path} needs the server's token; send `Authorization: Bearer` with the value of "
+                f"{SERVE_TOKEN}",
                 status=401,
             )
+
+    @property
+    def _engine(self) -> EngineService:
+        """What samples, for requests that agents do not make: none of them is told the server's token."""
+        assert isinstance(self._service, EngineService)
+        return self._service
 
     async def _health(self, request: Request) -> Response:
         error = self._service.error
@@ -261,11 +272,12 @@ class Api:
         return self._described | ({} if session is None else {"max_model_len": session.rules.max_tokens})
 
     async def _metrics(self, request: Request) -> Response:
-        service = self._service
+        service = self._engine
         numbers = {
             "sequences_running": ("gauge", service.num_running),
             "weight_version": ("gauge", service.version),
             "paused": ("gauge", int(service.paused)),
+            "prefix_blocks_used": ("gauge", service.num_kept_blocks),
             **{f"{name}_total": ("counter", number) for name, number in vars(service.totals).items()},
         }
         text = "".join(
@@ -283,11 +295,11 @@ class Api:
         return JSONResponse({"weight_version": version})
 
     async def _pause(self, request: Request) -> Response:
-        await asyncio.to_thread(self._service.pause)
+        await asyncio.to_thread(self._engine.pause)
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
-        await asyncio.to_thread(self._service.resume)
+        await asyncio.to_thread(self._engine.resume)
         return JSONResponse({"status": "ok"})
 
     async def _completions(self, request: Request) -> Response:
@@ -400,6 +412,8 @@ class Api:
             )
         if recorded is None:
             owners = asked.sequences(list(map(len, prompts)), self._max_positions)
+            name = self._client_session(request, asked)
+            owners = [replace(own, session=name) for own in owners]
         else:
             owners = recorded.owners
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
@@ -429,6 +443,24 @@ class Api:
         if recorded is not None:
             recorded.end(choices)
         return response
+
+    def _client_session(self, request: Request, asked: AnyRequest) -> str:
+        """Whose contexts a request goes on with: those of its session, or of what the client names; "": none.
+
+        What a client has named ends after MOST_OTHERS other requests: no client says when it has ended.
+        """
+        if (session := getattr(request.state, "session", None)) is not None:
+            return session.id
+        name = request.headers.get("x-session-id") or asked.prompt_cache_key
+        self._num_asked += 1
+        if name:
+            self._named_at.pop(name, None)
+            self._named_at[name] = self._num_asked
+        oldest = next(iter(self._named_at), None)
+        if oldest is not None and self._named_at[oldest] < self._num_asked - MOST_OTHERS:
+            del self._named_at[oldest]
+            self._service.forget(oldest)
+        return name
 
     def _choice(self, asked: AnyRequest, prompt: Sequence[int], begun: str) -> Choice:
         """What will come of a completion; markers of calls and thoughts are read in a chat alone."""
@@ -502,14 +534,15 @@ class Api:
                 loop.call_soon_threadsafe(queue.put_nowait, (number, progress))
 
         arrays = [Prompt(0, np.array(prompt, np.int32), "") for prompt in prompts]
-        submitted = self._service.submit(arrays, owners, listen)
+        turns = list(map(Turns.alone, arrays, owners))
+        submitted = self._service.start(turns, listen)
         try:
             return _Queued(await asyncio.shield(asyncio.wrap_future(submitted)), queue)
         except ValueError as error:
             raise BadRequest(str(error), "max_tokens") from error
         except asyncio.CancelledError:
             submitted.add_done_callback(
-                lambda done: None if done.exception() else self._service.cancel(done.result())
+                lambda done: None if done.exception() else self._service.drop(done.result())
             )
             raise
 
@@ -543,7 +576,7 @@ class Api:
                     continue
                 if not ends.isdisjoint(progress.piece.tokens):
                     progress = _until(progress, ends)
-                    self._service.cancel([queued.keys[number]])
+                    self._service.drop([queued.keys[number]])
                 if progress.finish_reason is not None:
                     left.remove(number)
                 yield number, progress
@@ -551,7 +584,7 @@ class Api:
         try:
             yield events()
         finally:
-            self._service.cancel(queued.keys)
+            self._service.drop(queued.keys)
 
 
 @dataclass(frozen=True)
@@ -589,7 +622,7 @@ class _Recorded:
             if turn.tokens or choice.finish_reason is None:
                 continue
             turn.answer(choice.sampled)
-            turn.finish_reason = choice.finish_reason
+            turn.finish_reason, turn.cached = choice.finish_reason, choice.cached
             self.session.counts["tool_calls"] += len(choice.called)
             if self.messages:
                 if len(self.tools) > 1:
@@ -635,7 +668,7 @@ def _until(progress: Progress, ends: frozenset[int]) -> Progress:
     """Progress up to and with the first token of `ends`, which is one of its tokens."""
     size = 1 + next(at for at, token in enumerate(progress.piece.tokens) if token in ends)
     progress.piece.cut(size)
-    return Progress(progress.piece, "stop")
+    return replace(progress, finish_reason="stop")
 
 
 @contextmanager

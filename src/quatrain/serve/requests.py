@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from quatrain.config.errors import listed, shown
 from quatrain.data.messages import checked_tools
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import MOST_LIKELIEST, MOST_OF_PROMPT
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 MOST_SEQUENCES = 1024
 """Sequences of one request."""
@@ -38,10 +38,9 @@ LEAST_TOP_P = 1e-9
 IGNORED = frozenset(
     {
         *("user", "metadata", "safety_identifier"),  # who asks, and notes
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),  # speed
+        *("prompt_cache_options", "prompt_cache_retention", "prediction"),  # speed
         *("reasoning_effort", "verbosity"),  # wishes, which the weights and the template do not know
         *("parallel_tool_calls", "service_tier", "store"),  # nothing is stored; one tier
-        "cache_salt",  # nothing is cached between requests
     }
 )
 """Fields that are accepted with any value and ignored."""
@@ -145,6 +144,11 @@ class _Request(_Strict):
     return_routed_experts: bool = False
     """Whether an answer has the experts of each token, as vLLM's `routed_experts`."""
     quatrain: Place | None = None
+    prompt_cache_key: str = ""
+    """The name of a dialogue: its contexts are kept before those of requests without one."""
+    cache_salt: str = ""
+    """Kept contexts are shared with requests of the same salt alone: who measures how long an answer takes
+    learns nothing of others' prompts."""
     logit_bias: dict[str, float] | None = None
 
     @field_validator("temperature")
@@ -227,6 +231,7 @@ class _Request(_Strict):
                 0 if self.quatrain is None else self.quatrain.step,
                 number if self.quatrain is None else self.quatrain.sequence_id,
                 0 if self.quatrain is None else self.quatrain.offset,
+                salt=self.cache_salt,
             )
             for number in range(count)
         ]

@@ -20,11 +20,11 @@ from typing import Literal
 from starlette.responses import Response
 
 from quatrain.data.messages import as_messages
-from quatrain.engine.groups import PerRequestSampling
 from quatrain.serve.requests import NO_ROOM, AnyRequest, BadRequest, ChatRequest, CompletionRequest
 from quatrain.serve.turn_tree import Found, Turn, TurnTree
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 MOST_ROLES = 64
 """Roles that an episode may have."""
@@ -219,12 +219,12 @@ class Session:
             max_new_tokens=room if wanted is None else min(room, wanted),
             stop=(*rules.sampling.stop, *asked.stop_strings),
         )
-        own = partial(PerRequestSampling, sampling, rules.seed, rules.step)
+        own = partial(PerRequestSampling, sampling, rules.seed, rules.step, session=self.id)
         self.refused = None
         begun = [self.tree.begin(found) for _ in range(count)]
         for turn in begun:
             turn.reserved = sampling.max_new_tokens
-        return begun, [own(turn.sequence_id, turn.offset) for turn in begun]
+        return begun, [own(sequence_id=turn.sequence_id, offset=turn.offset) for turn in begun]
 
 
 def is_role(name: str) -> bool:

@@ -46,6 +46,8 @@ class Turn:
     """Of a root that is not the first: why it continues no answer."""
     reserved: int = 0
     """Tokens that it may still have, until its answer is complete."""
+    cached: int = 0
+    """Tokens of its context that were not computed, as a kept context had them."""
 
     @property
     def tokens(self) -> list[int]:
@@ -72,6 +74,12 @@ class Turn:
         first, end = self.first_of_columns, len(self.prompt_ids) + len(sampled.tokens) - 1
         columns = {name: sampled.rows(name, first, end) for name in sampled.columns}
         self.sampled, self.reserved = replace(sampled, columns=columns), 0
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens of its context that were computed for its parent, and for it again."""
+        known = 0 if self.parent is None else len(self.parent.ids) - 1
+        return max(known - self.cached, 0)
 
     @property
     def path(self) -> list[Turn]:

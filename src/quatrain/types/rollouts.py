@@ -1,14 +1,12 @@
-"""The interface of a rollout engine: its methods, its sampling parameters, and finished completions.
+"""Sampling parameters, finished completions, and the batch that is made of them.
 
-Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) produces `Completion`s ->
-`rollout_batch` -> `RolloutBatch`, for the reward stage.
+Data flow: a `Sampler` -> `Completion`s -> `rollout_batch` -> `RolloutBatch`, for the reward stage.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """Progress of a call of `generate` or `wait`.
+    """Progress of a call of `Rollouts.generate` or `Rollouts.wait`.
 
     `total` is the number of completions that it waits for; `completions` counts also those of other prompts
     that are in flight.
@@ -80,79 +78,6 @@ class RolloutProgress:
 OnProgress = Callable[[RolloutProgress], None]
 
 
-class Rollouts(ABC):
-    """The rollout engine that training and evaluation use: prompts -> completions with log-probabilities."""
-
-    sampling: Sampling
-    """The sampling parameters of training: the default of `generate` and `submit`."""
-    greedy_baseline: bool = False
-    """Whether `generate` draws a greedy completion of each prompt of training beside its samples."""
-
-    @abstractmethod
-    def copy_weights(self, params: Any) -> Any:
-        """`params` in the engine's dtype where it samples, as a copy that training does not overwrite.
-
-        `sync_weights` takes the result without another copy.
-        """
-        ...
-
-    @abstractmethod
-    def sync_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from now on; tokens sampled from them are recorded with `version`.
-
-        Other parameters have another version.
-        """
-        ...
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
-    ) -> RolloutBatch:
-        """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
-
-        `step` is the training step that the randomness is derived from. Without `sampling`, and with
-        `greedy_baseline`, the batch has a greedy completion of each prompt as its `baseline`. An empty list
-        of prompts returns an empty batch.
-        """
-        batch = self._generated(prompts, step, sampling or self.sampling)
-        if sampling is None and self.greedy_baseline:
-            greedy = replace(self.sampling, n=1, temperature=0.0)
-            batch = replace(batch, baseline=self._generated(prompts, step, greedy))
-        return batch
-
-    def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
-        return self.wait(self.submit(prompts, step=step, sampling=sampling))
-
-    def generate_each(
-        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
-    ) -> Iterator[RolloutBatch]:
-        """What `generate` returns for each of `batches`, in order.
-
-        Batches may be sampled together, with at most `at_once` sequences at the same time; here they are one
-        after another.
-        """
-        yield from (self._generated(prompts, 0, sampling) for prompts in batches)
-
-    @abstractmethod
-    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Any:
-        """Queue `prompts`; `wait` returns their completions for the ticket that this returns."""
-        ...
-
-    @abstractmethod
-    def wait(self, ticket: Any) -> RolloutBatch:
-        """The batch of the prompts that were submitted for `ticket`, once all are finished."""
-        ...
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the memory of the weights until the next `sync_weights`; no group may be in flight."""
-        ...
-
-    @abstractmethod
-    def close(self) -> None:
-        """Discard queued and running samples, and free the memory."""
-        ...
-
-
 @dataclass
 class Completion(Piece):
     """The tokens after a prompt, in turns of the policy.
@@ -165,6 +90,8 @@ class Completion(Piece):
     """The index of the first token of each turn of the policy."""
     tail: int = field(default=0, compare=False)
     """The index of the first token that can still be part of a stop string."""
+    cached: int = field(default=0, compare=False)
+    """Tokens of the context that were not computed for it, because a kept context had them."""
 
     __repr__ = brief
 

@@ -20,7 +20,7 @@ from quatrain.forward.table import TokenTable
 from quatrain.models.families import Architecture
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
-from quatrain.ops.values import explained_variance, value_loss
+from quatrain.ops.value_loss import explained_variance, value_loss
 from quatrain.parallel.mesh import copy_if_aliased, full, mesh_shape, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
 from quatrain.update.trainer import CRITIC_STREAM, ModelState, StepTotals, Trainer, mini_batches_of_step
@@ -104,6 +104,7 @@ class Critic:
 
     def values(self, state: ModelState, table: TokenTable) -> np.ndarray:
         """[B, T] float32: value of the state in which each completion token was drawn; 0 elsewhere."""
+        # Not put away again: the copy on the devices is dropped, the one that waits is still there.
         params = to_memory("device", state.params)
         return predict_tokens(params, table, model=self.model, planner=self.forward_planner)
 
@@ -120,13 +121,19 @@ class Critic:
         for place, rows in mini_batches_of_step(
             table.group_ids, self.mini_batch_size, epochs=self.epochs, seed=self.seed, train_step=train_step
         ):
+            # A mini-batch whose tokens are all masked has no loss; its step would decay the weights for
+            # nothing.
             mini = table.take(rows)
             if not mini.completion_mask.any():
                 continue
+            # The policy's aggregation: values and advantages must count tokens alike, else their errors are
+            # of other means.
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, self.objective, totals, place)
             if totals.bad and state.bad_steps >= max_bad_steps:
                 break
+        # Renamed at the end: the trainer's metrics have one set of names, and the policy's come from the same
+        # trainer.
         logged = {RENAMED.get(name, name): metric for name, metric in totals.metrics.items()}
         metrics = {name: metric for name, metric in logged.items() if name.startswith("critic/")}
         metrics |= {
@@ -135,6 +142,7 @@ class Critic:
             "critic/bad_steps": Metric(totals.bad, reduction="sum"),
         }
         mask = table.completion_mask
+        # Of the values before the step: those after it have seen these returns.
         explained = explained_variance(table.columns["old_values"][mask], table.columns["returns"][mask])
         if explained is not None:
             metrics["critic/explained_variance"] = Metric(explained)
@@ -150,9 +158,11 @@ def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Param
 
     `arch` is the critic's architecture, the policy's with the head `value_head`; the copies lie on `mesh`.
     """
+    # Tied embeddings stay, they are also the input; only a head of its own has no place in a critic.
     kept = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
     places = shardings(mesh, partition(arch, mesh_shape(mesh)))
     score_place = places.pop("score")
+    # Both models donate their parameters: a shared buffer would be freed by the first step of either.
     copied: Params = jax.tree.map(copy_if_aliased, reshard(kept, places), kept)
     dtype = policy_params["final_norm"].dtype
     return copied | {"score": full((1, arch.hidden_size), 0.0, dtype, score_place)}

@@ -7,13 +7,13 @@ Data flow: `RewardedBatch` with the teacher's log-probabilities (`teacher.py`) -
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.config.sections.distill import DistillConfig
+from quatrain.config.sections.reward import DistillConfig
 from quatrain.forward.specs import OutcomesSpec, PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.ops.distill import sampled_advantages
@@ -70,14 +70,16 @@ class Distillation:
 
         None: of all its words.
         """
+        # With all words the teacher's states are computed in the update (`WordTeacher`), which extends the
+        # spec itself.
         if self.kind is None or not self.top_k:
             return policy
-        values = {f.name: getattr(policy, f.name) for f in fields(policy)}
         count = policy.arch.vocab_size if num_words is None else num_words
-        return OutcomesSpec(**values, kind=self.kind, beta=self.beta, num_words=count)
+        return policy.extended(OutcomesSpec, kind=self.kind, beta=self.beta, num_words=count)
 
     def weight_at(self, train_step: int) -> float:
         """The weight in the training step after `train_step` finished ones."""
+        # Counted from the end, so that a run that is made longer keeps its full weight for longer.
         left = max(self.num_steps - train_step, 0)
         return self.weight * (1.0 if self.warmdown_steps is None else min(left / self.warmdown_steps, 1.0))
 
@@ -97,6 +99,8 @@ class Distillation:
                 "distillation needs the teacher's log-probabilities, and the batch has none; call "
                 "teacher.score before the advantages are estimated, as quatrain.learn does"
             )
+        # NaN marks tokens without a teacher; it must leave before the device, where 0 * NaN would reach the
+        # sum.
         weights = np.where(mask & ~np.isnan(teacher), weight, np.float32(0))
         if self.over_words and top is not None:
             words = {TEACHER_WORDS: top.words, TEACHER_WORD_LOGPROBS: top.logprobs}
@@ -111,6 +115,8 @@ class Distillation:
         if not self.over_words:
             return mini
         weights = mini.columns["teacher_weights"]
+        # The mean is over tokens with a teacher: over all, the term would weaken with every row that has
+        # none.
         taught = replace(mini, completion_mask=mini.completion_mask & (weights > 0), columns={})
         of_tokens = taught.weighted(aggregation, max_new_tokens).columns["weights"]
         return mini.with_columns(teacher_weights=weights * of_tokens)
@@ -131,6 +137,7 @@ class Distillation:
         assert tokens.divergence is not None, "the model computes divergences"
         assert tokens.mass is not None, "the model computes the mass"
         weights = tokens.column("teacher_weights")
+        # Rows without a teacher hold the divergence from whatever stood in their columns.
         divergence, mass = (jnp.where(weights > 0, x, 0.0) for x in (tokens.divergence, tokens.mass))
         name = "distill/topk_mass_policy" if self.top_k else "distill/outside_mass"
         return weights * divergence, {"distill/loss": divergence, name: mass}
@@ -140,6 +147,8 @@ def over_taught(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The `metrics` of an update, with means of the teacher's term over the tokens that have a teacher."""
     if TAUGHT not in metrics:
         return dict(metrics)
+    # A sum of ones over all steps, so the number of tokens with a teacher; `Metric.count` is that of all
+    # tokens.
     count = metrics[TAUGHT].value
     return {
         name: replace(metric, count=count)

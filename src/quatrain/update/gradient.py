@@ -49,14 +49,17 @@ def weighted_loss(
     weights = columns.pop("weights")
     named = dict(zip(model.tokens.predictions, predicted.numbers, strict=True))
     token = objective(model.tokens(**named, mask=mask, sequence_ids=batch.sequence_ids, columns=columns))
+    # Masked after the product: padding may have an infinite or NaN loss, and 0 * NaN is NaN.
     loss = jnp.sum(jnp.where(mask, weights * token.loss, 0.0))
     if token.weighted is not None:
         loss += jnp.sum(jnp.where(mask, token.weighted, 0.0))
     sums = {name: jnp.sum(jnp.where(mask, values, 0.0)) for name, values in token.means.items()}
+    # A sum over tokens like the loss: `TokenTable.balanced` fixed the loads before the mini-batch was cut.
     of_routers = _router_stats(predicted.routers, batch)
     if "balance_loss" in of_routers:
         loss += of_routers["balance_loss"]
     return loss, {
+        # Only reported from here; without the stop their gradient would be kept for nothing.
         "routers": jax.lax.stop_gradient(of_routers),
         "sum": {"loss": loss, "tokens": jnp.sum(mask, dtype=jnp.float32), **sums},
         "max": {name: jnp.max(jnp.where(mask, values, -jnp.inf)) for name, values in token.peaks.items()},
@@ -69,6 +72,7 @@ def _router_stats(routers: RouterSums | None, batch: MicroBatch) -> dict[str, ja
         return {}
     stats = {"expert_tokens": routers.tokens, "entropy": routers.entropy.sum()}
     if batch.routes is not None and batch.counts is not None:
+        # Tokens whose experts the sampler did not record count neither as replayed nor as changed.
         recorded = (batch.routes != live_of(batch.routes.dtype)).any(axis=-1).sum(axis=-1)
         stats |= {"changed": routers.changed.sum(), "replayed": jnp.sum(recorded * batch.counts)}
     if batch.balance is not None:
@@ -102,12 +106,16 @@ def _added(
     asks for the shapes of the arrays first, and tracing the layers a second time would take seconds.
     """
 
+    # On each shard by itself: XLA's own partitioning would all-gather parameters and sum gradients where it
+    # likes.
     def on_shard(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
         def loss(trained: Any) -> Any:
             predicted = model.predict(model.with_trained(params, trained), batch)
             return weighted_loss(predicted, batch, model, objective)
 
         grads, stats, arrays = gradient(loss, model.trained(params), (params, batch))
+        # The metrics of a step are of all data shards; every process must see the same numbers to decide
+        # alike.
         peaks = jax.lax.pmax(stats.pop("max"), DATA_AXES)
         # Summed in float32 whatever the weights are: many small micro-batches would vanish in bfloat16.
         grads = jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads)
@@ -116,6 +124,8 @@ def _added(
         sums = jax.tree.map(jnp.add, before, jax.lax.psum(stats, DATA_AXES))
         return (grads, {**sums, "max": peaks}), arrays
 
+    # Summing over `dp` waits for the optimizer step: one all-reduce of a gradient, not one for each micro-
+    # batch.
     totals = _copies(model), PartitionSpec()
     in_specs, out_specs = (model.partition, totals, PartitionSpec(DATA_AXES)), per_device_spec(model.mesh)
     return shard_mapped(on_shard, model.mesh, in_specs, (totals, out_specs))(params, total, batch)
@@ -149,21 +159,19 @@ gradient_program = jit_for_backend(
 """`gradient_program(backend)` is the jitted `_accumulate`."""
 
 
-def _sums_like(layers: int, experts: int) -> Any:
-    """The shapes of `RouterSums` of all layers."""
-    of_experts: Any = jax.ShapeDtypeStruct((layers, experts), jnp.float32)
-    of_layers: Any = jax.ShapeDtypeStruct((layers,), jnp.float32)
-    return RouterSums(of_experts, of_experts, of_layers, of_layers)
-
-
 def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Objective) -> Total:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
-    scored: Any = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
-    routes = None if batch.counts is None else model.arch.routes
-    predicted = Predicted(
-        (scored,) * len(model.tokens.predictions), routes and _sums_like(routes.layers, routes.num_experts)
-    )
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    routers = None
+    if batch.counts is not None and (routes := model.arch.routes):
+        of_experts, of_layers = floats(routes.layers, routes.num_experts), floats(routes.layers)
+        routers = RouterSums(of_experts, of_experts, of_layers, of_layers)
+    predicted = Predicted((floats(*batch.mask.shape),) * len(model.tokens.predictions), routers)
     summed = partial(weighted_loss, model=model, objective=objective)
+    # The names of metrics come from the loss itself, also a user's, and are known without running the model.
     _, stats = jax.eval_shape(summed, predicted, batch)
     grads = jax.tree.map(
         lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
@@ -191,6 +199,8 @@ def _apply(
     *,
     form: OptimizerForm,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
+    # Here the copies of the model become one: from this line on gradients are exact and the same on every
+    # device.
     grads = jax.tree.map(lambda g: g.sum(axis=0), total)
     norm = optax.tree.norm(grads)
     # Decided on the device: reading the norm first would make the host wait before each step.
@@ -205,6 +215,7 @@ def _apply(
     def leave(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
         return params, opt_state
 
+    # A branch, not a mask on the result: a step that is not applied must leave the moments as they were too.
     return *jax.lax.cond(finite, apply, leave, params, opt_state, grads), norm, finite
 
 
@@ -225,9 +236,13 @@ def sum_gradients(
     program = gradient_program(model.backend)
     static: dict[str, Any] = {"model": model, "objective": objective}
     if residuals is not None:
+        # The same program for every micro-batch of a shape: the memory is lent between calls, not between
+        # layers.
         program = residuals.reused_by(program, model.mesh)
         static["gradient"] = HeldGradient.of(model.arch)
     total: Total | None = None
+    # Asked for one at a time: with a teacher over all words, its hidden states are made just before their
+    # pass.
     for batch in batches:
         if total is None:
             total = _zero_total(params, batch, model, objective)
@@ -239,6 +254,7 @@ def sum_gradients(
 
 def abstract_optimizer(form: OptimizerForm, params: Any) -> Any:
     """Shapes and dtypes of `init_optimizer`, of arrays or of `ShapeDtypeStruct`s."""
+    # Moments are as of float32 parameters: in bfloat16 a second moment would stop changing.
     masters = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     return jax.eval_shape(form.init, masters)
 
@@ -247,6 +263,7 @@ def init_optimizer(form: OptimizerForm, params: Any) -> Any:
     """Optimizer state as for float32 parameters, whatever the dtype of `params`, each where its one lies."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     everywhere = NamedSharding(mesh, PartitionSpec())
+    # Moments lie where their parameters do: elsewhere each step would move them over the devices.
     places = optax.tree_map_params(
         form,
         lambda _, like: like.sharding,
@@ -299,6 +316,7 @@ def optimizer_step(
     """
     grads, stats = sum_gradients(params, batches, model=model, objective=objective, residuals=residuals)
     trained = model.trained(params)
+    # Read before the step, whose results lie on the devices: they go back to where these were.
     places = jax.tree.map(lambda x: x.sharding, (trained, opt_state))
     with trim_after_compiling():
         trained, opt_state, norm, finite = _apply(
@@ -321,6 +339,7 @@ def optimizer_step(
     metrics |= {name: Metric(float(value), tokens) for name, value in sums.items()}
     metrics |= {name: Metric(float(value), reduction="max") for name, value in peaks.items()}
     routers = host["stats"]["routers"]
+    # An empty dict for models without experts, whose programs then have no further outputs.
     if routers:
         assert model.arch.routes is not None
         metrics |= _router_metrics(routers, model.arch.routes.experts_per_token)

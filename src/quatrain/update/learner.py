@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 import jax
@@ -31,7 +32,7 @@ from quatrain.update.critic import Critic
 from quatrain.update.distillation import Distillation, over_taught
 from quatrain.update.objective import SQUARES, PolicyObjective
 from quatrain.update.teacher import Teacher, WordTeacher
-from quatrain.update.teacher_scores import Scores, TopWords, model_scores
+from quatrain.update.teacher_scores import TeacherScores, TopWords, model_scores
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -130,6 +131,7 @@ class Learner:
             )
         self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
         self.objective = PolicyObjective.of(update, on_policy=True, distillation=distillation)
+        # A user's loss is traced here, before anything is sampled: an error in it must not cost a rollout.
         read = self.objective.check()
         self.reads_sampler = "rollout_logprobs" in read
         """Whether the policy loss itself reads the sampler's log-probabilities."""
@@ -205,6 +207,8 @@ class Learner:
 
         Raises ValueError if there is a critic, and no `critic_params`.
         """
+        # Buffers are donated: arrays of a state that was trained from would fail deep within XLA, without
+        # their name.
         check_held(params, "the parameters for update.init", "load them again")
         if self.critic is not None and critic_params is None:
             raise ValueError(
@@ -242,6 +246,7 @@ class Learner:
             logprobs["trainer_logprobs"] = self._logprobs(state.params, rollouts)
         if self.kl_reward is None:
             return replace(rewarded, token_logprobs=logprobs)
+        # Kept in the batch: the update uses them again, so that a step makes one pass of each model, not two.
         logprobs["old_logprobs"] = self._old_logprobs(state.params, rollouts, logprobs)
         logprobs["ref_logprobs"] = self._reference_logprobs(state.params, rollouts)
         kl = np.where(rollouts.completion_mask, logprobs["old_logprobs"] - logprobs["ref_logprobs"], 0)
@@ -269,10 +274,13 @@ class Learner:
         """
         _check_held(state)
         stale = self._num_stale(state, batch.rollouts)
+        # Counted around the whole step: after the first steps it should be 0, else shapes vary and a run
+        # compiles for ever.
         compilations, began = num_compilations(), time.perf_counter()
         totals, critic_totals = StepTotals(), StepTotals()
         metrics: dict[str, Metric] = {}
         resting = False
+        # The critic first: its parameters may have to leave the devices before those of the policy come.
         if self.critic is not None:
             state, metrics = self._critic_step(self.critic, state, batch, critic_totals)
             metrics["time/critic_s"] = Metric(time.perf_counter() - began)
@@ -291,15 +299,20 @@ class Learner:
             metrics["update/masked_sequences"] = Metric(masked, reduction="sum")
         if stale:  # the difference is that of the weights, not of sampler and trainer
             metrics = {k: metric for k, metric in metrics.items() if not k.startswith("rollout/logprob_diff")}
+        # Before the error below, whose state is saved: a run that is given up still says what its last step
+        # was.
         state = replace(state, metrics=metrics)
         if (totals.bad or critic_totals.bad) and self._too_many_bad_steps(state):
             raise TooManyBadSteps(state, batch, self.config.max_bad_steps)
+        # From the KL that was rewarded in this step: the coefficient follows one step behind.
         coef = self._next_kl_coef(state, batch)
         return replace(state, train_step=state.train_step + 1, reward_kl_coef=coef)
 
     def _num_stale(self, state: TrainState, rollouts: RolloutBatch) -> int:
         """Number of tokens that other weights sampled; raises ValueError if they are not corrected."""
         versions = rollouts.policy_version[rollouts.completion_mask]
+        # Versions count applied optimizer steps, not training steps: a step that was not applied changes no
+        # weights.
         stale = versions[versions != state.step]
         if stale.size and not self.corrects_staleness:
             raise ValueError(
@@ -315,8 +328,12 @@ class Learner:
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals, *, fresh: bool
     ) -> tuple[TrainState, dict[str, Metric]]:
         began = time.perf_counter()
+        # Kept by name for adapters: the base waits in its memory and is not moved back, only what was trained
+        # is.
         waiting = state.params
         state = replace(state, params=to_memory("device", waiting))
+        # Drawn from the number of the training step alone, so that a resumed run trains on the same mini-
+        # batches.
         mini_batches = mini_batches_of_step(
             batch.rollouts.group_ids,
             self.mini_batch_size,
@@ -327,6 +344,7 @@ class Learner:
         )
         # With one mini-batch the old policy is the one that is trained: its ratio is 1 without another pass.
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
+        # Before mini-batches are taken, so that the weights of their tokens count only what is trained on.
         table = self._without_zero_signal(self._policy_table(state, batch, on_policy), totals)
         table = self._without_rejected(table, totals)
         if (teacher := self.trainer.teacher) is not None:
@@ -338,9 +356,12 @@ class Learner:
             mini = table.take(rows)
             signal = self._signal(mini)[mini.completion_mask].any()
             signal = signal or self.config.kl_coef or self.config.entropy_coef or self.config.router_aux_coef
+            # A step without signal would still move the weights by momentum and weight decay.
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
+            # Statistics of a mini-batch must exist before it is cut: a micro-batch's own would depend on the
+            # cut.
             mini = self._with_mini_batch_columns(state, mini, totals, fresh=fresh)
             # The weights of tokens are made of the whole mini-batch: from here on no sum knows how it is cut.
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
@@ -357,6 +378,7 @@ class Learner:
         trained = to_memory(self.policy_memory, self.policy.trained(state.params))
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
+        # Once all steps are combined: the counts of tokens with a teacher add up only then.
         totals.metrics = over_taught(totals.metrics)
         if squares := totals.metrics.pop(f"update/{SQUARES}", None):
             mean = totals.metrics["update/behaviour_weight_mean"].result()
@@ -383,6 +405,7 @@ class Learner:
             return mini
         number = totals.applied + totals.bad + totals.skipped
         old = current = mini.columns.get("old_logprobs")
+        # After an applied step the policy is another than the one that the old log-probabilities are of.
         if current is None or self.config.old_logprobs == "rollout" or totals.applied:
             current = predict_tokens(state.params, mini, model=self.policy, planner=self.logprob_planner)
         if old is None or (fresh and not totals.applied):
@@ -459,6 +482,8 @@ class Learner:
         if not self.config.mask_zero_signal:
             return table
         assert table.group_ids is not None
+        # By group and not by row: a row of advantage 0 in a group with a signal still counts in the mean over
+        # tokens.
         _, groups = np.unique(table.group_ids, return_inverse=True)
         signal = np.bincount(groups, self._signal(table).any(axis=1)) > 0
         totals.combine({"update/masked_groups": Metric(int((~signal).sum()), reduction="sum")})
@@ -476,6 +501,7 @@ class Learner:
         self, params: Any, rollouts: RolloutBatch, known: Mapping[str, np.ndarray]
     ) -> np.ndarray:
         """What the ratio is taken to: the sampler's, or the policy's, which `known` may have."""
+        # The ratio is then also the correction for sampler and staleness, in place of a weight of its own.
         if self.config.old_logprobs == "rollout":
             return rollouts.rollout_logprobs
         computed = known.get("old_logprobs", known.get("trainer_logprobs"))
@@ -486,10 +512,7 @@ class Learner:
 
         None if no sequence has a teacher. All processes of the mesh must call this together.
         """
-
-        def own(name: str, table: TokenTable, temperature: float, top: TopWords | None) -> Scores:
-            return self._own_scores(params, name, table, temperature, top)
-
+        own = partial(self.own_scores, params)
         gap = self._logprobs(params, rollouts) - teacher.logprobs(rollouts, own)
         known = rollouts.completion_mask & ~np.isnan(gap)
         return Metric(float(gap[known].sum(dtype=np.float64)), float(known.sum())) if known.any() else None
@@ -504,17 +527,13 @@ class Learner:
         return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
 
     def own_scores(
-        self, state: TrainState, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
-    ) -> Scores:
+        self, params: Any, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
+    ) -> TeacherScores:
         """What weights of the run say of the scored tokens of `table`, with the words `top` or none.
 
-        Those of `state` for the `teacher` `policy`, those of the reference for `initial`.
+        The policy's, `params`, for the `teacher` `policy`; those of the reference for `initial`.
         """
-        return self._own_scores(state.params, teacher, table, temperature, top)
-
-    def _own_scores(
-        self, params: Any, teacher: str, table: TokenTable, temperature: float, top: TopWords | None
-    ) -> Scores:
+        # A teacher is asked at its own temperature, which need not be the one that the policy samples at.
         policy = replace(self.policy, temperature=temperature)
         if teacher != "policy":
             return self._by_reference(params, table, policy, top)
@@ -526,7 +545,7 @@ class Learner:
 
     def _by_reference(
         self, params: Any, table: TokenTable, policy: PolicySpec, top: TopWords | None = None
-    ) -> Scores:
+    ) -> TeacherScores:
         """What the reference says of `table`. With adapters, its base is that of the policy `params`.
 
         That base has the policy's routers, and so the routes of `table`; another model has routes of its own.
@@ -543,6 +562,8 @@ class Learner:
             # Experts of another model have other numbers: replaying the routes of the policy would be noise.
             table = replace(table, routes=None)
         policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
+        # The reference may lie on fewer devices than the policy: its micro-batches have as many parts as its
+        # own mesh.
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)
         return model_scores(to_memory("device", reference), table, model=policy, planner=planner, top=top)
 

@@ -68,6 +68,7 @@ class PolicyObjective:
             key="update.loss_args",
         )
         _refuse_unused(config, name, loss)
+        rules = sorted(config.reject.items())
         return cls(
             name,
             loss,
@@ -80,7 +81,7 @@ class PolicyObjective:
             config.correction_cap,
             config.correction_floor,
             config.correction_level,
-            _rejections(config),
+            tuple((name, tuple(b) if isinstance(b, list | tuple) else (b,)) for name, b in rules),
             config.rejected,
             distillation,
         )
@@ -201,7 +202,7 @@ class PolicyObjective:
         read: set[str] = set()
 
         def traced(tokens: ScoredTokens) -> TokenLoss:
-            self._policy_loss(replace(tokens, columns=_Recorded(tokens.columns, read)))
+            self._policy_loss(replace(tokens, columns=_ReadColumns(tokens.columns, read)))
             return self(tokens)
 
         floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
@@ -241,12 +242,6 @@ class PolicyObjective:
         return columns
 
 
-def _rejections(config: UpdateConfig) -> Rejections:
-    """The rules of `update.reject`, each with a tuple of bounds."""
-    rules = sorted(config.reject.items())
-    return tuple((name, tuple(b) if isinstance(b, list | tuple) else (b,)) for name, b in rules)
-
-
 def _whole(table: TokenTable, old_logprobs: np.ndarray) -> ScoredTokens:
     """The completion tokens of a table, of which each row is a sequence; without the policy's predictions."""
     shape = table.completion_mask.shape
@@ -256,7 +251,7 @@ def _whole(table: TokenTable, old_logprobs: np.ndarray) -> ScoredTokens:
     return ScoredTokens(jnp.zeros(shape), jnp.zeros(shape), mask, ids, columns)
 
 
-class _Recorded(dict[str, jax.Array]):
+class _ReadColumns(dict[str, jax.Array]):
     """Columns that note in `read` which of them are asked for."""
 
     def __init__(self, columns: Mapping[str, jax.Array], read: set[str]):

@@ -61,25 +61,76 @@ class OptimizerForm:
             config.name, config.state_dtype, config.has_first_moment, clips=config.max_grad_norm is not None
         )
 
+    @cached_property
+    def _like(self) -> optax.GradientTransformation:
+        """The transformation of optax that has this state: its paths name the arrays of a checkpoint."""
+        momentum = optax.trace(0.0, accumulator_dtype=self.state_dtype)
+        moments = {
+            "adamw": optax.scale_by_adam(mu_dtype=self.state_dtype),
+            "lion": optax.scale_by_lion(mu_dtype=self.state_dtype),
+            "sgd": momentum if self.momentum else optax.identity(),
+        }[self.name]
+        decay = [] if self.name == "sgd" else [optax.add_decayed_weights(0.0, mask=is_decayed)]
+        steps = optax.chain(moments, *decay, optax.scale_by_schedule(lambda count: 0.0))
+        return optax.chain(optax.clip_by_global_norm(1.0), steps) if self.clips else steps
+
     def init(self, params: Any) -> Any:
         """The state before the first step."""
-        return self._transformation.init(params)
+        return self._like.init(params)
 
     def update(
         self, grads: Any, state: Any, params: Any, numbers: OptimizerNumbers, global_norm: Any = None
     ) -> tuple[Any, Any]:
-        """(what is added to `params`, the new state); `global_norm`: that of `grads`, if it is known."""
-        return self._transformation.update(grads, state, params, numbers=numbers, global_norm=global_norm)
+        """(what is added to `params`, the new state); `global_norm`: that of `grads`, if it is known.
 
-    @cached_property
-    def _transformation(self) -> optax.GradientTransformationExtraArgs:
-        steps = {
-            "adamw": (scale_by_adam(self.state_dtype), decay_weights()),
-            "lion": (scale_by_lion(self.state_dtype), decay_weights()),
-            "sgd": (add_momentum(self.state_dtype) if self.momentum else optax.identity(),),
-        }[self.name]
-        optimizer = optax.chain(*steps, scale_by_learning_rate())
-        return optax.chain(clip_by_global_norm(), optimizer) if self.clips else optimizer
+        Computed as optax does, but with `numbers` that come with each step, where optax compiles them in.
+        """
+        clipping, state = ((state[0],), state[1]) if self.clips else ((), state)
+        if self.clips:
+            # One factor for all. optax divides each element instead, for which XLA makes a second gradient.
+            norm = optax.tree.norm(grads) if global_norm is None else global_norm
+            # A norm of 0 gives infinity, and so the factor 1; one that is not finite never comes here.
+            factor = jnp.minimum(1.0, numbers.max_grad_norm / norm)
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        moments, *decay, _ = state
+        step = {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[self.name]
+        updates, moments = step(grads, moments, numbers)
+        if decay:
+            decayed = optax.add_decayed_weights(numbers.weight_decay, mask=is_decayed)
+            updates, decay[0] = decayed.update(updates, decay[0], params)
+        updates = jax.tree.map(lambda u: -numbers.learning_rate * u, updates)
+        schedule = optax.ScaleByScheduleState(jnp.asarray(numbers.schedule_step + 1, jnp.int32))
+        state = (moments, *decay, schedule)
+        return updates, (*clipping, state) if clipping else state
+
+    def _adamw(self, grads: Any, state: Any, numbers: OptimizerNumbers) -> tuple[Any, Any]:
+        b1, b2 = numbers.beta1, numbers.beta2
+        count = optax.safe_increment(state.count)
+        mu = jax.tree.map(lambda g, m: numbers.beta1_complement * g + _times(b1, m), grads, state.mu)
+        nu = jax.tree.map(lambda g, v: numbers.beta2_complement * (g * g) + b2 * v, grads, state.nu)
+        # `count` is of applied steps: a skipped one leaves the moments, and so their bias, as they were.
+        mean, square = 1 - b1**count, 1 - b2**count
+        updates = jax.tree.map(lambda m, v: m / mean / (jnp.sqrt(v / square) + numbers.eps), mu, nu)
+        return updates, optax.ScaleByAdamState(count, optax.tree.cast(mu, self.state_dtype), nu)
+
+    def _lion(self, grads: Any, state: Any, numbers: OptimizerNumbers) -> tuple[Any, Any]:
+        def mixed(decay: Any, complement: Any) -> Any:
+            return jax.tree.map(lambda g, m: complement * g + _times(decay, m), grads, state.mu)
+
+        updates = jax.tree.map(jnp.sign, mixed(numbers.beta1, numbers.beta1_complement))
+        mu = optax.tree.cast(mixed(numbers.beta2, numbers.beta2_complement), self.state_dtype)
+        return updates, optax.ScaleByLionState(optax.safe_increment(state.count), mu)
+
+    def _sgd(self, grads: Any, state: Any, numbers: OptimizerNumbers) -> tuple[Any, Any]:
+        if not self.momentum:
+            return grads, state
+        updates = jax.tree.map(lambda g, m: g + _times(numbers.beta1, m), grads, state.trace)
+        return updates, optax.TraceState(optax.tree.cast(updates, self.state_dtype))
+
+
+def _times(decay: jax.Array, moment: jax.Array) -> jax.Array:
+    """`moment`, in the dtype it is stored in, times the decay in that dtype."""
+    return decay.astype(moment.dtype) * moment
 
 
 @dataclass(frozen=True)
@@ -101,6 +152,7 @@ class Optimizer:
         peak · (s + 1) / W, so the first step is never spent at 0.
         """
         config, peak = self.config, self.config.learning_rate
+        # Steps below 0 are those in which the policy rests while the critic warms up.
         step = max(step, 0)
         if step < config.warmup_steps:
             return peak * (step + 1) / config.warmup_steps
@@ -132,100 +184,3 @@ def is_decayed(params: optax.Params) -> Any:
         lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(("norm", "bias", "scalar")),
         params,
     )
-
-
-# The transformations that follow are those of optax, and have its states, whose paths name the arrays of a
-# checkpoint; but their numbers come with each update, as `numbers`.
-
-
-def scale_by_adam(moment_dtype: str) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam`."""
-    like = optax.scale_by_adam(mu_dtype=moment_dtype)
-
-    def update(grads: Any, state: Any, params: Any = None, *, numbers: OptimizerNumbers, **_: Any) -> Any:
-        b1, b2 = numbers.beta1, numbers.beta2
-        count = optax.safe_increment(state.count)
-        mu = jax.tree.map(lambda g, m: numbers.beta1_complement * g + _times(b1, m), grads, state.mu)
-        nu = jax.tree.map(lambda g, v: numbers.beta2_complement * (g * g) + b2 * v, grads, state.nu)
-        mean, square = 1 - b1**count, 1 - b2**count
-        updates = jax.tree.map(lambda m, v: m / mean / (jnp.sqrt(v / square) + numbers.eps), mu, nu)
-        return updates, optax.ScaleByAdamState(count, optax.tree.cast(mu, moment_dtype), nu)
-
-    return optax.GradientTransformationExtraArgs(like.init, update)
-
-
-def scale_by_lion(moment_dtype: str) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_lion`."""
-    like = optax.scale_by_lion(mu_dtype=moment_dtype)
-
-    def update(grads: Any, state: Any, params: Any = None, *, numbers: OptimizerNumbers, **_: Any) -> Any:
-        def mixed(decay: Any, complement: Any) -> Any:
-            return jax.tree.map(lambda g, m: complement * g + _times(decay, m), grads, state.mu)
-
-        updates = jax.tree.map(jnp.sign, mixed(numbers.beta1, numbers.beta1_complement))
-        mu = optax.tree.cast(mixed(numbers.beta2, numbers.beta2_complement), moment_dtype)
-        return updates, optax.ScaleByLionState(optax.safe_increment(state.count), mu)
-
-    return optax.GradientTransformationExtraArgs(like.init, update)
-
-
-def add_momentum(moment_dtype: str) -> optax.GradientTransformationExtraArgs:
-    """`optax.trace`."""
-    like = optax.trace(0.0, accumulator_dtype=moment_dtype)
-
-    def update(grads: Any, state: Any, params: Any = None, *, numbers: OptimizerNumbers, **_: Any) -> Any:
-        updates = jax.tree.map(lambda g, t: g + _times(numbers.beta1, t), grads, state.trace)
-        return updates, optax.TraceState(optax.tree.cast(updates, moment_dtype))
-
-    return optax.GradientTransformationExtraArgs(like.init, update)
-
-
-def _times(decay: jax.Array, moment: jax.Array) -> jax.Array:
-    """`moment`, in the dtype it is stored in, times the decay in that dtype."""
-    return decay.astype(moment.dtype) * moment
-
-
-def decay_weights() -> optax.GradientTransformationExtraArgs:
-    """`optax.add_decayed_weights` of what `is_decayed` says."""
-
-    def of(decay: Any) -> optax.GradientTransformation:
-        return optax.add_decayed_weights(decay, mask=is_decayed)
-
-    def update(updates: Any, state: Any, params: Any = None, *, numbers: OptimizerNumbers, **_: Any) -> Any:
-        return of(numbers.weight_decay).update(updates, state, params)
-
-    return optax.GradientTransformationExtraArgs(of(0.0).init, update)
-
-
-def scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_learning_rate` of a schedule, whose state has the place of the next step in it."""
-    like = optax.scale_by_schedule(lambda count: 0.0)
-
-    def update(updates: Any, state: Any, params: Any = None, *, numbers: OptimizerNumbers, **_: Any) -> Any:
-        updates = jax.tree.map(lambda u: -numbers.learning_rate * u, updates)
-        return updates, optax.ScaleByScheduleState(jnp.asarray(numbers.schedule_step + 1, jnp.int32))
-
-    return optax.GradientTransformationExtraArgs(like.init, update)
-
-
-def clip_by_global_norm() -> optax.GradientTransformationExtraArgs:
-    """Gradients whose global norm is at most `max_grad_norm`, all scaled by one factor.
-
-    `optax.clip_by_global_norm` divides each element instead, for which XLA makes a second gradient. The norm
-    is not computed where `update` is given it as `global_norm`.
-    """
-
-    def clip(
-        grads: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        numbers: OptimizerNumbers,
-        global_norm: Any = None,
-        **_: Any,
-    ) -> Any:
-        norm = optax.tree.norm(grads) if global_norm is None else global_norm
-        factor = jnp.minimum(1.0, numbers.max_grad_norm / norm)
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), clip)

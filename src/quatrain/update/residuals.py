@@ -51,6 +51,8 @@ class HeldGradient:
         `known` are the other arrays that `loss` reads: they are held already.
         """
         _, vjp, stats = jax.vjp(loss, params, has_aux=True)
+        # By identity, which tracing keeps: parameters and inputs are alive anyway, and would be held a second
+        # time.
         residuals = residuals_of(vjp, (params, known))
         (grads,) = vjp(jnp.ones((), jnp.float32))
         held = residuals if self.output_head is None else [*residuals, grads[self.output_head]]
@@ -101,9 +103,11 @@ class ResidualMemory:
 
         They are like `shapes()` and the borrower's to donate. Arrays of another kind are released first.
         """
+        # Popped, not read: while the program runs its arrays are donated and must not be lent twice.
         held = self._held.pop(kind, None)
         if held is not None:
             return held
+        # One kind at a time: held for every shape, the memory would grow with the number of shapes.
         self._held.clear()
         place = NamedSharding(mesh, per_device_spec(mesh))
         return [full(x.shape, 0.0, x.dtype, place) for x in shapes()]

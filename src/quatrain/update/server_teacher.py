@@ -1,42 +1,35 @@
 """A teacher behind an inference server, which gives log-probabilities of the tokens of a prompt.
 
 Data flow: `TokenTable` -> one request for each sequence, token ids in and log-probabilities out
-(`prompt_scores.py`) -> `Scores` -> `Teacher.score`.
+(`servers/`) -> `TeacherScores` -> `Teacher.score`.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
+from typing import Any, TypeVar
 
-import httpx2 as httpx
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main
-from quatrain.config.errors import shown
-from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.data.tokenizer import encode
 from quatrain.data.vocabulary import TEXTS
 from quatrain.forward.table import TokenTable
 from quatrain.ops.logprobs import LOWEST
 from quatrain.ops.top_words import LEAST_REST, NO_WORD
-from quatrain.update.prompt_scores import Form, Pairs, PromptScores, form_of
-from quatrain.update.teacher_scores import Scores, TopWords
+from quatrain.servers.client import Refusal, ServerClient, ServerLost, Unfit, all_of
+from quatrain.servers.kinds import KINDS, Pairs, PromptScores, Quatrain
+from quatrain.servers.server import described
+from quatrain.update.teacher_scores import TeacherScores, TopWords
 
 AT_ONCE = 32
 """Sequences that are asked for at one time."""
-CONNECT_S, PAUSE_S = 10.0, 1.0
-"""Seconds in which a server must accept a connection, and between two attempts to ask it."""
-TRY_AGAIN = (408, 429)
-"""Statuses below 500 of a server that may answer later: it timed out, or has too many requests."""
-UP_TO_V1 = "give the address of the server itself, up to /v1, as http://host:8000"
 SAME = 1e-2
 """Largest difference, in nats, of the log-probabilities of a text and of its ids when a server is probed."""
+
+Found = TypeVar("Found")
 
 
 class ServerTeacher:
@@ -50,142 +43,100 @@ class ServerTeacher:
 
     def __init__(self, address: str, tokenizer: Any, *, timeout_s: float, num_words: int = 0):
         self.address, self._timeout_s, self._num_words = address, timeout_s, num_words
-        self._model, self.longest, self._owner = decided_by_main(self._described)
-        self._form = form_of(self._owner, num_words)
-        decided_by_main(lambda: self._probe(tokenizer))
+        owner, model, self.longest = decided_by_main(
+            lambda: self._asked(lambda client: described(client.ask_patiently))
+        )
+        # Any other server with OpenAI's completions may be a teacher: it is asked as `quatrain serve` is.
+        self._kind = KINDS.get(owner, Quatrain)(model)
+        decided_by_main(lambda: self._asked(lambda client: self._probe(client, tokenizer)))
 
-    def _client(self) -> httpx.Client:
-        headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(SERVE_TOKEN)) else {}
-        timeout = httpx.Timeout(self._timeout_s, connect=CONNECT_S, pool=None)
+    def _asked(self, work: Callable[[ServerClient], Coroutine[Any, Any, Found]]) -> Found:
+        """What `work` finds with a client of the server; its errors name the teacher."""
         try:
-            return httpx.Client(base_url=self.address, headers=headers, timeout=timeout, trust_env=False)
-        except httpx.InvalidURL as error:
-            raise ValueError(
-                f"the teacher {self.address} must be an address such as http://host:8000; {error}; correct it"
-            ) from error
+            with closing(ServerClient(self.address, timeout_s=self._timeout_s, at_once=AT_ONCE)) as client:
+                return client.run(work(client))
+        except Refusal as error:
+            raise ValueError(f"the teacher at {self.address}: it refused a question: {error}") from error
+        except Unfit as error:
+            raise ValueError(f"the teacher at {self.address}: {error}") from error
+        except ServerLost as error:
+            raise ConnectionError(f"the teacher at {self.address}: {error}") from error
 
-    def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> Scores:
-        """As `Source.scores`, with a word more than `top` asks for: the token itself."""
+    def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> TeacherScores:
+        """As `OwnWeights.scores`, with a word more than `top` asks for: the token itself."""
         sequences = [table.input_ids[row, :length].tolist() for row, length in enumerate(table.lengths)]
         mask = table.completion_mask
         result = np.zeros(mask.shape, np.float32)
         width = 0 if top is None else top.count + 1
         words = np.full((*mask.shape, width), NO_WORD, np.int32)
         word_logprobs = np.full((*mask.shape, width + 1), LOWEST, np.float32)
-        for row, found in enumerate(decided_by_main(lambda: self._of_all(sequences))):
+        # Decided by the main process: two answers of a server may differ by rounding, and each process of a
+        # mesh must have the same batch.
+        for row, (logprobs, pairs) in enumerate(decided_by_main(lambda: self._of_all(sequences))):
             places = np.flatnonzero(mask[row])
-            result[row, places] = np.asarray(found.logprobs, np.float64)[places]
+            result[row, places] = np.asarray(logprobs, np.float64)[places]
             if top is None:
                 continue
             for place in places:
-                assert found.words is not None, "words were asked for"
-                ids, values = _outcomes(found.words[place], width, top.num_words)
+                ids, values = _outcomes(pairs[place], width, top.num_words)
                 words[row, place, : len(ids)] = ids
                 word_logprobs[row, place, [*range(len(ids)), -1]] = values
-        return Scores(result) if top is None else Scores(result, words, word_logprobs)
+        return TeacherScores(result) if top is None else TeacherScores(result, words, word_logprobs)
 
     def _of_all(self, sequences: Sequence[list[int]]) -> list[PromptScores]:
-        with self._client() as client, ThreadPoolExecutor(AT_ONCE) as threads:
-            return list(threads.map(partial(self._of_prompt, client, self._form), sequences))
+        return self._asked(
+            lambda client: all_of(self._of_prompt(client, ids, self._num_words) for ids in sequences)
+        )
 
-    def _of_prompt(self, client: httpx.Client, form: Form, prompt: list[int] | str) -> PromptScores:
-        """The scores of each token of `prompt`; raises ValueError for an answer without them."""
-        path, body = form.request(self._model, prompt, self._num_words)
-        answer = self._asked(client, "POST", path, body)
+    async def _of_prompt(self, client: ServerClient, prompt: list[int] | str, num_words: int) -> PromptScores:
+        """The scores of each token of `prompt`; raises Unfit for an answer without them."""
+        async with client.room:
+            answer = await client.ask_patiently(*self._kind.score_request(prompt, num_words))
         try:
-            found = form.read(answer, prompt)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"the teacher at {self.address} must give a log-probability for each token of a prompt "
-                f"({form.asks}); its answer has none ({type(error).__name__})"
+            logprobs, words = self._kind.read_scores(answer, prompt, num_words)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Unfit(
+                "it must give a log-probability for each token of a prompt (echo or prompt_logprobs of "
+                "/v1/completions, or return_logprob of SGLang's /generate); its answer has none "
+                f"({type(error).__name__})"
             ) from error
-        length = len(found.logprobs) if isinstance(prompt, str) else len(prompt)
-        if len(found.logprobs) != length or not all(
-            math.isfinite(x) and x < SAME for x in found.logprobs[1:]
-        ):
-            raise ValueError(
-                f"the teacher at {self.address} must give a finite log-probability for each token of a "
-                f"prompt; of one with {length} tokens it gave {len(found.logprobs)} values"
+        length = len(logprobs) if isinstance(prompt, str) else len(prompt)
+        # Above 0 by rounding alone; SAME lies far over that, and under any error that matters.
+        if len(logprobs) != length or not all(math.isfinite(x) and x < SAME for x in logprobs[1:]):
+            raise Unfit(
+                "it must give a finite log-probability for each token of a prompt; of one with "
+                f"{length} tokens it gave {len(logprobs)} values"
             )
-        if form is self._form and self._num_words and not isinstance(prompt, str):
-            self._check_words(found.words, length)
-        return found
+        if num_words:
+            self._check_words(words, length)
+        return logprobs, words
 
-    def _check_words(self, words: Sequence[Pairs] | None, length: int) -> None:
-        """Raises ValueError unless there are `num_words` words in each place, which are part of one
-        distribution."""
-        fewest = min(map(len, words[1:]), default=self._num_words) if words and len(words) == length else 0
-        mass = max((sum(math.exp(x) for _, x in pairs) for pairs in (words or [])[1:]), default=0.0)
+    def _check_words(self, words: Sequence[Pairs], length: int) -> None:
+        """Raises Unfit unless each place has `num_words` words, which are part of one distribution."""
+        fewest = min(map(len, words[1:]), default=self._num_words) if len(words) == length else 0
+        mass = max((sum(math.exp(x) for _, x in pairs) for pairs in words[1:]), default=0.0)
         if fewest < self._num_words or mass > 1 + SAME:
-            raise ValueError(
-                f"the teacher at {self.address} must give the {self._num_words} likeliest words in the place "
-                f"of each token of a prompt (distill.top_k), with probabilities that are at most 1 together; "
-                f"it gave {fewest} words and {mass:.4g}; set a smaller distill.top_k, or raise the server's "
-                "limit (vLLM: --max-logprobs)"
+            raise Unfit(
+                f"it must give the {self._num_words} likeliest words in the place of each token of a prompt "
+                f"(distill.top_k), with probabilities that are at most 1 together; it gave {fewest} words "
+                f"and {mass:.4g}; set a smaller distill.top_k, or raise the limit of the server (vLLM: "
+                "--max-logprobs)"
             )
 
-    def _described(self) -> tuple[str, int, str]:
-        """(the name of its model, the most tokens of a sequence, whose the model is)."""
-        with self._client() as client:
-            answer = self._asked(client, "GET", "/v1/models", None)
-        try:
-            model = answer["data"][0]
-            owner = str(model.get("owned_by", ""))
-            return str(model["id"]), int(model.get("max_model_len") or 2**31) - 1, owner
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"distill.teacher {self.address} must be a server with OpenAI's interface; /v1/models names "
-                f"no model; {UP_TO_V1}"
-            ) from error
-
-    def _probe(self, tokenizer: Any) -> None:
-        """Raises ValueError if the server reads a text in other ids than `tokenizer`, or gives no words."""
-        of_text = form_of(self._owner, 0)
-        with self._client() as client:
-            for text in TEXTS:
-                ids = encode(tokenizer, text)
-                by_text = self._of_prompt(client, of_text, text).logprobs
-                by_ids = self._of_prompt(client, self._form, ids).logprobs
-                same = len(by_text) == len(by_ids)
-                if not same or not np.allclose(by_text[1:], by_ids[1:], rtol=0, atol=SAME):
-                    raise ValueError(
-                        f"the teacher at {self.address} must have the policy's tokenizer; it reads {text!r} "
-                        f"as {len(by_text)} tokens, or others, where the policy's has {len(by_ids)}: {ids}; "
-                        "start it with a model of the same tokenizer"
-                    )
-
-    def _asked(self, client: httpx.Client, method: str, path: str, body: Any) -> Any:
-        """The JSON of an answer, which is asked for until it comes or `timeout_s` is over."""
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                response = client.request(method, path, json=body)
-            except httpx.HTTPError as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                status, problem = response.status_code, f"status {response.status_code}, {response.text:.200}"
-                if status < 300:
-                    return self._json(response)
-                if status < 400:
-                    problem = f"status {status} to {response.headers.get('Location', 'nowhere')}"
-                if status < 500 and status not in TRY_AGAIN:
-                    remedy = f"; {UP_TO_V1}" if status < 400 or status == 404 else ""
-                    raise ValueError(f"the teacher at {self.address} refused a question: {problem}{remedy}")
-            if time.monotonic() > deadline:
-                raise ConnectionError(
-                    f"the teacher at {self.address} did not answer for {self._timeout_s:g} s "
-                    f"(rollout.timeout_s): {problem}"
+    async def _probe(self, client: ServerClient, tokenizer: Any) -> None:
+        """Raises Unfit if the server reads a text in other ids than `tokenizer`, or gives no words."""
+        for text in TEXTS:
+            ids = encode(tokenizer, text)
+            # Without words: they are found by ids, and those of a text are the server's.
+            by_text, _ = await self._of_prompt(client, text, 0)
+            by_ids, _ = await self._of_prompt(client, ids, self._num_words)
+            same = len(by_text) == len(by_ids)
+            if not same or not np.allclose(by_text[1:], by_ids[1:], rtol=0, atol=SAME):
+                raise Unfit(
+                    f"it must have the policy's tokenizer; it reads {text!r} as {len(by_text)} tokens, or "
+                    f"others, where the policy's has {len(by_ids)}: {ids}; start it with a model of the same "
+                    "tokenizer"
                 )
-            time.sleep(PAUSE_S)
-
-    def _json(self, response: httpx.Response) -> Any:
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ValueError(
-                f"the teacher at {self.address} must answer {response.request.url.path} in JSON; it answered "
-                f"{shown(response.text)}; {UP_TO_V1}"
-            ) from error
 
 
 def _outcomes(pairs: Pairs, most: int, num_words: int) -> tuple[list[int], list[float]]:

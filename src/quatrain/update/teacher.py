@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from quatrain.backend import this_backend
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, DistillConfig, LogprobConfig
-from quatrain.config.sections.distill import DEFAULT
+from quatrain.config.sections.reward import DEFAULT
 from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
@@ -25,8 +25,8 @@ from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.predict import scored_hidden_program
 from quatrain.forward.specs import DistilledSpec, ModelSpec, PolicySpec
 from quatrain.forward.table import TokenTable
-from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.params import output_head_name
+from quatrain.models.probe import trusted_attention
 from quatrain.ops.divergences import Divergence
 from quatrain.parallel.axes import TP
 from quatrain.parallel.host_memory import trim_after_compiling
@@ -36,28 +36,15 @@ from quatrain.types.metrics import Metric
 from quatrain.update.distillation import TEACHER_LOGPROBS
 from quatrain.update.server_teacher import ServerTeacher
 from quatrain.update.teacher_prompts import TeacherPrompts
-from quatrain.update.teacher_scores import Gathered, Scores, TopWords, model_scores
-from quatrain.weights.load import BUILTIN, load_model
+from quatrain.update.teacher_scores import Gathered, TeacherScores, TopWords, model_scores
+from quatrain.weights.load_model import BUILTIN, load_model
 
 logger = logging.getLogger(__name__)
 MOST_SOURCES = 16
 """Values of the column `data_source` in a batch up to which each has a metric of its own."""
 
-Found = TypeVar("Found")
-
-OwnScores = Callable[[str, TokenTable, float, TopWords | None], Scores]
+OwnScores = Callable[[str, TokenTable, float, TopWords | None], TeacherScores]
 """(`policy` or `initial`, table, temperature, which words) -> what these weights say of it."""
-
-
-class Source(Protocol):
-    """What computes scores for a teacher."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that it can read."""
-
-    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None) -> Scores:
-        """The scores of the scored tokens of `table`, with the words `top` or none."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +54,17 @@ class OwnWeights:
     name: str
     temperature: float
     longest: int
+    """Tokens of the longest sequence that it can read."""
 
-    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None = None) -> Scores:
-        """As `Source.scores`; raises ValueError without `own`."""
+    def scores(self, table: TokenTable, own: OwnScores | None, top: TopWords | None = None) -> TeacherScores:
+        """The scores of the scored tokens of `table`, with the words `top` or none.
+
+        Raises ValueError without `own`.
+        """
         if own is None:
             raise ValueError(
                 f"the teacher {self.name} has weights of the run; give teacher.score what computes with "
-                "them, functools.partial(update.own_scores, state)"
+                "them, functools.partial(update.own_scores, state.params)"
             )
         return own(self.name, table, self.temperature, top)
 
@@ -96,15 +87,23 @@ class FrozenModel:
         assert self._planner.max_tokens is not None
         self.longest = min(self._planner.max_tokens, spec.arch.longest)
         """Tokens of the longest sequence that the model can read."""
+        # On the host between passes if asked to: a teacher is often larger than the policy and is used once a
+        # step.
         self._params = to_memory(memory, params)
 
-    def scores(self, table: TokenTable, own: OwnScores | None = None, top: TopWords | None = None) -> Scores:
-        """As `Source.scores`."""
+    def scores(
+        self, table: TokenTable, own: OwnScores | None = None, top: TopWords | None = None
+    ) -> TeacherScores:
+        """As `OwnWeights.scores`."""
         return model_scores(self.on_device(), table, model=self.spec, planner=self._planner, top=top)
 
     def on_device(self) -> Any:
         """The parameters on the devices."""
         return to_memory("device", self._params)
+
+
+Source = OwnWeights | FrozenModel | ServerTeacher
+"""What computes scores for a teacher."""
 
 
 class WordTeacher:
@@ -127,8 +126,10 @@ class WordTeacher:
         The hidden states of a micro-batch are computed when it is asked for, just before its own pass. Raises
         ValueError for vocabularies of different sizes that are sharded over `tp`.
         """
-        teacher, values = self._model.spec, {f.name: getattr(policy, f.name) for f in fields(policy)}
+        teacher = self._model.spec
         sizes = policy.arch.vocab_size, teacher.arch.vocab_size
+        # Each `tp` device compares its rows with the teacher's: of vocabularies of other sizes they are other
+        # words.
         if policy.mesh_shape.tp > 1 and sizes[0] != sizes[1]:
             raise ValueError(
                 f"with {TP} above 1 the teacher's vocabulary must have as many rows as the policy's for "
@@ -137,7 +138,7 @@ class WordTeacher:
             )
         weights = self._model.on_device()
         name = output_head_name(teacher.arch)
-        spec = DistilledSpec(**values, teacher=teacher, kind=self._kind, beta=self._beta)
+        spec = policy.extended(DistilledSpec, teacher=teacher, kind=self._kind, beta=self._beta)
         program = scored_hidden_program(teacher.backend)
 
         def with_states() -> Iterator[MicroBatch]:
@@ -204,34 +205,31 @@ class Teacher:
         """[B, T]: the `teacher_logprobs` of `score`, of any completions."""
         return self._scores(rollouts, own, None).logprobs
 
-    def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> Scores:
+    def _scores(self, rollouts: RolloutBatch, own: OwnScores | None, top: TopWords | None) -> TeacherScores:
         prompts = self._prompts
-        of_row = self._of_rows(rollouts)
+        names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
+        of_row = [self._sources.get(name, self._sources.get(DEFAULT)) for name in names]
         taught = [each is not None for each in of_row]
         table = TokenTable.of(rollouts) if prompts is None else prompts.table(rollouts, taught)
         gathered = Gathered(table, None if top is None else self._width)
-        for source in {id(each): each for each in of_row if each is not None}.values():
+        # By identity: two data sources may name one teacher, whose rows then share micro-batches and one
+        # pass.
+        sources: dict[int, Source] = {id(each): each for each in of_row if each is not None}
+        for source in sources.values():
+            # Rows that are too long stay NaN and are counted; cut, they would be scored in another context.
             held = np.flatnonzero([each is source for each in of_row] & (table.lengths <= source.longest))
             if held.size:
                 gathered.add(held, source.scores(table.take(held), own, top))
         if prompts is None:
             return gathered.scores
         found = {name: x for name, x in gathered.scores._asdict().items() if x is not None}
-        return Scores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
-
-    def _of_rows(self, rollouts: RolloutBatch) -> list[Source | None]:
-        """What scores each row."""
-        names = _data_sources(rollouts) or [DEFAULT] * len(rollouts)
-        return [_of_source(self._sources, name) for name in names]
-
-
-def _of_source(sources: Mapping[str, Found | None], name: str) -> Found | None:
-    return sources.get(name, sources.get(DEFAULT))
+        return TeacherScores(**{name: prompts.back(x, table, rollouts) for name, x in found.items()})
 
 
 def has_teacher(config: DistillConfig, columns: Mapping[str, Any]) -> bool:
     """Whether a row with the data `columns` has a teacher."""
-    return _of_source(config.teachers, str(columns.get(DATA_SOURCE, DEFAULT))) is not None
+    name = str(columns.get(DATA_SOURCE, DEFAULT))
+    return config.teachers.get(name, config.teachers.get(DEFAULT)) is not None
 
 
 def _data_sources(rollouts: RolloutBatch) -> list[str]:
@@ -239,10 +237,11 @@ def _data_sources(rollouts: RolloutBatch) -> list[str]:
     return [str(value) for value in rollouts.columns.get(DATA_SOURCE, ())]
 
 
-def _metrics(rollouts: RolloutBatch, scores: Scores) -> dict[str, Metric]:
+def _metrics(rollouts: RolloutBatch, scores: TeacherScores) -> dict[str, Metric]:
     """Metrics of the teacher's `scores` [B, T] of what was sampled."""
     logprobs = scores.logprobs
     missing = np.isnan(logprobs)
+    # Of what the sampler saw: the KL to the teacher is then that of the samples, before any update.
     scored = rollouts.completion_mask & ~missing
     gaps = np.where(scored, rollouts.rollout_logprobs - np.nan_to_num(logprobs), 0).astype(np.float64)
 
@@ -301,6 +300,7 @@ class TeacherLoader:
         the policy's `tokenizer`.
         """
         config, policy = self.config.distill, self.policy
+        # Each model once, whatever number of data sources name it.
         loaded: dict[str, Source | None] = {path: self._model(path, weights) for path in config.models}
         if not config.teachers or not weights:
             return None
@@ -346,10 +346,13 @@ class TeacherLoader:
         config, model, tokenizer = self.config, self.config.model, self.policy.tokenizer
         mesh, size = self.policy.meshes.teacher, len(tokenizer)
         try:
+            # Ids are compared, not sizes: two tokenizers of one size may differ in a single word, and scores
+            # would be of other texts.
             if not path.startswith(BUILTIN):
                 check_same_tokens(load_tokenizer(path), tokenizer)
             given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
             loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
+            # The other way round is no error: heads are often padded beyond the tokenizer's last id.
             if size > loaded.arch.vocab_size:
                 raise ValueError(
                     "a teacher must have an embedding for each token of the policy's tokenizer: it has "

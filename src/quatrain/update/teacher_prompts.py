@@ -18,7 +18,7 @@ from quatrain.config.schema import DistillConfig
 from quatrain.data.messages import INSTRUCTIONS, checked_messages, tools_of
 from quatrain.data.policy import Policy
 from quatrain.data.prompts import PromptSource
-from quatrain.data.table import TokenRow
+from quatrain.data.token_table import TokenRow
 from quatrain.data.tokenizer import encode_further, fill_template, render
 from quatrain.data.turns import TurnsOfRow
 from quatrain.forward.table import TokenTable
@@ -122,6 +122,8 @@ class TeacherPrompts:
         ids = self._turns(columns).prompt(text) if self._turns else render(self._tokenizer, text, tools)
         count = 0 if isinstance(text, str) else len(self._generation_ids())
         mine, its = ids[len(ids) - count :], policy_ids[len(policy_ids) - count :].tolist()
+        # A completion continues the beginning of an answer: after another one its tokens would mean something
+        # else.
         if mine != its:
             raise ValueError(
                 "the teacher's prompt (distill.prompt) must end as the policy's, with the beginning of an "
@@ -168,6 +170,7 @@ class TeacherPrompts:
     def back(values: np.ndarray, table: TokenTable, rollouts: RolloutBatch) -> np.ndarray:
         """[B, T, ...]: `values` [B, T', ...] of `table`'s scored tokens, at their places in `rollouts`."""
         mask = rollouts.completion_mask
+        # Values are put back by their order: that is right only while both tables list the same tokens.
         same = np.array_equal(table.input_ids[table.completion_mask], rollouts.input_ids[mask])
         assert same, "the teacher reads the tokens that the policy sampled"
         result = np.zeros((*mask.shape, *values.shape[2:]), values.dtype)

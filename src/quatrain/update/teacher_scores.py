@@ -1,11 +1,11 @@
 """What a teacher says of a table of tokens: log-probabilities, and its likeliest words if they are asked for.
 
-Data flow: parameters and a `TokenTable` -> `model_scores` -> `Scores` -> `Teacher.score` (`teacher.py`).
+Data flow: parameters and a `TokenTable` -> `model_scores` -> `TeacherScores` -> `Teacher.score`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ class TopWords:
     num_words: int
 
 
-class Scores(NamedTuple):
+class TeacherScores(NamedTuple):
     """Of a table [B, T]; arbitrary outside the scored tokens but for `logprobs`, which are 0 there."""
 
     logprobs: np.ndarray
@@ -41,28 +41,28 @@ class Scores(NamedTuple):
 
 def model_scores(
     params: Any, table: TokenTable, *, model: PolicySpec, planner: MicroBatchPlanner, top: TopWords | None
-) -> Scores:
+) -> TeacherScores:
     """What `model` says of `table`; with `top`, also its likeliest words."""
     if top is None:
-        return Scores(predict_tokens(params, table, model=model, planner=planner))
-    values = {f.name: getattr(model, f.name) for f in fields(model)}
-    spec = TopWordsSpec(**values, count=top.count, num_words=top.num_words)
-    return Scores(*predict_columns(params, table, model=spec, planner=planner, count=4))
+        return TeacherScores(predict_tokens(params, table, model=model, planner=planner))
+    spec = model.extended(TopWordsSpec, count=top.count, num_words=top.num_words)
+    return TeacherScores(*predict_columns(params, table, model=spec, planner=planner, count=4))
 
 
 class Gathered:
-    """The `Scores` of a table [B, T] that sources give for some of its rows each; NaN for all others."""
+    """The scores of a table [B, T] that sources give for some of its rows each; NaN for all others."""
 
     def __init__(self, table: TokenTable, width: int | None):
         shape = table.completion_mask.shape
+        # NaN is what no source has filled in: 0 would be a certain token.
         logprobs = np.where(table.completion_mask, np.float32(np.nan), np.float32(0))
-        self.scores = Scores(logprobs)
+        self.scores = TeacherScores(logprobs)
         if width is not None:
             words = np.full((*shape, width), NO_WORD, np.int32)
             word_logprobs = np.full((*shape, width + 1), LOWEST, np.float32)
-            self.scores = Scores(logprobs, words, word_logprobs, np.zeros(shape, np.float32))
+            self.scores = TeacherScores(logprobs, words, word_logprobs, np.zeros(shape, np.float32))
 
-    def add(self, rows: np.ndarray, scores: Scores) -> None:
+    def add(self, rows: np.ndarray, scores: TeacherScores) -> None:
         """Those of `rows`."""
         self.scores.logprobs[rows] = scores.logprobs
         if self.scores.words is None:
@@ -71,6 +71,8 @@ class Gathered:
         assert scores.word_logprobs is not None, "a source gives the words that it is asked for"
         assert self.scores.word_logprobs is not None, "words have log-probabilities"
         assert self.scores.outside_mass is not None, "words have log-probabilities"
+        # A server gives one word more than a model, the sampled one; narrower rows leave `NO_WORD` before the
+        # rest.
         count = scores.words.shape[-1]
         self.scores.words[rows, :, :count] = scores.words
         self.scores.word_logprobs[rows, :, :count] = scores.word_logprobs[..., :-1]

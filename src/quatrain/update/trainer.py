@@ -1,6 +1,6 @@
 """Optimizer steps of one model: mini-batch -> micro-batches -> exact gradient -> optimizer.
 
-Used for the policy (`learner.py`), the critic (`critic.py`) and the supervised warm start (`sft.py`).
+Used for the policy (`learner.py`), the critic (`critic.py`) and the supervised warm start (`supervised.py`).
 """
 
 from __future__ import annotations
@@ -62,19 +62,16 @@ class StepTotals:
     expert_tokens: np.ndarray | None = None
     """[L, E] float64: tokens of each expert of each layer; None for a model without experts."""
 
-    def add(self, metrics: dict[str, Metric], applied: bool) -> None:
-        """Count an optimizer step and combine its metrics with those of the steps before."""
+    def add(self, metrics: dict[str, Metric], applied: bool, expert_tokens: np.ndarray | None) -> None:
+        """Count an optimizer step and its tokens of each expert [L, E]; combine its metrics."""
         first = not self.applied and not self.bad
         self.applied += applied
         self.bad += not applied
         # Only before the first update are sampler and trainer the same weights.
         self.combine({k: v for k, v in metrics.items() if first or not k.startswith(OF_SAMPLED_WEIGHTS)})
-
-    def count_experts(self, tokens: np.ndarray | None) -> None:
-        """Count the tokens of each expert, [L, E]."""
-        if tokens is not None:
+        if expert_tokens is not None:
             before = 0.0 if self.expert_tokens is None else self.expert_tokens
-            self.expert_tokens = before + tokens.astype(np.float64)
+            self.expert_tokens = before + expert_tokens.astype(np.float64)
 
     @property
     def load_metrics(self) -> dict[str, Metric]:
@@ -140,6 +137,7 @@ class Trainer:
         cuts = self.planner.plans(mini)
         model, params = self.model, state.params
         forms = model.forms if self.teacher is None else model.forms.joined(self.teacher.forms)
+        # All before the first pass, so that no pass waits for the host to fill buffers.
         batches: Iterable[MicroBatch] = [fill(cut, mini, model.mesh, forms) for cut in cuts]
         totals.combine(describe_plans(mini, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
@@ -153,16 +151,17 @@ class Trainer:
             objective=objective,
             optimizer=self.optimizer,
             residuals=self.residuals,
+            # From the step, not from a generator that lives on: a resumed run rounds to the same bits.
             draw=None if self._draws is None else np.array([*self._draws, state.step], np.uint32),
             schedule_step=schedule_step,
         )
         if self.teacher is not None:
             params = params["policy"]
-        totals.add(metrics, applied)
-        totals.count_experts(expert_tokens)
+        totals.add(metrics, applied, expert_tokens)
         bad = 0 if applied else state.bad_steps + 1
         if bad:
             logger.warning("optimizer step not applied: loss or gradient is not finite (%d in a row)", bad)
+        # Only applied steps count: they number the versions of the weights that samplers hold.
         step = state.step + applied
         return replace(state, params=params, opt_state=opt_state, step=step, bad_steps=bad)
 
@@ -178,6 +177,7 @@ def mini_batches_of_step(
     [B]; `size` groups per mini-batch at most; in the first `resting_steps` training steps there is no
     optimizer step.
     """
+    # Whole groups: an advantage is relative to its group, and must be trained against the same weights.
     groups, membership = np.unique(group_ids, return_inverse=True)
     orders = (
         np.random.default_rng([seed, train_step, epoch]).permutation(len(groups)) for epoch in range(epochs)

@@ -38,6 +38,7 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     processes, all must call this, and the main process writes.
     """
     assert arch.lora is not None, "a model without adapters has none to write"
+    # Adapters of one base give plausible nonsense on another: the reader compares this before it merges them.
     fingerprint = tree_fingerprint(without_adapters(params))
     names = adapter_names(arch)
     whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}

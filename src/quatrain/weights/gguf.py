@@ -19,12 +19,13 @@ from jax.typing import DTypeLike
 
 from quatrain.config.errors import installation, shown
 from quatrain.config.files import checked
-from quatrain.models.architecture import Architecture, Head, LayerKind
+from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.delta import GatedDeltaNet
-from quatrain.models.blocks.experts import APART, Experts
+from quatrain.models.blocks.experts import APART
 from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
-from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.common import GGUF
 from quatrain.models.families.ropes import write_rope
+from quatrain.models.hf_config import GGUFKeys
 from quatrain.models.params import Params, assemble, tensor_names, tensor_shapes
 from quatrain.models.rope import Rope
 from quatrain.models.spec import TensorName
@@ -95,6 +96,7 @@ def load_gguf(
     """
     header = read_header(path)
     arch, tensors = _architecture(header), {tensor.name: tensor for tensor in header.tensors}
+    # Before memory is taken: a wrong header must cost an error, not the memory of the model that it claims.
     _check_tensors(header.path, tensors, _as_stored(arch))
     arch = replace(arch, head=head)
 
@@ -110,11 +112,7 @@ def load_gguf(
 def _as_stored(arch: Architecture) -> Architecture:
     """`arch` with the experts of a layer in three tensors, as a file has them."""
     layout: dict[str, Any] = {"names": APART, "stacked": True, "transposed": False}
-
-    def layer(kind: LayerKind) -> LayerKind:
-        return replace(kind, mlp=replace(kind.mlp, **layout)) if isinstance(kind.mlp, Experts) else kind
-
-    return replace(arch, layers=tuple(map(layer, arch.layers)))
+    return arch.with_experts(lambda mlp: replace(mlp, **layout))
 
 
 def gguf_architecture(path: str | Path) -> Architecture:
@@ -251,6 +249,7 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
         if module in _BY_VALUE_HEAD:
             numbers = numbers[_order_of_value_heads(delta, len(numbers), size)]
         else:
+            # The output's inputs are by value head too: its columns are in the file's order, not its rows.
             columns = np.argsort(_order_of_value_heads(delta, parameter.shape[-1], size))
     plain = module == "ssm_norm" or not tensor.name.endswith("norm.weight")
     offset = 0.0 if plain else arch.norm.offset
@@ -258,6 +257,8 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
         if columns is not None:
             values = values[:, columns]
         if module == "ssm_a":
+            # llama.cpp stores what it multiplies by; the parameter is its logarithm, so that training cannot
+            # change the sign.
             values = np.log(-values)
         if name.stacked:
             each = numbers.reshape((-1, *values.shape[1:]) if name.vector else -1)

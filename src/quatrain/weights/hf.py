@@ -29,7 +29,7 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.architecture import Architecture, Head, LayerKind
+from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.experts import APART, FUSED, Experts
 from quatrain.models.families import architecture_from_hf, architecture_to_hf
 from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
@@ -37,8 +37,8 @@ from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
 from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
 from quatrain.models.spec import TensorName
 from quatrain.parallel.mesh import to_host
-from quatrain.weights.hub import hub_without_retries
 from quatrain.weights.mxfp4 import Stored, check_packed, read_packed, with_packed
+from quatrain.weights.offline_hub import hub_without_retries
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +83,14 @@ def load_hf(
         _check_tied(files[LM_HEAD], files[EMBEDDINGS])
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
-        if name.name in files:
-            _read_tensor(files[name.name], name, parameter)
-        else:
+        tensor = files.get(name.name)
+        if tensor is None:
             parameter[...] = 0.0
+        elif tensor.scales:
+            read_packed(tensor, name, parameter)
+        else:
+            for start, block in _blocks(tensor):
+                name.put(parameter, block, start)
 
     return arch, assemble(stored, dtype, read, mesh)
 
@@ -95,13 +99,12 @@ def _as_stored(arch: Architecture, files: Mapping[str, Stored]) -> Architecture:
     """`arch` with experts named as in the files: apart, or those of a layer as one tensor."""
     stacked = any(name.endswith(f".experts.{FUSED[0]}") for name in files)
 
-    def renamed(kind: LayerKind) -> LayerKind:
-        mlp = kind.mlp
-        if not isinstance(mlp, Experts) or mlp.transposed or stacked == mlp.stacked:
-            return kind
-        return replace(kind, mlp=replace(mlp, names=FUSED if stacked else APART, stacked=stacked))
+    def renamed(mlp: Experts) -> Experts:
+        if mlp.transposed or stacked == mlp.stacked:
+            return mlp
+        return replace(mlp, names=FUSED if stacked else APART, stacked=stacked)
 
-    return replace(arch, layers=tuple(map(renamed, arch.layers)))
+    return arch.with_experts(renamed)
 
 
 def read_architecture(directory: str | Path) -> Architecture:
@@ -115,6 +118,8 @@ def read_architecture(directory: str | Path) -> Architecture:
     ends = _generation_config(directory)
     if ends is not None:
         ids = checked(GenerationConfig, config, source).eos_token_id + ends.eos_token_id
+        # Chat models often name the end of a turn in generation_config.json alone: without it they never
+        # stop.
         config["eos_token_id"] = list(dict.fromkeys(ids))
     return architecture_from_hf(config, source)
 
@@ -149,6 +154,7 @@ def save_hf(
     directory = Path(directory)
     if is_main_process():
         directory.mkdir(parents=True, exist_ok=True)
+        # A shard of an earlier save beside a single file would make the folder ambiguous for every reader.
         for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
             stale.unlink(missing_ok=True)
         dtype = params["embed"].dtype.name
@@ -173,6 +179,7 @@ def model_directory(path: str, *, weights: bool = True) -> Path:
     from huggingface_hub.errors import EntryNotFoundError
 
     with _downloading(path):
+        # First, by itself: a model of an unsupported family is refused before gigabytes are fetched.
         config = Path(hf_hub_download(path, CONFIG))
     with _downloading(path), suppress(EntryNotFoundError):  # not every model has it
         hf_hub_download(path, GENERATION)
@@ -190,17 +197,13 @@ def _downloading(model_id: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            raise _hub_error(model_id, error, unreachable) from error
-
-
-def _hub_error(model_id: str, error: Exception, unreachable: str) -> ValueError:
-    said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    reason = "; ".join(filter(None, (unreachable, said)))
-    return ValueError(
-        f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
-        f"({reason}): check the name and the network, log in if the model is gated, or give the path of a "
-        "local directory or .gguf file"
-    )
+            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            reason = "; ".join(filter(None, (unreachable, said)))
+            raise ValueError(
+                f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
+                f"({reason}): check the name and the network, log in if the model is gated, or give the path "
+                "of a local directory or .gguf file"
+            ) from error
 
 
 def check_classifier(path: str) -> None:
@@ -402,14 +405,6 @@ def _blocks(tensor: Stored) -> Iterator[tuple[int, np.ndarray]]:
         start += step
 
 
-def _read_tensor(tensor: Stored, name: TensorName, parameter: np.ndarray) -> None:
-    if tensor.scales:
-        read_packed(tensor, name, parameter)
-        return
-    for start, block in _blocks(tensor):
-        name.put(parameter, block, start)
-
-
 def _write_tensors(
     directory: Path, names: Sequence[TensorName], params: Params, max_shard_bytes: int
 ) -> None:
@@ -418,6 +413,7 @@ def _write_tensors(
     for name in names:
         parameter = leaf_at(params, name.path)
         sizes[name.name] = math.prod(name.shape_in(parameter.shape)) * parameter.dtype.itemsize
+    # Sharded parameters are gathered to the host: a file then needs memory beside them, and is kept small.
     if isinstance(params["embed"], jax.Array) and len(params["embed"].sharding.device_set) > 1:
         max_shard_bytes = min(max_shard_bytes, max(sizes.values()))
     shards: list[list[TensorName]] = [[]]

@@ -60,6 +60,7 @@ def check_packed(tensor: Stored, expected: tuple[int, ...]) -> None:
 def read_packed(tensor: Stored, name: TensorName, parameter: np.ndarray) -> None:
     """Copies a packed tensor into its slice of `parameter`, one expert at a time."""
     assert tensor.scales
+    # One expert at a time: dequantised whole, a layer's experts are over seven times their size in the file.
     for expert in range(len(parameter)):
         parts = []
         for path, stored in (tensor[:2], tensor.scales):

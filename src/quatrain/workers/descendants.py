@@ -1,11 +1,11 @@
 """Ends a worker process with all that it has started, programs in sessions of their own included.
 
-`worker.py` calls `guarded`, which leaves a guard between the run and the worker: a small process that adopts
-what the worker's programs leave behind, so that all of it stays below the guard, and that ends all of it when
-the worker or the run ends, however that happens. `process.py` calls `end_descendants` of the guard when the
-run ends a worker. Only Linux adopts (`PR_SET_CHILD_SUBREAPER`) and lists processes in /proc; elsewhere a
-worker ends with its process group alone. Other interpreters than the run's import this file: it needs the
-standard library alone.
+`worker_script.py` calls `guarded`, which leaves a guard between the run and the worker: a small process that
+adopts what the worker's programs leave behind, so that all of it stays below the guard, and that ends all of
+it when the worker or the run ends, however that happens. `worker_process.py` calls `end_descendants` of the
+guard when the run ends a worker. Only Linux adopts (`PR_SET_CHILD_SUBREAPER`) and lists processes in /proc;
+elsewhere a worker ends with its process group alone. Other interpreters than the run's import this file: it
+needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def guarded(parent: int, *files: int) -> int:
 def end_descendants(root: int) -> None:
     """Kills the processes below `root`, and those that they start meanwhile; does nothing without /proc."""
     deadline = time.monotonic() + ENDS_WITHIN_S
+    # Again and again: a process that is killed may have started another since the list was made, and what it
+    # leaves is adopted only then.
     while _IS_LINUX and (living := _living_descendants(root)) and time.monotonic() < deadline:
         for process in living:
             with suppress(ProcessLookupError, PermissionError):
@@ -80,6 +82,7 @@ def _guard(child: int, parent: int, files: Sequence[int]) -> NoReturn:
         os.dup2(nothing, file)
     for file in files:
         os.close(file)
+    # The parent is asked for, as well as waited for: it may have ended before its signal was ordered.
     status = None
     while status is None and os.getppid() == parent:
         signal.sigwait({signal.SIGCHLD})
@@ -87,6 +90,8 @@ def _guard(child: int, parent: int, files: Sequence[int]) -> NoReturn:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:
                     status = ended[1]
+    # First what is left, then the guard, with the worker's status: whoever reads that may take it that all
+    # has ended.
     end_descendants(os.getpid())
     _end_as(os.waitstatus_to_exitcode(status or 0))
 

@@ -1,29 +1,33 @@
-"""Calls of functions in worker processes.
+"""Worker processes for all rooms: for calls of functions, and for what lives in them.
 
 Data flow: users' reward functions (`reward/calls.py`), comparisons of expressions (`reward/math/grader.py`)
 and chat templates (`data/tokenizer.py`) -> `Pool.submit` -> a `WorkerProcess` -> the result, or a `Failure`.
-Environments use worker processes without a `Pool`, because each stays in its process.
+Environments and agents live in a `Host`, many in each, because their state is there: `Hosts.chosen` -> calls
+of that process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import Context, copy_context
-from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from quatrain.workers.process import Failure as Failure
-from quatrain.workers.process import Kind as Kind
-from quatrain.workers.process import WorkerProcess, not_started
-from quatrain.workers.threads import ClosedError, LoopThread
-from quatrain.workers.worker import LOAD_TIMEOUT_S
+from quatrain.workers.loop_thread import ClosedError, LoopThread
+from quatrain.workers.worker_process import Failure as Failure
+from quatrain.workers.worker_process import Kind as Kind
+from quatrain.workers.worker_process import WorkerProcess, log_output, not_started
+from quatrain.workers.worker_script import LOAD_TIMEOUT_S
 
+logger = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=WorkerProcess)
 MOST_WORKERS = 8
 
 
@@ -33,10 +37,35 @@ def default_workers() -> int:
     return min(cores, MOST_WORKERS)
 
 
-def kill_all(processes: Iterable[WorkerProcess], why: str) -> None:
-    """Ends the processes; their calls are `crash` failures."""
-    for process in [*processes]:
-        process.kill(Failure("crash", why))
+class Processes(Generic[P]):
+    """Up to `most` worker processes, which `start` makes when they are needed."""
+
+    def __init__(self, start: Callable[[], P], most: int):
+        self._start, self._most = start, most
+        self.all: list[P] = []
+
+    def fewest(self, load: Callable[[P], int], *, alone: bool = False) -> P:
+        """The first process of the least `load`, or a new one if all have any; `alone`: a retired new one.
+
+        One that ended or was stopped between two calls is replaced here, so that it costs no call a failure.
+        """
+        for process in self.all:
+            if process.is_idle and process.has_ended(or_stopped=True):
+                process.kill()
+        self.all[:] = [process for process in self.all if process.failure is None]
+        # One that has ended with calls is left to hear its last words, and gets nothing new.
+        open_to_all = [each for each in self.all if not each.is_retired and not each.has_ended()]
+        best = min(open_to_all, key=load, default=None)
+        if alone or best is None or (load(best) and len(open_to_all) < self._most):
+            best = self._start()
+            best.is_retired = alone
+            self.all.append(best)
+        return best
+
+    def kill_all(self, why: str) -> None:
+        """Ends the processes; their calls are `crash` failures that say why."""
+        for process in [*self.all]:
+            process.kill(Failure("crash", why))
 
 
 class _Job(NamedTuple):
@@ -81,8 +110,8 @@ class Pool:
         python: str | None = None,
         on_output: Callable[[str, str], None] = lambda spec, text: None,
     ):
-        self._what, self._on_output, self.num_workers = what, on_output, num_workers
-        self._settings = {
+        self.num_workers = num_workers
+        self._settings = settings = {
             "what": what,
             "convert": convert,
             "prepare": prepare,
@@ -91,10 +120,15 @@ class Pool:
             "fork": fork,
             "python": python,
         }
-        self._workers: list[WorkerProcess] = []
         self._waiting: deque[_Job] = deque()
-        at_end = partial(kill_all, self._workers, "its process was ended")
-        self._thread = LoopThread("quatrain-workers", "the pool is closed; make another", at_end)
+        thread = LoopThread(
+            "quatrain-workers",
+            "the pool is closed; make another",
+            lambda: processes.kill_all("its process was ended"),
+        )
+        processes = Processes(lambda: WorkerProcess(thread.loop, what, settings, on_output), num_workers)
+        self._thread, self._processes = thread, processes
+        # Nothing of it may refer to the pool, or the pool would never be freed and its processes stay.
         self._finalizer = weakref.finalize(self, _close, self._thread, self._waiting)
 
     def load(self, spec: str) -> Any | Failure:
@@ -122,6 +156,7 @@ class Pool:
         self._finalizer()
 
     def _submit(self, spec: str, request: tuple[Any, ...], **limits: Any) -> Future[Any | Failure]:
+        # The caller's context: runs of one process share pools, and each has a log of its own.
         job = _Job(Future(), request, {"what": spec, **limits}, copy_context())
         try:
             self._thread.do(self._add, job)
@@ -139,31 +174,92 @@ class Pool:
 
     def _begin_waiting(self) -> None:
         """Begins the calls that wait, in their order, as long as a worker is idle."""
-        while self._waiting and (worker := self._idle_worker()):
+        while self._waiting:
+            worker = self._processes.fewest(lambda process: not process.is_idle)
+            if not worker.is_idle:
+                return
             job = self._waiting.popleft()
             if job.future.set_running_or_notify_cancel():
+                # Soon, and not at once: the future may be set in the middle of ending its worker.
                 job.future.add_done_callback(lambda _: self._thread.loop.call_soon(self._begin_waiting))
                 job.context.run(worker.call, *job.request, future=job.future, **job.limits)
-
-    def _idle_worker(self) -> WorkerProcess | None:
-        """The first worker without a call; it is replaced if it has ended, and added if it may be."""
-        for index, worker in enumerate(self._workers):
-            if worker.is_idle and worker.has_ended(or_stopped=True):
-                worker.kill()
-            if worker.failure is not None:
-                worker = self._workers[index] = self._new_worker()
-            if worker.is_idle:
-                return worker
-        if len(self._workers) == self.num_workers:
-            return None
-        self._workers.append(self._new_worker())
-        return self._workers[-1]
-
-    def _new_worker(self) -> WorkerProcess:
-        return WorkerProcess(self._thread.loop, self._what, self._settings, self._on_output)
 
 
 def _close(thread: LoopThread, waiting: deque[_Job]) -> None:
     thread.close()
     while waiting:
         waiting.popleft().future.cancel()
+
+
+class Host(WorkerProcess):
+    """A process, and the numbers of what lives in it; used in the thread of its loop alone.
+
+    One in which a call hangs gets nothing new, and is ended after the last that lives in it.
+    """
+
+    def __init__(self, *args: Any, end_s: float, **options: Any):
+        super().__init__(*args, **options)
+        late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
+        self.loaded: Future[Any] = self.call("load", limit_s=LOAD_TIMEOUT_S, late=late)
+        """What came of loading the user's code: a `Failure`, or anything else."""
+        self.live: set[int] = set()
+        self._end_s = end_s
+
+    def hear(self, news: Mapping[str, Any]) -> None:
+        """A call hangs: Python cannot end its thread, so the process must end, when it can be spared."""
+        self.is_retired = True
+        self._end_if_left()
+
+    def leave(self, number: int) -> None:
+        """Forgets what lived in it; what is being closed may still end."""
+        self.live.discard(number)
+        self._end_if_left()
+
+    def _end_if_left(self) -> None:
+        if self.is_retired and not self.live:
+            self.let_end(self._end_s)
+
+
+class Hosts(Processes[Host]):
+    """Up to `most` processes, which start when they are needed, in the loop of `thread`.
+
+    Args:
+        what: what `ps` shows of them.
+        name: what is hosted, for the log.
+        settings: those of `worker_script.py`.
+        end_s: seconds that a process gets to end.
+        answer_s: seconds in which a process must answer at any time, or it is ended; None: no limit.
+    """
+
+    def __init__(
+        self,
+        thread: LoopThread,
+        what: str,
+        name: str,
+        settings: Mapping[str, Any],
+        *,
+        most: int,
+        end_s: float,
+        answer_s: float | None = None,
+    ):
+        def start() -> Host:
+            return Host(
+                thread.loop,
+                what,
+                settings,
+                lambda _, text: log_output(logger, name, text),
+                answer_s=answer_s,
+                end_s=end_s,
+            )
+
+        super().__init__(start, most)
+
+    def chosen(self, number: int, *, alone: bool = False) -> Host:
+        """Where `number` lives from now on: the process with the fewest, or a new one.
+
+        `alone`: a new one, in which nothing else will live.
+        """
+        # By what lives there, not by calls: what lives there will be called again.
+        host = self.fewest(lambda host: len(host.live), alone=alone)
+        host.live.add(number)
+        return host

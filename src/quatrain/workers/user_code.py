@@ -33,6 +33,9 @@ def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: st
     if not colon:
         if spec in builtin:
             return builtin[spec]
+        if not builtin:
+            form = "must be `path/file.py:name` or `package.module:name`; add a colon and the name"
+            raise ValueError(f"{what} {spec!r} {form}")
         raise ValueError(
             f"{what} {spec!r} is unknown; built in are {', '.join(builtin)}; give a function of your own as "
             "`package.module:function` or `path/file.py:function`"
@@ -55,6 +58,15 @@ def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: st
     return function
 
 
+def check_importable(spec: object, what: str, remedy: str = "") -> None:
+    """Raises ValueError for a class or function of the running program, which processes cannot import."""
+    if not isinstance(spec, str) or spec.startswith("__main__:"):
+        raise ValueError(
+            f"{what} must be named as `path/file.py:name`, which processes import; got {spec!r}, of the "
+            f"running program; put it into a file{', or ' if remedy else ''}{remedy}"
+        )
+
+
 def _import(name: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
@@ -70,6 +82,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"{name}: no such file (looked in {path.parent.absolute()})")
     path = path.resolve()
+    # All modules of a folder or none: two that import each other must not be of different times.
     folder = _folders.get(path.parent)
     if folder is None or any(_stamp(file) != stamp for file, stamp in folder.stamps.items()):
         folder = _folders[path.parent] = _Folder()
@@ -90,7 +103,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
             module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        _folders.pop(path.parent, None)
+        _folders.pop(path.parent, None)  # what it imported before it failed may be what is corrected next
         raise ValueError(f"{name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.dont_write_bytecode = writes_none
@@ -141,6 +154,7 @@ def _neighbours(path: Path, module: ModuleType, known: _Folder) -> Iterator[None
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
         new = set(sys.modules) - before
+        # They leave sys.modules, where the names of another folder's files would find them.
         # All are found before a package goes, without which its modules cannot be placed.
         beside = {name for name in new if _lies_in(folder, sys.modules.get(name.partition(".")[0]))}
         executed = {module.__name__: module} | {name: sys.modules.pop(name) for name in beside}

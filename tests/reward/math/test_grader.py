@@ -14,7 +14,7 @@ from quatrain.reward.functions import correct, graded
 from quatrain.reward.math import answers, grader
 from quatrain.reward.math.expressions import same_expression
 from quatrain.reward.scorer import RewardScorer
-from quatrain.workers import process
+from quatrain.workers import worker_process
 from quatrain.workers.pool import Failure, Pool
 
 SLOW = r"\sqrt[9]{\sqrt[9]{9}}-9-\pi"
@@ -29,7 +29,7 @@ def nothing_remembered():
 @pytest.fixture
 def broken_processes():
     """Ends the running processes, so that the next question starts one."""
-    for worker in grader._POOL._workers:
+    for worker in grader._POOL._processes.all:
         grader._POOL._thread.do(worker.kill, Failure("crash", "ended by the test"))
 
 
@@ -42,7 +42,7 @@ def test_a_comparison_without_end_is_cut_off_and_the_next_one_works():
 
 def test_a_process_that_cannot_start_is_a_failure_and_started_again(broken_processes, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(process.sys, "executable", "/nowhere/python")
+        patch.setattr(worker_process.sys, "executable", "/nowhere/python")
         values = graded(["1+x", "7", "x+1"], ["x+1", "7", "x+1"], timeout_s=5.0)
         assert [getattr(value, "kind", value) for value in values] == ["crash", 1.0, "crash"]
         assert "failed" in values[0].detail
@@ -55,7 +55,7 @@ def test_a_gold_answer_whose_process_fails_is_asked_again(broken_processes, monk
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
     with monkeypatch.context() as patch:
-        patch.setattr(process.sys, "executable", str(python))
+        patch.setattr(worker_process.sys, "executable", str(python))
         (failure,) = graded(["5"], ["x+1"], timeout_s=5.0)
         assert isinstance(failure, Failure)
         assert "exited with status 3" in failure.detail
@@ -126,8 +126,8 @@ def test_a_column_named_like_the_limit_does_not_replace_it():
 
 def test_a_comparison_that_is_cut_off_ends_no_process_but_its_fork():
     assert same_expression("1+x", "x+1") is True
-    before = [worker._popen.pid for worker in grader._POOL._workers]
+    before = [worker._popen.pid for worker in grader._POOL._processes.all]
     with pytest.raises(grader.Unjudged):
         same_expression(SLOW, "(2,x)")
     assert same_expression("2+x", "x+2") is True
-    assert [worker._popen.pid for worker in grader._POOL._workers] == before
+    assert [worker._popen.pid for worker in grader._POOL._processes.all] == before

@@ -1,20 +1,22 @@
 """`quatrain convert`: a configuration of verl, TRL or Tunix as one of quatrain.
 
-Data flow: text of the file -> `read.py` (dotted keys) -> `verl.py`, `trl.py` or `tunix.py` (what depends on
-values) and the table of names in `config/aliases.py` (all other keys) -> `translation.py` -> YAML.
+Data flow: text of the file -> `read_theirs` (dotted keys) -> `verl.py`, `trl.py` or `tunix.py` (what depends
+on values) and the table of names in `config/aliases.py` (all other keys) -> `translation.py` -> YAML.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quatrain.config.aliases import LIBRARIES, library_of
 from quatrain.config.convert import trl, tunix, verl
-from quatrain.config.convert.read import read_theirs
 from quatrain.config.convert.translation import Translation
+from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, listed, shown
+from quatrain.config.settings import parse_yaml
 
 _MODULES = {"verl": verl, "trl": trl, "tunix": tunix}
 
@@ -85,3 +87,118 @@ def read_file(path: Path) -> str:
         raise ConfigError(f"{path}: there is no such file; give the other library's configuration") from None
     except (IsADirectoryError, UnicodeDecodeError):
         raise ConfigError(f"{path} must be a file of text: YAML, JSON, or a script with KEY=VALUE") from None
+
+
+_OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
+_INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*[\w.]+)\s*(?:,\s*(.*?))?\}")
+_MAX_FILLED = 10
+
+
+def read_theirs(text: str, source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """{dotted key: value} of a file, and after it of `overrides` in Hydra's form (`+key=value`, `~key`).
+
+    The text is YAML or JSON with nested or dotted keys, a list of overrides, or a shell script whose command
+    has them. Raises ConfigError.
+    """
+    if text.strip():
+        values = _parse(text, source)
+        if isinstance(values, dict):
+            theirs = dict(by_dotted_key(values))
+        elif isinstance(values, list) and all(isinstance(each, str) and "=" in each for each in values):
+            theirs = _of_overrides(values, {})
+        else:
+            theirs = _of_script(text)
+    else:
+        theirs = {}
+    theirs = _of_overrides(overrides, theirs)
+    if not theirs:
+        raise ConfigError(
+            f"{source} must be a configuration of {listed(LIBRARIES.values())}: YAML, JSON, or a script with "
+            "KEY=VALUE; found no keys in it"
+        )
+    return {key: _filled(value, key, theirs) for key, value in theirs.items()}
+
+
+def _parse(text: str, source: str) -> Any:
+    if text.lstrip()[0] in "{[":
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass  # YAML's flow style begins so too
+    try:
+        return parse_yaml(text, source)
+    except ConfigError:
+        if _of_script(text):
+            return None
+        raise
+
+
+def _of_overrides(words: Sequence[str], before: Mapping[str, Any]) -> dict[str, Any]:
+    """`before` with Hydra's overrides: `key=value`, `+key=value`, `++key=value`; `~key` deletes."""
+    values = dict(before)
+    for word in words:
+        found = _OVERRIDE.fullmatch(word)
+        if word.startswith("~"):
+            gone = word.lstrip("~").partition("=")[0]
+            values = {k: v for k, v in values.items() if k != gone and not k.startswith(f"{gone}.")}
+        elif found is None:
+            raise ConfigError(f"an override must be KEY=VALUE, as in Hydra; got {shown(word)}")
+        else:
+            values |= by_dotted_key({found["key"]: _value(found["value"])})
+    return values
+
+
+def _value(text: str) -> Any:
+    try:
+        return parse_yaml(text, "an override")
+    except ConfigError:
+        return text
+
+
+def _of_script(text: str) -> dict[str, Any]:
+    """The overrides in a shell script; variables that the script sets are filled in, as are its defaults."""
+    variables: dict[str, str] = {}
+    overrides: list[str] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(_with(line, variables), comments=True)
+        except ValueError:
+            continue  # a quotation mark that is closed in another line: no command with overrides
+        words = words[1:] if words[:1] == ["export"] else words
+        found = [(word, match) for word in words if (match := _OVERRIDE.fullmatch(word))]
+        if found and len(found) == len(words) and "." not in found[0][1]["key"]:
+            variables |= {match["key"]: match["value"] for _, match in found}
+        else:
+            overrides += [word for word, match in found if "." in match["key"]]
+    return _of_overrides(overrides, {})
+
+
+def _with(line: str, variables: Mapping[str, str]) -> str:
+    """`line` with the values of variables that are known, or the defaults of `${NAME:-default}`."""
+
+    def value(match: re.Match[str]) -> str:
+        known = variables.get(match[1] or match[3])
+        return known if known is not None else match[0] if match[2] is None else match[2]
+
+    return _VARIABLE.sub(value, line)
+
+
+def _filled(value: Any, key: str, values: Mapping[str, Any], depth: int = _MAX_FILLED) -> Any:
+    """`value` with OmegaConf's `${key}` and `${oc.select:key,default}` filled in from `values`.
+
+    One whose key the file does not have is null, as a key that is not given; `???` is too.
+    """
+    if not isinstance(value, str) or not depth:
+        return value
+    if value == "???":
+        return None
+    found = _INTERPOLATION.fullmatch(value)
+    if found is None:
+        return _INTERPOLATION.sub(lambda m: str(_filled(m[0], key, values, depth - 1) or m[0]), value)
+    name = found[1]
+    if name.startswith("."):  # beside this key
+        name = ".".join([*key.split(".")[: -len(name) + len(name.lstrip("."))], name.lstrip(".")])
+    if name in values:
+        return _filled(values[name], name, values, depth - 1)
+    return None if found[2] is None else _filled(_value(found[2]), key, values, depth - 1)

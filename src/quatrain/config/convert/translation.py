@@ -4,8 +4,6 @@ Data flow: dotted keys of the other library -> `take` and `put` by its module ->
 in `config/aliases.py` -> `refuse` -> `render`.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,6 +91,19 @@ class Translation:
         if not given and names:
             origin = f"{self.library}'s default of {names[0]}"
         self.lines[key] = _Line(value, origin, remark)
+
+    def move(self, key: str, name: str, default: Any = None) -> None:
+        """Gives `key` here the number of their key `name`, or their `default`."""
+        self.put(key, self.number(name, default), name)
+
+    def copy(self, key: str, name: str) -> None:
+        """As `move`, where the file gives `name`."""
+        if self.number(name) is not None:
+            self.move(key, name)
+
+    def leave_all(self, why: str, begin: str | tuple[str, ...]) -> None:
+        """As `leave`, all keys that begin so."""
+        self.leave(why, *(name for name in self.given if name.startswith(begin)))
 
     def leave(self, why: str, *names: str) -> None:
         """Writes their keys `names`, those that the file gives, as comments with the reason."""

@@ -4,8 +4,6 @@ All other keys go by the table in `config/aliases.py`. TRL counts completions pe
 quatrain counts prompts over all devices, and rollout batches.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -65,12 +63,12 @@ def _model(t: Translation) -> None:
     )
     if t.take("use_peft", False):
         t.put("lora.rank", t.number("lora_r", 16), "lora_r", "use_peft")
-        t.put("lora.alpha", t.number("lora_alpha", 32), "lora_alpha")
+        t.move("lora.alpha", "lora_alpha", 32)
         put_lora_targets(t, "lora_target_modules")
         t.leave("adapters have no dropout here", "lora_dropout")
     else:
-        t.leave("use_peft is false", *(name for name in t.given if name.startswith("lora_")))
-    t.put("seed", t.number("seed", 42), "seed")
+        t.leave_all("use_peft is false", "lora_")
+    t.move("seed", "seed", 42)
 
 
 def _data(t: Translation) -> None:
@@ -134,7 +132,7 @@ def _batches(t: Translation, devices: int | None) -> float:
 
 def _rollout(t: Translation) -> None:
     t.put("rollout.top_k", max(0, t.number("top_k", 0)), "top_k")
-    t.put("rollout.min_p", t.number("min_p", 0.0), "min_p")
+    t.move("rollout.min_p", "min_p", 0.0)
     extra = t.take("generation_kwargs") or {}
     if stop := extra.get("stop"):
         t.put("rollout.stop", [stop] if isinstance(stop, str) else stop, "generation_kwargs")
@@ -159,7 +157,7 @@ def _rollout(t: Translation) -> None:
     else:
         t.leave("use_vllm is false", "vllm_mode")
     if not server:
-        t.leave("no server samples", *(name for name in t.given if name.startswith("vllm_server_")))
+        t.leave_all("no server samples", "vllm_server_")
     parallel = t.number("vllm_tensor_parallel_size", 1)
     if parallel > 1 and vllm and not server:
         t.put("rollout.mesh", f"-1,1,{parallel}", "vllm_tensor_parallel_size")
@@ -173,7 +171,7 @@ def _rollout(t: Translation) -> None:
         cap = t.number(_VLLM[2], t.number(_VLLM[4], 3.0))
         t.put("update.correction_cap", cap, _VLLM[2], _VLLM[4])
         if kind == "mask":
-            t.put("update.correction_floor", t.number(_VLLM[3], 0.0), _VLLM[3])
+            t.move("update.correction_floor", _VLLM[3], 0.0)
     else:
         t.put("update.correction", "none", _VLLM[0])
 
@@ -224,7 +222,7 @@ def _loss(t: Translation) -> None:
             remark="its clipping acts with several optimizer steps alone",
         )
         t.put("update.loss_aggregation", "seq_mean_token_sum", "epsilon")
-        t.put("reward.kl_coef", t.number("beta", 0.05), "beta")
+        t.move("reward.kl_coef", "beta", 0.05)
         t.leave(
             "TRL's RLOO has other bounds; see docs/coming_from.md", "epsilon_high", "normalize_advantages"
         )
@@ -257,7 +255,7 @@ def _loss(t: Translation) -> None:
         t.put(
             "update.clip_high", high, "epsilon_high", *(() if t.given.get("epsilon_high") else ("epsilon",))
         )
-        t.put("update.dual_clip", t.number("delta"), "delta")
+        t.move("update.dual_clip", "delta")
     elif loss:
         t.put("update.loss", loss, "loss_type", "importance_sampling_level")
         names = (
@@ -287,8 +285,8 @@ def _loss(t: Translation) -> None:
     if not t.take("sync_ref_model", False):
         t.leave("sync_ref_model is false", "ref_model_sync_steps", "ref_model_mixup_alpha")
     else:
-        t.put("update.reference_sync_steps", t.number("ref_model_sync_steps", 512), "ref_model_sync_steps")
-        t.put("update.reference_mixup", t.number("ref_model_mixup_alpha", 0.6), "ref_model_mixup_alpha")
+        t.move("update.reference_sync_steps", "ref_model_sync_steps", 512)
+        t.move("update.reference_mixup", "ref_model_mixup_alpha", 0.6)
 
 
 def _advantages(t: Translation) -> None:
@@ -305,7 +303,7 @@ def _advantages(t: Translation) -> None:
 
 
 def _optimizer(t: Translation) -> None:
-    t.put("optimizer.learning_rate", t.number("learning_rate", 1e-6), "learning_rate")
+    t.move("optimizer.learning_rate", "learning_rate", 1e-6)
     scheduler = t.take("lr_scheduler_type", "linear")
     schedule = _SCHEDULES.get(scheduler)
     extra = t.take("lr_scheduler_kwargs") or t.mapping("lr_scheduler_kwargs")
@@ -395,4 +393,4 @@ def _run(t: Translation, per_batch: float) -> None:
         t.put("hub.push", t.take("hub_model_id"), "hub_model_id", "push_to_hub")
         t.put("hub.private", bool(t.take("hub_private_repo", False)), "hub_private_repo")
     else:
-        t.leave("push_to_hub is false", *(name for name in t.given if name.startswith("hub_")))
+        t.leave_all("push_to_hub is false", "hub_")

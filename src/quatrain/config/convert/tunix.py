@@ -4,8 +4,6 @@ All other keys go by the table in `config/aliases.py`. Tunix counts prompts over
 too, and optimizer steps.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -64,14 +62,14 @@ def _model(t: Translation) -> str:
     else:
         t.leave(f"from {source} there; give model.path, a folder or a model on the Hugging Face Hub", name)
     seed = f"{role}.rng_seed"
-    t.put("seed", t.number(seed, 0), seed)
+    t.move("seed", seed, 0)
     tokenizer = t.take("tokenizer_config.tokenizer_path")
     if tokenizer and tokenizer != model:
         t.put("model.tokenizer", tokenizer, "tokenizer_config.tokenizer_path")
     rank = t.number(f"{actor}.lora_config.rank", 0)
     if rank:
         t.put("lora.rank", rank, f"{actor}.lora_config.rank")
-        t.put("lora.alpha", t.number(f"{actor}.lora_config.alpha", rank), f"{actor}.lora_config.alpha")
+        t.move("lora.alpha", f"{actor}.lora_config.alpha", rank)
         put_lora_targets(t, f"{actor}.lora_config.module_path")
     roles = ("reference_model_config", "rollout_model_config", "model_config", "critic_model_config", actor)
     for other in roles:
@@ -105,7 +103,7 @@ def _algorithm(t: Translation) -> str:
         return "agentic_grpo_config"
     chosen = next((section for section in ALGORITHMS if section in inside), "grpo_config")
     for section in inside - {chosen}:
-        t.leave(f"{chosen} is read", *(name for name in t.given if name.startswith(f"{section}.")))
+        t.leave_all(f"{chosen} is read", f"{section}.")
     return chosen
 
 
@@ -133,12 +131,10 @@ def _rollout(t: Translation) -> None:
     section = "rollout_config"
     names = (f"{section}.total_generation_steps", f"{section}.max_tokens_to_generate")
     t.put("rollout.max_new_tokens", t.number(names[0], t.number(names[1], 64)), *names)
-    t.put("rollout.temperature", t.number(f"{section}.temperature", 0.9), f"{section}.temperature")
-    t.put("rollout.top_p", t.number(f"{section}.top_p", 1.0), f"{section}.top_p")
+    t.move("rollout.temperature", f"{section}.temperature", 0.9)
+    t.move("rollout.top_p", f"{section}.top_p", 1.0)
     t.put("rollout.top_k", max(0, t.number(f"{section}.top_k", 0)), f"{section}.top_k")
-    t.put(
-        "data.max_prompt_length", t.number(f"{section}.max_prompt_length", 64), f"{section}.max_prompt_length"
-    )
+    t.move("data.max_prompt_length", f"{section}.max_prompt_length", 64)
     dataset, source = t.take("dataset_name"), t.take("data_source", "tfds")
     if dataset == "gsm8k":
         remark = "the copy on the Hugging Face Hub; its column question becomes the prompt"
@@ -168,9 +164,9 @@ def _loss(t: Translation, algorithm: str) -> None:
         t.put("advantage.estimator", "gae", place("gae_lambda"))
         args = {"gamma": t.number(place("gamma"), 1.0), "lam": t.number(place("gae_lambda"), 0.95)}
         t.put("advantage.args", args, place("gamma"), place("gae_lambda"))
-        t.put("reward.kl_coef", t.number(place("beta"), 0.04), place("beta"))
-        t.put("update.dual_clip", t.number(place("epsilon_c")), place("epsilon_c"))
-        t.put("critic.clip_value", t.number(place("clip_range_value"), 0.2), place("clip_range_value"))
+        t.move("reward.kl_coef", place("beta"), 0.04)
+        t.move("update.dual_clip", place("epsilon_c"))
+        t.move("critic.clip_value", place("clip_range_value"), 0.2)
     else:
         theirs = t.take(place("advantage_estimator"), "grpo")
         t.put(
@@ -195,7 +191,7 @@ def _loss(t: Translation, algorithm: str) -> None:
 
 
 def _kl(t: Translation, beta: str, mode: str) -> None:
-    t.put("update.kl_coef", t.number(beta, 0.04), beta)
+    t.move("update.kl_coef", beta, 0.04)
     if not t.number(beta, 0.04):
         t.leave("beta is 0", mode)
         return
@@ -237,10 +233,9 @@ def _optimizer(t: Translation) -> None:
             "the schedule ends with the run here, and begins at 0", f"{at}.decay_steps", f"{at}.init_value"
         )
         for name, key in (("b1", "beta1"), ("b2", "beta2"), ("eps", "eps")):
-            if (number := t.number(f"{at}.{name}")) is not None:
-                t.put(f"{ours}.{key}", number, f"{at}.{name}")
-        t.put(f"{ours}.weight_decay", t.number(f"{at}.weight_decay", 0.0), f"{at}.weight_decay")
-        t.put(f"{ours}.max_grad_norm", t.number(f"{at}.max_grad_norm"), f"{at}.max_grad_norm")
+            t.copy(f"{ours}.{key}", f"{at}.{name}")
+        t.move(f"{ours}.weight_decay", f"{at}.weight_decay", 0.0)
+        t.move(f"{ours}.max_grad_norm", f"{at}.max_grad_norm")
         if (kind := t.take(f"{at}.opt_type")) in ("adamw", "adam", "sgd", "lion"):
             t.put(f"{ours}.name", "adamw" if kind == "adam" else kind, f"{at}.opt_type")
 
@@ -258,8 +253,7 @@ def _run(t: Translation, per_batch: float) -> None:
     if "run.steps" in t.lines:
         t.leave("max_steps counts", "num_train_epochs")
     keep = f"{TRAINING}.checkpointing_options.max_to_keep"
-    if (kept := t.number(keep)) is not None:
-        t.put("checkpoint.keep", kept, keep)
+    t.copy("checkpoint.keep", keep)
     t.leave("max_steps counts" if "run.steps" in t.lines else "give run.steps, or run.epochs", "num_batches")
     profiler = [name for name in t.given if name.startswith(f"{TRAINING}.profiler_options")]
     t.leave("here it is 'run.profile_steps', a list of training steps", *profiler)

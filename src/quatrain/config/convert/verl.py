@@ -4,8 +4,6 @@ All other keys go by the table in `config/aliases.py`. verl counts prompts per t
 mini-batch, as quatrain does; its micro-batches count sequences of one GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
@@ -60,15 +58,13 @@ def _others(t: Translation) -> None:
         t.leave("distillation.enabled is false", *teacher)
     mode, most = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
     if t.take(mode, "sync") == "sync":
-        t.leave("trainer_mode is sync", *(n for n in t.given if n.startswith("trainer.v1.")))
+        t.leave_all("trainer_mode is sync", "trainer.v1.")
     else:
         remark = (
             "rollouts are older by at most this many training steps; samples that are older are dropped there"
         )
         t.put("rollout.max_staleness", t.number(most, 8), most, mode, remark=remark)
-    t.leave(
-        "all weights of the critic are trained", *(n for n in t.given if n.startswith("critic.model.lora"))
-    )
+    t.leave_all("all weights of the critic are trained", "critic.model.lora")
 
 
 def _data(t: Translation) -> None:
@@ -88,7 +84,7 @@ def _data(t: Translation) -> None:
 
 
 def _rollout(t: Translation, devices: int) -> None:
-    t.put("rollout.n", t.number(f"{ROLLOUT}.n", 1), f"{ROLLOUT}.n")
+    t.move("rollout.n", f"{ROLLOUT}.n", 1)
     top_k = t.number(f"{ROLLOUT}.top_k", -1)
     t.put("rollout.top_k", max(top_k, 0), f"{ROLLOUT}.top_k")
     if t.take(f"{ROLLOUT}.do_sample", True) is False:
@@ -108,13 +104,13 @@ def _rollout(t: Translation, devices: int) -> None:
         t.put(
             "eval.temperature", t.number(f"{validation}.temperature", 0) or 1.0, f"{validation}.temperature"
         )
-        t.put("eval.top_p", t.number(f"{validation}.top_p", 1.0), f"{validation}.top_p")
+        t.move("eval.top_p", f"{validation}.top_p", 1.0)
     else:
         why = "evaluations are greedy without do_sample, there as here; eval.n samples beside"
         t.leave(why, *(f"{validation}.{name}" for name in ("n", "temperature", "top_p")))
     if t.take(f"{ROLLOUT}.multi_turn.enable", False) is False:
         sections = (f"{ROLLOUT}.multi_turn.", f"{ROLLOUT}.agent.")
-        t.leave("multi_turn.enable is false", *(name for name in t.given if name.startswith(sections)))
+        t.leave_all("multi_turn.enable is false", sections)
     lora = "actor_rollout_ref.model.lora"
     rank = t.number("actor_rollout_ref.model.lora_rank", 0)
     t.put("lora.rank", rank, "actor_rollout_ref.model.lora_rank")
@@ -196,7 +192,7 @@ def _policy_loss(t: Translation) -> str:
     if loss in ("ppo_clip", "clip_cov"):
         t.put("update.clip_low", low, sides[0])
         t.put("update.clip_high", high, sides[1])
-        t.put("update.dual_clip", t.number(f"{ACTOR}.clip_ratio_c", 3.0), f"{ACTOR}.clip_ratio_c")
+        t.move("update.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0)
     else:
         if "clip_low" in known:
             args |= {"clip_low": low, "clip_high": high}
@@ -215,7 +211,7 @@ def _policy_loss(t: Translation) -> str:
     if not t.number(f"{ACTOR}.entropy_coeff", 0):
         t.take(f"{ACTOR}.entropy_coeff")
     else:
-        t.put("update.entropy_coef", t.number(f"{ACTOR}.entropy_coeff"), f"{ACTOR}.entropy_coeff")
+        t.move("update.entropy_coef", f"{ACTOR}.entropy_coeff")
     return loss
 
 
@@ -249,7 +245,7 @@ def _advantages(t: Translation, loss: str) -> str:
         t.leave("groups are told apart by their total reward here", f"{groups}.metric")
         t.leave("further prompts are drawn as they are needed", f"{groups}.max_inflight_gen_batches")
     else:
-        t.leave("filter_groups.enable is false", *(n for n in t.given if n.startswith(f"{groups}.")))
+        t.leave_all("filter_groups.enable is false", f"{groups}.")
     return str(estimator)
 
 
@@ -264,10 +260,10 @@ def _kl(t: Translation) -> None:
         t.leave("use_kl_loss is false", coefficient, kind)
     control = "algorithm.kl_ctrl"
     if t.take("algorithm.use_kl_in_reward", False):
-        t.put("reward.kl_coef", t.number(f"{control}.kl_coef", 0.001), f"{control}.kl_coef")
+        t.move("reward.kl_coef", f"{control}.kl_coef", 0.001)
         if t.take(f"{control}.type", "fixed") == "adaptive":
-            t.put("reward.kl_target", t.number(f"{control}.target_kl", 0.1), f"{control}.target_kl")
-            t.put("reward.kl_horizon", t.number(f"{control}.horizon", 10000), f"{control}.horizon")
+            t.move("reward.kl_target", f"{control}.target_kl", 0.1)
+            t.move("reward.kl_horizon", f"{control}.horizon", 10000)
         else:
             t.leave("kl_ctrl.type is fixed", f"{control}.target_kl", f"{control}.horizon")
     else:
@@ -320,7 +316,7 @@ def _micro(
     old, new, budget = f"{role}.{rows}", f"{role}.{rows}_per_gpu", f"{role}.{tokens}"
     if dynamic:
         if t.given.get(budget) is not None:
-            t.put(f"{section}.max_tokens_per_device", t.number(budget), budget)
+            t.move(f"{section}.max_tokens_per_device", budget)
         t.leave("use_dynamic_bsz is true: the token budget counts", old, new)
         return
     if (size := t.number(new)) is not None:
@@ -335,7 +331,7 @@ def _micro(
 def _optimizer(t: Translation, theirs: str, ours: str, role: str) -> None:
     rate = t.number(f"{theirs}.lr", 1e-6 if ours == "optimizer" else 1e-5)
     t.put(f"{ours}.learning_rate", rate, f"{theirs}.lr")
-    t.put(f"{ours}.weight_decay", t.number(f"{theirs}.weight_decay", 0.01), f"{theirs}.weight_decay")
+    t.move(f"{ours}.weight_decay", f"{theirs}.weight_decay", 0.01)
     if betas := t.take(f"{theirs}.betas"):
         t.put(f"{ours}.beta1", betas[0], f"{theirs}.betas")
         t.put(f"{ours}.beta2", betas[1], f"{theirs}.betas")

@@ -1,1 +1,1 @@
-"""The sections of the configuration, one file each."""
+"""The sections of the configuration, together by what they are about."""

@@ -111,6 +111,11 @@ class RolloutConfig(Section):
     environment_workers: NonNegative = 0
     """Processes in which environments run; 0: threads of the process that trains. Only a process can be ended
     if an environment hangs, and without the run if one crashes."""
+    prefix_share: float | None = Field(None, ge=0, le=0.9)
+    """Share of the KV cache's memory in which contexts are kept for further requests that begin alike, of
+    episodes of several turns and of `quatrain serve`: [rollout.md](rollout.md#kept-contexts). 0: every
+    request computes its whole context. Derived: 0.5 with an environment, tools or an agent; null: 0.5 in
+    `quatrain serve`, and none in runs of single turns."""
     mesh: Mesh | None = None
     """Device mesh for the rollout, in the form of `mesh`, with `cp` 1. null: `tp` and `ep` of `mesh`,
     and as many replicas of the sampler (`dp`) as there is room for, each with a complete copy of the weights
@@ -122,6 +127,9 @@ class RolloutConfig(Section):
     servers: tuple[Url, ...] = Field((), strict=False)
     """Addresses of inference servers that sample in place of this run's devices, e.g. `[http://gpu1:8000]`:
     `quatrain serve`, vLLM or SGLang: [servers.md](servers.md)."""
+    sampler: Text | None = None
+    """A sampler of your own, as `path.py:Class`, a class derived from `quatrain.Sampler`; null: the devices
+    of this run, workers or servers: [library.md](library.md#a-sampler-of-ones-own)."""
     timeout_s: float = Field(600.0, gt=0)
     """With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives no answer is lost
     and started anew (three times as many while it starts); also the deadline of loading weights, the longest
@@ -151,8 +159,9 @@ class RolloutConfig(Section):
 
     @property
     def has_fleet(self) -> bool:
-        """Whether workers outside this run's processes sample."""
-        return self.workers > 0 or bool(self.servers)
+        """Whether workers, servers or a sampler of one's own sample, and not the engine on this run's
+        devices."""
+        return self.workers > 0 or bool(self.servers) or self.sampler is not None
 
     @property
     def samples_the_policy(self) -> bool:
@@ -162,4 +171,4 @@ class RolloutConfig(Section):
     @property
     def differs_from_trainer(self) -> bool:
         """Whether other weights or another engine sample than those that are trained."""
-        return self.max_staleness > 0 or bool(self.servers)
+        return self.max_staleness > 0 or bool(self.servers) or self.sampler is not None

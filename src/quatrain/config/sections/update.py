@@ -1,4 +1,4 @@
-"""The section `update`: updating of the weights."""
+"""The sections about updating weights: `update`, `logprob`, `optimizer`, `critic`, `critic_optimizer`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,25 @@ from quatrain.config.fields import (
     Derived,
     Fraction,
     MustAgreeOnResume,
+    NonNegative,
     Section,
     Text,
     function_choice,
     function_name,
     must,
 )
+
+
+class LogprobConfig(Section):
+    """Forward-only passes: old and reference log-probabilities."""
+
+    micro_batch_size: Count | None = None
+    """Sequences per data shard in one forward-only pass. Derived if `update.micro_batch_size` is set and both
+    keys of this section are null: 2 x `update.micro_batch_size`."""
+    max_tokens_per_device: Count | None = None
+    """Token budget: maximum number of tokens per data shard in one forward-only pass. Derived if
+    `update.micro_batch_size` and both keys of this section are null: 2 x `update.max_tokens_per_device`."""
+
 
 SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
 """Keys of `update` that are passed to a policy loss if it has a parameter of that name without a default."""
@@ -160,3 +173,89 @@ class UpdateConfig(Section):
     def shares_prompts(self) -> bool:
         """Whether passes with a token budget share prompts."""
         return self.share_prompts is not False
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
+
+    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    """Optimizer; `sgd` has momentum `beta1`."""
+    learning_rate: Derived[float] = Field(NOT_SET, ge=0)
+    """Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need about ten times as
+    much."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate changes after the warm-up."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps over which the learning rate rises linearly."""
+    final_fraction: Fraction = 0.0
+    """Final learning rate of `linear` and `cosine`, as a fraction of the peak."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of all parameters but norms and biases; must be 0 for sgd."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment; momentum of sgd."""
+    beta2: Fraction = 0.999
+    """Decay of the second moment (adamw, lion)."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of the update (adamw)."""
+    state_dtype: Annotated[Literal["float32", "bfloat16"], MustAgreeOnResume()] = "float32"
+    """Dtype in which the first moment (momentum of sgd) is stored; the rest is float32."""
+    stochastic_rounding: bool = True
+    """Round new parameters to bfloat16 (`model.param_dtype`) up or down at random, with the probabilities
+    that keep their mean: updates smaller than the resolution of bfloat16 are not lost. false: to the nearest
+    number. Parameters in float32 are not rounded."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients with a larger global norm are scaled down to this norm; null: never."""
+
+    @property
+    def has_first_moment(self) -> bool:
+        """Whether the optimizer's state has a first moment."""
+        return self.name != "sgd" or self.beta1 > 0
+
+
+class CriticConfig(Section):
+    """The critic, which predicts returns for `advantage.estimator: gae`."""
+
+    enabled: Derived[bool] = NOT_SET
+    """Whether a critic is trained; derived: true for `advantage.estimator: gae`, else false. An estimator of
+    your own that takes `values` needs true."""
+    path: Text | None = None
+    """The critic's model, in the forms of `model.path`; its tokenizer must be the policy's. null: the
+    policy's weights at the start of training, with a new output head of zeros."""
+    mini_batch_size: Derived[Count] = NOT_SET
+    """Prompts per optimizer step of the critic, over all devices; derived: `update.mini_batch_size`."""
+    epochs: Derived[Count] = NOT_SET
+    """Passes over the sequences of a training step; derived: `update.epochs`."""
+    micro_batch_size: Count | None = None
+    """Sequences per data shard in one forward/backward pass of the critic. Derived if both this and
+    `critic.max_tokens_per_device` are null: `update.micro_batch_size`."""
+    max_tokens_per_device: Count | None = None
+    """Token budget of one forward/backward pass of the critic, per data shard. Derived if both this and
+    `critic.micro_batch_size` are null: `update.max_tokens_per_device`."""
+    forward_micro_batch_size: Count | None = None
+    """Sequences per data shard in one forward-only pass, which computes values. Derived if both this and
+    `critic.forward_max_tokens_per_device` are null: 2 x `critic.micro_batch_size`."""
+    forward_max_tokens_per_device: Count | None = None
+    """Token budget of one forward-only pass of the critic, per data shard. Derived if both this and
+    `critic.forward_micro_batch_size` are null: 2 x `critic.max_tokens_per_device`."""
+    clip_value: float | None = Field(0.5, gt=0)
+    """The value loss is that of the value clipped to this distance from the value at the start of the
+    training step, if that loss is larger; null: not clipped."""
+    warmup_steps: NonNegative = 0
+    """Training steps in which only the critic is trained, before the policy is."""
+
+    @property
+    def forward_sizes(self) -> LogprobConfig:
+        """The sizes of forward-only passes, in the form of the section `logprob`."""
+        return LogprobConfig(
+            micro_batch_size=self.forward_micro_batch_size,
+            max_tokens_per_device=self.forward_max_tokens_per_device,
+        )
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """The critic's optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
+
+    part_of_a_run_with = "critic.enabled"
+
+    learning_rate: float = Field(1e-5, ge=0)
+    """Peak learning rate."""

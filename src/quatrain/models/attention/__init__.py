@@ -72,6 +72,7 @@ def attention_pattern(
         return None
     if layout is not None:
         return layout
+    # A causal kernel on a packed row would let sequences see those before them, without an error.
     assert segment_ids.shape[1] <= (unpacks_above(name) or 0), f"{name} needs the layout of packed rows"
     return attention_mask(
         positions,

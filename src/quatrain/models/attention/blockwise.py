@@ -57,6 +57,8 @@ def block_pattern(
     branches must stand in it one after another, in ascending order of their ids.
     """
     rows, length = positions.shape
+    # Rows are concatenated into one: their segments need numbers of their own, else rows would see each
+    # other.
     row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
     own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
     block = min(sizes.block, positions.size)
@@ -64,6 +66,7 @@ def block_pattern(
     allowed = _visible_blocks(positions, own, branches, window)
     counts = allowed.sum(axis=1, dtype=jnp.int32)
     keys = _in_groups(jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32), sizes.keys, axis=1)
+    # Query blocks of one group read as often as the one that reads most: sorted, they waste the least.
     order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
     at_once = min(sizes.queries or len(counts), len(counts))
     grouped, live = (_in_groups(x, at_once, axis=0) for x in (order, jnp.ones_like(order)))
@@ -191,6 +194,8 @@ def _forward(
             peaks = jnp.repeat(sinks_N.reshape(K, -1), pattern.block, axis=1)
             begin = jnp.broadcast_to(peaks, empty.shape), jnp.ones_like(empty), begin[2]
         peak, total, y = lax.fori_loop(0, _num_reads(keys, counts), read, _constants_after(queries, begin))
+        # A block of padding sees no key: its result is 0, and its log of the total finite for the backward
+        # pass.
         safe = jnp.where(total > 0, total, 1.0)
         ys, log_totals = results
         return _put(ys, (y / safe[..., None]).astype(q.dtype), i), _put(log_totals, peak + jnp.log(safe), i)
@@ -208,6 +213,7 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
     B, T, _, H = dy_BTNH.shape
     K = k.shape[1]
     float32s = (x.astype(jnp.float32) for x in (dy_BTNH, y_BTNH))
+    # Of results as they were returned, in the dtype of activations: dy is the gradient of those.
     along_BTN1 = jnp.vecdot(*float32s, precision="highest")[..., None]
     dy, along = (_heads(x, K, pattern.block) for x in (dy_BTNH, along_BTN1))
     along = along[..., 0]
@@ -226,6 +232,7 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
             dweights = product("AKXH,AKYH->AKXY", dys, _joined(v, at))
             dscores = weights * (dweights - alongs[..., None])
             if cap is not None:
+                # `scores` are capped already: 1 - tanh^2 needs no score before the cap.
                 dscores = dscores * (1 - jnp.square(scores / cap))
             dscores = dscores.astype(q.dtype)
             return (

@@ -171,6 +171,7 @@ def splash_masked_attention(
     B, T, N, _ = q_BTNH.shape
     K, width = k_BTKH.shape[2], T + -T % BLOCK
     mask_BTT = _pad(_pad(mask_BTT, 1, width), 2, width)
+    # A row of scores that is masked whole has a softmax of 0 / 0, and NaN on padding spreads in the gradient.
     mask_BTT = mask_BTT | (jnp.eye(width, dtype=bool) & ~mask_BTT.any(axis=2, keepdims=True))
     kernel = splash.make_splash_mha_single_device(
         mask_BTT, block_sizes=_splash_blocks(width), attn_logits_soft_cap=cap, interpret=interpret
@@ -198,6 +199,7 @@ def _with_dynamic_mask(kernel: Any) -> Any:
 def _splash_blocks(width: int) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+    # The largest that divides the row: the kernel itself pads nothing.
     block = next(size for size in (4 * BLOCK, 2 * BLOCK, BLOCK) if width % size == 0)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     sizes: Any = dict.fromkeys(names, block)

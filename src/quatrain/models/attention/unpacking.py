@@ -76,6 +76,7 @@ def _columns(lengths: list[list[int]]) -> list[int]:
     """The columns of the blocks, ascending, that need the least memory for sequences of these lengths."""
     longest = round_up_coarsely(max((max(each, default=1) for each in lengths), default=1), FEWEST_COLUMNS)
     shorter = (longest >> k for k in range(1, HALVINGS + 1))
+    # At most two widths, halves of the longest: each pair of widths is a program to compile.
     choices = [[longest], *([short, longest] for short in shorter if short >= FEWEST_COLUMNS)]
 
     def size(columns: list[int]) -> int:
@@ -128,4 +129,5 @@ def unpacked_attention(
 
 
 def _taken(x_BTNH: jax.Array, indices: jax.Array) -> jax.Array:
+    # The host made the indices within bounds; they need not be clamped.
     return jnp.take_along_axis(x_BTNH, indices[:, :, None, None], axis=1, mode="promise_in_bounds")

@@ -85,6 +85,7 @@ class Attention:
         are keys have no head of their own there, and reused keys and values none at all. Gates stand after
         the query heads that they belong to.
         """
+        # By key/value head, so that a `tp` device's rows are neighbours and one product makes all three.
         shape = (self.num_kv_heads, self._queries + self._others, self.head_dim, d)
         specs = {
             "qkv": ParamSpec.matrix(shape, ("kv_heads", "group", "head", "embed")),
@@ -163,6 +164,7 @@ class Attention:
 
         def heads(x_BTD: jax.Array, layer: Layer) -> jax.Array:
             """[B, T, K, X, H]: for each key/value head its query heads, then its key and value, if any."""
+            # Each `tp` device has the gradient of its heads alone: the sum belongs where their inputs part.
             x_BTD = psum_backward(enter(x_BTD, layer), TP)
             return run.linear(x_BTD, self._rows_of_device(layer), "qkv")
 
@@ -171,6 +173,7 @@ class Attention:
 
         def turned(x: jax.Array, layer: Layer, norm_name: str) -> jax.Array:
             if self.qk_norm:
+                # OLMo 2 takes one root mean square over all heads, of which a `tp` device has a part.
                 norm = partial(self._norm_of_all_heads, run.norm) if self.norm_over_heads else run.norm
                 x = norm(x, psum_backward(layer[norm_name], TP))
             x = clipped(x)
@@ -183,11 +186,14 @@ class Attention:
             q_BTNH = turned(q_BTKGH.reshape(B, T, -1, self.head_dim), layer, "q_norm")
             if angles is not None and angles.query_scale is not None:
                 q_BTNH = q_BTNH * angles.query_scale.astype(q_BTNH.dtype)
+            # Queries, not scores: there are H numbers of a token in place of one for each key.
             q_BTNH = q_BTNH * self.query_scale
             if self.sharing == "reuses":
                 return q_BTNH, None, None
             k_BTKH, v_BTKH = heads_BTKXH[:, :, :, queries], heads_BTKXH[:, :, :, -1]
             if self.value_norm:
+                # Values that are keys are taken before the keys' norm and rotation, so they are normed by
+                # themselves.
                 v_BTKH = rms_norm(v_BTKH, jnp.ones(self.head_dim), run.norm.eps)
             return q_BTNH, turned(k_BTKH, layer, "k_norm"), clipped(v_BTKH)
 
@@ -196,6 +202,7 @@ class Attention:
 
         def gated(y_and_heads: tuple[jax.Array, jax.Array], layer: Layer) -> jax.Array:
             y_BTNH, heads_BTKXH = y_and_heads
+            # A gate stands after its query head, so that a `tp` device that has the one has the other.
             gates = heads_BTKXH[:, :, :, 1 : heads_BTKXH.shape[3] - self._others : 2]
             return output(y_BTNH * jax.nn.sigmoid(gates).reshape(y_BTNH.shape), layer)
 
@@ -229,6 +236,7 @@ class Attention:
             return jnp.concatenate([own, head[:, all_queries:]], axis=1)
 
         rows = {name: sliced(layer[name]) for name in ("qkv", "qkv_bias", "qkv" + LORA_B) if name in layer}
+        # A reads whole inputs and is not by head: every device uses all of it.
         return {**rows, **{name: layer[name] for name in ("qkv" + LORA_A,) if name in layer}}
 
     @staticmethod
@@ -238,6 +246,7 @@ class Attention:
         Of keys a device may have a head that others have too: there are more devices than such heads.
         """
         H, devices = x_BTNH.shape[-1], axis_size(TP)
+        # Copies of a key head are summed too: divided by their number, the sum counts each head once.
         heads, copies = len(weight) // H, x_BTNH.shape[2] * devices * H // len(weight)
         first = axis_index(TP) * heads // devices * H
         weight = lax.dynamic_slice_in_dim(weight, first, x_BTNH.shape[2] * H)
@@ -258,6 +267,7 @@ class Attention:
     def exchanges(self, tp: int, cp: int) -> bool:
         """Whether `cp` devices can exchange these heads for tokens."""
         queries, keys = self.heads_of_device(tp)
+        # Heads are exchanged whole; where `cp` exceeds the key heads, several devices take the same one.
         return not (queries % cp or (keys % cp and cp % keys))
 
     @property

@@ -73,6 +73,8 @@ class GatedDeltaNet:
         """
         K, V = self.num_key_heads, self.num_heads
         by_head = ("kv_heads", "group", "embed")
+        # By key head like everything else here, so that `tp` and `cp` devices own whole key heads with their
+        # values.
         conv = (K, self.channels, self.conv_width)
         return {
             "qkv": ParamSpec.matrix((K, self._inputs, d), by_head),
@@ -132,11 +134,13 @@ class GatedDeltaNet:
                 for each in (y_BTV, x_BTKX[..., self.channels :])
             )
             y = rms_norm(y, psum_backward(layer["delta_norm"], TP), run.norm.eps)
+            # In float32 and after the norm, as the published models were trained.
             y = (y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(y.dtype)
             return run.linear(y.reshape(*y.shape[:2], -1), layer, "o", sum_axis=TP)
 
         x_BTKX, ba_BTKG = run.part(inputs, x_BTD)
         layer = GatheredLayer(run.layer, run.specs, run.dtype)
+        # Gathered outside of a part: the rule has a backward pass of its own, which reads them again.
         weights = DeltaWeights(layer["conv"], layer["a_log"], layer["dt_bias"])
         y_BTKV, cache = recur(x_BTKX, ba_BTKG, weights, self.key_size, cache)
         return run.part(output, (y_BTKV, x_BTKX)), cache

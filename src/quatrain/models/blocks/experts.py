@@ -193,9 +193,16 @@ class Experts:
         ) -> tuple[jax.Array, jax.Array, Groups, jax.Array, RouterSums | None]:
             x_ND, routes, counted = inputs
             x_ND = enter(x_ND, layer)
-            logits_NE = self._logits(x_ND, layer)
+            # In float32 at full precision: rounding would choose other experts than the sampler did.
+            logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
+            if self.bias:
+                logits_NE += layer[f"{ROUTER}_bias"]
+            # Given routes take the place of the choice but not of the weights, so that the router keeps its
+            # gradient.
             chosen_Nk = self._chosen(logits_NE, routes)
             weights_Nk = psum_backward(self._weights(logits_NE, chosen_Nk), TP)
+            # All tokens go to all devices of `ep`: an exchange by destination needs a capacity, or shapes
+            # that vary.
             weights_Nk, all_ND = (all_gather(each, OVER_EP) for each in (weights_Nk, psum_backward(x_ND, TP)))
             groups = self._groups(gather_rows(chosen_Nk, EP))
             rows_PD = to_experts(all_ND, groups)
@@ -215,6 +222,8 @@ class Experts:
             y_PD = self._product(weighted_PF, layer, "experts_down", groups, run)
             if self.bias:
                 y_PD = add_expert_bias(y_PD, layer["experts_down_bias"], groups, weights_P1)
+            # In the order of a token's experts, so that a sum does not depend on how other tokens were
+            # routed.
             return from_experts(y_PD, groups, len(weights_Nk))
 
         routes_Nk = None if routes_BTk is None else routes_BTk.reshape(-1, self.top_k)
@@ -222,6 +231,7 @@ class Experts:
         inputs = x_BTD.reshape(-1, shape[-1]), routes_Nk, counted_N
         hidden_PF, weights_Nk, groups, chosen_Nk, sums = run.part(up, inputs)
         y_ND = run.part(down, (hidden_PF, weights_Nk, groups))
+        # One sum over all devices that have experts: each holds the results of its own, 0 for the others.
         y_BTD = psum_forward(reduce_scatter_rows(y_ND, EP), TP).reshape(shape)
         if self.shared:
             y_BTD = y_BTD + self._shared(x_BTD, enter, run)
@@ -251,11 +261,6 @@ class Experts:
 
         return run.part(gated, (x_BTD, y_BTD)) if self.shared_gate else y_BTD
 
-    def _logits(self, x_ND: jax.Array, layer: Layer) -> jax.Array:
-        """[N, E] float32."""
-        logits_NE = jnp.matmul(x_ND.astype(jnp.float32), layer[ROUTER].T, precision="highest")
-        return logits_NE + layer[f"{ROUTER}_bias"] if self.bias else logits_NE
-
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         if self.clamp is None:
             return activated(gate, self.activation) * up
@@ -268,6 +273,8 @@ class Experts:
         chosen_Nk = lax.top_k(logits_NE, self.top_k)[1]
         if routes_Nk is not None:
             chosen_Nk = jnp.where(routes_Nk >= 0, routes_Nk, chosen_Nk)
+        # Saved by name: a backward pass that chose again could take others, and the gradient would be of
+        # another model.
         return checkpoint_name(chosen_Nk, ROUTES)
 
     def _weights(self, logits_NE: jax.Array, chosen_Nk: jax.Array) -> jax.Array:
@@ -291,6 +298,7 @@ class Experts:
         changed_N = jnp.zeros(len(logits_NE), bool)
         if routes_Nk is not None:
             live_Nk = lax.top_k(logits_NE, self.top_k)[1]
+            # Sets, not lists: two experts of nearly equal logits may change places, which changes nothing.
             changed_N = (jnp.sort(live_Nk) != jnp.sort(chosen_Nk)).any(axis=1)
         counted_N = counted_N.astype(jnp.float32)
         each_NE = jax.nn.one_hot(chosen_Nk, self.num, dtype=jnp.float32).sum(axis=1)

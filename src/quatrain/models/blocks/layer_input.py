@@ -48,6 +48,7 @@ class LayerInput:
         def project(gate_BTP: jax.Array, layer: Layer) -> jax.Array:
             return run.linear(activated(gate_BTP, self.activation) * input_BTP, layer, "input_projection")
 
+        # Two parts, because a part ends with its product: `by_parts` then recomputes neither product.
         y_BTD: jax.Array = run.part(project, run.part(gate, x_BTD))
         return y_BTD
 

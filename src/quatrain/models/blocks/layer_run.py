@@ -79,6 +79,8 @@ def gather_params(
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
         axes = list(map(axes_of, spec))
         for axis in over:
+            # A parameter that an axis does not shard is whole on its devices, whose gradients are of other
+            # tokens.
             if not any(axis in names for names in axes):
                 parameter = psum_backward(parameter, axis)
         places = [(names, dim) for dim, names in enumerate(axes) if set(over) & set(names)]
@@ -96,6 +98,7 @@ class GatheredLayer(UserDict[str, jax.Array]):
 
     def __getitem__(self, name: str) -> jax.Array:
         dtype = None if keeps_dtype(name, self.data[name].ndim) else self._dtype
+        # Each device of `ep` has experts of its own: gathered over it, every device would hold all of them.
         over = (FSDP, CP) if name.startswith(OF_EXPERTS) else (FSDP, CP, EP)
         whole: jax.Array = gather_params(self.data[name], self._specs[name], dtype, over)
         return whole

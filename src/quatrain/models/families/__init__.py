@@ -7,13 +7,13 @@ family, write its file and add it to `FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from quatrain.config.errors import shown
 from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture
 from quatrain.models.families.common import Family, Json, write_common
-from quatrain.models.families.cousins import cousin
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
 from quatrain.models.families.gemma4 import GEMMA4
 from quatrain.models.families.glm import GLM, GLM4
@@ -75,6 +75,31 @@ _BUILTIN: dict[str, Json] = {
 }
 
 
+_COUSINS = {
+    "cohere": ("llama", "layer norms and blocks side by side"),
+    "cohere2": ("llama", "layer norms and blocks side by side"),
+    "deepseek_v2": ("llama", "latent attention and experts"),
+    "deepseek_v3": ("llama", "latent attention and experts"),
+    "gemma": ("gemma2", "no norms after its blocks"),
+    "gemma3n": ("gemma3_text", "several streams of hidden states"),
+    "glm4_moe": ("qwen3_moe", "a router with groups of experts"),
+    "gpt_neox": ("llama", "layer norms and no gate in its MLP"),
+    "granitemoe": ("granite", "experts whose tensors are fused"),
+    "granitemoehybrid": ("granite", "state-space layers or experts"),
+    "llama4": ("llama", "experts"),
+    "llama4_text": ("llama", "experts"),
+    "ministral": ("mistral", "windows on some layers alone"),
+    "olmo": ("olmo2", "layer norms without weights"),
+    "phi": ("phi3", "layer norms and blocks side by side"),
+    "phimoe": ("mixtral", "layer norms and another router"),
+    "qwen2_5_vl": ("qwen2", "rotary embeddings of image positions"),
+    "qwen2_vl": ("qwen2", "rotary embeddings of image positions"),
+    "qwen3_vl": ("qwen3", "rotary embeddings of image positions"),
+    "starcoder2": ("llama", "layer norms and no gate in its MLP"),
+}
+"""Of other model types: the nearest supported one, and what they have that it lacks."""
+
+
 def family_of(arch: Architecture) -> Family:
     """The family of a model."""
     return FAMILIES[arch.family]
@@ -104,12 +129,15 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
     config = text_config(config)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        known, near = ", ".join(FAMILIES), cousin(str(family), FAMILIES)
+        known, near = ", ".join(FAMILIES), _nearest(str(family))
         raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}{near}")
     values = {**FAMILIES[family].defaults, **config}
     for key, remedy in _UNSUPPORTED.items():
-        if values.get(key) and not _harmless(key, values[key]):
-            raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
+        value = values.get(key)
+        # Harmless: what is of images alone, and MXFP4, which `weights/mxfp4.py` reads.
+        packed = isinstance(value, Mapping) and value.get("quant_method") == "mxfp4"
+        if value and value != "vision" and not packed:
+            raise ValueError(f"{source} has {key} = {shown(value)}: {remedy}")
     hf_config = checked(HFConfig, values, source)
     try:
         return FAMILIES[family].read(hf_config)
@@ -117,9 +145,13 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         raise ValueError(f"{source}: {error}") from error
 
 
-def _harmless(key: str, value: Any) -> bool:
-    """Whether it is of images alone, or MXFP4 (`weights/mxfp4.py`)."""
-    return value == "vision" or (isinstance(value, Mapping) and value.get("quant_method") == "mxfp4")
+def _nearest(model_type: str) -> str:
+    """A clause that names the nearest supported model type and what differs; empty if none is near."""
+    if model_type in _COUSINS:
+        nearest, differs = _COUSINS[model_type]
+        return f"; it is nearest to {nearest}, but has {differs}"
+    near = get_close_matches(model_type, list(FAMILIES), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def architecture_to_hf(arch: Architecture) -> Json:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from quatrain.config.errors import shown
 from quatrain.models.architecture import BOTH, Architecture
-from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.common import GGUF, Family, Json
 from quatrain.models.families.ropes import FULL, SLIDING, read_rope, read_sliding_rope, write_rope
-from quatrain.models.hf_config import HFConfig
+from quatrain.models.hf_config import GGUFKeys, HFConfig
 from quatrain.models.layers import Norm
 from quatrain.models.rope import Rope
 
@@ -28,35 +26,27 @@ _DEFAULTS: Json = {
 }
 
 
-def _read(family: str, c: HFConfig, period: int, mixer: Callable[[int | None], Attention]) -> Architecture:
+def _read(
+    family: str, c: HFConfig, period: int, rope: Rope, sliding: Rope | None, **fields: Any
+) -> Architecture:
     """Unless config.json names their types, every `period`-th layer has full attention."""
-    types = c.layer_types or [SLIDING if (i + 1) % period else FULL for i in range(c.num_hidden_layers)]
+    types = common.layer_types(c, lambda i: (i + 1) % period == 0)
+    scale = float(c.query_pre_attn_scalar or 256) ** -0.5
+    mixers = common.attentions(c, types, rope, sliding, scale=scale, **fields)
     traits: Json = {"norms": BOTH, "norm": Norm(c.rms_norm_eps, 1.0), "embedding_scale": c.hidden_size**0.5}
-    mixers, cap = common.by_layer_type(c, types, mixer), c.final_logit_softcapping
-    return common.architecture(family, c, mixers, final_softcap=cap, **traits)
-
-
-def _scale(c: HFConfig) -> float:
-    return float(c.query_pre_attn_scalar or 256) ** -0.5
+    return common.architecture(family, c, mixers, final_softcap=c.final_logit_softcapping, **traits)
 
 
 def _read_2(c: HFConfig) -> Architecture:
-    rope = read_rope(c)
-    fields = {"scale": _scale(c), "softcap": c.attn_logit_softcapping}
-    return _read("gemma2", c, 2, lambda window: common.read_attention(c, rope, window, **fields))
+    return _read("gemma2", c, 2, read_rope(c), None, softcap=c.attn_logit_softcapping)
 
 
 def _read_3(c: HFConfig) -> Architecture:
     if c.attn_logit_softcapping is not None:
         cap = shown(c.attn_logit_softcapping)
         raise ValueError(f"attn_logit_softcapping = {cap}, which gemma3_text does not have: set it to null")
-    full, sliding = read_rope(c, by_type=True), read_sliding_rope(c, c.rope_local_base_freq)
-
-    def mixer(window: int | None) -> Attention:
-        rope = full if window is None else sliding
-        return common.read_attention(c, rope, window, qk_norm=True, scale=_scale(c))
-
-    return _read("gemma3_text", c, c.sliding_window_pattern or 6, mixer)
+    ropes = read_rope(c, by_type=True), read_sliding_rope(c, c.rope_local_base_freq)
+    return _read("gemma3_text", c, c.sliding_window_pattern or 6, *ropes, qk_norm=True)
 
 
 def _write(arch: Architecture) -> Json:
@@ -73,11 +63,11 @@ def _write(arch: Architecture) -> Json:
 
 
 def _write_3(arch: Architecture) -> Json:
-    found = {kind.mixer.window is None: kind.mixer.rope or Rope() for kind in arch.layers}
-    full, sliding = found.get(True) or found[False], found.get(False, Rope())
+    full, sliding = common.by_window(arch)
+    local = (sliding.window and sliding.rope) or Rope()
     # The pattern is for readers that do not know layer_types.
-    pattern = {} if False in found else {"sliding_window_pattern": 1}
-    ropes = {**write_rope(full, sliding), "rope_local_base_freq": sliding.theta}
+    pattern = {} if sliding.window else {"sliding_window_pattern": 1}
+    ropes = {**write_rope(full.rope, local), "rope_local_base_freq": local.theta}
     return {**_write(arch), **ropes, **pattern}
 
 
@@ -100,8 +90,7 @@ def _of_gguf(keys: GGUFKeys, *, scaled_by_heads: int) -> Json:
 
 GEMMA2 = Family(
     "gemma2",
-    "Gemma2ForCausalLM",
-    "Gemma2ForSequenceClassification",
+    "Gemma2",
     _DEFAULTS
     | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     _read_2,
@@ -117,11 +106,11 @@ GEMMA2 = Family(
         },
         config=partial(_of_gguf, scaled_by_heads=46),
     ),
+    omitted=("hidden_act",),
 )
 GEMMA3 = Family(
     "gemma3_text",
-    "Gemma3ForCausalLM",
-    "Gemma3TextForSequenceClassification",
+    "Gemma3",
     _DEFAULTS
     | {
         "vocab_size": 262_208,
@@ -144,4 +133,5 @@ GEMMA3 = Family(
         },
         config=partial(_of_gguf, scaled_by_heads=62),
     ),
+    omitted=("hidden_act",),
 )

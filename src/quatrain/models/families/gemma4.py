@@ -12,7 +12,6 @@ from quatrain.models.families import common
 from quatrain.models.families.common import Family, Json
 from quatrain.models.families.ropes import FULL, SLIDING, read_rope, read_sliding_rope, write_rope
 from quatrain.models.hf_config import HFConfig
-from quatrain.models.rope import Rope
 from quatrain.models.spec import require
 
 
@@ -20,8 +19,7 @@ def _read(c: HFConfig) -> Architecture:
     require(not c.enable_moe_block, "enable_moe_block", "false (experts are not supported)", True)
     same = not c.hidden_size_per_layer_input or c.vocab_size_per_layer_input in (None, c.vocab_size)
     require(same, "vocab_size_per_layer_input", f"vocab_size, {c.vocab_size}", c.vocab_size_per_layer_input)
-    types = c.layer_types or [SLIDING if (i + 1) % 6 else FULL for i in range(c.num_hidden_layers)]
-    types = [*types[:-1], FULL]
+    types = [*common.layer_types(c, lambda i: (i + 1) % 6 == 0)[:-1], FULL]
     given, full_layers = c.per_layer_config or {}, {str(i) for i, kind in enumerate(types) if kind == FULL}
     own = next(iter(given.values()), None)
     alike = not given or (given.keys() == full_layers and all(other == own for other in given.values()))
@@ -38,16 +36,15 @@ def _read(c: HFConfig) -> Architecture:
     ropes = read_rope(c, by_type=True, partial=True), read_sliding_rope(c, 1e4)
     traits: Json = {"qk_norm": True, "value_norm": True, "scale": 1.0}
 
-    def mixer(window: int | None) -> Attention:
-        if window is None:
+    def mixer(kind: str) -> Attention:
+        if kind == FULL:
             return common.read_attention(full, ropes[0], keys_are_values=bool(c.attention_k_eq_v), **traits)
-        return common.read_attention(c, ropes[1], window, **traits)
+        return common.read_attention(c, ropes[1], c.sliding_window or 0, **traits)
 
-    mixers = common.by_layer_type(c, types, mixer)
     arch = common.architecture(
         "gemma4_text",
         c,
-        mixers,
+        [mixer(kind) for kind in types],
         norms=BOTH,
         embedding_scale=c.hidden_size**0.5,
         final_softcap=c.final_logit_softcapping,
@@ -76,13 +73,12 @@ def _sharing(layers: list[LayerKind], reusing: int, wide: bool) -> list[LayerKin
 
 
 def _write(arch: Architecture) -> Json:
-    by_type = {kind.mixer.window is None: kind for kind in reversed(arch.layers)}
-    full, sliding = by_type[True].attention, by_type.get(False, by_type[True]).attention
+    full, sliding = common.by_window(arch)
     reusing = sum(kind.mixer.sharing == "reuses" for kind in arch.layers)
     block, first, last = arch.layers[0].layer_input, arch.layers[0].mlp, arch.layers[-1].mlp
     return {
         **common.write_windows(arch, always=True),
-        **write_rope(full.rope or Rope(), sliding.rope or Rope()),
+        **write_rope(full.rope, sliding.rope),
         "attention_bias": sliding.qkv_bias,
         "head_dim": sliding.head_dim,
         "global_head_dim": full.head_dim,
@@ -100,8 +96,7 @@ def _write(arch: Architecture) -> Json:
 
 GEMMA4 = Family(
     "gemma4_text",
-    "Gemma4ForCausalLM",
-    "Gemma4TextForSequenceClassification",
+    "Gemma4",
     {
         "head_dim": 256,
         "global_head_dim": 512,
@@ -121,6 +116,5 @@ GEMMA4 = Family(
     },
     _read,
     _write,
-    None,
-    omitted=("rope_theta", "rope_scaling", "partial_rotary_factor"),
+    omitted=("hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor"),
 )

@@ -7,11 +7,9 @@ from functools import partial
 
 from quatrain.models.architecture import PRE, Architecture, Norms
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.gguf import GGUF
-from quatrain.models.families.ropes import read_rope, write_rope
+from quatrain.models.families.common import GGUF, Family, Json
+from quatrain.models.families.ropes import read_rope
 from quatrain.models.hf_config import HFConfig
-from quatrain.models.rope import Rope
 
 _BOTH: Norms = (
     ("attention_norm", "input_layernorm"),
@@ -27,10 +25,7 @@ def _read(c: HFConfig, *, family: str, norms: Norms) -> Architecture:
 
 
 def _write(arch: Architecture) -> Json:
-    rope = arch.layers[0].mixer.rope or Rope()
-    share: Json = {"partial_rotary_factor": rope.partial}  # also where it is 1: half is rotated without it
-    ropes = {**share, "rope_parameters": write_rope(rope)["rope_parameters"] | share}
-    return {**common.write_attention(arch), **ropes, "hidden_act": arch.layers[0].mlp.activation}
+    return {**common.write_attention(arch), **common.write_share(arch)}
 
 
 _DEFAULTS: Json = {
@@ -43,21 +38,5 @@ _DEFAULTS: Json = {
     "pad_token_id": 151329,
     "eos_token_id": [151329, 151336, 151338],
 }
-GLM = Family(
-    "glm",
-    "GlmForCausalLM",
-    "GlmForSequenceClassification",
-    _DEFAULTS,
-    partial(_read, family="glm", norms=PRE),
-    _write,
-    None,
-)
-GLM4 = Family(
-    "glm4",
-    "Glm4ForCausalLM",
-    "Glm4ForSequenceClassification",
-    _DEFAULTS,
-    partial(_read, family="glm4", norms=_BOTH),
-    _write,
-    GGUF("glm4"),
-)
+GLM = Family("glm", "Glm", _DEFAULTS, partial(_read, family="glm", norms=PRE), _write)
+GLM4 = Family("glm4", "Glm4", _DEFAULTS, partial(_read, family="glm4", norms=_BOTH), _write, GGUF("glm4"))

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quatrain.models.architecture import Architecture
-from quatrain.models.blocks.attention import Attention
 from quatrain.models.blocks.experts import FUSED, Experts
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.experts import num_experts, read_experts, write_experts
-from quatrain.models.families.gguf import GGUF, GGUFKeys
-from quatrain.models.families.ropes import FULL, SLIDING, read_rope
-from quatrain.models.hf_config import HFConfig
+from quatrain.models.families.common import GGUF, Family, Json, read_experts, write_local_experts
+from quatrain.models.families.ropes import read_rope
+from quatrain.models.hf_config import GGUFKeys, HFConfig
 
 
 def _read(c: HFConfig) -> Architecture:
     """Unless config.json names their types, every other layer has a window, from the first."""
-    types = c.layer_types or [FULL if i % 2 else SLIDING for i in range(c.num_hidden_layers)]
-    rope = read_rope(c)
-
-    def mixer(window: int | None) -> Attention:
-        return common.read_attention(c, rope, window, sinks=True)
-
-    experts = replace(
-        read_experts(c, num_experts(c, 128)),
+    mixers = common.attentions(c, common.layer_types(c, lambda i: i % 2 == 1), read_rope(c), sinks=True)
+    experts = read_experts(
+        c,
+        128,
         renormalise=True,
         clamp=(c.swiglu_limit, c.swiglu_alpha),
         bias=True,
@@ -32,21 +23,17 @@ def _read(c: HFConfig) -> Architecture:
         stacked=True,
         transposed=True,
     )
-    mixers = common.by_layer_type(c, types, mixer)
     return common.architecture("gpt_oss", c, mixers, [experts] * len(mixers))
 
 
 def _write(arch: Architecture) -> Json:
-    mlp, experts = arch.layers[0].mlp, write_experts(arch)
+    mlp = arch.layers[0].mlp
     assert isinstance(mlp, Experts), mlp
     assert mlp.clamp, mlp
     return {
         **common.write_attention(arch),
         **common.write_windows(arch, always=True),
-        "hidden_act": experts["hidden_act"],
-        "intermediate_size": experts["moe_intermediate_size"],
-        "num_local_experts": experts["num_experts"],
-        "num_experts_per_tok": experts["num_experts_per_tok"],
+        **write_local_experts(arch),
         "swiglu_limit": mlp.clamp[0],
         "swiglu_alpha": mlp.clamp[1],
     }
@@ -72,8 +59,7 @@ _YARN: Json = {
 }
 GPT_OSS = Family(
     "gpt_oss",
-    "GptOssForCausalLM",
-    "GptOssForSequenceClassification",
+    "GptOss",
     {
         "head_dim": 64,
         "num_key_value_heads": 8,

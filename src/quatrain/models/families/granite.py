@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.common import GGUF, Family, Json
 from quatrain.models.families.ropes import read_rope
-from quatrain.models.hf_config import HFConfig
+from quatrain.models.hf_config import GGUFKeys, HFConfig
 
 
 def _read(c: HFConfig) -> Architecture:
@@ -28,7 +27,6 @@ def _write(arch: Architecture) -> Json:
     layer = arch.layers[0]
     return {
         **common.write_attention(arch, always=False),
-        "hidden_act": layer.mlp.activation,
         "mlp_bias": layer.dense.bias,
         "attention_multiplier": layer.attention.query_scale,
         "residual_multiplier": layer.residual_scale,
@@ -48,8 +46,7 @@ def _of_gguf(keys: GGUFKeys) -> Json:
 
 GRANITE = Family(
     "granite",
-    "GraniteForCausalLM",
-    "GraniteForSequenceClassification",
+    "Granite",
     {"bos_token_id": 1, "eos_token_id": 2},
     _read,
     _write,

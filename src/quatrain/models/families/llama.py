@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.gguf import GGUF
+from quatrain.models.families.common import GGUF, Family, Json
 from quatrain.models.families.ropes import read_rope
 from quatrain.models.hf_config import HFConfig
 
@@ -16,17 +15,8 @@ def _read(c: HFConfig) -> Architecture:
 
 
 def _write(arch: Architecture) -> Json:
-    mlp = arch.layers[0].dense
-    return {**common.write_attention(arch), "hidden_act": mlp.activation, "mlp_bias": mlp.bias}
+    return {**common.write_attention(arch), "mlp_bias": arch.layers[0].dense.bias}
 
 
 _DEFAULTS: Json = {"bos_token_id": 1, "eos_token_id": 2}
-LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    "LlamaForSequenceClassification",
-    _DEFAULTS,
-    _read,
-    _write,
-    GGUF("llama", permuted=True),
-)
+LLAMA = Family("llama", "Llama", _DEFAULTS, _read, _write, GGUF("llama", permuted=True))

@@ -18,9 +18,8 @@ def _read(c: HFConfig, *, family: str) -> Architecture:
 
 
 def _write(arch: Architecture) -> Json:
-    layer = arch.layers[0]
-    act = {"hidden_act": layer.mlp.activation, "sliding_window": layer.mixer.window}
-    return {"head_dim": layer.attention.head_dim, **act}
+    mixer = arch.layers[0].attention
+    return {"head_dim": mixer.head_dim, "sliding_window": mixer.window}
 
 
 _DEFAULTS: Json = {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8}
@@ -38,17 +37,14 @@ _YARN: Json = {
 }
 MISTRAL = Family(
     "mistral",
-    "MistralForCausalLM",
-    "MistralForSequenceClassification",
+    "Mistral",
     _DEFAULTS | {"sliding_window": 4096, "max_position_embeddings": 131072},
     partial(_read, family="mistral"),
     _write,
-    None,
 )
 MINISTRAL3 = Family(
     "ministral3",
-    "Ministral3ForCausalLM",
-    "Ministral3ForSequenceClassification",
+    "Ministral3",
     _DEFAULTS
     | {
         "head_dim": 128,
@@ -59,5 +55,4 @@ MINISTRAL3 = Family(
     },
     partial(_read, family="ministral3"),
     _write,
-    None,
 )

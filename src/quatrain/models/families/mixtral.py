@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.experts import experts_of_gguf, num_experts, read_experts, write_experts
-from quatrain.models.families.gguf import GGUF
+from quatrain.models.families.common import GGUF, Family, Json
 from quatrain.models.families.ropes import read_rope
 from quatrain.models.hf_config import HFConfig
 
 
 def _read(c: HFConfig) -> Architecture:
     mixer = common.read_attention(c, read_rope(c), c.sliding_window, qkv_bias=False, output_bias=False)
-    experts = replace(
-        read_experts(c, num_experts(c, 8)),
-        renormalise=True,
-        module="block_sparse_moe",
-        names=("w1", "w3", "w2"),
-    )
+    names = {"module": "block_sparse_moe", "names": ("w1", "w3", "w2")}
+    experts = common.read_experts(c, 8, renormalise=True, **names)
     layers = c.num_hidden_layers
     return common.architecture("mixtral", c, [mixer] * layers, [experts] * layers)
 
 
 def _write(arch: Architecture) -> Json:
-    experts = write_experts(arch)
-    return {
-        **common.write_head_dim(arch),
-        "hidden_act": experts["hidden_act"],
-        "intermediate_size": experts["moe_intermediate_size"],
-        "num_local_experts": experts["num_experts"],
-        "num_experts_per_tok": experts["num_experts_per_tok"],
-        "sliding_window": arch.layers[0].mixer.window,
-    }
+    window = {"sliding_window": arch.layers[0].mixer.window}
+    return {**common.write_head_dim(arch), **common.write_local_experts(arch), **window}
 
 
 MIXTRAL = Family(
     "mixtral",
-    "MixtralForCausalLM",
-    "MixtralForSequenceClassification",
+    "Mixtral",
     {
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -52,5 +36,10 @@ MIXTRAL = Family(
     },
     _read,
     _write,
-    GGUF("llama", permuted=True, keys={"expert_count": 0, "expert_used_count": 2}, config=experts_of_gguf),
+    GGUF(
+        "llama",
+        permuted=True,
+        keys={"expert_count": 0, "expert_used_count": 2},
+        config=common.experts_of_gguf,
+    ),
 )

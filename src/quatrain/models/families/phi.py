@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.gguf import GGUF
+from quatrain.models.families.common import GGUF, Family, Json
 from quatrain.models.families.ropes import read_rope
 from quatrain.models.hf_config import HFConfig, RopeConfig
 
@@ -33,18 +32,12 @@ def _write(arch: Architecture) -> Json:
             # transformers 4 refuses other keys of rope_scaling than these
             factors = {"short_factor": [*rope.short_factors], "long_factor": [*rope.long_factors]}
             scaling["rope_scaling"] = {"type": "longrope", **factors}
-    return {
-        **common.write_head_dim(arch),
-        **scaling,
-        "hidden_act": arch.layers[0].mlp.activation,
-        "sliding_window": mixer.window,
-    }
+    return {**common.write_head_dim(arch), **scaling, "sliding_window": mixer.window}
 
 
 PHI3 = Family(
     "phi3",
-    "Phi3ForCausalLM",
-    "Phi3ForSequenceClassification",
+    "Phi3",
     {
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

@@ -4,7 +4,6 @@ rotary embeddings of a part of each head in the others. Experts take the place o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from quatrain.models.architecture import Architecture
@@ -12,13 +11,10 @@ from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.blocks.experts import FUSED, Experts
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.experts import num_experts, read_experts, read_mlps, write_experts
-from quatrain.models.families.gguf import GGUF, GGUFKeys
-from quatrain.models.families.ropes import FULL, read_rope, write_rope
-from quatrain.models.hf_config import HFConfig
+from quatrain.models.families.common import GGUF, Family, Json, read_experts, read_mlps, write_experts
+from quatrain.models.families.ropes import FULL, read_rope
+from quatrain.models.hf_config import GGUFKeys, HFConfig
 from quatrain.models.layers import Norm
-from quatrain.models.rope import Rope
 from quatrain.models.spec import require
 
 LINEAR = "linear_attention"
@@ -38,9 +34,7 @@ def _read(c: HFConfig, *, family: str, experts: int, grouped: bool = False) -> A
     """`experts`: how many there are if config.json does not say it."""
     require(c.hidden_act in (None, "silu"), "hidden_act", "silu", c.hidden_act)
     interval = c.full_attention_interval or 4
-    types = c.layer_types or [LINEAR if (i + 1) % interval else FULL for i in range(c.num_hidden_layers)]
-    typed = len(types) == c.num_hidden_layers and set(types) <= {FULL, LINEAR}
-    require(typed, "layer_types", f"{c.num_hidden_layers} entries out of {FULL}, {LINEAR}", tuple(types))
+    types = common.layer_types(c, lambda i: (i + 1) % interval == 0, LINEAR)
     heads = c.linear_num_key_heads, c.linear_num_value_heads
     sizes = c.linear_key_head_dim, c.linear_value_head_dim
     delta = GatedDeltaNet(*heads, *sizes, c.linear_conv_kernel_dim, grouped)
@@ -48,21 +42,15 @@ def _read(c: HFConfig, *, family: str, experts: int, grouped: bool = False) -> A
     mixers = [delta if kind == LINEAR else full for kind in types]
     mlps: Sequence[Dense | Experts] = read_mlps(c, experts) if experts else ()
     if family == QWEN3_5_MOE.model_type:  # in every layer, whatever mlp_only_layers says
-        stacked = replace(
-            read_experts(c, num_experts(c, experts)), names=FUSED, stacked=True, renormalise=True
-        )
-        mlps = [stacked] * c.num_hidden_layers
+        stacked = {"names": FUSED, "stacked": True, "renormalise": True}
+        mlps = [read_experts(c, experts, **stacked)] * c.num_hidden_layers
     return common.architecture(family, c, mixers, mlps, norm=Norm(c.rms_norm_eps, 1.0))
 
 
 def _write(arch: Architecture) -> Json:
-    rope = arch.attentions[0].rope or Rope()
-    share: Json = {"partial_rotary_factor": rope.partial}  # also where it is 1: a quarter is without it
     written = {
         **common.write_attention(arch),
-        **share,
-        "rope_parameters": write_rope(rope)["rope_parameters"] | share,
-        "hidden_act": "silu",
+        **common.write_share(arch),
         "layer_types": [LINEAR if isinstance(kind.mixer, GatedDeltaNet) else FULL for kind in arch.layers],
     }
     for delta in arch.deltas[:1]:
@@ -94,8 +82,7 @@ _EXPERTS: Json = {
 }
 QWEN3_NEXT = Family(
     "qwen3_next",
-    "Qwen3NextForCausalLM",
-    "Qwen3NextForSequenceClassification",
+    "Qwen3Next",
     {
         **_DEFAULTS,
         **_EXPERTS,
@@ -105,12 +92,10 @@ QWEN3_NEXT = Family(
     },
     partial(_read, family="qwen3_next", experts=512, grouped=True),
     lambda arch: {**_write(arch), **write_experts(arch)},
-    None,
 )
 QWEN3_5 = Family(
     "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5TextForSequenceClassification",
+    "Qwen3_5",
     {**_DEFAULTS, "num_key_value_heads": 4},
     partial(_read, family="qwen3_5_text", experts=0),
     _write,
@@ -128,11 +113,9 @@ QWEN3_5 = Family(
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeTextForSequenceClassification",
+    "Qwen3_5Moe",
     {**_DEFAULTS, **_EXPERTS, "intermediate_size": 512, "num_experts_per_tok": 8},
     partial(_read, family="qwen3_5_moe_text", experts=256),
     lambda arch: {**_write(arch), **write_experts(arch)},
-    None,
     omitted=("intermediate_size", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"),
 )

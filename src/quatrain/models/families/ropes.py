@@ -181,11 +181,13 @@ def _longrope(rope: RopeConfig, c: HFConfig, fields: dict[str, Any]) -> Rope:
     return Rope(**fields, factor=factor, scale=scale, short_factors=tuple(short), long_factors=tuple(long))
 
 
-def write_rope(rope: Rope, sliding: Rope | None = None) -> dict[str, Any]:
+def write_rope(rope: Rope | None, sliding: Rope | None = None, *, share: bool = False) -> dict[str, Any]:
     """Rotary embeddings in the layouts of transformers 4 and 5, so that other engines can read either.
 
-    `sliding`: those of sliding-window layers, if they have their own.
+    `sliding`: those of sliding-window layers, if they have their own. The share of a head that is rotated is
+    written where it is not 1, or always with `share`.
     """
+    rope = rope or Rope()
     if rope.written:
         written = {name: list(value) if isinstance(value, tuple) else value for name, value in rope.written}
     else:
@@ -197,7 +199,7 @@ def write_rope(rope: Rope, sliding: Rope | None = None) -> dict[str, Any]:
         values["original_max_position_embeddings"] = rope.original_max_position
     old = {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else values}
     full = {"rope_theta": rope.theta, **values}
-    if rope.partial != 1.0:
+    if share or rope.partial != 1.0:
         full["partial_rotary_factor"] = old["partial_rotary_factor"] = rope.partial
     if sliding is None:
         return {**old, "rope_parameters": full}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
-from quatrain.models.families.common import Family, Json
-from quatrain.models.families.gguf import GGUF
-from quatrain.models.families.ropes import FULL, SLIDING, read_rope
+from quatrain.models.families.common import GGUF, Family, Json
+from quatrain.models.families.ropes import read_rope
 from quatrain.models.hf_config import HFConfig
 from quatrain.models.spec import require
 
@@ -17,12 +18,9 @@ def _read(c: HFConfig) -> Architecture:
     rotated = c.no_rope_layers or [int((i + 1) % every != 0) for i in range(layers)]  # 1: with rope
     require(len(rotated) >= layers, "no_rope_layers", f"a list of {layers} entries or more", rotated)
     window = c.sliding_window if c.use_sliding_window else None
-    types = c.layer_types or [SLIDING if window and not turned else FULL for turned in rotated[:layers]]
-    windows = [
-        mixer.window for mixer in common.by_layer_type(c, types, lambda w: common.read_attention(c, rope, w))
-    ]
-    places = zip(rotated, windows, strict=False)
-    mixers = [common.read_attention(c, rope if turned else None, window) for turned, window in places]
+    types = common.layer_types(c, lambda i: bool(rotated[i]) or not window)
+    turned = zip(common.attentions(c, types, rope), rotated, strict=False)
+    mixers = [mixer if with_rope else replace(mixer, rope=None) for mixer, with_rope in turned]
     return common.architecture("smollm3", c, mixers, bias=bool(c.mlp_bias))
 
 
@@ -31,7 +29,6 @@ def _write(arch: Architecture) -> Json:
     return {
         **common.write_attention(arch, always=False),
         **windows,
-        "hidden_act": layer.mlp.activation,
         "mlp_bias": layer.dense.bias,
         "no_rope_layers": [int(kind.mixer.rope is not None) for kind in arch.layers],
         "use_sliding_window": windows["sliding_window"] is not None,
@@ -40,8 +37,7 @@ def _write(arch: Architecture) -> Json:
 
 SMOLLM3 = Family(
     "smollm3",
-    "SmolLM3ForCausalLM",
-    "SmolLM3ForSequenceClassification",
+    "SmolLM3",
     {
         "rope_theta": 2e6,
         "max_position_embeddings": 32768,

@@ -30,14 +30,12 @@ One file each: a file whose name does not begin with `_` is an estimator, a func
 the constants that `config/algorithms.py` describes. Nothing else lists the estimators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
 
+from quatrain.ops import functions_of
 from quatrain.ops.advantages._shared import TokenAdvantages as TokenAdvantages
-from quatrain.ops.algorithms import functions_of
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., np.ndarray | TokenAdvantages]] = functions_of(
     __name__, __path__

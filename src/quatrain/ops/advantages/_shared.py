@@ -1,7 +1,5 @@
 """What several advantage estimators are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

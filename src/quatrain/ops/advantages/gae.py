@@ -1,7 +1,5 @@
 """Generalised advantage estimation with a critic (GAE)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import (

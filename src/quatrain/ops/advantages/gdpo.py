@@ -1,7 +1,5 @@
 """Group-relative advantages of each reward function, summed (GDPO)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import STD_EPS, by_rows, check_scale, one_segment

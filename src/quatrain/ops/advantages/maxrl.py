@@ -1,7 +1,5 @@
 """Group-relative advantages divided by the group's mean reward (MaxRL)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import by_rows, check_scale

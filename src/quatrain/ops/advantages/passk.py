@@ -1,7 +1,5 @@
 """Policy gradient of a group's maximum reward (pass@k)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import STD_EPS, by_rows, check_scale

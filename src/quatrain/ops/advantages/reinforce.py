@@ -1,7 +1,5 @@
 """REINFORCE, whitened over the batch."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import STD_EPS, by_rows, check_scale, one_segment

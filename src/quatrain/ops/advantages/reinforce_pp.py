@@ -1,7 +1,5 @@
 """REINFORCE++: discounted returns of tokens, whitened over the batch."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import (

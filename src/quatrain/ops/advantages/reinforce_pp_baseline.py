@@ -1,7 +1,5 @@
 """REINFORCE++ with the group's mean reward as baseline."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import by_rows, check_scale

@@ -1,7 +1,5 @@
 """REINFORCE with the greedy completion's reward as baseline (ReMax)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import check_scale

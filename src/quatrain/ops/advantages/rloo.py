@@ -1,7 +1,5 @@
 """REINFORCE with a leave-one-out baseline (RLOO)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quatrain.ops.advantages._shared import by_rows, check_scale

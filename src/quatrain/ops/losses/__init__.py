@@ -11,13 +11,11 @@ A file whose name does not begin with `_` is a loss: a function of the file's na
 its paper does not take the mean over all tokens. Nothing else lists the losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
+from quatrain.ops import functions_of
 from quatrain.ops.aggregation import LOSS_AGGREGATIONS as LOSS_AGGREGATIONS
 from quatrain.ops.aggregation import token_weights as token_weights
-from quatrain.ops.algorithms import functions_of
 from quatrain.ops.tokens import TokenLoss
 
 POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = functions_of(__name__, __path__)

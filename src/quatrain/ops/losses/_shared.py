@@ -1,7 +1,5 @@
 """What several policy losses are made of."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """REINFORCE weighted with a clipped ratio (CISPO)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """`ppo_clip` without a few tokens of high covariance (Clip-Cov)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from quatrain.ops.covariance import tokens_between_covariances

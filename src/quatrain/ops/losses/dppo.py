@@ -1,7 +1,5 @@
 """Policy gradient without the tokens that have left a trust region in total variation (DPPO)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Geometric mean of a sequence's clipped ratios (GMPO)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from quatrain.ops.losses._shared import fractions, log_ratio, selected

@@ -1,7 +1,5 @@
 """Group policy gradient (GPG)."""
 
-from __future__ import annotations
-
 from quatrain.ops.losses.reinforce import reinforce
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 

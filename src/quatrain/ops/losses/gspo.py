@@ -1,7 +1,5 @@
 """Clipped surrogate loss with the ratio of the whole sequence (GSPO)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Policy gradient with a KL penalty on a few tokens of high covariance (KL-Cov)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from quatrain.ops.covariance import tokens_of_highest_covariance

@@ -1,7 +1,5 @@
 """Clipped surrogate loss (PPO, DAPO, dual clip)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from quatrain.ops.losses._shared import log_ratio, surrogate

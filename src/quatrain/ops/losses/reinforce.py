@@ -1,7 +1,5 @@
 """REINFORCE without correction for an older policy."""
 
-from __future__ import annotations
-
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 

@@ -1,7 +1,5 @@
 """Soft gate in place of clipping (SAPO)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

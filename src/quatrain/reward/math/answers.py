@@ -33,8 +33,8 @@ from quatrain.reward.math.words import (
     without_letter_unit,
     without_units,
 )
+from quatrain.workers.loop_thread import map_in_threads
 from quatrain.workers.pool import Failure
-from quatrain.workers.threads import map_in_threads
 
 # Of a long text only the last characters are read, because the answer is expected at the end.
 _TAIL_CHARS = 4000
@@ -186,7 +186,12 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
         return texts.same_moment(line, moment)
     if texts.has_moment(gold):  # several, or with other text
         return _as_text(line) == _as_text(gold) if len(gold.split()) <= _MOST_PARTS else None
-    number = whole_number(gold) or _computed_number(gold)
+    number = whole_number(gold)
+    if number is None:
+        # The value of powers, factorials and scientific notation; a sum may be the question.
+        computed = without_letter_unit(gold)
+        value = None if _NOT_COMPUTED.fullmatch(computed) else exact_expression(computed)
+        number = None if value is None else Number(value, "%" in computed)
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))
     if words := texts.words_of(gold):
@@ -196,13 +201,6 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     if not is_judgeable(gold):
         return None
     return _as_text(said) == _as_text(gold) or same_expression(line, gold)
-
-
-def _computed_number(gold: str) -> Number | None:
-    """The exact value of powers, factorials and scientific notation; a sum may be the question."""
-    gold = without_letter_unit(gold)
-    value = None if _NOT_COMPUTED.fullmatch(gold) else exact_expression(gold)
-    return None if value is None else Number(value, "%" in gold)
 
 
 def _same_number(said: str, gold: Number) -> bool:

@@ -35,7 +35,7 @@ def exact_value(text: str) -> Fraction | None:
         at = token.end()
     if at < len(text) or not tokens:
         return None
-    reader = _Reader(tokens)
+    reader = _TokenReader(tokens)
     try:
         value = reader.sum()
         return None if reader.token else value
@@ -62,7 +62,7 @@ def is_decimal(x: Fraction) -> bool:
     return pow(10, x.denominator.bit_length(), x.denominator) == 0
 
 
-class _Reader:
+class _TokenReader:
     """Reads tokens from left to right; raises ValueError at the first that is not understood."""
 
     def __init__(self, tokens: list[str]):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from quatrain.workers.pool import Failure, Pool, default_workers
-from quatrain.workers.process import log_output
+from quatrain.workers.worker_process import log_output
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,187 @@
+"""Dialogues of several turns: what kept contexts save of their prefill, and what idle ones cost others.
+
+    python benchmarks/prefix.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--turns 8] [--json prefix.json]
+
+`--episodes` dialogues begin with the same 100 tokens; each turn has an answer of 40 tokens and 60 tokens of
+the user. They are sampled as requests with kept contexts (`rollout.prefix_share`), as requests without, and
+as turns of one sequence whose keys stay in its row, as environments have them. Each way runs `--rounds` + 2
+times on new tokens, in turns; the first two compile and are dropped. Figures are the tokens and the seconds
+of prefill, by turn and as ratios of medians: `kept / turns` (asked: at most 1.3) and `kept / without` (0.25).
+
+Then the seconds of a decode step of four sequences, with 64 idle contexts kept over those with none (1.02).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from quatrain.weights.load import load_model
+
+from quatrain.data.tokenizer import load_tokenizer
+from quatrain.engine.session import Sampler, Session
+from quatrain.parallel.mesh import one_device
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling
+
+FIRST, SAID, ANSWER = 100, 60, 40
+CACHE_BYTES = 4 << 30
+WARM = 2
+"""Rounds that compile: sizes of the cache stay as they grew, so that the second begins with others."""
+Turns = list[tuple[int, float]]
+"""The tokens and the seconds of prefill of each turn."""
+
+
+def main() -> None:
+    """Prints JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", nargs="?", default="builtin:tiny", help="path of a model")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--episodes", type=int, default=2)
+    parser.add_argument("--idle", type=int, default=64, help="idle contexts beside a decode step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path, help="file the figures are written to")
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, vocab_size=len(tokenizer) if ":" in args.model else None)
+    ways = {
+        "kept": requests(args, model, tokenizer, 0.5),
+        "without": requests(args, model, tokenizer, 0.0),
+        "turns": turns_of_a_sequence(args, model, tokenizer),
+    }
+    rounds: dict[str, list[Turns]] = {name: [] for name in ways}
+    for number in range(args.rounds + WARM):
+        for name, way in ways.items():
+            rounds[name].append(way(number))
+    tokens = {name: sum(count for count, _ in found[-1]) for name, found in rounds.items()}
+    by_turn = {
+        name: [statistics.median(s[1] for s in each) for each in zip(*found[WARM:], strict=True)]
+        for name, found in rounds.items()
+    }
+    whole = {
+        name: statistics.median(sum(seconds for _, seconds in turns) for turns in found[WARM:])
+        for name, found in rounds.items()
+    }
+    steps = decode_steps(args, model, tokenizer)
+    report = {
+        "prefilled tokens": tokens,
+        "seconds of prefill": whole,
+        "seconds of prefill by turn": by_turn,
+        "kept / turns": whole["kept"] / whole["turns"],
+        "kept / without": whole["kept"] / whole["without"],
+        "kept, last / second turn": by_turn["kept"][-1] / by_turn["kept"][1],
+        "without, last / second turn": by_turn["without"][-1] / by_turn["without"][1],
+        "decode step beside idle contexts / alone": steps,
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+
+
+def words(arch: Any, *seed: int, count: int) -> list[int]:
+    """Tokens that no other seed has."""
+    return np.random.default_rng(seed).integers(0, arch.vocab_size, count).tolist()
+
+
+def new_session(args: Any, model: Any, tokenizer: Any, share: float) -> Session:
+    """A session of requests that keeps contexts in a share of its memory."""
+    where = "xla", one_device(), CACHE_BYTES
+    sampler = Sampler(model.arch, tokenizer, (), 0, jnp.dtype(args.dtype), *where, prefix_share=share)
+    return Session(sampler, Sampling(n=1, max_new_tokens=ANSWER), None, per_request_sampling=True)
+
+
+def asked(
+    session: Session, params: Any, contexts: list[list[int]], name: str, tokens: int = ANSWER
+) -> list[Any]:
+    """The completions of requests that are asked together, one for each dialogue."""
+    prompts = [Prompt(0, np.array(ids, np.int32), "") for ids in contexts]
+    sampling = Sampling(n=1, max_new_tokens=tokens)
+    owners = [
+        PerRequestSampling(sampling, 0, 0, number, session=f"{name}/{number}")
+        for number in range(len(prompts))
+    ]
+    tickets = session.submit_own(prompts, owners)
+    while not session.finished(tickets):
+        session.advance(params, 0)
+    return [completion for _, completion in session.take(tickets)[0]]
+
+
+def requests(args: Any, model: Any, tokenizer: Any, share: float) -> Callable[[int], Turns]:
+    """Plays dialogues whose turns are requests with the whole context."""
+    session = new_session(args, model, tokenizer, share)
+
+    def play(number: int) -> Turns:
+        contexts = [words(model.arch, number, count=FIRST) for _ in range(args.episodes)]
+        found = []
+        for turn in range(args.turns):
+            before = session.stats
+            done = asked(session, model.params, contexts, f"{number}")
+            work = session.stats - before
+            found.append((work.prefilled_tokens, work.prefill_s))
+            contexts = [
+                [*context, *each.tokens, *words(model.arch, number, turn, episode, count=SAID)]
+                for episode, (context, each) in enumerate(zip(contexts, done, strict=True))
+            ]
+        for episode in range(args.episodes):
+            session.forget(f"{number}/{episode}")
+        return found
+
+    return play
+
+
+def turns_of_a_sequence(args: Any, model: Any, tokenizer: Any) -> Callable[[int], Turns]:
+    """Plays dialogues whose turns are those of a session of episodes, which keeps their rows."""
+    most = args.turns * (ANSWER + SAID)
+    where = "xla", one_device(), CACHE_BYTES, FIRST, most
+    sampler = Sampler(model.arch, tokenizer, (), 0, jnp.dtype(args.dtype), *where)
+
+    def play(number: int) -> Turns:
+        session = Session(sampler, Sampling(n=args.episodes, max_new_tokens=most), None, lambda done: True)
+        session.submit([Prompt(0, np.array(words(model.arch, number, count=FIRST), np.int32), "")], 0)
+        for group in session._groups.values():
+            group.limit = ANSWER  # of the first turn; `resume` says it of the others
+        found, before = [], session.stats
+        for turn in range(args.turns):
+            ended: list[Any] = []
+            while len(ended) < args.episodes:
+                session.advance(model.params, 0)
+                ended += session.take_ends()
+            work, before = session.stats - before, session.stats
+            found.append((work.prefilled_tokens, work.prefill_s))
+            for episode, end in enumerate(ended):
+                assert end.suspended is not None
+                said = words(model.arch, number, turn, episode, count=SAID)
+                session.resume(end.suspended, said, (turn + 2) * ANSWER)
+        return found
+
+    return play
+
+
+def decode_steps(args: Any, model: Any, tokenizer: Any) -> float:
+    """The seconds of a decode step beside so many idle contexts that are kept, over those of one alone."""
+    sessions = [new_session(args, model, tokenizer, 0.5) for _ in range(2)]
+    for number in range(args.idle):
+        asked(sessions[0], model.params, [words(model.arch, number, 1, count=FIRST)], f"idle {number}", 2)
+    seconds: list[list[float]] = [[], []]
+    for number in range(args.rounds + WARM):
+        contexts = [words(model.arch, number, 2, i, count=FIRST) for i in range(4)]
+        for session, of in zip(sessions, seconds, strict=True):
+            before = session.stats
+            asked(session, model.params, contexts, f"{number}")
+            work = session.stats - before
+            of.append(work.decode_s / work.slot_steps)
+    beside, alone = (statistics.median(of[WARM:]) for of in seconds)
+    return beside / alone
+
+
+if __name__ == "__main__":
+    main()
