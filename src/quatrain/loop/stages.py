@@ -25,10 +25,11 @@ from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.own_sampler import users_sampler
-from quatrain.rollout.rollouts import Player, Rollouts, SingleTurns
+from quatrain.rollout.rollouts import Rollouts, SingleTurns
 from quatrain.rollout.start_fleet import start_fleet
 from quatrain.types.batches import RolloutBatch
 from quatrain.types.metrics import Metric
+from quatrain.types.player import Player
 from quatrain.types.rollouts import OnProgress, Sampling
 from quatrain.types.sampler import Sampler
 from quatrain.update.learner import Learner
