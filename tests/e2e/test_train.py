@@ -21,7 +21,6 @@ from quatrain.cli import main as cli
 from quatrain.cluster.stop import Stopped
 from quatrain.config import secrets
 from quatrain.config.load import load_config
-from quatrain.engine.engine import RolloutEngine
 from quatrain.loop import build as build_module
 from quatrain.loop.evaluate import evaluate_run, finite_numbers
 from quatrain.loop.export import export
@@ -29,6 +28,7 @@ from quatrain.loop.prompts import NoSignal
 from quatrain.loop.recorder import logprob_diff_warning
 from quatrain.loop.train import train, train_sft
 from quatrain.report import progress
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.metrics import read_metrics
@@ -93,7 +93,7 @@ def test_every_logged_metric_is_documented(finished):
 
 
 def test_a_sampler_and_a_trainer_that_disagree_are_warned_about(tmp_path, monkeypatch, capfd):
-    plain_generate = RolloutEngine.generate
+    plain_generate = Rollouts.generate
 
     def shifted(self, prompts, **options):
         batch = plain_generate(self, prompts, **options)
@@ -101,7 +101,7 @@ def test_a_sampler_and_a_trainer_that_disagree_are_warned_about(tmp_path, monkey
             batch, rollout_logprobs=batch.rollout_logprobs - np.float32(0.25) * batch.completion_mask
         )
 
-    monkeypatch.setattr(RolloutEngine, "generate", shifted)
+    monkeypatch.setattr(Rollouts, "generate", shifted)
     run = train(small_run(tmp_path, "shifted", "run.steps=2", "eval.every_steps=0", "sft.steps=0")).run
     log = (run / "run.log").read_text()
     for step in (1, 2):
@@ -181,7 +181,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     whole, options = finished
     run, settings = tmp_path / "stopped", ("checkpoint.every_steps=0", *options)
     resolved = small_run(tmp_path, "stopped", *settings)
-    rollout = (RolloutEngine, "generate", lambda engine, prompts: engine._version == 4)
+    rollout = (Rollouts, "generate", lambda rollouts, prompts: rollouts.sampler.version == 4)
     with _signalled(signal.SIGTERM, *rollout), pytest.raises(Stopped) as first:
         train(resolved)
     assert first.value.status == 143
@@ -251,7 +251,7 @@ def test_the_last_step_is_saved_while_the_next_one_compiles(tmp_path, monkeypatc
 
 def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
     resolved = small_run(tmp_path, "early", "run.steps=1", "sft.steps=0")
-    evaluation = (RolloutEngine, "generate_each", lambda *arguments: True)
+    evaluation = (Rollouts, "generate_each", lambda *arguments: True)
     with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
         train(resolved)
     assert str(stopped.value) == (
@@ -264,7 +264,7 @@ def test_the_command_that_goes_on_works_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 8)
     options = ("data.train=rows.jsonl", "data.eval=rows.jsonl", "run.steps=1", "sft.steps=0")
-    evaluation = (RolloutEngine, "generate_each", lambda *arguments: True)
+    evaluation = (Rollouts, "generate_each", lambda *arguments: True)
     with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
         train(small_run("runs", "early", *options))
     assert str(stopped.value).splitlines()[1] == (

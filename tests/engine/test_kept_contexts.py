@@ -383,7 +383,7 @@ def test_a_preempted_sequence_computes_its_own_turn_alone(asking):
         scheduler = kept.session._scheduler
         for who in scheduler.placed:
             scheduler.preempt(*who)
-            restored += len(kept.session.completion(ticket).tokens) - 1
+            restored += len(kept.session.completions(ticket)[0].tokens) - 1
             rounds += 1
     [completion] = kept.finish([ticket])
     check_alike([completion], [without.ask(context, tokens=60)], atol=1e-6)

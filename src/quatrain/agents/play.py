@@ -318,11 +318,14 @@ class AgentPlayer(Player):
         """Ends everything that lives in the thread, as its last work."""
         self._processes.end()
         loop, server = self._thread.loop, self._server
+        for task in self._tasks:
+            task.cancel()
+        # What takes over a connection must have begun before its server is closed and it is cancelled: it
+        # would leave the socket open.
+        loop.run_until_complete(asyncio.sleep(0))
         for listening in getattr(server, "servers", ()):
             listening.close()
-        # The episodes first. What takes over a connection must have begun before it is cancelled: it would
-        # leave the socket open.
-        for tasks in (lambda: self._tasks, lambda: asyncio.all_tasks(loop)):
+        for tasks in (lambda: self._tasks, lambda: asyncio.all_tasks(loop)):  # episodes first
             if left := set(tasks()):
                 for task in left:
                     task.cancel()
