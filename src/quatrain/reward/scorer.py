@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from quatrain.cluster.processes import decided_by_main
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, RewardConfig
@@ -200,7 +199,8 @@ class RewardScorer:
         ValueError for a function that cannot be imported or called, and for a reward model that is missing,
         damaged or of an unsupported kind.
         """
-        # It brings JAX, which hints on a run do without.
+        # They bring JAX, which hints on a run do without.
+        from quatrain.cluster.processes import decided_by_main
         from quatrain.reward.reward_model import load_reward_models
 
         models = None
