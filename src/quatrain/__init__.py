@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from quatrain.environments.environment import StepResult as StepResult
     from quatrain.environments.environment import Turn as Turn
     from quatrain.environments.tools import Tools as Tools
-    from quatrain.loop.build import LoadedPolicy as LoadedPolicy
-    from quatrain.loop.build import load_policy as load_policy
     from quatrain.loop.evaluate import Evaluator as Evaluator
     from quatrain.loop.export import export_policy as export_policy
+    from quatrain.loop.policy import LoadedPolicy as LoadedPolicy
+    from quatrain.loop.policy import load_policy as load_policy
     from quatrain.loop.stages import Stages as Stages
     from quatrain.loop.stages import build_stages as build_stages
     from quatrain.loop.step import collect as collect
@@ -53,9 +53,9 @@ _MODULES = {
     "data.prompts": ("load_prompts",),
     "environments.environment": ("Environment", "StepResult", "Turn"),
     "environments.tools": ("Tools",),
-    "loop.build": ("LoadedPolicy", "load_policy"),
     "loop.evaluate": ("Evaluator",),
     "loop.export": ("export_policy",),
+    "loop.policy": ("LoadedPolicy", "load_policy"),
     "loop.stages": ("Stages", "build_stages"),
     "loop.step": ("collect", "learn"),
     "loop.train": ("train",),
