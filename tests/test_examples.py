@@ -20,7 +20,7 @@ from quatrain.config.load import load_config
 from quatrain.data.builtin import EOS
 from quatrain.data.tokenizer import render
 from quatrain.data.turns import TurnTemplate
-from quatrain.environments.load_environment import load_environment, load_tools
+from quatrain.episodes.load_environment import load_environment, load_tools
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.functions import has_format
 from quatrain.reward.reward_model import load_reward_models

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from quatrain.config.load import load_config as load_config
     from quatrain.config.schema import Config as Config
     from quatrain.data.prompts import load_prompts as load_prompts
-    from quatrain.environments.environment import Environment as Environment
-    from quatrain.environments.environment import StepResult as StepResult
-    from quatrain.environments.environment import Turn as Turn
-    from quatrain.environments.tools import Tools as Tools
+    from quatrain.episodes.environment import Environment as Environment
+    from quatrain.episodes.environment import StepResult as StepResult
+    from quatrain.episodes.environment import Turn as Turn
+    from quatrain.episodes.tools import Tools as Tools
     from quatrain.loop.evaluate import Evaluator as Evaluator
     from quatrain.loop.export import export_policy as export_policy
     from quatrain.loop.policy import LoadedPolicy as LoadedPolicy
@@ -51,8 +51,8 @@ _MODULES = {
     "config.load": ("load_config",),
     "config.schema": ("Config",),
     "data.prompts": ("load_prompts",),
-    "environments.environment": ("Environment", "StepResult", "Turn"),
-    "environments.tools": ("Tools",),
+    "episodes.environment": ("Environment", "StepResult", "Turn"),
+    "episodes.tools": ("Tools",),
     "loop.evaluate": ("Evaluator",),
     "loop.export": ("export_policy",),
     "loop.policy": ("LoadedPolicy", "load_policy"),

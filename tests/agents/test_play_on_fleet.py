@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from test_play import AGENTS, prompts
 
-from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
+from quatrain.episodes.agent_episodes import AgentPlayer, AgentRules
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 
-from quatrain.environments.environment import StepResult
-from quatrain.environments.load_environment import load_environment, load_environments, load_tools
-from quatrain.environments.tools import Tools
+from quatrain.episodes.environment import StepResult
+from quatrain.episodes.load_environment import load_environment, load_environments, load_tools
+from quatrain.episodes.tools import Tools
 from quatrain.workers.faults import Fault
 
 GAME = '''

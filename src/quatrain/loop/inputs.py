@@ -15,7 +15,6 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.cluster.stop import Stop
 from quatrain.config.data_sets import data_set_list, shown_data_sets
@@ -25,6 +24,7 @@ from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
 from quatrain.data.token_table import TokenRow
+from quatrain.episodes.hubs import hub_rows
 from quatrain.loop.evaluate import Evaluator
 from quatrain.loop.policy import LoadedPolicy
 from quatrain.loop.sft import warm_start_data

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from quatrain.agents.hubs import hub_rows
 from quatrain.backend import this_backend
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
@@ -22,7 +21,8 @@ from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import GivenRows
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.vocabulary import check_same_tokens
-from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
+from quatrain.episodes.hubs import hub_rows
+from quatrain.episodes.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.models.families import Architecture
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.models.params import check_policy

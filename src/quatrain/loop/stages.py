@@ -19,8 +19,8 @@ from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
-from quatrain.environments.episode_rules import episode_rules
-from quatrain.environments.episodes import EnvironmentPlayer
+from quatrain.episodes.environment_episodes import EnvironmentPlayer
+from quatrain.episodes.episode_rules import episode_rules
 from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -159,7 +159,7 @@ def build_player(config: Config, loaded: LoadedPolicy, sampler: Sampler) -> Play
     """What plays the episodes: an agent, environments, or nobody, where a completion is one turn."""
     if config.rollout.agent is not None:
         try:  # other runs need no HTTP server
-            from quatrain.agents.agent_player import agent_player
+            from quatrain.episodes.agent_player import agent_player
         except ImportError as error:
             raise ValueError(
                 f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"

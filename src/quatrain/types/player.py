@@ -1,7 +1,7 @@
 """The interface of what plays the episodes of a batch, asking a sampler for the turns of the policy.
 
 Data flow: list of `Prompt` -> `Player.begin` -> `Playing` -> the rows of a `RolloutBatch`. Players are single
-turns (`rollout/rollouts.py`), environments (`environments/episodes.py`) and agents (`agents/play.py`).
+turns (`rollout/rollouts.py`), environments and agents (`episodes/`).
 """
 
 from __future__ import annotations

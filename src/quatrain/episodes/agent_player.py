@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from quatrain.agents.agent_processes import check_agent
-from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.derive import environment_tokens
 from quatrain.config.schema import Config
 from quatrain.data.policy import Policy
+from quatrain.episodes.agent_episodes import AgentPlayer, AgentRules
+from quatrain.episodes.agent_processes import check_agent
 from quatrain.types.sampler import Sampler
 from quatrain.workers.pool import default_workers
 

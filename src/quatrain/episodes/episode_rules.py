@@ -6,10 +6,10 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.derive import environment_tokens
 from quatrain.config.schema import Config
 from quatrain.data.policy import Policy
-from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.environment_workers import EnvironmentCalls, InWorkers
-from quatrain.environments.episodes import EpisodeRules
-from quatrain.environments.load_environment import AnyEnvironments
+from quatrain.episodes.environment_episodes import EpisodeRules
+from quatrain.episodes.environment_threads import InThreads
+from quatrain.episodes.environment_workers import EnvironmentCalls, InWorkers
+from quatrain.episodes.load_environment import AnyEnvironments
 
 
 def episode_rules(config: Config, policy: Policy, environments: AnyEnvironments) -> EpisodeRules:

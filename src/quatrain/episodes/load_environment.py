@@ -17,10 +17,10 @@ from typing import Any
 
 from quatrain.config.errors import listed, shown
 from quatrain.config.sections.rollout import COLUMN
+from quatrain.data.tool_calls import warn_of_unread
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
-from quatrain.environments.environment import CheckedEnvironment, InitialObservation, StepResult
-from quatrain.environments.tool_calls import warn_of_unread
-from quatrain.environments.tools import Tool, Tools
+from quatrain.episodes.environment import CheckedEnvironment, InitialObservation, StepResult
+from quatrain.episodes.tools import Tool, Tools
 from quatrain.workers.faults import format_error, run_guarded
 from quatrain.workers.user_code import find_function, parameters_of
 

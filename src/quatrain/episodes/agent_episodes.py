@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from quatrain.agents.agent_processes import CLOSED, AgentProcesses, Played
-from quatrain.agents.child import Client
 from quatrain.data.messages import as_messages
+from quatrain.episodes.agent_processes import CLOSED, AgentProcesses, Played
+from quatrain.episodes.child import Client
 from quatrain.serve.api import Api
 from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
