@@ -196,7 +196,7 @@ class Simulation:
         self.groups: dict[int, Group] = {}
         room, size = Room(positions, 1, prompt_positions(prompt)), len(lengths[0])
         self.admission = Admission(
-            self.scheduler, room, self.groups, size, slots, limit, turns=False, ring_positions=ring_positions
+            self.scheduler, room, self.groups, size, slots, limit, ring_positions=ring_positions
         )
         self.steps = self.ring_steps = self.slot_steps = self.tokens = self.recomputed = self.read = (
             self.peak
@@ -289,7 +289,7 @@ def prefill_memory(arch: Architecture, long: int, *, dtype: str = "float32") -> 
     usual, _ = temporary(prefill_program, row, PREFILL_TOKENS)
     left = [[Continuation(group(long), 0, 0, 0)]]
     batch, width, most = next(calls(left))
-    part = extension(batch, 1, 1, width, most, 1, UsualSampling())
+    part = extension(batch, 1, width, most, 1, UsualSampling())
     in_parts, cache = temporary(extend_program, part, prompt_positions(long))
     return {f"{PREFILL_TOKENS} tokens": usual, f"part of {long} tokens": in_parts, "cache": cache}
 

@@ -3,10 +3,10 @@
     python benchmarks/prefix.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--turns 8] [--json prefix.json]
 
 `--episodes` dialogues begin with the same 100 tokens; each turn has an answer of 40 tokens and 60 tokens of
-the user. They are sampled as requests with kept contexts (`rollout.prefix_share`), as requests without, and
-as turns of one sequence whose keys stay in its row, as environments have them. Each way runs `--rounds` + 2
-times on new tokens, in turns; the first two compile and are dropped. Figures are the tokens and the seconds
-of prefill, by turn and as ratios of medians: `kept / turns` (asked: at most 1.3) and `kept / without` (0.25).
+the user. They are sampled as requests with kept contexts (`rollout.prefix_share`), and as requests without.
+Each way runs `--rounds` + 2 times on new tokens, in turns; the first two compile and are dropped. Figures are
+the tokens and the seconds of prefill, by turn and as the ratio of medians `kept / without` (asked: at most
+0.25).
 
 Then the seconds of a decode step of four sequences, with 64 idle contexts kept over those with none (1.02).
 """
@@ -22,7 +22,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from quatrain.weights.load import load_model
 
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.session import Sampler, Session
@@ -30,6 +29,7 @@ from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.sampler import PerRequestSampling
+from quatrain.weights.load_model import load_model
 
 FIRST, SAID, ANSWER = 100, 60, 40
 CACHE_BYTES = 4 << 30
@@ -55,7 +55,6 @@ def main() -> None:
     ways = {
         "kept": requests(args, model, tokenizer, 0.5),
         "without": requests(args, model, tokenizer, 0.0),
-        "turns": turns_of_a_sequence(args, model, tokenizer),
     }
     rounds: dict[str, list[Turns]] = {name: [] for name in ways}
     for number in range(args.rounds + WARM):
@@ -75,7 +74,6 @@ def main() -> None:
         "prefilled tokens": tokens,
         "seconds of prefill": whole,
         "seconds of prefill by turn": by_turn,
-        "kept / turns": whole["kept"] / whole["turns"],
         "kept / without": whole["kept"] / whole["without"],
         "kept, last / second turn": by_turn["kept"][-1] / by_turn["kept"][1],
         "without, last / second turn": by_turn["without"][-1] / by_turn["without"][1],
@@ -133,34 +131,6 @@ def requests(args: Any, model: Any, tokenizer: Any, share: float) -> Callable[[i
             ]
         for episode in range(args.episodes):
             session.forget(f"{number}/{episode}")
-        return found
-
-    return play
-
-
-def turns_of_a_sequence(args: Any, model: Any, tokenizer: Any) -> Callable[[int], Turns]:
-    """Plays dialogues whose turns are those of a session of episodes, which keeps their rows."""
-    most = args.turns * (ANSWER + SAID)
-    where = "xla", one_device(), CACHE_BYTES, FIRST, most
-    sampler = Sampler(model.arch, tokenizer, (), 0, jnp.dtype(args.dtype), *where)
-
-    def play(number: int) -> Turns:
-        session = Session(sampler, Sampling(n=args.episodes, max_new_tokens=most), None, lambda done: True)
-        session.submit([Prompt(0, np.array(words(model.arch, number, count=FIRST), np.int32), "")], 0)
-        for group in session._groups.values():
-            group.limit = ANSWER  # of the first turn; `resume` says it of the others
-        found, before = [], session.stats
-        for turn in range(args.turns):
-            ended: list[Any] = []
-            while len(ended) < args.episodes:
-                session.advance(model.params, 0)
-                ended += session.take_ends()
-            work, before = session.stats - before, session.stats
-            found.append((work.prefilled_tokens, work.prefill_s))
-            for episode, end in enumerate(ended):
-                assert end.suspended is not None
-                said = words(model.arch, number, turn, episode, count=SAID)
-                session.resume(end.suspended, said, (turn + 2) * ANSWER)
         return found
 
     return play

@@ -400,7 +400,7 @@ def use_host_model(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     Returns a set of what would have been compiled so far for a device.
     """
     seen: set[Any] = set()
-    for name in ("_pick", "_put", "_keep", "_copied"):
+    for name in ("_pick", "_put", "_copied"):
         monkeypatch.setattr(decode, name, _noted(name, getattr(decode, name).__wrapped__, seen))
     of_blocks = {"_load": _load, "_keep_block": _keep_block, "_keep_turn_block": _keep_turn_block}
     for name, move in of_blocks.items():  # loops over slices of XLA's

@@ -224,7 +224,7 @@ class Placed:
     def __post_init__(self):
         self.groups = {}
         room = Room(self.positions, 1, 32)
-        self.admission = Admission(self.scheduler, room, self.groups, 1, None, None, turns=False)
+        self.admission = Admission(self.scheduler, room, self.groups, 1, None, None)
 
     def submit(self, prompt):
         group = Group.of(Prompt(0, np.ones(prompt, np.int32), ""), 0, range(1), 300)

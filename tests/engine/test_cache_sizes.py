@@ -6,35 +6,33 @@ import numpy as np
 import pytest
 
 from quatrain.engine.admission import Admission
-from quatrain.engine.cache import FEWEST_OF_TURNS, CacheShape, Ring, Room
+from quatrain.engine.cache import FEWEST_OF_REQUESTS, CacheShape, Ring, Room
 from quatrain.engine.groups import Group, prompt_positions
 from quatrain.engine.scheduler import Scheduler
 from quatrain.types.batches import Prompt
 
 
-@pytest.mark.parametrize(("usual", "more"), [(20, 36), (300, 40), (500, 4000)])
-def test_contexts_of_turns_have_few_sizes(usual, more):
-    room = Room(1 << 30, 1, prompt_positions(usual), more)
-    most = room.positions(usual, 8) - room.ring(8, 8)
-    sizes = {tokens: room.context(tokens) for tokens in range(1, usual + more + 1)}
-    assert all(tokens <= positions <= most for tokens, positions in sizes.items())
-    assert room.context(1) == min(most, max(FEWEST_OF_TURNS, room.fewest_positions))
-    doublings = sorted(set(sizes.values()))
-    assert all(longer == min(most, 2 * shorter) for shorter, longer in pairwise(doublings))
+@pytest.mark.parametrize("usual", [20, 300])
+def test_contexts_of_requests_have_few_sizes(usual):
+    room = Room(1 << 30, 1, prompt_positions(usual), varying=True)
+    sizes = {tokens: room.context(tokens) for tokens in range(1, 5000)}
+    assert all(tokens <= positions for tokens, positions in sizes.items())
+    assert room.context(1) == max(FEWEST_OF_REQUESTS, room.fewest_positions)
+    assert all(longer == 2 * shorter for shorter, longer in pairwise(sorted(set(sizes.values()))))
 
 
-def test_without_turns_the_cache_is_that_of_the_longest_prompt():
+def test_without_requests_the_cache_is_that_of_the_longest_prompt():
     room = Room(1 << 30, 1, prompt_positions(20))
     assert [room.context(tokens) for tokens in (1, 32, 33, 200)] == [32, 32, 48, 256]
 
 
-def test_what_samples_need_counts_what_is_kept_of_them():
-    """A suspended sample has more tokens in its prefix slot than its context before the turn had."""
-    prompt = Prompt(0, np.arange(1, 11, dtype=np.int32), "", {})
-    groups = {ticket: Group.of(prompt, 0, (0, 1), limit) for ticket, limit in ((0, 30), (1, 50))}
-    groups[1].kept = 44
+def test_what_samples_need_is_the_most_of_each():
+    groups = {
+        ticket: Group.of(Prompt(0, np.ones(size, np.int32), "", {}), 0, (0, 1), limit)
+        for ticket, size, limit in ((0, 10, 30), (1, 44, 50))
+    }
     groups[0].completions[1].extend(range(7), [-1.0] * 7, 0)
-    admission = Admission(Scheduler(4), Room(1 << 20, 64, 32), groups, 2, None, None, turns=True)
+    admission = Admission(Scheduler(4), Room(1 << 20, 64, 32), groups, 2, None, None)
     assert admission._need(0, (0, 1)) == (10, 6, 30)  # the last token was no input yet
     assert admission._need(1, ()) == (44, 0, 50)
     assert admission._need(0, (0, 1)).and_(admission._need(1, ())) == (44, 6, 50)

@@ -1,5 +1,7 @@
 """Prompts packed into rows for the prefill."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,8 @@ from quatrain.engine.groups import (
 from quatrain.models.prefix_tree import NO_FORMS, RowForms
 from quatrain.ops import packing
 from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import PerRequestSampling
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +71,11 @@ def test_rows_of_prompts_have_two_widths_for_each_power_of_two():
     assert sorted(widths) == [32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
-def _sampled(group, index, tokens):
-    group.completions[index].extend(tokens, [-1.0] * len(tokens), 0)
-
-
 def test_what_a_turn_draws_from_follows_from_its_place_in_the_sequence():
-    """Sequence ids are those of a prompt's samples alone; offsets go on after what came before."""
+    """Sequence ids are those of a prompt's samples alone; offsets go on after what came before.
+
+    What is kept of a context is not computed again.
+    """
     groups = [Group.of(Prompt(i, np.array([1, 2, 3], np.int32), "", {}), 7, (0, 2), 9) for i in (4, 5)]
     assert [group.sequence_ids(3) for group in groups] == [[12, 14], [15, 17]]
     packed = pack_prompts(
@@ -80,36 +83,21 @@ def test_what_a_turn_draws_from_follows_from_its_place_in_the_sequence():
     )
     assert packed.sequence_ids.tolist() == [[12, 14, 0], [15, 17, 0]]
     assert (packed.steps.tolist(), packed.offsets.tolist()) == ([7, 7], [0, 0])
-    _sampled(groups[0], 1, [10, 11])
-    alone = groups[0].suspended(1)
-    alone.begin_turn([20, 21, 22], 30)
-    assert (alone.position, alone.sequence_ids(3), alone.limit) == (5, [14], 30)
-    going_on = [[Continuation(alone, 0, 1, alone.kept)]]
-    extended = extension(going_on, 3, 1, 16, 4, 4, UsualSampling())
-    assert (extended.offsets[0], extended.steps[0], extended.sequence_ids[0].tolist()) == (5, 7, [14])
-
-
-def test_a_suspended_turn_has_all_but_its_last_token_in_the_cache():
-    group = Group.of(Prompt(0, np.array([1, 2, 3], np.int32), "", {}), 7, (0, 1), 9)
-    _sampled(group, 1, [10, 11])
-    alone = group.suspended(1)
-    assert (alone.kept, alone.numbers) == (4, (1,))  # the prompt and 10; 11 was never an input
-    alone.begin_turn([20], 30)
-    assert (alone.context.tolist(), alone.turn_length(0)) == ([1, 2, 3, 10, 11, 20], 0)
-    extended = extension([[Continuation(alone, 0, 1, alone.kept)]], 2, 1, 16, 4, 4, UsualSampling())
+    own = PerRequestSampling(Sampling(1, 30), seed=2, step=8, sequence_id=14, offset=5)
+    alone = Group.alone(replace(groups[0].prompt, group_id=0), own)
+    assert (alone.position, alone.sequence_ids(1), alone.limit) == (5, [14], 30)
+    extended = extension([[Continuation(alone, 0, 1, 1)]], 1, 16, 4, 4, UsualSampling())
+    assert (extended.offsets[0], extended.steps[0], extended.sequence_ids[0].tolist()) == (5, 8, [14])
     first = extended.continued
-    assert (first.input_ids[0, :3].tolist(), first.starts[0], first.counts[0]) == ([11, 20, 0], 4, 2)
+    assert (first.input_ids[0, :3].tolist(), first.starts[0], first.counts[0]) == ([2, 3, 0], 1, 2)
     assert first.prefix_slots.tolist() == [1, 4, 4, 4]  # out of range: padding
-    _sampled(alone, 0, [12, 13, 14])
-    assert (alone.turn(0), alone.left(0)) == ([12, 13, 14], 25)
-    assert alone.suspended(0).kept == 8
 
 
 def test_a_long_continuation_is_computed_in_parts_that_leave_nothing_out():
     group = Group.of(Prompt(0, np.arange(1, 1301, dtype=np.int32), "", {}), 7, (0,), 9)
     item, seen = Continuation(group, 0, 0, 0), []
     for batch, width, most in calls([[item]]):
-        part = extension(batch, 1, 1, width, most, 1, UsualSampling()).continued
+        part = extension(batch, 1, width, most, 1, UsualSampling()).continued
         assert part.starts[0] == len(seen)
         seen += part.input_ids[0, : part.counts[0]].tolist()
     assert seen == list(range(1, 1301))

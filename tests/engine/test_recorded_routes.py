@@ -77,18 +77,11 @@ def test_stop_strings_cut_routes_too(model, tokenizer, check):
     check(batch)
 
 
-def _session(model, tokenizer, *, most=None, memory=1 << 28, usual_prompt=1, **sampling):
+def _session(model, tokenizer, *, most=None, memory=1 << 28, usual_prompt=1):
     where = "xla", one_device(), memory, usual_prompt
-    sampler = Sampler(
-        model[0], tokenizer, STOP_IDS, 11, jnp.dtype("float32"), *where, more_context=400, records_routes=True
-    )
-    settings = Sampling(**{"n": 3, "max_new_tokens": 40, "temperature": 0.9, **sampling})
-
-    def goes_on(completion: Completion) -> bool:
-        left = settings.max_new_tokens - completion.num_sampled
-        return completion.finish_reason == "stop" and len(completion.turns) < TURNS and left > 0
-
-    return Session(sampler, settings, most, goes_on)
+    of = model[0], tokenizer, STOP_IDS, 11, jnp.dtype("float32")
+    sampler = Sampler(*of, *where, records_routes=True, prefix_share=0.5)
+    return Session(sampler, Sampling(1, 40), most, per_request_sampling=True)
 
 
 def _batch(tokenizer, completions: list[Completion], ids=PROMPTS):
@@ -98,10 +91,10 @@ def _batch(tokenizer, completions: list[Completion], ids=PROMPTS):
 
 @pytest.fixture(scope="module")
 def played(model, tokenizer):
-    """The batch of episodes whose prompts begin alike, on a device: slots are refilled, turns kept."""
+    """The batch of episodes whose prompts begin alike, on a device: slots are refilled, contexts kept."""
     prompts = [[*range(60, 100), *ids] for ids in PROMPTS[:2]]
-    session = _session(model, tokenizer, most=2, usual_prompt=200, max_new_tokens=24)
-    completions = Episodes(session).run(model[1], prompts)
+    session = _session(model, tokenizer, most=2, usual_prompt=200)
+    completions = Episodes(session).run(model[1], prompts, max_new_tokens=24)
     assert max(len(completion.turns) for completion in completions) == TURNS
     return _batch(tokenizer, completions, prompts)
 
@@ -130,7 +123,7 @@ def test_a_recording_that_is_one_token_late_or_early_is_noticed(model, played):
 def test_turns_that_are_kept_refilled_or_computed_again_keep_their_routes(
     model, tokenizer, check, most, sequences, chance
 ):
-    memory = int(sequences * 600 * bytes_per_position(model[0], "float32"))
+    memory = int(sequences * 300 * bytes_per_position(model[0], "float32"))
     session = _session(model, tokenizer, most=most, memory=memory)
     waits = lambda number, rounds: (number * 7 + rounds * 5) % 6  # noqa: E731
     completions = Episodes(session, waits, preempted(chance)).run(model[1])

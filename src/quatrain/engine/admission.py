@@ -57,8 +57,7 @@ class Admission:
     """Admits samples of `groups`, by ticket, to the slots of `scheduler`, as far as `room` suffices.
 
     At most `most_slots` run at once on each replica; None: as many as fit. A group has up to `group_size`
-    samples. Completions have up to `max_new_tokens`; None: as many as their groups say. With `turns`, each
-    sample has a prefix slot of its own from its second turn on.
+    samples. Completions have up to `max_new_tokens`; None: as many as their groups say.
     """
 
     scheduler: Scheduler
@@ -67,7 +66,6 @@ class Admission:
     group_size: int
     most_slots: int | None
     max_new_tokens: int | None
-    turns: bool
     ring_positions: tuple[int, ...] = RING_POSITIONS
     num_preempted: int = 0
 
@@ -113,14 +111,6 @@ class Admission:
         demand = -(-self.scheduler.demand // self.scheduler.num_replicas)
         wanted = demand if self.most_slots is None else min(demand, self.most_slots)
         return max(wanted, self.scheduler.most_in_use[0])
-
-    def may_widen(self, prompt_positions: int) -> bool:
-        """Whether the prompt cache may have so many positions in this round; it then has."""
-        shape = self.shape._replace(prompt_positions=max(prompt_positions, self.shape.prompt_positions))
-        fits = self.room.fits(shape)
-        if fits:
-            self.shape = shape
-        return fits
 
     def _preempt(self) -> None:
         """Until the next call of those that run fits: at last the sample with the most tokens alone."""
@@ -206,7 +196,7 @@ class Admission:
     def _together(self, need: _Need, queued: Sequence[Queued]) -> _Need:
         """What those with this need and all that are queued need."""
         groups = [self.groups[waiting.ticket] for waiting in queued]
-        context = max((max(len(group.context), group.kept) for group in groups), default=1)
+        context = max((len(group.context) for group in groups), default=1)
         limit = self.max_new_tokens or max((group.limit for group in groups), default=1)
         begun = (self._need(waiting.ticket, waiting.begun) for waiting in queued if waiting.begun)
         return need.and_(_Need(context, 0, limit), *begun)
@@ -222,8 +212,7 @@ class Admission:
     def _need(self, ticket: int, samples: Iterable[int]) -> _Need:
         group = self.groups[ticket]
         used = max((group.turn_length(index) - 1 for index in samples), default=0)
-        context = max(len(group.context), group.kept)
-        return _Need(context, max(used, 0), self.max_new_tokens or group.limit)
+        return _Need(len(group.context), max(used, 0), self.max_new_tokens or group.limit)
 
     def _ring(self, need: _Need, calls: int = 1) -> int:
         """Positions of a slot for the next call; of `calls` times as many tokens."""
@@ -236,8 +225,7 @@ class Admission:
         if len(self._bounds) > 1:
             rings = self._running(margin=False).rings
             slots = sum(ring.slots for ring in rings)
-        prefix_slots = max(prefix_slots, slots if self.turns else 1)
-        return CacheShape(rings, prefix_slots, self.room.context(need.context))
+        return CacheShape(rings, max(prefix_slots, 1), self.room.context(need.context))
 
     def _fitting(self, need: _Need) -> int:
         """Slots of a replica for samples with this need, with room for twice as many tokens of each.
@@ -251,12 +239,12 @@ class Admission:
             return self.room.fits(CacheShape((Ring(slots, positions),), max(prefix_slots, in_use), context))
 
         least = self.room.fitting(context + longest)
-        # `fitting` counts sequences alone, not prefix slots that suspended samples hold.
+        # `fitting` counts sequences alone, not prefix slots of others that are in use.
         while least and not fits(least, least, longest):
             least -= 1
         slots = round_down(self.room.slots(ring))
         while slots > least:
-            groups = slots if self.turns else power_of_two(-(-slots // self.group_size))
+            groups = power_of_two(-(-slots // self.group_size))
             if fits(slots, min(groups, slots), ring):
                 return slots
             slots = round_down(slots - 1)
@@ -290,8 +278,6 @@ class Admission:
         scheduler, needed = self.scheduler, self.room.context(need.context)
         shape = CacheShape(rings, 0, needed)
         prefix_slots = scheduler.wanted_prefix_slots(shape.slots)
-        if self.turns:
-            prefix_slots = max(prefix_slots, shape.slots)
         shape = shape._replace(prefix_slots=prefix_slots)
         kept = shape._replace(prompt_positions=max(needed, self.shape.prompt_positions))
         most = self.room.fitting(kept.prompt_positions + self.room.ring(need.limit, need.limit))
@@ -342,7 +328,7 @@ class Admission:
                 self.room.fits(
                     CacheShape(
                         slots.rings,
-                        max(prefix_slots, slots.most if self.turns else 0),
+                        prefix_slots,
                         self.room.context(longer.context),
                     )
                 )
@@ -358,7 +344,7 @@ class Admission:
         scheduler.barred = next((w.ticket for w in scheduler.queued if w.ticket not in admitted), None)
         scheduler.max_loads = [sum(counts) for counts in now.counts]
         kept = tuple(map(_kept, now.rings, [*self.shape.rings, *[Ring(0, 0)] * len(now.rings)]))
-        prefix_slots = max(in_use + new_groups, now.most if self.turns else 1)
+        prefix_slots = max(in_use + new_groups, 1)
         fits = self.room.fits(CacheShape(kept, prefix_slots, self.room.context(need.context)))
         rings = kept if fits else now.rings
         scheduler.max_slots = sum(ring.slots for ring in rings)

@@ -19,9 +19,7 @@ from jax.typing import DTypeLike
 from quatrain.engine.decode import (
     Filled,
     Picked,
-    Turns,
     copy_states,
-    keep_turns,
     rearrange,
     rearrange_rings,
 )
@@ -31,8 +29,8 @@ from quatrain.models.kv_cache import CachePart, LayerCache, empty_cache, empty_l
 from quatrain.ops.shape_buckets import power_of_four, round_up
 from quatrain.parallel.mesh import mesh_shape
 
-FEWEST_OF_TURNS = 128
-"""Least positions of the prompt cache of turns, where a context can need as many; fewer save little."""
+FEWEST_OF_REQUESTS = 128
+"""Least positions of the prompt cache of requests, whose contexts grow; fewer save little."""
 
 FEW = 8
 """So many requests of a length have to fit into the memory for their positions to be doubled."""
@@ -68,15 +66,12 @@ class CacheShape(NamedTuple):
 class Room:
     """The memory for the cache of one replica, of which a sequence takes as much as it has positions.
 
-    The prompt cache has at least `fewest_positions`. A sequence may have `more_context` tokens more than its
-    prompt before its last turn, and a turn `more_turn` tokens more than are asked for.
+    The prompt cache has at least `fewest_positions`.
     """
 
     num_bytes: int
     position_bytes: int
     fewest_positions: int
-    more_context: int = 0
-    more_turn: int = 0
     state_bytes: int = 0
     """Of a slot or a prefix slot, whatever its positions."""
     varying: bool = False
@@ -84,39 +79,31 @@ class Room:
 
     def positions(self, prompt: int, new: int) -> int:
         """Positions of a sequence with a prompt of up to `prompt` tokens and a completion of up to `new`."""
-        context = self.context(prompt) if self.varying else self._most_context(prompt)
-        return context + self.ring(new, new)
+        return self.context(prompt) + self.ring(new, new)
 
     def context(self, tokens: int) -> int:
         """Positions of the prompt cache for contexts of up to `tokens` tokens.
 
-        Contexts of turns and of requests have all lengths. Their positions double until they suffice, so that
-        few programs are compiled; at most those that `positions` counts, and of requests, where only a few
-        fit into the memory, no more than are needed."""
+        Contexts of requests have all lengths. Their positions double until they suffice, so that few programs
+        are compiled; where only a few fit into the memory, they are no more than are needed."""
         needed = max(prompt_positions(tokens), self.fewest_positions)
-        if not self.more_context and not self.varying:
+        if not self.varying:
             return needed
-        doubled = max(self.fewest_positions, FEWEST_OF_TURNS)
+        doubled = max(self.fewest_positions, FEWEST_OF_REQUESTS)
         while doubled < tokens:
             doubled *= 2
-        if self.varying:
-            return doubled if FEW * self._of_sequence(doubled) <= self.num_bytes else needed
-        return max(needed, min(doubled, self._most_context(1)))
-
-    def _most_context(self, prompt: int) -> int:
-        return prompt_positions(max(prompt_positions(prompt), self.fewest_positions) + self.more_context)
+        return doubled if FEW * self._of_sequence(doubled) <= self.num_bytes else needed
 
     def ring(self, needed: int, most: int) -> int:
         """Positions of the ring buffer for `needed` tokens: FEWEST_POSITIONS, doubled until they suffice.
 
         At most as many as the longest completion has, of `most` tokens; of requests, which ask for any
-        number, only where a few of the doubled ones do not fit into the memory. Turns have room for a call
-        more: their keys and values are kept after a call in which other slots went on writing.
+        number, only where a few of the doubled ones do not fit into the memory.
         """
         positions = FEWEST_POSITIONS
         while positions < needed:
             positions *= 2
-        longest = round_up(most + self.more_turn)
+        longest = round_up(most)
         fits = FEW * self._of_sequence(positions) <= self.num_bytes
         return positions if self.varying and fits else min(positions, longest)
 
@@ -149,27 +136,9 @@ class Room:
         return f"{self._of_sequence(positions) / 2**20:.1f} MiB of {self.num_bytes / 2**20:.1f} MiB"
 
 
-class Move(NamedTuple):
-    """A turn whose keys and values are moved to a prefix slot; indices of these over all replicas."""
-
-    replica: int
-    ring: int
-    slot: int
-    """Of the ring, on its replica."""
-    position: int
-    """Position of the turn's first token; a multiple of the positions may be missing or too much."""
-    num_tokens: int
-    """Tokens of the turn that are moved."""
-    source: int
-    """Prefix slot with the tokens before the turn."""
-    num_before: int
-    """How many these are."""
-    prefix_slot: int
-
-
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of prompts, and of the turns that follow them, in slots.
+    """Keys and values of prompts, and of what was sampled after them, in slots.
 
     `generated`, the part of the slots, has a ring buffer for each ring of `shape`, whose next decode step
     writes the one of `ring_positions`.
@@ -275,28 +244,6 @@ class Cache:
                 generated = copy_states(cache.generated[ring], self.prompts, Filled(*table), self.mesh)
                 cache = cache.with_ring(ring, generated)
         return cache
-
-    def resized(self, prompt_positions: int) -> Cache:
-        """The cache with another number of positions of the prompts."""
-        shape = self.shape._replace(prompt_positions=prompt_positions)
-        prompts = rearrange(
-            self.prompts, np.array(self._all(shape.prefix_slots)), np.arange(prompt_positions), self.mesh
-        )
-        return replace(self, prompts=prompts, shape=shape)
-
-    def kept(self, moves: list[Move]) -> Cache:
-        """The cache with these turns in prefix slots, which has enough positions for them."""
-        prompts, prefix_slots = self.prompts, self.shape.prefix_slots
-        for ring in range(len(self.shape.rings)):
-            given: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_replicas)]
-            for replica, of, slot, position, tokens, source, before, to in moves:
-                if of == ring:
-                    own = (slot, position, tokens, source % prefix_slots, before, to % prefix_slots)
-                    given[replica].append(own)
-            if any(given):
-                turns = Turns(*padded(given, (0, 0, 0, 0, 0, prefix_slots)))
-                prompts = keep_turns(prompts, self.generated[ring], turns, self.mesh)
-        return replace(self, prompts=prompts)
 
     def _all(self, size: int) -> list[int]:
         """Every prefix slot, by its index on its replica."""

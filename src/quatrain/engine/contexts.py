@@ -260,7 +260,7 @@ class KeptContexts:
             marks, from_row = _marks(each.group.context), bool(self._state_bytes) and not each.whole
             length, replica = len(marks), each.replica
             if not from_row:
-                marks = np.concatenate([marks, each.group.turn(0)[:-1]])
+                marks = np.concatenate([marks, each.group.completions[0].tokens[:-1]])
             kept = self._keep(each.ticket, each.group, marks, ends_turn=True)
             for block, first in kept.copies:
                 # Of two that fill the same block in a round, the second has evicted the first.

@@ -1,8 +1,8 @@
 """The compiled programs of the rollout: the prefill of prompts, and several decode steps of all slots.
 
-For further turns of an episode: `keep_turns` moves keys and values of a turn to the prefix slot
-that has those before it, and the extension computes the tokens that follow a prefix slot. For contexts that
-are kept beside the cache: `load_blocks` copies blocks to prefix slots, `keep_blocks` to blocks.
+The extension computes the tokens that follow a prefix slot: of long prompts, in parts, and of contexts whose
+beginning is kept beside the cache. `load_blocks` copies what is kept to prefix slots, `keep_blocks` and
+`keep_turn_blocks` copy what prefix slots and slots have to blocks.
 
 Called by `session.py`. Shapes: B slots, R prefix slots of S positions in the prompt cache, C positions per
 slot in the cache of generated tokens, at most M slots per prompt. A prefill has N prompts in T packed tokens,
@@ -292,10 +292,10 @@ class Slots(NamedTuple):
     """The sequences in the slots, [B] each; values are valid but arbitrary where `live` is False."""
 
     tokens: jax.Array  # int32, the last one sampled
-    lengths: jax.Array  # int32, tokens of this turn so far, at least 1
-    limits: jax.Array  # int32, the most tokens that this turn may have
-    prompt_lengths: jax.Array  # int32, tokens before this turn
-    offsets: jax.Array  # uint32, completion tokens before this turn; 0 in the first turn
+    lengths: jax.Array  # int32, tokens sampled so far, at least 1
+    limits: jax.Array  # int32, the most tokens that may be sampled
+    prompt_lengths: jax.Array  # int32
+    offsets: jax.Array  # uint32, the index from which those are counted that their randomness derives from
     sequence_ids: jax.Array  # uint32
     steps: jax.Array  # uint32
     live: jax.Array  # bool
@@ -407,52 +407,6 @@ def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Progr
         return carry, any_live(carry)
 
     return jax.lax.while_loop(unfinished, advance_all, (begin, any_live(begin)))[0]
-
-
-class Turns(NamedTuple):
-    """Turns of N sequences whose keys and values are moved to prefix slots; [N] int32 each."""
-
-    slots: np.ndarray
-    ring_positions: np.ndarray  # that of a turn's first token in its slot, modulo their number
-    counts: np.ndarray  # tokens of the turn whose keys and values are moved
-    sources: np.ndarray  # prefix slot with the tokens before the turn
-    lengths: np.ndarray  # tokens before the turn
-    prefix_slots: np.ndarray  # where all are moved to; out of range for padding
-
-
-def keep_turns(prompts: CachePart, generated: CachePart, turns: Turns, mesh: Mesh) -> CachePart:
-    """`prompts` with tokens before these turns, and those of the turns, in their prefix slots.
-
-    Indices count from 0 on each replica; one small program serves all arrays.
-    """
-    filled = Filled(turns.prefix_slots, turns.slots)
-
-    def kept(to: LayerCache, by: LayerCache) -> LayerCache:
-        if isinstance(to, DeltaState):
-            return DeltaState(*(_copied(x, source, filled, mesh) for x, source in zip(to, by, strict=True)))
-        (keys, values), (new_keys, new_values) = to, by
-        return _keep(keys, new_keys, turns, 3, mesh), _keep(values, new_values, turns, 2, mesh)
-
-    return CachePart(tuple(map(kept, prompts.layers, generated.layers)))
-
-
-@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("prompts",))
-def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mesh: Mesh) -> jax.Array:
-    def keep_shard(prompts: jax.Array, generated: jax.Array, turns: Turns) -> jax.Array:
-        lengths_N1, begins_N1 = (jnp.asarray(x)[:, None] for x in (turns.lengths, turns.ring_positions))
-        after_NS = jnp.arange(prompts.shape[axis]) - lengths_N1
-        from_NS = (begins_N1 + after_NS) % generated.shape[axis]
-
-        def per_position(x_NS: jax.Array) -> jax.Array:
-            return x_NS[:, None, None] if axis == 3 else x_NS[:, None, :, None]
-
-        turn = jnp.take_along_axis(generated[turns.slots], per_position(from_NS), axis=axis)
-        moved = jnp.where(per_position(after_NS) < 0, prompts[turns.sources], turn)
-        return prompts.at[turns.prefix_slots].set(moved, mode="drop")
-
-    return shard_mapped(keep_shard, mesh, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC)(
-        prompts, generated, turns
-    )
 
 
 class Blocks(NamedTuple):

@@ -1,7 +1,8 @@
 """Groups of samples, and the packing of their prompts into rows for the prefill.
 
 Data flow: `Prompt` -> `Group` -> `Packed` -> `decode.prefill_program`; `session.py` appends the sampled
-tokens. Turns that go on after a prefix slot: `Group` -> `Extended` -> `decode.extend_program`.
+tokens. Contexts that are computed in parts, or after a kept beginning: `Group` -> `Continuation` ->
+`Extended` -> `decode.extend_program`.
 """
 
 from __future__ import annotations
@@ -65,13 +66,11 @@ class UsualSampling:
 
 @dataclass
 class Group:
-    """Samples with the same tokens before their turn: those of a prompt, or one that was resumed.
+    """Samples of one prompt, each of which is a turn of the policy.
 
     `step` is the training step that their randomness is derived from. `numbers` are the numbers of the
-    samples among those of the prompt. `limit` is the most tokens that a completion may have, of those that
-    the policy samples. `context` [P] int32 are the tokens before the turn, of which the last `offset` are
-    tokens of the completion. Keys and values of the first `kept` of them are in a prefix slot.
-    `own` is the sampling of its only sample, if it differs from group to group.
+    samples among those of the prompt. `limit` is the most tokens that a completion may have. `own` is the
+    sampling of its only sample, if it differs from group to group.
     """
 
     prompt: Prompt
@@ -79,9 +78,6 @@ class Group:
     completions: list[Completion]
     numbers: Sequence[int]
     limit: int
-    context: np.ndarray
-    offset: int = 0
-    kept: int = 0
     own: PerRequestSampling | None = None
 
     @classmethod
@@ -92,21 +88,13 @@ class Group:
 
     @classmethod
     def of(cls, prompt: Prompt, step: int, numbers: Sequence[int], limit: int) -> Group:
-        """The samples with these numbers, in their first turn."""
-        return cls(prompt, step, [Completion() for _ in numbers], numbers, limit, prompt.input_ids)
+        """The samples with these numbers."""
+        return cls(prompt, step, [Completion() for _ in numbers], numbers, limit)
 
-    def suspended(self, index: int) -> Group:
-        """One of its samples as a group of its own, between two turns."""
-        kept = len(self.context) + self.turn_length(index) - 1  # the last token was never an input
-        return replace(self, completions=[self.completions[index]], numbers=(self.numbers[index],), kept=kept)
-
-    def begin_turn(self, tokens: Sequence[int], limit: int) -> None:
-        """The suspended sample goes on after `tokens`, which the policy did not sample."""
-        [completion] = self.completions
-        completion.begin_turn(tokens)
-        self.limit = limit
-        self.offset = len(completion.tokens)
-        self.context = np.array([*self.prompt.input_ids, *completion.tokens], np.int32)
+    @property
+    def context(self) -> np.ndarray:
+        """[P] int32: the tokens of the prompt."""
+        return self.prompt.input_ids
 
     def sequence_ids(self, n: int) -> list[int]:
         """The ids that the randomness of its samples derives from, `n` for each prompt."""
@@ -114,8 +102,8 @@ class Group:
 
     @property
     def position(self) -> int:
-        """The position of the turn's first token among those that its samples' randomness derives from."""
-        return self.offset + (0 if self.own is None else self.own.offset)
+        """The position of a turn's first token among those that its samples' randomness derives from."""
+        return 0 if self.own is None else self.own.offset
 
     def record(self, first: int, *parts: np.ndarray) -> None:
         """Notes routes [tokens, L, k] of its context, from token `first` on, for all samples."""
@@ -136,16 +124,12 @@ class Group:
         return routes
 
     def turn_length(self, index: int) -> int:
-        """Tokens that a sample has in this turn."""
-        return len(self.completions[index].tokens) - self.offset
-
-    def turn(self, index: int) -> list[int]:
-        """The tokens of a sample in this turn."""
-        return self.completions[index].tokens[self.offset :]
+        """Tokens that a sample has."""
+        return len(self.completions[index].tokens)
 
     def left(self, index: int) -> int:
-        """Tokens that the policy may still sample for a sample."""
-        return self.limit - self.completions[index].num_sampled
+        """Tokens that a sample may still have."""
+        return self.limit - self.turn_length(index)
 
 
 class Admitted(NamedTuple):
@@ -304,7 +288,7 @@ def _packed_row(
 
 @dataclass
 class Continuation:
-    """A resumed group whose context is in a prefix slot up to its first `done` tokens.
+    """A group whose context is in a prefix slot up to its first `done` tokens.
 
     `pause`: the token before which the computation stops, so that the state there can be kept.
     """
@@ -327,7 +311,7 @@ class Continuation:
 
 @dataclass
 class Restoration:
-    """A sample that has a slot again, with the first `done` tokens of its turn.
+    """A preempted sample that has a slot again, with the first `done` tokens of its turn.
 
     All but the last of these are computed again, which is the next input.
     """
@@ -421,7 +405,6 @@ def _continued(
 def extension(
     batch: list[list[Continuation]],
     n: int,
-    drawn: int,
     width: int,
     most: int,
     num_prefix_slots: int,
@@ -429,11 +412,11 @@ def extension(
 ) -> Extended:
     """The next `width` tokens of each continuation; one list for each replica, of at most `most`.
 
-    `n` is the number of samples of a prompt, and `drawn` of those that tokens are drawn for.
+    `n` is the number of samples of a prompt.
     `usual` is the sampling of groups that have none of their own.
     """
     contexts = [[item.group.context for item in items] for items in batch]
-    *ids, steps, offsets = _table(batch, most, (0,) * (drawn + 2), np.uint32)
+    *ids, steps, offsets = _table(batch, most, (0,) * (n + 2), np.uint32)
     owners = [[item.group.own for item in items] + [None] * (len(steps[0]) - len(items)) for items in batch]
     for replica, items in enumerate(batch):
         for i, item in enumerate(items):
@@ -450,7 +433,7 @@ def restoration(
     batch: list[list[Restoration]], width: int, most: int, num_slots: int, num_prefix_slots: int
 ) -> Restored:
     """The next `width` tokens of the turn of each item; one list for each replica, of at most `most`."""
-    turns = [[item.group.turn(item.index) for item in items] for items in batch]
+    turns = [[item.group.completions[item.index].tokens for item in items] for items in batch]
     lengths, slots, begins = _table(batch, most, (0, num_slots, 0), np.int32)
     for replica, items in enumerate(batch):
         for i, item in enumerate(items):

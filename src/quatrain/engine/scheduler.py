@@ -5,11 +5,6 @@ many groups as the free slots can take, `fill` assigns their samples to slots, `
 `take` returns finished groups. A group keeps its prefix slot until its last sample is finished, so it may
 have more samples than there are slots.
 
-A sample whose episode may go on after this turn is suspended: `suspend` frees its slot and makes it a group
-of its own, with a prefix slot for its keys and values if one is free. `resume` queues it again; `drop`
-forgets it. A suspended group whose prefix slot another group needs loses it, and is queued like a new one
-when it is resumed.
-
 `preempt` takes the slot of a sample for which there is no memory left: the sample is queued again, before
 groups that have not begun. What it has sampled is kept by the caller.
 
@@ -54,7 +49,7 @@ class _Part:
 class _Group:
     """A group: `waiting` samples are not assigned to a replica yet; `parts` are keyed by replica.
 
-    `begun`: whether samples that wait were suspended or preempted, so that they come before new groups.
+    `begun`: whether samples that wait were preempted, so that they come before new groups.
     """
 
     ticket: int
@@ -111,7 +106,6 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._queue: deque[_Group] = deque()
         self._open: dict[int, _Group] = {}
-        self._suspended: dict[int, None] = {}
         self._finished: dict[int, None] = {}
         self._next_ticket = 0
         self._peak, self._peaks = 0, deque[int]([0], maxlen=LATELY)
@@ -214,59 +208,8 @@ class Scheduler:
         """Frees a prefix slot that no running or waiting sample needs now; whether there was one."""
         return any(self._evicted_prefix_slot(replica) is not None for replica in range(self.num_replicas))
 
-    def suspend(self, slot: int, *, keep: bool = True) -> tuple[int, int | None]:
-        """Frees `slot` and holds its sample as a group of one: (its ticket, its prefix slot or None).
-
-        With `keep`, the prefix slot of the sample's prompt, if no other sample uses it; else a free one, and
-        None without one."""
-        occupant = self.slots[slot]
-        assert occupant is not None
-        self.finish(slot)
-        if not keep:
-            return self._suspend(None)
-        own_prefix_slot = self.prefix_slots[occupant.prefix_slot] is None
-        return self._suspend(
-            occupant.prefix_slot if own_prefix_slot else self._free_prefix_slot(slot // self.num_slots)
-        )
-
-    def suspend_waiting(self, ticket: int, sample: int) -> int:
-        """Holds a sample without a slot as a group of one; its ticket.
-
-        It has the prefix slot of its prompt if no other sample uses it, else none.
-        """
-        parts = self._open[ticket].parts.values()
-        own = next((part.prefix_slot for part in parts if sample in part.waiting), None)
-        self.finish_waiting(ticket, sample)
-        return self._suspend(own if own is not None and self.prefix_slots[own] is None else None)[0]
-
-    def resume(self, ticket: int) -> bool:
-        """The suspended sample waits for a slot on the replica that holds its prefix slot; whether it still
-        has one.
-
-        If not, it is queued before the groups that have no prefix slot yet, and after the one that has: the
-        prefix slot of that group becomes free only when all its samples are assigned."""
-        del self._suspended[ticket]
-        group = self._open[ticket]
-        for part in group.parts.values():
-            part.waiting.append(0)
-            part.unfinished = 1
-            return True
-        group.waiting.append(0)
-        self._queue_begun(group)
-        return False
-
-    def prefix_slot(self, ticket: int) -> int | None:
-        """The prefix slot of a sample that was resumed; None if it was preempted since."""
-        return next((part.prefix_slot for part in self._open[ticket].parts.values()), None)
-
-    def drop(self, ticket: int) -> None:
-        """Forgets a suspended sample, whose episode has ended."""
-        del self._suspended[ticket]
-        for part in self._open.pop(ticket).parts.values():
-            self.prefix_slots[part.prefix_slot] = None
-
     def has_begun(self, ticket: int) -> bool:
-        """Whether the unfinished group has samples that were suspended or preempted."""
+        """Whether the unfinished group has samples that were preempted."""
         return self._open[ticket].begun
 
     def is_finished(self, ticket: int) -> bool:
@@ -308,14 +251,9 @@ class Scheduler:
         return self._open.keys()
 
     @property
-    def num_suspended(self) -> int:
-        """Samples that are suspended."""
-        return len(self._suspended)
-
-    @property
     def demand(self) -> int:
-        """Unfinished samples: those in slots, all that wait, and suspended ones."""
-        return sum(self.loads()) + sum(len(group.waiting) for group in self._queue) + len(self._suspended)
+        """Unfinished samples: those in slots, and all that wait."""
+        return sum(self.loads()) + sum(len(group.waiting) for group in self._queue)
 
     @property
     def first_queued(self) -> int | None:
@@ -508,7 +446,7 @@ class Scheduler:
     def _fair_share(self) -> int:
         """Samples per replica if all replicas had equally many of those not barred, rounded up."""
         waiting = sum(len(group.waiting) for group in self._admissible())
-        return -(-(sum(self.loads()) + waiting + len(self._suspended)) // self.num_replicas)
+        return -(-(sum(self.loads()) + waiting) // self.num_replicas)
 
     def _on_replica(self, items: list[_T], replica: int) -> list[_T]:
         """The entries of `items` (slots or prefix slots) of one replica."""
@@ -519,15 +457,6 @@ class Scheduler:
         """The number of slots or prefix slots in use on each replica."""
         each = [self._on_replica(items, replica) for replica in range(self.num_replicas)]
         return [len(here) - here.count(None) for here in each]
-
-    def _suspend(self, prefix_slot: int | None) -> tuple[int, int | None]:
-        group = _Group(self._next_ticket, deque(), 1, begun=True)
-        self._next_ticket += 1
-        self._open[group.ticket] = group
-        self._suspended[group.ticket] = None
-        if prefix_slot is not None:
-            self._give_prefix_slot(group, prefix_slot)
-        return group.ticket, prefix_slot
 
     def _queue_begun(self, group: _Group) -> None:
         """Queues a group before new ones, and after those that hold prefix slots while they are queued."""
@@ -547,9 +476,9 @@ class Scheduler:
     def _evicted_prefix_slot(self, replica: int) -> int | None:
         """A prefix slot on `replica` that no running or waiting sample needs now, and that its group loses.
 
-        That of the sample that is suspended the longest; else of a group whose other samples are queued."""
-        # Contexts of these can be computed again; one that runs or waits for a slot is read at the next step.
-        for group in [*(self._open[ticket] for ticket in self._suspended), *self._queue]:
+        Its group has other samples in the queue, and ended all that it had on this replica."""
+        # Its prompt can be computed again; one that runs or waits for a slot is read at the next step.
+        for group in self._queue:
             part = group.parts.get(replica)
             if part is not None and not part.unfinished:
                 self._free_part(group, replica)

@@ -1,18 +1,14 @@
 """Continuous batching: applies the scheduler's decisions to the caches on the device, round by round.
 
-Called by `engine.py`, and by `episodes.py` for episodes of several turns. A round assigns waiting samples to
-free slots, prefills prompts that are not in the prompt cache yet, and runs up to TOKENS_PER_CALL decode steps
-of all slots. Weights may change between rounds.
-
-Between two turns a sample has no slot. Its keys and values, those of its prompt included, are moved to a
-prefix slot of the prompt cache, where the next turn finds them. Other turns may take the prefix slot if none
-is free; then the next turn computes them again.
+Called by `engine.py`. A round assigns waiting samples to free slots, prefills prompts that are not in the
+prompt cache yet, and runs up to TOKENS_PER_CALL decode steps of all slots. Weights may change between rounds.
 
 A sample that is preempted (`admission.py`) keeps its tokens alone. When it has a slot again, its prompt is
 computed unless its group has it still, and then its own tokens, into the slot.
 
-A session of requests may keep contexts beside the cache (`contexts.py`): a context that begins like one of
-them is computed from there on."""
+Each turn of an episode or a dialogue is a request of its own, whose prompt is all that came before it. A
+session of requests may keep contexts beside the cache (`contexts.py`): a context that begins like one of them
+is computed from there on."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,10 +25,9 @@ from jax.sharding import Mesh
 
 from quatrain.backend import Backend, this_backend
 from quatrain.engine.admission import Admission
-from quatrain.engine.cache import FEWEST_OF_TURNS, Cache, Move, Room
+from quatrain.engine.cache import FEWEST_OF_REQUESTS, Cache, Room
 from quatrain.engine.contexts import EndedTurn, Found, KeptContexts
 from quatrain.engine.decode import (
-    TOKENS_PER_CALL,
     Program,
     Slots,
     decode_program,
@@ -76,9 +71,8 @@ class Sampler:
     """What a session needs besides weights and `Sampling`.
 
     `cache_bytes` limits its KV cache per device; the cache has room for prompts of `usual_prompt` tokens.
-    Before its last turn, a sequence may have `more_context` tokens more than its prompt. `records_routes`:
-    completions have the routes of their tokens. Of the cache's memory, a session of requests keeps contexts
-    in `prefix_share`; `in_flight`: weights change while sessions of clients go on.
+    `records_routes`: completions have the routes of their tokens. Of the cache's memory, a session of
+    requests keeps contexts in `prefix_share`; `in_flight`: weights change while sessions of clients go on.
     """
 
     arch: Architecture
@@ -90,7 +84,6 @@ class Sampler:
     mesh: Mesh
     cache_bytes: int
     usual_prompt: int = 1
-    more_context: int = 0
     records_routes: bool = False
     backend: Backend = field(default_factory=this_backend)
     prefix_share: float = 0.0
@@ -144,17 +137,6 @@ class EngineStats:
         return self.plus(**{name: -value for name, value in vars(earlier).items()})
 
 
-class TurnEnd(NamedTuple):
-    """The end of a turn of a sample of the group `ticket`; `suspended`: its own ticket if it is suspended."""
-
-    ticket: int
-    sample: int
-    completion: Completion
-    suspended: int | None
-
-
-GoesOn = Callable[[Completion], bool]
-"""Whether the episode of a completion whose turn has ended may have another turn."""
 _Live = tuple[int, Group, int]
 """A slot, the group of its sample, and the index of the sample in its group."""
 
@@ -163,13 +145,10 @@ class Session:
     """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
 
     Fewer run where the cache has no room for more (`admission.py`); `submit` raises ValueError if it has none
-    for one. At most `at_once` run, if it is given.
+    for one.
 
     With `per_request_sampling`, groups have one sample each with a sampling of its own (`submit_own`);
     `sampling` is not used.
-
-    With `goes_on`, samples have turns: `take_ends` returns each turn that has ended. A sample for which
-    `goes_on` returned True is then suspended until `resume` or `drop` is called; another one is finished.
     """
 
     def __init__(
@@ -177,15 +156,11 @@ class Session:
         sampler: Sampler,
         sampling: Sampling,
         max_concurrency: int | None,
-        goes_on: GoesOn | None = None,
         *,
-        at_once: int | None = None,
         per_request_sampling: bool = False,
     ):
         self.sampling, self.stats = sampling, EngineStats()
         self._per_request_sampling = per_request_sampling
-        self._goes_on, self._ends = goes_on, list[TurnEnd]()
-        self._resumed: list[int] = []
         self._sampler = sampler
         self._program = sampler.program
         self._usual = UsualSampling(None if per_request_sampling else sampling, sampler.seed)
@@ -200,26 +175,21 @@ class Session:
             self._kept = kept = KeptContexts(*of, share, in_flight=sampler.in_flight)
             self._scheduler.home = lambda ticket: kept.home(ticket, self._groups[ticket])
             # Blocks are copied whole: from so many positions on, their number is a multiple of a block's.
-            fewest = max(fewest, FEWEST_OF_TURNS)
+            fewest = max(fewest, FEWEST_OF_REQUESTS)
         self._room = Room(
             sampler.cache_bytes - (0 if self._kept is None else self._kept.num_bytes),
             bytes_per_position(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
             prompt_positions(fewest),
-            sampler.more_context,
-            0 if goes_on is None else TOKENS_PER_CALL - 1,
             bytes_per_state(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
             varying=per_request_sampling,
         )
-        limits = [] if max_concurrency is None else [max_concurrency // replicas]
-        limits += [] if at_once is None else [-(-at_once // replicas)]
         self._admission = Admission(
             self._scheduler,
             self._room,
             self._groups,
             group_size=1 if per_request_sampling else sampling.n,
-            most_slots=min(limits, default=None),
+            most_slots=None if max_concurrency is None else max_concurrency // replicas,
             max_new_tokens=None if per_request_sampling else sampling.max_new_tokens,
-            turns=goes_on is not None,
         )
         self._most_slots = 0
 
@@ -237,7 +207,7 @@ class Session:
         """Queue a group for each prompt; their tickets. Raises ValueError as `check_memory` does."""
         self.check_memory(prompts)
         limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
-        return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
+        return self._submit([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
     def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[PerRequestSampling]) -> tuple[int, ...]:
         """Queue a sample for each prompt, whose `group_id` is 0; their tickets.
@@ -247,7 +217,7 @@ class Session:
         groups = list(map(Group.alone, prompts, owners))
         for group in groups:
             self._check_fits(len(group.context), group.limit, "shorten the prompt or lower max_tokens")
-        return self.submit_groups(groups)
+        return self._submit(groups)
 
     def check_memory(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError if the cache of the longest sequence of these prompts does not fit alone."""
@@ -302,41 +272,10 @@ class Session:
         """Blocks of kept contexts in use."""
         return 0 if self._kept is None else self._kept.num_used
 
-    def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """Queue groups in their first turn, each of which fits into the memory; their tickets."""
+    def _submit(self, groups: Sequence[Group]) -> tuple[int, ...]:
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
         self._groups.update(zip(tickets, groups, strict=True))
         return tickets
-
-    def take_ends(self) -> list[TurnEnd]:
-        """The turns that have ended since this was last called."""
-        ends, self._ends = self._ends, []
-        return ends
-
-    def resume(self, suspended: int, tokens: Sequence[int], limit: int) -> None:
-        """The suspended sample goes on: `tokens` follow its last turn, then it samples the next.
-
-        `limit` is the most tokens that its completion may have, of those that the policy samples; more than
-        it has.
-        """
-        group = self._groups[suspended]
-        group.begin_turn(tokens, limit)
-        if self._scheduler.resume(suspended):
-            self._resumed.append(suspended)
-
-    def drop(self, suspended: int) -> None:
-        """Forget a suspended sample, whose episode has ended."""
-        self._scheduler.drop(suspended)
-        del self._groups[suspended]
-        self._free_cache()
-
-    @property
-    def idle(self) -> bool:
-        """Whether a round has nothing to do: every unfinished sample is suspended."""
-        return self._scheduler.num_unfinished == self._scheduler.num_suspended
-
-    def close(self) -> None:
-        """Nothing to end; episodes have environments."""
 
     def holds(self, tickets: Sequence[int]) -> bool:
         """Whether all these groups were submitted, and not taken yet."""
@@ -361,7 +300,6 @@ class Session:
             self._kept.begin(version)
         self._resize()
         began = time.perf_counter()
-        self._extend_resumed(params, version)
         # Again and again: samples whose first token is their last make room for others.
         while admitted := self._scheduler.admit():
             self._prefill(admitted, params, version)
@@ -429,21 +367,20 @@ class Session:
             else:
                 items[replica].append(Admitted(group, ticket, here))
             if self._scheduler.has_begun(ticket):
-                again = len(group.context) if group.turn_length(0) else group.kept
-                self.stats = self.stats.plus(recomputed_tokens=max(again - hit.length, 0))
+                self.stats = self.stats.plus(recomputed_tokens=len(group.context) - hit.length)
         # For each call one pack per replica, empty if a replica has fewer packs than others.
         slots = self._scheduler.num_slots if self._per_request_sampling else 0
         split = partial(split_into_packs, slots_of_requests=slots)
         for packs in zip_longest(*map(split, items)):
             self._prefill_packs([pack or [] for pack in packs], params, version)
         paused = [[item for item in own if item.pause is not None] for own in parts]
-        self._extend(parts, self.sampling.n, params, version)
+        self._extend(parts, params, version)
         if self._kept is not None and self._cache is not None:
             # At once, not at the end of their turns: those that begin alike are in the next wave.
             self._kept.keep_contexts(self._cache.prompts, found)
         for item in chain.from_iterable(paused):
             item.pause = None
-        self._extend(paused, self.sampling.n, params, version)
+        self._extend(paused, params, version)
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         sizes = self.sampling.n, self._scheduler.num_prefix_slots
@@ -465,39 +402,17 @@ class Session:
         # A preempted sample has its first token already: it had lost keys and values alone.
         if group.turn_length(0):
             return
-        # Tokens are drawn for n samples of each prompt; a turn that goes on is one of them alone.
-        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=False):
+        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
             completion.extend([token], [logprob], version)
         for index in self._ended([(group, index) for index in range(len(group.completions))]):
-            suspended = None
-            if self._is_suspended(group.completions[index]):
-                suspended = self._scheduler.suspend_waiting(ticket, index)
-                self._groups[suspended] = group.suspended(index)
-            else:
-                self._scheduler.finish_waiting(ticket, index)
-            self._end_turn(ticket, index, suspended)
+            self._scheduler.finish_waiting(ticket, index)
         self.stats = self.stats.plus(decoded_tokens=len(group.completions))
 
-    def _extend_resumed(self, params: Any, version: int) -> None:
-        """Computes what follows the prefix slots of resumed samples, and draws the first token of their
-        turns."""
-        scheduler = self._scheduler
-        left: list[list[Continuation]] = [[] for _ in range(self._sampler.num_replicas)]
-        for ticket in self._resumed:
-            prefix_slot = scheduler.prefix_slot(ticket)
-            if prefix_slot is None:
-                continue  # preempted before it began
-            replica, prefix_slot = divmod(prefix_slot, scheduler.num_prefix_slots)
-            group = self._groups[ticket]
-            left[replica].append(Continuation(group, ticket, prefix_slot, group.kept))
-        self._resumed = []
-        self._extend(left, 1, params, version)
-
-    def _extend(self, left: list[list[Continuation]], drawn: int, params: Any, version: int) -> None:
+    def _extend(self, left: list[list[Continuation]], params: Any, version: int) -> None:
         """Computes what is left of contexts of each replica, part after part, and draws the first tokens."""
         split = partial(calls, varying=self._per_request_sampling, kept=self._kept is not None)
         for batch, width, most in split(left):
-            sizes = drawn, width, most, self._scheduler.num_prefix_slots
+            sizes = width, most, self._scheduler.num_prefix_slots
             extended = extension(batch, self.sampling.n, *sizes, self._usual)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs, routes = self._compute(extend_program, extended, params)
@@ -597,7 +512,8 @@ class Session:
         ended = [samples[i] for i in self._ended([(group, index) for _, group, index in samples])]
         useful = sum(group.turn_length(index) for _, group, index in samples) - before
         self._keep_turns(ended, begins, written)
-        self._free_slots(ended, begins, written)
+        for slot, _, _ in ended:
+            self._scheduler.finish(slot)
         self.stats = self.stats.plus(
             decoded_tokens=useful,
             slot_steps=slot_steps,
@@ -606,7 +522,11 @@ class Session:
         )
 
     def _keep_turns(self, ended: list[_Live], begins: Mapping[int, int], written: Mapping[int, int]) -> None:
-        """Keeps the contexts and turns of samples that have ended; `begins` and `written` as below."""
+        """Keeps the contexts and turns of samples that have ended.
+
+        `begins` has the ring position of the turn's first token for each slot, `written` its tokens before it
+        was cut at a stop string.
+        """
         if self._kept is None or not ended:
             return
         scheduler, turns = self._scheduler, []
@@ -618,56 +538,6 @@ class Session:
             turns.append(EndedTurn(who.ticket, group, *place, begins[slot], whole))
         assert self._cache is not None
         self._kept.keep_turns(self._cache, turns)
-
-    def _free_slots(self, ended: list[_Live], begins: Mapping[int, int], written: Mapping[int, int]) -> None:
-        """Frees the slots of samples whose turn has ended; suspended ones keep keys and values in a prefix
-        slot.
-
-        `begins` has the position of the turn's first token for each slot, `written` its tokens before it was
-        cut at a stop string. The state of a DeltaNet layer cannot go back to before the cut: it is given up.
-        """
-        suspended = []
-        for slot, group, index in ended:
-            if self._is_suspended(group.completions[index]):
-                suspended.append((slot, group, index))
-            else:
-                ticket = self._occupant(slot).ticket
-                self._scheduler.finish(slot)
-                self._end_turn(ticket, index, None)
-        # Those that end come first, above: prefix slots that they free are there for those that go on.
-        moves = []
-        for slot, group, index in suspended:
-            before = self._occupant(slot)
-            kept = len(group.context) + group.turn_length(index) - 1
-            cut = bool(self._sampler.arch.deltas) and group.turn_length(index) < written[slot]
-            fits = not cut and self._admission.may_widen(self._room.context(kept))
-            ticket, prefix_slot = self._scheduler.suspend(slot, keep=fits)
-            own = self._groups[ticket] = group.suspended(index)
-            if prefix_slot is not None:
-                count = group.turn_length(index) - 1
-                moves.append(
-                    Move(
-                        *(slot // self._scheduler.num_slots, *self._scheduler.place(slot), begins[slot]),
-                        *(count, before.prefix_slot, own.kept - count, prefix_slot),
-                    )
-                )
-            self._end_turn(before.ticket, index, ticket)
-        if not moves:
-            return
-        assert self._cache is not None
-        if self._cache.shape != self._admission.shape:  # of the turns, some are longer than all before
-            self._cache = self._cache.resized(self._admission.shape.prompt_positions)
-        self._cache = self._cache.kept(moves)
-
-    def _is_suspended(self, completion: Completion) -> bool:
-        return self._goes_on is not None and self._goes_on(completion)
-
-    def _end_turn(self, ticket: int, index: int, suspended: int | None) -> None:
-        """Notes the end of a turn, and forgets the group if no other turn of it goes on."""
-        if self._goes_on is not None:
-            self._ends.append(TurnEnd(ticket, index, self._groups[ticket].completions[index], suspended))
-            if self._scheduler.is_finished(ticket):
-                self.take([ticket])
 
     def _ended(self, samples: Sequence[tuple[Group, int]]) -> list[int]:
         """Indices of `samples` whose turn has ended; they are counted, and truncated after a stop string."""

@@ -24,7 +24,6 @@ from quatrain.config.mesh_axes import CP
 from quatrain.config.roles import Roles, devices_of_worker, resolve_roles, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
 from quatrain.engine.prefix_store import BLOCK
@@ -293,7 +292,8 @@ class _Plan:
         have `room` bytes alone, as many as fit in it with the lengths that they have.
         """
         rollout, slots = self.config.rollout, self._slots()
-        # Between the turns of an episode, a prefix slot has its prompt and the turns before.
+        # A turn of an episode is a request of its own: its context is all that came before, and its prefix
+        # slot is shared with no other.
         prefix_slots = slots if rollout.has_episodes else min(power_of_two(-(-slots // rollout.n)), slots)
         prompt, own = self._cache_positions()
         what = "episodes" if rollout.has_episodes else "prompts"
@@ -366,14 +366,13 @@ class _Plan:
         return -(-groups * self.config.rollout.n // self.rollout_mesh.num_data_shards)
 
     def _cache_positions(self) -> tuple[int, int]:
-        """Columns of the KV cache for a prompt and a completion; in episodes, before a turn and for it."""
+        """Columns of the KV cache for a prompt and a completion; of episodes, for all before a turn and for it."""
         longest = self.config.rollout.max_new_tokens
         if self.config.data.eval is not None:
             longest = max(longest, self.config.eval.max_new_tokens or 0)
         before = self.config.data.max_prompt_length
         if self.config.rollout.has_episodes:
             before += environment_tokens(self.config) + longest
-            longest += TOKENS_PER_CALL - 1
         return prompt_positions(before), round_up(longest)
 
     @property
@@ -545,7 +544,7 @@ class _Plan:
         if self.prefix_share and tokens < reach / 2:
             yield (
                 f"kept contexts have room for {tokens} tokens, less than half of the {reach} that those of "
-                "the episodes played at a time can reach, so that agents' contexts are computed again; lower "
+                "the episodes played at a time can reach, so that contexts are computed again; lower "
                 "rollout.agent_concurrency, or raise rollout.prefix_share"
             )
 

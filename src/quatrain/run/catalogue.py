@@ -289,8 +289,7 @@ rollout/wasted_decode_fraction | fraction | mean |
 rollout/preempted | sequences | sum |
     How often a sequence lost its slot because the KV cache had no room for all; it goes on later.
 rollout/recomputed_tokens | tokens | sum |
-    Tokens of prompts and completions computed once more: of sequences that lost their slots, and of contexts
-    between turns that lost their place.
+    Tokens of prompts and completions computed once more, of sequences that lost their slots.
 rollout/prefix_hit_fraction | fraction | mean |
     Fraction of the tokens of requests' contexts that were not computed, because a kept context had them
     (`rollout.prefix_share`). What is new to a request is in no context that was kept.
