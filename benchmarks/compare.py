@@ -115,8 +115,8 @@ def peer_flags(rows: int | None) -> list[str]:
 def write_model(folder: Path) -> None:
     """The configuration's model as a float32 folder; in a process of its own, whose memory is given back."""
     from quatrain.config.load import load_config
-    from quatrain.loop.build import load_policy
     from quatrain.loop.export import export_policy
+    from quatrain.loop.policy import load_policy
 
     loaded = load_policy(load_config(CONFIG, environ={}).config)
     export_policy(folder, loaded.arch, loaded.params, loaded.tokenizer)

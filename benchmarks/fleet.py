@@ -30,7 +30,8 @@ import numpy as np
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config
 from quatrain.data.prompts import load_prompts
-from quatrain.loop.build import LoadedPolicy, build_engine, load_policy, local_engine
+from quatrain.loop.policy import LoadedPolicy, load_policy
+from quatrain.loop.stages import build_engine
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.rollout.fleet import Fleet
 from quatrain.types.batches import Prompt, RolloutBatch
@@ -86,7 +87,7 @@ def with_workers(config: Config, count: int) -> Config:
 def beside(config: Config, loaded: LoadedPolicy, batches: Sequence[Sequence[Prompt]]) -> list[str]:
     """The table of `beside`; the first batch compiles and is not counted."""
     engines = {
-        "in process": local_engine(config, loaded),
+        "in process": build_engine(config, loaded),
         "Ray": build_engine(with_workers(config, 1), loaded),
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}

@@ -27,7 +27,9 @@ from quatrain.config.load import load_config
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data.prompts import load_prompts
 from quatrain.engine.engine import RolloutEngine
-from quatrain.loop.build import build_engine, build_policy_spec, load_policy
+from quatrain.forward.specs import PolicySpec
+from quatrain.loop.policy import load_policy
+from quatrain.loop.stages import build_engine
 from quatrain.parallel.compilations import num_compilations
 from quatrain.reward.scorer import RewardScorer
 from quatrain.run.metrics import StageTimer, reduce_metrics
@@ -132,13 +134,11 @@ class Steps:
                 f"the data has a row for each prompt: {wanted} wanted, {config.data.train} has "
                 f"{len(self.prompts)}; lower --steps"
             )
-        self.engine: RolloutEngine = build_engine(
-            config, loaded, usual_prompt=source.usual_longest(config.data.batch_size)
-        )
+        self.engine: RolloutEngine = build_engine(config, loaded, prompts=source)
         self.scorer = RewardScorer(config.reward)
         self.advantage = AdvantageEstimator(config.advantage)
         self.learner = Learner(
-            build_policy_spec(config, loaded, temperature=config.rollout.temperature),
+            PolicySpec.of(config.model, loaded, temperature=config.rollout.temperature),
             config.update,
             config.logprob,
             config.optimizer,

@@ -22,7 +22,8 @@ import numpy as np
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config
 from quatrain.data.prompts import load_prompts
-from quatrain.loop.build import build_policy_spec, load_policy
+from quatrain.forward.specs import PolicySpec
+from quatrain.loop.policy import load_policy
 from quatrain.types.batches import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
 from quatrain.update.learner import Learner
 
@@ -40,7 +41,7 @@ def main() -> None:
     prompts = load_prompts(
         config.data.train, config.data, loaded.tokenizer, seed=config.seed, required_columns=()
     )
-    policy = build_policy_spec(config, loaded, temperature=1.0)
+    policy = PolicySpec.of(config.model, loaded, temperature=1.0)
     budget = config.update.max_tokens_per_device
     tokens = {"micro_batch_size": None, "max_tokens_per_device": budget}
     modes = {

@@ -1,7 +1,6 @@
 """A sampler of one's own, which asks a function for the next token: here the model's plain forward pass.
 
-    quatrain train rollout.sampler=examples/own_sampler.py:AskFunction sft.steps=0 run.steps=2 \
-        data.batch_size=2 rollout.n=2 rollout.max_new_tokens=4 eval.every_steps=0 eval.num_prompts=2
+quatrain train --set rollout.sampler=examples/own_sampler.py:AskFunction --set rollout.max_new_tokens=4
 """
 
 from concurrent.futures import Future

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.agents import hubs
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
 from quatrain.config.mesh_axes import AXES
 from quatrain.config.schema import sections
@@ -16,6 +15,7 @@ from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import REJECTIONS
 from quatrain.config.settings import valid_keys
 from quatrain.data.rows import _READERS
+from quatrain.episodes import hubs
 from quatrain.models.families import _BUILTIN, FAMILIES
 from quatrain.models.families.multimodal import MODEL_TYPES
 from quatrain.models.families.ropes import ROPE_TYPES
@@ -173,3 +173,14 @@ def test_the_page_on_episodes_lists_every_form_of_calls():
     table = page.partition("| models | calls are written as |")[2].partition("\n\n")[0].splitlines()[2:]
     listed = [row.split("|")[1].strip().replace("`", "") for row in table]
     assert listed == [form.models for form in FORMS]
+
+
+def test_the_order_of_imports_in_the_page_is_the_linters():
+    """Contributors read CONTRIBUTING.md, the linter pyproject.toml: they cannot disagree."""
+    with (REPOSITORY / "pyproject.toml").open("rb") as file:
+        contract, *_ = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    order = " -> ".join(layer.replace(" | ", ", ") for layer in contract["layers"])
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text("utf-8")
+    assert order in " ".join(page.split())
+    rooms = {name for layer in contract["layers"] for name in layer.split(" | ")}
+    assert {name for name in rooms if f"`{name}/`" not in page} <= {"backend"}

@@ -20,11 +20,12 @@ from quatrain.config.load import load_config
 from quatrain.data.builtin import EOS
 from quatrain.data.tokenizer import render
 from quatrain.data.turns import TurnTemplate
-from quatrain.environments.load_environment import load_environment, load_tools
+from quatrain.episodes.load_environment import load_environment, load_tools
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.functions import has_format
 from quatrain.reward.reward_model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.own_sampler import own_sampler
 from quatrain.types.batches import RolloutBatch
 from quatrain.workers.user_code import find_function
 
@@ -43,6 +44,15 @@ def command_of(path, start):
 def test_every_example_has_a_test():
     tested = inspect.getsource(sys.modules[__name__])
     assert all(f'"{path.name}"' in tested for path in EXAMPLES.glob("*.py"))
+
+
+def test_the_command_of_the_own_sampler_names_it(monkeypatch):
+    """What it samples: tests/rollout/test_own_sampler.py."""
+    monkeypatch.chdir(ROOT)
+    options = command_of(EXAMPLES / "own_sampler.py", "quatrain ")
+    settings = [value for flag, value in pairwise(options) if flag == "--set"]
+    config = load_config(None, settings, environ={}).config
+    own_sampler(config.rollout.sampler, {"arch": None, "stop_ids": ()}, 294).close()
 
 
 def test_the_custom_reward_is_added_to_the_built_in_one(monkeypatch):

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from quatrain.config.load import load_config as load_config
     from quatrain.config.schema import Config as Config
     from quatrain.data.prompts import load_prompts as load_prompts
-    from quatrain.environments.environment import Environment as Environment
-    from quatrain.environments.environment import StepResult as StepResult
-    from quatrain.environments.environment import Turn as Turn
-    from quatrain.environments.tools import Tools as Tools
-    from quatrain.loop.build import LoadedPolicy as LoadedPolicy
-    from quatrain.loop.build import load_policy as load_policy
+    from quatrain.episodes.environment import Environment as Environment
+    from quatrain.episodes.environment import StepResult as StepResult
+    from quatrain.episodes.environment import Turn as Turn
+    from quatrain.episodes.tools import Tools as Tools
     from quatrain.loop.evaluate import Evaluator as Evaluator
     from quatrain.loop.export import export_policy as export_policy
+    from quatrain.loop.policy import LoadedPolicy as LoadedPolicy
+    from quatrain.loop.policy import load_policy as load_policy
     from quatrain.loop.stages import Stages as Stages
     from quatrain.loop.stages import build_stages as build_stages
     from quatrain.loop.step import collect as collect
@@ -51,11 +51,11 @@ _MODULES = {
     "config.load": ("load_config",),
     "config.schema": ("Config",),
     "data.prompts": ("load_prompts",),
-    "environments.environment": ("Environment", "StepResult", "Turn"),
-    "environments.tools": ("Tools",),
-    "loop.build": ("LoadedPolicy", "load_policy"),
+    "episodes.environment": ("Environment", "StepResult", "Turn"),
+    "episodes.tools": ("Tools",),
     "loop.evaluate": ("Evaluator",),
     "loop.export": ("export_policy",),
+    "loop.policy": ("LoadedPolicy", "load_policy"),
     "loop.stages": ("Stages", "build_stages"),
     "loop.step": ("collect", "learn"),
     "loop.train": ("train",),

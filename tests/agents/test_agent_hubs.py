@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from quatrain.agents.hubs import check_python, hub_agent, hub_rows
 from quatrain.config.load import load_config
+from quatrain.episodes.hubs import check_python, hub_agent, hub_rows
 
 PACKAGE = """
 from types import SimpleNamespace

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from rollouts import local_rollouts
 
-from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
+from quatrain.episodes.agent_episodes import AgentPlayer, AgentRules
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.types.batches import Prompt

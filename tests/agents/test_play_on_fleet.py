@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from test_play import AGENTS, prompts
 
-from quatrain.agents.play import AgentPlayer, AgentRules
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
+from quatrain.episodes.agent_episodes import AgentPlayer, AgentRules
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
@@ -88,6 +88,10 @@ class Refusing(EngineWorker):
 
 
 class Hanging(EngineWorker):
+    """Ends no group, and loads no weights before it has."""
+
+    labels_versions = False
+
     def submit(self, groups, version):
         self._unfinished += len(groups)
 
@@ -139,9 +143,9 @@ def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokeni
     with playing("once", 1, Hanging) as rollouts:
         ticket = rollouts.submit(prompts(tokenizer), step=1)
         fleet = rollouts.sampler
-        while not fleet._table.num_unfinished:
+        while not all(map(fleet._table.is_given, list(fleet._awaited))):
             time.sleep(0.01)
-        fleet.drop(list(fleet._awaited))  # the worker has it still
+        fleet.drop(list(fleet._awaited))  # the worker has them still
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(fleet.load, small_params, 4)
             time.sleep(0.3)

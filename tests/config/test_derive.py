@@ -4,9 +4,13 @@ import pytest
 
 from quatrain.config.derive import derived_values, longest_of_run
 from quatrain.config.errors import ConfigError
-from quatrain.config.schema import Config
+from quatrain.config.fields import DERIVED, value_at
+from quatrain.config.load import load_config
+from quatrain.config.schema import Config, fields
 from quatrain.config.warnings import warnings_about
 
+OF_TEACHERS = ("distill.temperature", "distill.max_tokens_per_device")
+OF_REWARDS = ("reward.overlong_limit", "reward.overlong_buffer", "reward.model_max_tokens_per_device")
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -332,6 +336,26 @@ def test_a_lag_that_checkpoints_never_allow_is_warned_about():
 def test_a_lag_on_the_devices_of_training_is_warned_about(rollout, shared):
     found = warnings_about(Config(rollout={"max_staleness": 1, **rollout}), {})
     assert any("the rollout has the devices of training" in text for text in found) == shared
+
+
+@pytest.mark.parametrize(
+    ("parts", "left"),
+    [
+        ([], {"critic.mini_batch_size", "critic.epochs", *OF_TEACHERS, *OF_REWARDS}),
+        (["advantage.estimator=gae"], {*OF_TEACHERS, *OF_REWARDS}),
+        (["distill.teacher=m"], {"critic.mini_batch_size", "critic.epochs", *OF_REWARDS}),
+        (
+            ["reward.functions={overlong: 1, 'model:m': 1}"],
+            {"critic.mini_batch_size", "critic.epochs", *OF_TEACHERS},
+        ),
+    ],
+)
+def test_what_a_run_reads_of_derived_keys_is_there(parts, left):
+    """A `Derived` key is null to nobody who reads it: types say so, and nothing else checks it."""
+    config = load_config(None, parts, {}).config
+    keys = [key for key, field in fields().items() if DERIVED in field.metadata]
+    assert {key for key in keys if value_at(config, key) is None} == left
+    assert len(keys) >= 17
 
 
 def test_an_agents_contexts_are_kept():

@@ -9,7 +9,7 @@ from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import read_rows
-from quatrain.loop.run import _shared_questions
+from quatrain.loop.inputs import _shared_questions
 
 
 @pytest.fixture

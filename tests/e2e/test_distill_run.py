@@ -144,7 +144,7 @@ def test_supervised_training_loads_no_teacher(teacher, tmp_path, monkeypatch):
     def never(*_, **__):
         raise AssertionError("a teacher is loaded")
 
-    monkeypatch.setattr("quatrain.loop.run.build_teachers", never)
+    monkeypatch.setattr("quatrain.update.teacher.TeacherLoader.load", never)
     run = train_sft(small_run(tmp_path, "sft", f"distill.teacher={teacher}", "sft.steps=1")).run
     rows = read_metrics(run / "metrics.jsonl")
     assert not any(name.startswith(("distill/", "eval/teacher_kl")) for row in rows for name in row)

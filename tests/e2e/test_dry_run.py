@@ -6,8 +6,7 @@ import sys
 import pytest
 from runs import small_run
 
-from quatrain.loop import build
-from quatrain.loop.build import load_policy
+from quatrain.loop.policy import load_policy
 from quatrain.loop.train import dry_run, train
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -44,8 +43,7 @@ def test_rewards_and_columns_are_checked_before_there_is_a_tokenizer(
     tmp_path, monkeypatch, reward, data, message
 ):
     """A mistake in a user's own files was found after a model's tokenizer and weights were there."""
-    monkeypatch.setattr(build, "load_policy", lambda *a, **k: pytest.fail("it comes later"))
-    monkeypatch.setattr("quatrain.loop.run.load_policy", build.load_policy)
+    monkeypatch.setattr("quatrain.loop.build.load_policy", lambda *a, **k: pytest.fail("it comes later"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(reward)
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1"}\n')

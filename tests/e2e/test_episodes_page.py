@@ -7,7 +7,7 @@ import pytest
 from runs import small_run
 from test_readme import ROOT, blocks, commands
 
-from quatrain.environments.load_environment import load_environment
+from quatrain.episodes.load_environment import load_environment
 from quatrain.loop.train import train
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics

@@ -7,10 +7,11 @@ import pytest
 from runs import interrupted_after, small_run
 
 from quatrain.engine.engine import RolloutEngine
-from quatrain.loop.build import build_scorer, load_policy
 from quatrain.loop.evaluate import Evaluator, evaluate_run
+from quatrain.loop.policy import load_policy
 from quatrain.loop.train import train
 from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.reward.scorer import RewardScorer
 from quatrain.run.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -66,7 +67,10 @@ def test_the_metrics_of_an_evaluation_are_known_before_it(run):
     summary, options = run
     config = small_run(summary.run.parent, "unused", *options).config
     loaded = load_policy(config, weights=False)
-    with closing(build_scorer(config, loaded)) as scorer, closing(Evaluator(config, loaded, scorer)) as made:
+    with (
+        closing(RewardScorer.of(config, loaded)) as scorer,
+        closing(Evaluator(config, loaded, scorer)) as made,
+    ):
         names = made.metric_names()
     row = read_metrics(summary.run / "metrics.jsonl")[0]
     logged = {name for name in row if name.startswith("eval/")} - {"eval/sums/reward/fails/errors/error"}

@@ -3,12 +3,11 @@
 import pytest
 from runs import small_run
 
-from quatrain.loop import run as run_module
-from quatrain.loop.build import engine_worker
+from quatrain.loop import stages as stages_module
+from quatrain.loop.stages import engine_worker
 from quatrain.loop.train import train
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import InMemory
-from quatrain.types.rollouts import Sampling
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 SERVERS = ("http://127.0.0.1:1", "http://127.0.0.1:2")
@@ -46,20 +45,18 @@ def servers(monkeypatch, tmp_path):
             own = engine_worker(config, 1, f"server {number}")
             return Wrong(own) if number in wrong else own
 
-        def build(config, loaded, **options):
+        def start(config, loaded, make_worker):
             fleets.append(
                 Fleet(
                     [lambda number=number: worker(number) for number in range(len(SERVERS))],
                     InMemory(),
-                    sampling=Sampling.of(config.rollout),
-                    tokenizer=loaded.tokenizer,
                     dtype=config.model.dtype,
                     timeout_s=60,
                 )
             )
             return fleets[-1]
 
-        monkeypatch.setattr(run_module, "build_engine", build)
+        monkeypatch.setattr(stages_module, "start_fleet", start)
 
     yield use
     for fleet in fleets:

@@ -21,7 +21,7 @@ from quatrain.cli import main as cli
 from quatrain.cluster.stop import Stopped
 from quatrain.config import secrets
 from quatrain.config.load import load_config
-from quatrain.loop import run as run_module
+from quatrain.loop import build as build_module
 from quatrain.loop.evaluate import evaluate_run, finite_numbers
 from quatrain.loop.export import export
 from quatrain.loop.prompts import NoSignal
@@ -273,7 +273,7 @@ def test_the_command_that_goes_on_works_in_any_folder(tmp_path, monkeypatch):
 
 
 def test_stopped_while_it_is_loaded_leaves_no_folder(tmp_path):
-    loading = (run_module, "build_scorer", lambda *arguments: True)
+    loading = (build_module, "load_policy", lambda *arguments: True)
     with (
         _signalled(signal.SIGTERM, *loading),
         pytest.raises(Stopped, match="the run had not begun; give the"),
@@ -647,7 +647,7 @@ def test_a_moved_run_is_resumed_where_it_is(tmp_path):
     moved = shutil.copytree(run, tmp_path / "moved")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     seen = []
-    plain = run_module.build_engine
+    plain = build_module.build_engine
 
     def build_engine(config, *arguments, **keywords):
         seen.append((config.run.dir, config.run.name))
@@ -655,7 +655,7 @@ def test_a_moved_run_is_resumed_where_it_is(tmp_path):
 
     resolved = load_config(moved / "config.yaml", ["run.steps=2"], environ={})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "build_engine", build_engine)
+        patch.setattr(build_module, "build_engine", build_engine)
         assert train(resolved, resume=str(moved)).run == moved
     assert seen == [(str(tmp_path), "moved")]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -8,8 +8,8 @@ import pytest
 from chat_templates import CALLING, FAMILIES, tokenizer_of
 
 from quatrain.data.tokenizer import fill_template
+from quatrain.data.tool_calls import CallStream, begun_call, split_calls, tool_calls, warn_of_unread
 from quatrain.data.turns import TurnTemplate
-from quatrain.environments.tool_calls import CallStream, begun_call, split_calls, tool_calls, warn_of_unread
 from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.call_forms import FORMS, ToolCall, schemas_of
 from quatrain.types.call_values import Reading

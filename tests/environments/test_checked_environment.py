@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from quatrain.environments.environment import (
+from quatrain.episodes.environment import (
     MAX_TURN_CHARS,
     CheckedEnvironment,
     StepResult,

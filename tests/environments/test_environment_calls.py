@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.environments.environment import Ended, StepResult
-from quatrain.environments.environment_threads import MOST_AT_ONCE, InThreads
-from quatrain.environments.environment_workers import InWorkers
-from quatrain.environments.load_environment import load_environment, load_tools
+from quatrain.episodes.environment import Ended, StepResult
+from quatrain.episodes.environment_threads import MOST_AT_ONCE, InThreads
+from quatrain.episodes.environment_workers import InWorkers
+from quatrain.episodes.load_environment import load_environment, load_tools
 from quatrain.workers.faults import Fault
 from quatrain.workers.worker_process import LONGEST_OUTPUT
 
@@ -639,7 +639,7 @@ def test_an_environment_of_the_running_program_is_refused():
 
 PROGRAM = """
 import sys, time
-from quatrain.environments.environment_workers import InWorkers
+from quatrain.episodes.environment_workers import InWorkers
 
 calls = InWorkers(sys.argv[1], 1, 30.0)
 calls.begin(0, {}).result()

@@ -16,10 +16,10 @@ from rollouts import local_rollouts
 from quatrain import StepResult
 from quatrain.config.schema import RewardConfig, RolloutConfig
 from quatrain.data.tokenizer import render
-from quatrain.environments import episodes as module
-from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.episodes import EnvironmentPlayer, EpisodeRules
-from quatrain.environments.load_environment import load_environments
+from quatrain.episodes import environment_episodes as module
+from quatrain.episodes.environment_episodes import EnvironmentPlayer, EpisodeRules
+from quatrain.episodes.environment_threads import InThreads
+from quatrain.episodes.load_environment import load_environments
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling

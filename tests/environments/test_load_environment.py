@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 
-from quatrain.environments.environment import StepResult
-from quatrain.environments.load_environment import load_environment, load_environments, load_tools
-from quatrain.environments.tools import Tools
+from quatrain.episodes.environment import StepResult
+from quatrain.episodes.load_environment import load_environment, load_environments, load_tools
+from quatrain.episodes.tools import Tools
 from quatrain.workers.faults import Fault
 
 GAME = '''
@@ -167,12 +167,13 @@ def test_a_class_in_trls_form_works_as_it_is():
     assert WordGame.made == before + 2
     assert game.reset({"word": "pen", "prompt": "Guess."}) == " It has 3 letters."
     assert other.reset({"word": "book"}) == " It has 4 letters."
-    assert game.step(guess("cup")).messages[0]["content"] == "wrong"
-    assert game.final_reward() == 0.0
-    assert game.step(guess("pen")).messages[0]["content"] == "right"
-    assert game.step(guess("pen")).messages[0]["content"].startswith("Error: ValueError: Game over.")
+    wrong, right, over = (game.step(guess(word)) for word in ("cup", "pen", "pen"))
+    assert [turn.messages[0]["content"] for turn in (wrong, right)] == ["wrong", "right"]
+    assert over.messages[0]["content"].startswith("Error: ValueError: Game over.")
+    # A turn is credited with what its tools earned; the rest, counted once, comes at the end.
+    assert [turn.reward for turn in (wrong, right, over)] == [0.0, 1.0, 0.0]
     assert game.step("Done.") is None
-    assert (game.final_reward(), other.final_reward()) == (1.0, 0.0)
+    assert (game.final_reward(), other.final_reward()) == (0.0, 0.0)
     assert game.counts == Counter(tool_calls=3, tool_errors=1)
     game.close()
 

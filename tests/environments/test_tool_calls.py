@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quatrain.environments.tool_calls import CallStream, split_calls, tool_calls
+from quatrain.data.tool_calls import CallStream, split_calls, tool_calls
 from quatrain.types.call_forms import ToolCall
 
 ADD = ToolCall("add", {"a": 1, "b": [2, "é"]})

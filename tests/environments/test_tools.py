@@ -12,8 +12,8 @@ from chat_templates import FAMILIES, tokenizer_of
 
 from quatrain.data.tokenizer import fill_template
 from quatrain.data.turns import TurnTemplate
-from quatrain.environments.environment import CheckedEnvironment, StepResult
-from quatrain.environments.tools import Tool, Tools
+from quatrain.episodes.environment import CheckedEnvironment, StepResult
+from quatrain.episodes.tools import Tool, Tools
 
 
 def add(a: int, b: float = 0.5) -> float:

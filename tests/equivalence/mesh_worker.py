@@ -32,8 +32,8 @@ from quatrain.config.schema import (
     RolloutConfig,
     UpdateConfig,
 )
+from quatrain.data.policy import Meshes
 from quatrain.forward.specs import CriticSpec, PolicySpec
-from quatrain.loop.build import role_meshes
 from quatrain.models.architecture import BOTH, PRE
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.families import builtin_architecture
@@ -109,7 +109,7 @@ def rewarded(rollouts: RolloutBatch) -> RewardedBatch:
 def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     """What STEPS steps of two mini-batches each come to, with a KL and an entropy term."""
     config = load_config(None, ["advantage.estimator=gae", *layout.split()], environ={}).config
-    meshes, offload = role_meshes(config), config.offload
+    meshes, offload = Meshes.of(config), config.offload
     arch = architecture(mode)
     update, logprob = MODES[mode]
     config_of_update = UpdateConfig(

@@ -128,7 +128,7 @@ def test_an_environment_of_openenv_is_trained(tmp_path, kind):
 SCRIPTED = """
 import asyncio, json, sys
 sys.path.append(sys.argv[1])
-from quatrain.agents.openenv_child import agent
+from quatrain.episodes.openenv_child import agent
 
 
 class Client:

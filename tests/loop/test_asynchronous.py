@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quatrain.config.schema import DataConfig
+from quatrain.config.schema import Config, DataConfig
 from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.loop.asynchronous import AsyncRollouts, staleness
-from quatrain.loop.prompts import PromptSampler
 from quatrain.types.batches import PromptPosition, RewardedBatch
 from quatrain.types.rollouts import Completion, rollout_batch
 
@@ -100,15 +99,12 @@ def make(source):
 
     def make(max_staleness, *, steps=12, barrier_every=0, in_flight=False):
         stages = SimpleNamespace(rollout=Rollout(load_tokenizer("builtin:tiny")), reward=Reward())
-        sampler = PromptSampler(source, batch_size=3, rounds=1)
-        ahead = AsyncRollouts(
-            stages,
-            sampler,
-            max_staleness=max_staleness,
-            steps=steps,
-            barrier_every=barrier_every,
-            in_flight=in_flight,
+        config = Config(
+            data={"batch_size": 3},
+            rollout={"max_staleness": max_staleness, "in_flight": in_flight},
+            checkpoint={"every_steps": barrier_every},
         )
+        ahead = AsyncRollouts(config, stages, source, steps)
         opened.append(ahead)
         return ahead, stages
 

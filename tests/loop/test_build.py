@@ -1,13 +1,20 @@
+import ast
+import inspect
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import small_run
 
 from quatrain.config.load import load_config
-from quatrain.loop.build import build_engine, build_teachers, load_policy, rollout_workers
-from quatrain.loop.stages import build_learner, keeping_environments
+from quatrain.loop import build
+from quatrain.loop.policy import load_policy
+from quatrain.loop.stages import build_engine, keeping_environments
+from quatrain.loop.train import dry_run
 from quatrain.rollout.publish import gathered
+from quatrain.rollout.start_fleet import servers
+from quatrain.update.learner import Learner
 from quatrain.update.teacher import TeacherLoader
 
 
@@ -66,21 +73,19 @@ def test_a_users_loss_that_reads_the_sampler_needs_the_whole_distribution(tmp_pa
         for p in (1.0, 0.9)
     )
     loaded = load_policy(whole)
-    assert build_learner(whole, loaded, steps=1).reads_sampler
+    assert Learner.of(whole, loaded, steps=1).reads_sampler
     with pytest.raises(ValueError, match="reads the sampler's log-probabilities, which must"):
-        build_learner(filtered, loaded, steps=1)
+        Learner.of(filtered, loaded, steps=1)
 
 
-def test_a_teacher_is_loaded_for_the_longest_sequence_that_it_reads(monkeypatch):
+def test_a_teacher_is_loaded_for_the_longest_sequence_that_it_reads():
     """That of an evaluation, and with a prompt of its own that is longer than the policy's may be."""
     settings = ["distill.teacher=tiny", "data.max_prompt_length=40", "rollout.max_new_tokens=16"]
     settings.append("eval.max_new_tokens=24")
     config = load_config(None, settings, environ={}).config
-    loaded, asked = load_policy(config), []
-    monkeypatch.setattr(TeacherLoader, "load", lambda self, *_, **__: asked.append(self.longest))
-    for longest_prompt in (0, 40, 55):
-        build_teachers(config, loaded, longest_prompt=longest_prompt)
-    assert asked == [64, 64, 79]
+    loaded = load_policy(config)
+    longest = [TeacherLoader(config, loaded, prompt).longest for prompt in (0, 40, 55)]
+    assert longest == [64, 64, 79]
 
 
 def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
@@ -89,7 +94,7 @@ def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
     def publisher_of(runs):
         settings = (f"run.dir={tmp_path / runs}", "run.name=r", "rollout.servers=[http://127.0.0.1:9]")
         config = load_config(None, [*settings, f"rollout.weights_dir={tmp_path / 'w'}"], environ={}).config
-        return rollout_workers(config, loaded, 1)[1]
+        return servers(config, loaded)[1]
 
     loaded = _load()
     weights = gathered(loaded.params, "float32")
@@ -113,3 +118,38 @@ def test_environments_of_other_processes_are_not_for_reward_functions():
     assert keeping_environments(config, loaded, SimpleNamespace(asks_for_environments=False)) is loaded
     with pytest.raises(ValueError, match=rf"rollout\.{key} must be 0 .* `environments` .* got 2; set 0, or"):
         keeping_environments(config, loaded, SimpleNamespace(asks_for_environments=True))
+
+
+def _late_lines_first(function):
+    """Code of `function` whose lines stand in another order, each still after those whose names it uses."""
+    tree = ast.parse(inspect.getsource(function))
+    *lines, end = tree.body[0].body
+
+    def names(line, kind):
+        return {
+            node.id for node in ast.walk(line) if isinstance(node, ast.Name) and isinstance(node.ctx, kind)
+        }
+
+    order = []
+    while lines:
+        made = [names(line, ast.Store) for line in lines]
+        free = [
+            at
+            for at, line in enumerate(lines)
+            if not names(line, ast.Load) & set().union(*made[:at], *made[at + 1 :])
+        ]
+        order.append(lines.pop(free[-1]))
+    tree.body[0].body = [*order, end]
+    return ast.unparse(tree)
+
+
+@pytest.mark.usefixtures("narrow_model")
+def test_the_order_of_lines_that_use_nothing_of_each_other_has_no_meaning(tmp_path, monkeypatch):
+    """A part that changes another, or counts on one that it does not name, would fail or plan otherwise."""
+    resolved = small_run(tmp_path, "a", "advantage.estimator=gae", "data.eval=builtin:arithmetic-heldout")
+    code, own = _late_lines_first(build.build_run), dict(vars(build))
+    assert code.index("Reference(") < code.index("StopWhen(")
+    exec(compile(code, "reordered", "exec"), own)
+    expected = dry_run(resolved)
+    monkeypatch.setattr("quatrain.loop.train.build_run", own["build_run"])
+    assert dry_run(resolved) == expected

@@ -12,7 +12,7 @@ from quatrain.config.errors import ConfigError
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_rows
 from quatrain.engine.engine import RolloutEngine
-from quatrain.loop import run as run_module
+from quatrain.loop import build as build_module
 from quatrain.loop.train import train
 from quatrain.reward.scorer import RewardScorer
 
@@ -37,7 +37,7 @@ def test_a_late_error_leaves_no_worker_process_and_no_folder(tmp_path, monkeypat
     closed = []
     close_engine = RolloutEngine.close
     monkeypatch.setattr(RolloutEngine, "close", lambda self: (closed.append(self), close_engine(self)))
-    monkeypatch.setattr(run_module, late, fail)
+    monkeypatch.setattr(f"quatrain.loop.build.{late}", fail)
     with pytest.raises(ValueError, match="a late error"):
         train(small_run(tmp_path, "late", f"reward.functions={{'{source}:reward': 1.0}}", "sft.steps=0"))
     assert not Path(f"/proc/{int(told.read_text())}").exists()
@@ -47,7 +47,7 @@ def test_a_late_error_leaves_no_worker_process_and_no_folder(tmp_path, monkeypat
 
 def test_every_part_is_ended_although_one_cannot_be(tmp_path, monkeypatch):
     ended: list[str] = []
-    close_scorer, close_batches = RewardScorer.close, run_module.AsyncRollouts.close
+    close_scorer, close_batches = RewardScorer.close, build_module.AsyncRollouts.close
 
     def fails(scorer):
         close_scorer(scorer)
@@ -59,7 +59,7 @@ def test_every_part_is_ended_although_one_cannot_be(tmp_path, monkeypatch):
         ended.append("batches")
 
     monkeypatch.setattr(RewardScorer, "close", fails)
-    monkeypatch.setattr(run_module.AsyncRollouts, "close", closes)
+    monkeypatch.setattr(build_module.AsyncRollouts, "close", closes)
     with pytest.raises(OSError, match="cannot be ended"):
         train(small_run(tmp_path, "ends", "run.steps=1", "sft.steps=0", "data.eval=null"))
     assert ended == ["scorer", "batches", "scorer"]  # first, because the batches may wait for it

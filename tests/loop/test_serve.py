@@ -18,7 +18,7 @@ import uvicorn
 from servers import service_of
 
 from quatrain.config.load import load_config
-from quatrain.loop.build import load_policy
+from quatrain.loop.policy import load_policy
 from quatrain.loop.serve import serve, serving_engine, weights_of
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling

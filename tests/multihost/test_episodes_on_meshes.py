@@ -103,7 +103,7 @@ def test_agents_of_two_processes_are_those_of_one(tmp_path, settings):
     one, two = (run_of(tmp_path / str(count), agents, count) for count in (1, 2))
     for step in range(1, STEPS + 1):
         ours, theirs = (samples_of(each, step) for each in (two, one))
-        assert any(len(sample["turns"]) > 3 for sample in theirs)
+        assert any(len(sample["turns"]) > 2 for sample in theirs)
         assert [sample["turns"] for sample in ours] == [sample["turns"] for sample in theirs]
         assert [sample["rewards"] for sample in ours] == [sample["rewards"] for sample in theirs]
     assert max(row.get("rollout/logprob_diff_max", 0.0) for row in read_metrics(two / "metrics.jsonl")) < 1e-4

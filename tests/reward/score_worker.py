@@ -17,7 +17,7 @@ from rollouts import make_rollouts
 
 from quatrain.cluster import processes as hosts
 from quatrain.config.load import load_config
-from quatrain.loop.build import role_meshes
+from quatrain.data.policy import Meshes
 from quatrain.reward.reward_model import load_reward_models
 
 LENGTHS = (1, 30, 7, 15, 3, 3, 22, 9, 12, 40, 5)
@@ -35,7 +35,7 @@ def scores(path: str, layout: str) -> np.ndarray:
     )
     config = load_config(None, settings, environ={}).config
     offloaded = "host" if config.offload.reward_models else "device"
-    mesh = role_meshes(config).reward
+    mesh = Meshes.of(config).reward
     model = load_reward_models(config.reward, config.model, mesh=mesh, memory=offloaded)[entry]
     rng = np.random.default_rng(0)
     letters = ["".join(map(chr, rng.integers(97, 123, length))) for length in LENGTHS]

@@ -10,9 +10,9 @@ from quatrain import StepResult
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
 from quatrain.engine.engine import RolloutEngine
-from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.episodes import EnvironmentPlayer, EpisodeRules
-from quatrain.environments.load_environment import load_environment
+from quatrain.episodes.environment_episodes import EnvironmentPlayer, EpisodeRules
+from quatrain.episodes.environment_threads import InThreads
+from quatrain.episodes.load_environment import load_environment
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.publish import InMemory

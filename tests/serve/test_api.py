@@ -802,7 +802,7 @@ def test_what_was_kept_of_a_prompt_is_in_the_usage(small_arch, small_params, tok
         messages += [first.choices[0].message, {"role": "user", "content": "and then?"}]
         assert cached(chat(messages=messages, extra_headers={"X-Session-ID": "me"})) > 16
         assert chat(messages=messages, extra_body={"prompt_cache_key": "you"}).usage.prompt_tokens
-        owners = service._engine._session._kept._stores[0]._owners
+        owners = service.engine._session._kept._stores[0]._owners
         assert list(owners) == ["me", "you"]
         for _ in range(4):
             ask()

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from quatrain.config.load import load_config
-from quatrain.loop.build import load_policy
+from quatrain.loop.policy import load_policy
 from quatrain.run.metrics import read_metrics
 from quatrain.weights.hf import save_hf
 

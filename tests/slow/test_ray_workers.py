@@ -17,7 +17,8 @@ import pytest
 
 from quatrain.config.load import load_config
 from quatrain.data.prompts import load_prompts
-from quatrain.loop.build import build_engine, load_policy, local_engine
+from quatrain.loop.policy import load_policy
+from quatrain.loop.stages import build_engine
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import WorkerLost
 
@@ -50,7 +51,7 @@ def prompts(loaded):
 
 @pytest.fixture(scope="module")
 def expected(loaded, prompts):
-    engine = local_engine(config_of(), loaded)
+    engine = build_engine(config_of(), loaded)
     engine.sync_weights(loaded.params, 3)
     yield engine.generate(prompts, step=2)
     engine.close()

@@ -14,8 +14,8 @@ import numpy as np
 
 from quatrain.config.load import load_config
 from quatrain.config.schema import DistillConfig, LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.data.policy import Meshes
 from quatrain.forward.specs import PolicySpec
-from quatrain.loop.build import role_meshes
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
@@ -66,7 +66,7 @@ def batch() -> AdvantagedBatch:
 def steps(layout: str) -> dict[str, np.ndarray]:
     """By what is computed: the teacher's log-probabilities, and the weights after a step with each loss."""
     config = load_config(None, ["distill.teacher=x", *layout.split("; ")], environ={}).config
-    meshes = role_meshes(config)
+    meshes = Meshes.of(config)
     arch, teacher_arch = architecture(32), architecture(48)
     spec = PolicySpec(teacher_arch, temperature=TEMPERATURE, mesh=meshes.teacher)
     params = init_params(teacher_arch, jax.random.key(3), mesh=meshes.teacher)

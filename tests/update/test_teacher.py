@@ -4,13 +4,14 @@ import dataclasses
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from architectures import changed
 from teachers import save_policy
 
-from quatrain.config.schema import DistillConfig, ModelConfig
+from quatrain.config.schema import Config
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
@@ -28,14 +29,25 @@ def folder(tmp_path_factory, small_arch, tokenizer):
     return save_policy(tmp_path_factory.mktemp("models") / "teacher", arch, tokenizer)
 
 
-def load(folder, tokenizer, *, max_tokens=256, temperature=0.8, weights=True, **options):
+def load(folder, tokenizer, *, max_tokens=256, temperature=0.8, longest=2, weights=True, **sections):
     teacher = (
         {name: path and str(path) for name, path in folder.items()}
         if isinstance(folder, dict)
         else str(folder)
     )
-    config = DistillConfig(teacher=teacher, max_tokens_per_device=max_tokens, temperature=temperature)
-    return TeacherLoader(config, ModelConfig(), tokenizer, one_device(), **options).load(weights=weights)
+    sections["distill"] = {
+        "teacher": teacher,
+        "max_tokens_per_device": max_tokens,
+        "temperature": temperature,
+    }
+    sections |= {"data": {"max_prompt_length": longest - 1}, "rollout": {"max_new_tokens": 1}}
+    return TeacherLoader(Config(**sections), policy_of(tokenizer)).load(weights=weights)
+
+
+def policy_of(tokenizer):
+    """What a loader reads of a policy."""
+    arch = SimpleNamespace(longest=256, vocab_size=len(tokenizer))
+    return SimpleNamespace(tokenizer=tokenizer, arch=arch, meshes=SimpleNamespace(teacher=one_device()))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +57,7 @@ def load(folder, tokenizer, *, max_tokens=256, temperature=0.8, weights=True, **
         {"max_tokens": 20},
         *(
             pytest.param(each, marks=pytest.mark.slow)
-            for each in ({"memory": "host"}, {"share_prompts": False})
+            for each in ({"offload": {"teacher": True}}, {"update": {"share_prompts": False}})
         ),
     ],
 )
@@ -187,7 +199,7 @@ def test_a_model_that_teaches_two_sources_is_loaded_once(folder, tokenizer):
 
 
 def test_no_teacher_and_no_weights(folder, tokenizer):
-    assert TeacherLoader(DistillConfig(), ModelConfig(), tokenizer, one_device()).load() is None
+    assert TeacherLoader(Config(), policy_of(tokenizer)).load() is None
     assert load(folder, tokenizer, weights=False) is None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.loop.build import load_policy
+from quatrain.loop.policy import load_policy
 from quatrain.weights.hf import save_hf
 
 ROOT = Path(__file__).parents[2]

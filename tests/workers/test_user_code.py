@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from quatrain.agents.agent_processes import check_agent
 from quatrain.config.schema import RewardConfig
-from quatrain.environments.environment_workers import InWorkers
+from quatrain.episodes.agent_processes import check_agent
+from quatrain.episodes.environment_workers import InWorkers
 from quatrain.reward.scorer import RewardScorer
 from quatrain.workers.user_code import find_function
 

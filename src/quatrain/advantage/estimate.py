@@ -4,11 +4,11 @@ Line 3 of a training step: `RewardedBatch` -> `AdvantageEstimator.estimate` -> `
 """
 
 import inspect
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from quatrain.config.schema import AdvantageConfig
+from quatrain.config.schema import AdvantageConfig, Config
 from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, TokenAdvantages
 from quatrain.types.batches import ENVIRONMENT, FAULTS, AdvantagedBatch, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric, describe
@@ -76,6 +76,26 @@ class AdvantageEstimator:
                 self._call(dict(zip(INPUTS, (*example, tokens, rows[:1]), strict=True)))
             except ValueError as error:
                 raise ValueError(f"{self._name} cannot be used: {error}") from error
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The advantage stage; raises ValueError where the estimator takes what the run does not bring."""
+        estimator = cls(config.advantage)
+        for name, key, brought in (
+            ("values", "critic.enabled", config.critic.enabled),
+            ("baseline_rewards", "rollout.greedy_baseline", config.rollout.greedy_baseline),
+        ):
+            takes = name in estimator.inputs
+            if takes != brought:
+                verb = "takes" if takes else "does not take"
+                raise ValueError(
+                    f"{key} must be true if the advantage estimator takes {name}, and only then; "
+                    f"advantage.estimator {config.advantage.estimator} {verb} {name}, and {key} is "
+                    f"{str(brought).lower()}; set {key} to {str(takes).lower()}, or take another estimator"
+                )
+        if config.rollout.agent is not None:
+            estimator.check_episodes()
+        return estimator
 
     def _call(self, inputs: dict[str, Any]) -> Any:
         for values in inputs.values():

@@ -1,7 +1,7 @@
 """Signals that stop a run: SIGTERM, SIGHUP and SIGINT end it where its state is whole, a second one at once.
 
-`loop/run.py` opens a `Stop` for a run and says where it may end. `launch.py` uses `Signals` alone. In a run
-of several processes, `rendezvous.py` carries the messages of the `Agreement` on where all of them stop.
+`loop/open_run.py` opens a `Stop` for a run and says where it may end. `launch.py` uses `Signals` alone. In a
+run of several processes, `rendezvous.py` carries the messages of the `Agreement` on where all of them stop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Stopped(KeyboardInterrupt):
         super().__init__(number)
         self.number = number
         self.advice = ""
-        """What was saved and how to go on; `loop/run.py` sets it."""
+        """What was saved and how to go on; `loop/open_run.py` sets it."""
 
     @property
     def status(self) -> int:

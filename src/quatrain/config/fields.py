@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -23,6 +23,26 @@ REWARD_MODEL = "model:"
 """How an entry of `reward.functions` begins if it is the path of a reward model."""
 MAX_DEPTH = 8
 """Levels of lists and mappings in an argument."""
+T = TypeVar("T")
+DERIVED = "derived"
+"""In the annotation of a key: its null is replaced when the configuration is loaded (`derive.py`)."""
+if TYPE_CHECKING:
+    Derived = Annotated[T, DERIVED]
+else:
+
+    class Derived:
+        """`Derived[T]` = `T | None`, the type of a key whose null in a file is replaced by a derived value.
+
+        Type checkers see T: what runs reads a resolved configuration, in which the value is there wherever
+        what reads it has a part in the run (tests/config/test_derive.py goes through all of them).
+        """
+
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return Annotated[kind | None, DERIVED]
+
+
+NOT_SET: Any = None
+"""The default of a `Derived` key."""
 
 
 class Section(BaseModel):

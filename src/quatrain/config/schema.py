@@ -96,6 +96,10 @@ class Config(Section):
         """Prompts of an optimizer step, with a training step split into `update.num_mini_batches` parts."""
         return math.ceil(self.data.batch_size / (self.update.num_mini_batches or 1))
 
+    def optimizer_steps(self, sizes: UpdateConfig | CriticConfig) -> int:
+        """Optimizer steps of a training step, of the policy or of the critic."""
+        return sizes.epochs * math.ceil(self.data.batch_size / sizes.mini_batch_size)
+
     @property
     def overlong_limit(self) -> int:
         """Tokens of a completion at which the function `overlong` gives -1."""

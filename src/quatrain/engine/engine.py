@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import gather_objects
-from quatrain.config.schema import RolloutConfig
+from quatrain.config.schema import Config, RolloutConfig
+from quatrain.data.policy import Policy
 from quatrain.engine.decode import Program
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Sampler, Session
@@ -120,6 +121,23 @@ class RolloutEngine:
         """Seconds that the last `sync_weights` took."""
         self._session: Session | None = None
         self._before = EngineStats()
+
+    @classmethod
+    def of(cls, config: Config, policy: Policy, *, per_request_sampling: bool = False) -> Self:
+        """The engine that samples from `policy` on devices of this run, without weights."""
+        return cls(
+            policy.arch,
+            config.rollout,
+            policy.tokenizer,
+            stop_ids=policy.stop_ids,
+            seed=config.seed,
+            dtype=config.model.dtype,
+            attention=policy.attention,
+            mesh=policy.meshes.rollout,
+            usual_prompt=policy.usual_prompt,
+            per_request_sampling=per_request_sampling,
+            backend=policy.backend,
+        )
 
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on; their tokens are recorded with `version`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from quatrain.backend import Backend, this_backend
 from quatrain.config.mesh import MeshShape
-from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
+from quatrain.config.schema import CriticConfig, LogprobConfig, ModelConfig, UpdateConfig
+from quatrain.data.policy import Policy
 from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.models.attention import longest_buffer, unpacks_above
@@ -29,6 +30,7 @@ from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import output_head_name, partition
 from quatrain.models.prefix_tree import RowForms
+from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.ops.divergences import Divergence, token_divergences
 from quatrain.ops.logprobs import Head, token_logprobs
 from quatrain.ops.tokens import (
@@ -162,6 +164,14 @@ class PolicySpec(ModelSpec):
     temperature: float = field(default=1.0, kw_only=True)
 
     tokens = ScoredTokens
+
+    @classmethod
+    def of(cls, config: ModelConfig, policy: Policy, *, temperature: float) -> Self:
+        """How the log-probabilities of `policy` are computed at `temperature`."""
+        devices = policy.meshes.train, policy.backend
+        return cls(
+            policy.arch, config.dtype, config.remat, policy.attention, *devices, temperature=temperature
+        )
 
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Log-probability and entropy [R, K], in nats."""
@@ -386,6 +396,15 @@ class CriticSpec(ModelSpec):
     """
 
     tokens = ValuedTokens
+
+    @classmethod
+    def of(cls, config: ModelConfig, arch: Architecture, mesh: Mesh) -> Self:
+        """How the values of the critic `arch` are computed on `mesh`; raises ValueError as the probes do."""
+        kind = this_backend().kind
+        attention = trusted_attention(config.attention, arch, platform=kind, dtype=config.dtype)
+        # What `model.experts` names is for the policy's experts; a critic of another model may have none.
+        backend = trusted_backend(config, arch) if arch.routes else this_backend()
+        return cls(arch, config.dtype, config.remat, attention, mesh, backend)
 
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
         """Values [R, K] of the states in which the scored tokens were drawn."""

@@ -10,12 +10,13 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from quatrain.agents.hubs import hub_rows
-from quatrain.agents.play import AgentEpisodes, Episode, Part
 from quatrain.config.load import Resolved
 from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import NO_ROWS
-from quatrain.loop.build import build_engine, load_policy
+from quatrain.episodes.agent_episodes import AgentEpisodes, Episode, Part
+from quatrain.episodes.hubs import hub_rows
+from quatrain.loop.policy import load_policy
+from quatrain.loop.stages import build_engine
 from quatrain.report.progress import waiting
 from quatrain.report.start_up import stage, starting
 from quatrain.serve.turn_tree import Turn

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from quatrain.config.schema import Config
+from quatrain.data.prompts import PromptSource
 from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.stages import Stages
 from quatrain.loop.step import collect
@@ -50,17 +52,17 @@ class TrainBatch:
 
 
 class AsyncRollouts:
-    """The batches of a run of `steps` training steps, in order.
+    """The batches of a run of `steps` training steps on `prompts`, in order.
 
     The batch of step t is sampled whole by one version of the weights: those after step t - `max_staleness`,
-    or newer ones where a barrier lies between. Barriers are the multiples of `barrier_every` (0: none), the
-    steps of checkpoints: batches from step c on are sampled by the weights after step c or newer, so nothing
-    is in flight at a checkpoint, and a resumed run samples what the uninterrupted one does.
+    or newer ones where a barrier lies between. Barriers are the steps of checkpoints, the multiples of
+    `checkpoint.every_steps`: batches from step c on are sampled by the weights after step c or newer, so
+    nothing is in flight at a checkpoint, and a resumed run samples what the uninterrupted one does.
 
-    With `in_flight`, weights are exchanged between two decode calls, and the samples of the next batch begin
-    in the slots that become free while the last of this one decode. A batch is then sampled by weights after
-    step t - `max_staleness` or newer, often by several versions, which depend on the timing; each token
-    carries its own. `sampler` must not sample dynamically.
+    With `rollout.in_flight`, weights are exchanged between two decode calls, and the samples of the next
+    batch begin in the slots that become free while the last of this one decode. A batch is then sampled by
+    weights after step t - `max_staleness` or newer, often by several versions, which depend on the timing;
+    each token carries its own. There is no dynamic sampling then.
 
     With a staleness above 0, everything that uses the rollout must go through `take` and `run`; rewards are
     computed in the thread too. `on_stage` is called with the name of each stage when it begins, from the
@@ -69,18 +71,17 @@ class AsyncRollouts:
 
     def __init__(
         self,
+        config: Config,
         stages: Stages,
-        sampler: PromptSampler,
-        *,
-        max_staleness: int,
+        prompts: PromptSource,
         steps: int,
-        barrier_every: int,
-        in_flight: bool = False,
         on_stage: Callable[[str], None] = lambda stage: None,
     ):
-        self._stages, self._sampler = stages, sampler
-        self._max_staleness, self._steps, self._barrier_every = max_staleness, steps, barrier_every
-        self._in_flight = in_flight
+        rollout = config.rollout
+        rounds, size = rollout.dynamic_sampling_rounds, config.data.batch_size
+        self._stages, self._sampler = stages, PromptSampler(prompts, batch_size=size, rounds=rounds)
+        self._max_staleness, self._in_flight = rollout.max_staleness, rollout.in_flight
+        self._steps, self._barrier_every = steps, config.checkpoint.every_steps
         self._on_stage = on_stage
         self._thread = LoopThread("quatrain-rollout", "the rollout was closed", lambda: None)
         self._batches: deque[Future[TrainBatch]] = deque()

@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.agents.hubs import hub_rows
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.data.prompts import PromptSource
 from quatrain.data.rows import NO_ROWS, GivenRows
-from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy, teacher_prompts
-from quatrain.loop.stages import keeping_environments
+from quatrain.loop.policy import LoadedPolicy, load_policy
+from quatrain.loop.stages import build_engine
 from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.start_up import starting
@@ -37,6 +36,7 @@ from quatrain.run.samples import evaluation_sample
 from quatrain.types.batches import FAULTS, Prompt, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, combine
 from quatrain.types.rollouts import Sampling, rollout_batch
+from quatrain.update.teacher_prompts import TeacherPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,9 @@ class Evaluator:
             )
         self._accuracy = short_names(rewards)[spec]
         self._teaches = config.distill.teacher is not None
-        reads = teacher_prompts(config, loaded)
-        self._unread = frozenset(() if reads is None else reads.columns)
+        self.reads = TeacherPrompts.of(config.distill, loaded)
+        """The prompts of the teacher's own, if it has some."""
+        self._unread = frozenset(() if self.reads is None else self.reads.columns)
         """Columns that the teacher's prompts need."""
         try:
             self.sets = self._load_sets(config, loaded, rows)
@@ -131,23 +132,11 @@ class Evaluator:
             raise
 
     def _load_sets(self, config: Config, loaded: LoadedPolicy, rows: GivenRows) -> list[EvaluationSet]:
-        required = {**self._scorer.required_by, **loaded.required_by}
+        needed: dict[str, str] = {}
         if config.eval.accuracy is not None and self._own is not None:
-            required |= dict.fromkeys(self._own.required_columns, f"eval.accuracy {config.eval.accuracy}")
+            needed = dict.fromkeys(self._own.required_columns, f"eval.accuracy {config.eval.accuracy}")
         return [
-            EvaluationSet(
-                name,
-                load_prompts(
-                    spec,
-                    config.data,
-                    loaded.tokenizer,
-                    seed=config.seed,
-                    required_columns=required,
-                    check_prompt=self._scorer.check_prompt,
-                    turns=loaded.turns,
-                    rows=hub_rows(config, spec, rows),
-                ),
-            )
+            EvaluationSet(name, loaded.prompts(config, spec, self._scorer, rows, needed))
             for name, spec in config.data.eval_sets.items()
         ]
 
@@ -403,15 +392,11 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
         loaded = load_policy(config, critic=False, adapters=False)
     count = config.eval.final_num_prompts
     with (
-        closing(build_scorer(config, loaded)) as scorer,
+        closing(RewardScorer.of(config, loaded)) as scorer,
         closing(Evaluator(config, loaded, scorer)) as evaluator,
         Progress(1, programs=ProgramCount("eval", config)) as progress,
         closing(
-            build_engine(
-                config,
-                keeping_environments(config, loaded, scorer),
-                on_progress=lambda decoding: progress.detail(str(decoding)),
-            )
+            build_engine(config, loaded, scorer, on_progress=lambda decoding: progress.detail(str(decoding)))
         ) as engine,
     ):
         for warning in evaluator.warnings if is_main_process() else ():

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from quatrain.cluster.stop import Stop
@@ -20,12 +19,10 @@ from quatrain.config.secrets import comparable, same
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.evaluate import Evaluation, Evaluator, finite_numbers, result
 from quatrain.loop.recorder import Recorder
-from quatrain.rollout.rollouts import Rollouts
+from quatrain.loop.stages import Stages
 from quatrain.run.best import Best
 from quatrain.run.resume import differing
 from quatrain.run.run_dir import RunDir
-from quatrain.types.batches import RolloutBatch
-from quatrain.types.metrics import Metric
 from quatrain.update.learner import TrainState
 
 logger = logging.getLogger(__name__)
@@ -51,26 +48,21 @@ def best_of(config: Config, folder: RunDir, evaluator: Evaluator) -> Best | None
 
 
 class Evaluations:
-    """Evaluates a run of `steps` training steps with the engine of its rollout, in turn with `batches`.
-
-    `teacher_kl(parameters, completions)` is the KL to the teacher; None without one.
-    """
+    """Evaluates a run of `steps` training steps with the engine of its rollout, in turn with `batches`."""
 
     def __init__(
         self,
         config: Config,
         evaluator: Evaluator,
         best: Best | None,
-        engine: Rollouts,
+        stages: Stages,
         batches: AsyncRollouts,
         recorder: Recorder,
         stop: Stop,
         *,
         steps: int,
-        teacher_kl: Callable[[Any, RolloutBatch], Metric | None] | None = None,
     ):
-        self._teacher_kl = teacher_kl
-        self._config, self._evaluator, self._engine = config, evaluator, engine
+        self._config, self._evaluator, self._stages = config, evaluator, stages
         self._batches, self._recorder, self._stop, self._steps = batches, recorder, stop, steps
         self._done_as = self._what_decides()
         self.best = best
@@ -108,16 +100,17 @@ class Evaluations:
         config, recorder = self._config.eval, self._recorder
         first = config.usual_num_prompts
         count = config.final_num_prompts if last else first
-        total = self._evaluator.num_completions(self._engine, count)
+        engine = self._stages.rollout
+        total = self._evaluator.num_completions(engine, count)
         recorder.progress.stage(name)
 
         def job() -> Evaluation:
-            self._engine.sync_weights(params, version)
+            engine.sync_weights(params, version)
             return self._evaluator.evaluate(
-                self._engine,
+                engine,
                 first=first,
                 count=count,
-                teacher_kl=None if self._teacher_kl is None else partial(self._teacher_kl, params),
+                teacher_kl=self._stages.teacher_kl(params),
                 on_progress=lambda done: recorder.progress.stage(f"{name} {done}/{total}"),
             )
 

@@ -16,7 +16,7 @@ from quatrain.config.load import load_config
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
-from quatrain.loop.build import load_policy
+from quatrain.loop.policy import load_policy
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint

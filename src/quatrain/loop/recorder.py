@@ -6,7 +6,7 @@ Used by `train.py` and `run.py` around each stage and step; the files are those 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import jax
 from quatrain.cluster.processes import is_main_process
 from quatrain.cluster.stop import Stop
 from quatrain.config.schema import Config
+from quatrain.data.prompts import PromptSource
 from quatrain.loop.asynchronous import TrainBatch
 from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.host_memory import peak_bytes
@@ -29,20 +30,23 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Shows and times the stages of a run in `folder`, and writes what its steps gave.
+    """Shows and times the stages of a run on `prompts` in `folder`, and writes what its steps gave.
 
-    `report` is open, and `progress` shown, as long as the run is in progress. `skipped`: metrics of the
-    prompts that are not trained on, which every step has.
+    `report` is open, and `progress` shown, as long as the run is in progress.
     """
 
     report: Report
     progress: Progress
 
-    def __init__(self, config: Config, folder: Path, stop: Stop):
+    def __init__(self, config: Config, folder: Path, stop: Stop, prompts: PromptSource):
         self._config, self._folder, self._stop = config, folder, stop
+        self._left_out = {
+            f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
+            for what in ("skipped", "truncated", "filtered")
+        }
+        """Metrics of the prompts that are not trained on, which every step has."""
         self._tracing = False
         self.timer = StageTimer()
-        self.skipped: Mapping[str, Metric] = {}
         self.numbers: dict[str, float] = {}
         """Metrics of the last training step, those of the evaluation after it among them."""
         self._last = -1
@@ -113,7 +117,7 @@ class Recorder:
             **self.timer.metrics(),
             **peak_memory(),
             "throughput/tokens_per_s": Metric(tokens_per_s),
-            **self.skipped,
+            **self._left_out,
         }
         self._last, self.numbers = step, reduce_metrics(metrics)
         self.report.log(step, self.numbers)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from quatrain.config.schema import Config
-from quatrain.loop.build import LoadedPolicy
+from quatrain.data.policy import Policy
 from quatrain.models.lora import trained_part, with_trained, without_adapters
 from quatrain.models.params import abstract_params
 from quatrain.parallel.mesh import copy_if_aliased, to_memory
@@ -24,7 +24,7 @@ from quatrain.update.moving_reference import followed
 class Reference:
     """The reference policy of `learner`, of which a copy lies in `folder`."""
 
-    def __init__(self, config: Config, loaded: LoadedPolicy, learner: Learner, folder: Path):
+    def __init__(self, config: Config, loaded: Policy, learner: Learner, folder: Path):
         self._config, self._learner, self._folder = config, learner, folder
         self._arch, self._mesh = loaded.arch, loaded.meshes.reference
         warm = config.lora.rank and config.sft.steps

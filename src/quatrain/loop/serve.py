@@ -21,7 +21,7 @@ from quatrain.config.schema import Config
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
-from quatrain.loop.build import LoadedPolicy, load_policy, local_engine
+from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import watching_compilations
 from quatrain.serve.api import Api
@@ -101,11 +101,12 @@ def serve(
 
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
+    # Weights are loaded in place of the old ones: memory for copies of other versions would be left unused.
     share = config.rollout.prefix_share
     changes: dict[str, Any] = {"max_staleness": 0, "in_flight": False}
     changes |= {"prefix_share": PREFIX_SHARE if share is None else share}
     served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
-    engine = local_engine(served, loaded, per_request_sampling=True)
+    engine = RolloutEngine.of(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)
     return engine
 

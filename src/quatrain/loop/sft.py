@@ -10,7 +10,8 @@ import jax
 from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, load_demonstrations
 from quatrain.data.rows import NO_ROWS, GivenRows
-from quatrain.loop.build import LoadedPolicy, build_policy_spec
+from quatrain.forward.specs import PolicySpec
+from quatrain.loop.policy import LoadedPolicy
 from quatrain.ops.fingerprint import fingerprint
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.metrics import Metric
@@ -23,7 +24,7 @@ def warm_start_data(config: Config, loaded: LoadedPolicy, rows: GivenRows = NO_R
     Raises ValueError for data without a `completion` column, and for demonstrations that have more tokens
     than a micro-batch, or than the model has positions.
     """
-    spec, budget = config.sft.data or config.data.train, config.update.max_tokens_per_device
+    spec, budget = config.sft.data, config.update.max_tokens_per_device
     positions = loaded.arch.longest
     limits = {f"the {positions} positions of {config.model.path}, in": positions}
     if budget is not None:
@@ -47,7 +48,7 @@ def warm_start(
     `rollout.temperature`. `on_step` is called after each step with its number, from 1, and its metrics.
     Raises ValueError if the weights are not finite afterwards.
     """
-    policy = build_policy_spec(config, loaded, temperature=1.0)
+    policy = PolicySpec.of(config.model, loaded, temperature=1.0)
     learner = SupervisedLearner(
         policy,
         config.sft,

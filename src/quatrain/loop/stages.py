@@ -1,46 +1,60 @@
-"""The four stages of a training step, built from the configuration.
+"""The four stages of a training step, and the rollout engine that the configuration asks for.
 
-Used by `run.py` with a policy loaded by `build.py`, and by users who write a training loop themselves, as
-`quatrain.build_stages`.
+Used by `build.py`, by evaluation, and by users who write a training loop themselves, as
+`quatrain.build_stages`. Every stage makes itself (`of`); which of them samples is chosen here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from quatrain.advantage.estimate import AdvantageEstimator
-from quatrain.config.rules import FILTERS
-from quatrain.config.schema import Config, CriticConfig, UpdateConfig
-from quatrain.loop.build import (
-    LoadedPolicy,
-    build_critic_spec,
-    build_engine,
-    build_policy_spec,
-    build_scorer,
-    build_teachers,
-)
+from quatrain.cluster.processes import num_processes
+from quatrain.config.errors import installation
+from quatrain.config.schema import Config
+from quatrain.data.prompts import PromptSource
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.service import EngineService
+from quatrain.episodes.environment_episodes import EnvironmentPlayer
+from quatrain.episodes.episode_rules import episode_rules
+from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.rollouts import Rollouts
-from quatrain.types.rollouts import OnProgress
-from quatrain.update.critic import Critic
-from quatrain.update.distillation import Distillation
-from quatrain.update.learner import KLReward, Learner
-from quatrain.update.teacher import Teacher, WordTeacher
+from quatrain.rollout.engine_worker import EngineWorker, weights_reader
+from quatrain.rollout.own_sampler import users_sampler
+from quatrain.rollout.rollouts import Rollouts, SingleTurns
+from quatrain.rollout.start_fleet import start_fleet
+from quatrain.types.batches import RolloutBatch
+from quatrain.types.metrics import Metric
+from quatrain.types.player import Player
+from quatrain.types.rollouts import OnProgress, Sampling
+from quatrain.types.sampler import Sampler
+from quatrain.update.learner import Learner
+from quatrain.update.teacher import Teacher, TeacherLoader, as_stage
+from quatrain.update.teacher_prompts import TeacherPrompts
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The four stages of a training step: rollout, reward, advantage and update; and the teacher, if any."""
+    """The four stages of a training step: rollout, reward, advantage and update; and the teacher, if any.
+
+    A teacher of losses over all words is no stage: it is a part of the update.
+    """
 
     rollout: Rollouts
     reward: RewardScorer
     advantage: AdvantageEstimator
     update: Learner
     teacher: Teacher | None = None
+
+    def teacher_kl(self, params: Any) -> Callable[[RolloutBatch], Metric | None] | None:
+        """What computes the KL of `params` to the teacher on completions; None without a teacher."""
+        words = self.update.trainer.teacher
+        scorer = self.teacher if words is None else words.scorer
+        return None if scorer is None else partial(self.update.teacher_kl, scorer, params)
 
 
 def build_stages(
@@ -60,14 +74,45 @@ def build_stages(
     function, estimator or loss that cannot be imported or has an invalid signature, and for a reward model
     or a teacher that cannot be loaded.
     """
-    scorer = build_scorer(config, loaded, reward_functions)
-    of_tokens, of_words = build_teachers(config, loaded)
+    scorer = RewardScorer.of(config, loaded, reward_functions)
+    teacher = TeacherLoader(config, loaded).load(TeacherPrompts.of(config.distill, loaded))
     return Stages(
-        build_engine(config, keeping_environments(config, loaded, scorer), on_progress=on_progress),
+        build_engine(config, loaded, scorer, on_progress=on_progress),
         scorer,
-        build_advantage(config),
-        build_learner(config, loaded, steps=steps, reference=reference, teacher=of_words or of_tokens),
-        of_tokens,
+        AdvantageEstimator.of(config),
+        Learner.of(config, loaded, steps=steps, reference=reference, teacher=teacher),
+        as_stage(teacher),
+    )
+
+
+def build_engine(
+    config: Config,
+    loaded: LoadedPolicy,
+    scorer: RewardScorer | None = None,
+    prompts: PromptSource | None = None,
+    on_progress: OnProgress | None = None,
+) -> Rollouts:
+    """What samples for `loaded`, and plays the episodes: line 1 of a training step.
+
+    It has no weights until its `sync_weights` is called. `on_progress` is called with the progress of the
+    rollout. Reward functions of `scorer` may get the environments of episodes, which are kept for them.
+    Prompt caches have room for the usual lengths of `prompts`. Waits until each worker or server has started;
+    raises ValueError, which names it, if one fails to or cannot serve this run, for an agent of the running
+    program, and for one without the packages of the extra `serve`.
+    """
+    if scorer is not None:
+        loaded = keeping_environments(config, loaded, scorer)
+    if prompts is not None:
+        loaded = replace(loaded, usual_prompt=prompts.usual_longest(config.data.batch_size))
+    sampler = build_sampler(config, loaded)
+    try:
+        player = build_player(config, loaded, sampler)
+    except BaseException:
+        sampler.close()
+        raise
+    rollout = config.rollout
+    return Rollouts(
+        sampler, loaded.tokenizer, Sampling.of(rollout), player, rollout.greedy_baseline, on_progress
     )
 
 
@@ -87,89 +132,55 @@ def keeping_environments(config: Config, loaded: LoadedPolicy, scorer: RewardSco
     return replace(loaded, environments=loaded.environments.keeping())
 
 
-def build_advantage(config: Config) -> AdvantageEstimator:
-    """The advantage stage; raises ValueError where the estimator takes what the run does not bring."""
-    estimator = AdvantageEstimator(config.advantage)
-    for name, key, brought in (
-        ("values", "critic.enabled", config.critic.enabled),
-        ("baseline_rewards", "rollout.greedy_baseline", config.rollout.greedy_baseline),
-    ):
-        takes = name in estimator.inputs
-        if takes != bool(brought):
-            verb = "takes" if takes else "does not take"
-            raise ValueError(
-                f"{key} must be true if the advantage estimator takes {name}, and only then; "
-                f"advantage.estimator {config.advantage.estimator} {verb} {name}, and {key} is "
-                f"{str(bool(brought)).lower()}; set {key} to {str(takes).lower()}, or take another estimator"
-            )
+def build_sampler(config: Config, loaded: LoadedPolicy) -> Sampler:
+    """The engine on this run's devices, a fleet of workers or servers, or the class `rollout.sampler`."""
+    rollout = config.rollout
+    if rollout.sampler is not None:
+        sampler = users_sampler(config, loaded, rollout.sampler)
+    elif rollout.has_fleet:
+        sampler = start_fleet(config, loaded, engine_worker)
+    else:
+        sampler = EngineService(
+            RolloutEngine.of(config, loaded, per_request_sampling=rollout.has_episodes),
+            # Ahead of training it samples while training computes; else whoever waits for it has the time.
+            thread="quatrain-engine" if rollout.max_staleness else None,
+            led=num_processes() > 1 and rollout.has_episodes,
+        )
+    if rollout.in_flight and not sampler.exchanges_in_flight:
+        sampler.close()
+        raise ValueError(
+            "rollout.in_flight needs a sampler that says of each token which version of the weights sampled "
+            "it; the workers or servers of this run do not; set false, or sample on devices of this run"
+        )
+    return sampler
+
+
+def build_player(config: Config, loaded: LoadedPolicy, sampler: Sampler) -> Player:
+    """What plays the episodes: an agent, environments, or nobody, where a completion is one turn."""
     if config.rollout.agent is not None:
-        estimator.check_episodes()
-    return estimator
+        try:  # other runs need no HTTP server
+            from quatrain.episodes.agent_player import agent_player
+        except ImportError as error:
+            raise ValueError(
+                f"rollout.agent needs the packages of an HTTP server ({error}); {installation('serve')}"
+            ) from None
+
+        return agent_player(config, loaded, config.rollout.agent, sampler)
+    if loaded.environments is not None:
+        return EnvironmentPlayer(episode_rules(config, loaded, loaded.environments))
+    return SingleTurns()
 
 
-def build_learner(
-    config: Config,
-    loaded: LoadedPolicy,
-    *,
-    steps: int,
-    reference: Any = None,
-    teacher: Teacher | WordTeacher | None = None,
-) -> Learner:
-    """The update stage of a run of `steps` training steps; for `reference` see `build_stages`."""
-    critic = build_critic(config, loaded, steps=steps) if config.critic.enabled else None
-    reward = config.reward
-    kl_reward = KLReward(reward.kl_coef, reward.kl_target, reward.kl_horizon) if reward.kl_coef else None
-    policy_steps = max(steps - config.critic.warmup_steps, 1)
-    learner = Learner(
-        build_policy_spec(config, loaded, temperature=config.rollout.temperature or 1.0),
-        config.update,
-        config.logprob,
-        config.optimizer,
-        max_new_tokens=config.rollout.max_new_tokens,
-        total_steps=policy_steps * _optimizer_steps(config, config.update),
-        seed=config.seed,
-        reference=reference,
-        critic=critic,
-        kl_reward=kl_reward,
-        distillation=Distillation.of(config.distill, steps),
-        teacher=teacher if isinstance(teacher, WordTeacher) else None,
-        num_words=teacher.top.num_words if isinstance(teacher, Teacher) and teacher.top else None,
-        optimizer_memory="host" if config.offload.optimizer else "device",
-        policy_memory="host" if config.offload.policy else "device",
-        logs_logprobs=config.logging.sample_tokens,
+def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:
+    """A rollout worker in this process, for a `worker_config`; it loads the model but no weights.
+
+    With adapters, it loads the base, because only adapters are published.
+    """
+    loaded = load_policy(config, critic=False, weights=config.lora.rank > 0, environments=False)
+    loaded = replace(loaded, usual_prompt=usual_prompt)
+    rollout = config.rollout
+    engine = RolloutEngine.of(config, loaded, per_request_sampling=rollout.has_episodes)
+    read = weights_reader(loaded.arch, loaded.meshes.rollout, loaded.params)
+    return EngineWorker(
+        engine, read, name=name, num_slots=rollout.max_concurrency, timeout_s=rollout.timeout_s
     )
-    if config.rollout.max_staleness and not learner.corrects_staleness:
-        raise ValueError(
-            f"rollout.max_staleness {config.rollout.max_staleness} needs a correction for older weights, and "
-            f"update.loss {config.update.loss} does not read old log-probabilities, so that "
-            "update.old_logprobs rollout corrects nothing; set update.old_logprobs to auto and "
-            "update.correction to truncate or mask"
-        )
-    if learner.reads_sampler and not config.rollout.samples_the_policy:
-        raise ValueError(
-            f"update.loss {config.update.loss} reads the sampler's log-probabilities, which must be those of "
-            f"the policy's own distribution; {FILTERS} make the sampler draw from another; unset these, or "
-            "take another loss"
-        )
-    return learner
-
-
-def build_critic(config: Config, loaded: LoadedPolicy, *, steps: int) -> Critic:
-    """The critic of a run of `steps` training steps."""
-    return Critic(
-        build_critic_spec(config, loaded),
-        config.critic,
-        config.update,
-        config.critic_optimizer,
-        max_new_tokens=config.rollout.max_new_tokens,
-        total_steps=steps * _optimizer_steps(config, config.critic),
-        seed=config.seed,
-        memory="host" if config.offload.critic else "device",
-    )
-
-
-def _optimizer_steps(config: Config, sizes: UpdateConfig | CriticConfig) -> int:
-    """Optimizer steps of a training step, of the policy or of the critic."""
-    assert sizes.mini_batch_size is not None, "batch sizes are derived before they come here"
-    assert sizes.epochs is not None, "epochs are derived before they come here"
-    return sizes.epochs * math.ceil(config.data.batch_size / sizes.mini_batch_size)

@@ -1,7 +1,7 @@
 """The training loop: a batch, `step.learn`, and then the evaluation and the checkpoint that are due.
 
 Called by `quatrain train` and `quatrain sft`. Run folder, resuming, evaluation, checkpoints and logging are
-in `run.py`.
+in `open_run.py` and `run.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.data.rows import NO_ROWS, GivenRows
+from quatrain.loop.build import build_run
+from quatrain.loop.inputs import Inputs
+from quatrain.loop.open_run import Summary, conclude, export, open_run
 from quatrain.loop.prompts import NoSignal
-from quatrain.loop.run import Run, Summary, build_run, open_run
+from quatrain.loop.run import Run
 from quatrain.loop.step import learn
 from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.plan import device_memory
@@ -66,14 +69,13 @@ def train(
             "quatrain.load_config('my.yaml')"
         )
     with open_run(resolved, resume, reward_functions, rows) as run:
-        run.announce(f"{run.steps} steps of {run.step_size}")
         first = max(checkpoint_steps(run.folder.path), default=0)
         programs = ProgramCount("resumed" if first else "train", resolved.config)
         with Progress(run.steps, first=first, programs=programs) as run.recorder.progress:
             state = _train(run, run.begin(), on_step)
             after = run.evaluations.last(state.params, state.train_step, version=state.step)
-            run.export(state.params, state.train_step)
-        return run.conclude(state.train_step, after)
+            export(run, state.params, state.train_step)
+        return conclude(run, state.train_step, after)
 
 
 def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
@@ -85,12 +87,12 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     while state.train_step < run.steps and end is None:
         try:
             with recorder.step(state.train_step + 1):
-                with run.stop.interruptible():
+                with run.inputs.stop.interruptible():
                     batch = run.batches.take(state)
                 recorder.took(batch)
                 # Until the first optimizer step takes over the arrays of `state`. Another name for what comes
                 # out: a signal right after it finds the old state given away, and waits until it is recorded.
-                with run.stop.interruptible_while(partial(checkpoints.holds, state)):
+                with run.inputs.stop.interruptible_while(partial(checkpoints.holds, state)):
                     updated, advantaged = learn(run.stages, state, batch.rewarded, timed=recorder.timed)
             state = run.state = replace(updated, position=batch.position)
             run.reference.move_when_due(state)
@@ -142,7 +144,6 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
         raise ValueError(
             f"--dry-run needs a single process; got {num_processes()}; start it without the others"
         )
-    assert config.run.name is not None, "run.name is derived before it comes here"
     root = Path(config.run.dir).absolute()
     new = [path for path in (root, *root.parents) if not path.exists()]
     named = resolved.chose("run.name")
@@ -151,11 +152,11 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
         stop.conclude = lambda stopped: folder.discard()
         try:
             with stop.interruptible(), ExitStack() as parts:
-                run = build_run(resolved, folder, stop, parts, weights=False)
+                run = build_run(Inputs(resolved, folder, stop, parts, weights=False))
                 placed = placement(config, devices=jax.device_count(), device_memory=_device_memory())
                 lines = [
                     *filter(None, [folder.note]),
-                    f"{run.steps} steps of {run.step_size}, {len(run.prompts)} training prompts",
+                    f"{run.length}, {len(run.prompts)} training prompts",
                     render(batch_plan(config, devices=jax.device_count())),
                     *device_memory.totals_table(placed),
                 ]
@@ -200,12 +201,10 @@ def train_sft(resolved: Resolved) -> Summary:
     _refuse_keys_of_training(resolved.config)
     with open_run(resolved, None, teaches=False) as run:
         run.resumable = False
-        supervised = f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations"
-        run.announce(supervised, samples=False)
         programs = ProgramCount("sft", resolved.config)
         with Progress(steps, programs=programs) as run.recorder.progress:
             run.evaluations.first(run.loaded.params)
             params = run.warm_start(log_every_step=True)
             after = run.evaluations.last(params, steps, version=steps)
-            run.export(params, steps)
-        return run.conclude(steps, after)
+            export(run, params, steps)
+        return conclude(run, steps, after)

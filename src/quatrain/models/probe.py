@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any, ClassVar
@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from quatrain.backend import ACCELERATOR
+from quatrain.backend import ACCELERATOR, Backend, this_backend
 from quatrain.cluster.processes import decided_by_main
 from quatrain.config.errors import installation
+from quatrain.config.sections.model_on_devices import ModelConfig
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention, unpacks_above
 from quatrain.models.attention.kernels import PLATFORMS, choose_attention, obstacle
@@ -76,6 +77,13 @@ def trusted_attention(name: str, arch: Architecture, *, platform: str, dtype: DT
             f"{reason}; set model.attention to auto or xla"
         )
     return name
+
+
+def trusted_backend(config: ModelConfig, arch: Architecture) -> Backend:
+    """The settings for these devices, with the product of `model.experts`; raises as `trusted_experts`."""
+    backend = this_backend()
+    experts = trusted_experts(config.experts, arch, platform=backend.kind, dtype=config.dtype)
+    return replace(backend, experts=experts) if arch.routes else backend
 
 
 def trusted_experts(name: str, arch: Architecture, *, platform: str, dtype: DTypeLike) -> str:

@@ -115,7 +115,7 @@ def _whole(config: Config) -> _Span:
 def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[int, _Span]:
     """(number of mini-batches per epoch, prompts of a mini-batch) of the policy or the critic."""
     whole = config.data.batch_size
-    count = _ceil(whole, sizes.mini_batch_size or whole)
+    count = _ceil(whole, sizes.mini_batch_size)
     return count, _Span(whole // count, _ceil(whole, count))
 
 
@@ -189,7 +189,7 @@ def _fleet_rows(config: Config) -> Iterator[PlanRow]:
 def _update_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     update, whole = config.update, config.data.batch_size
     count, prompts = _mini_batches(config, update)
-    parts = f"ceil({whole} / {update.mini_batch_size or whole})"
+    parts = f"ceil({whole} / {update.mini_batch_size})"
     why = f"P / ceil(P / M) = {_Span(whole, whole).shared(count, parts)}; M: update.mini_batch_size"
     yield PlanRow("mini_batch_prompts", prompts.value, "prompts", why)
     why = f"update.epochs x ceil(P / M) = {update.epochs} x {parts}"
@@ -222,7 +222,7 @@ def _kept(name: str, bounds: Any) -> str:
 def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     update, reward_coef = config.update, config.reward.kl_coef
     reference = update.kl_coef > 0 or reward_coef > 0
-    steps = update.epochs * _mini_batches(config, update)[0]
+    steps = config.optimizer_steps(update)
     several = update.old_logprobs == "auto" and (steps > 1 or reward_coef > 0)
     old = update.old_logprobs == "recompute" or several
     why = f"old + reference = {old:d} + {reference:d}; update.old_logprobs is {update.old_logprobs}"
@@ -237,8 +237,6 @@ def _logprob_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
 def _critic_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     """The critic's optimizer steps and values."""
     critic, n = config.critic, config.rollout.n
-    assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
-    assert critic.epochs is not None, "epochs are derived before they come here"
     count, prompts = _mini_batches(config, critic)
     parts = f"ceil({config.data.batch_size} / {critic.mini_batch_size})"
     why = f"critic.epochs x ceil(P / M) = {critic.epochs} x {parts}; M: critic.mini_batch_size"
@@ -319,7 +317,7 @@ def _stage_rows(
         remainder = f"; the last holds {left}" if even and left and share.high > size else ""
         counts_why = f"ceil(ceil({total} / D) / m) = {numbers}{remainder}"
     else:
-        assert budget is not None, "batch sizes are derived before they come here"
+        assert budget is not None, "a micro-batch has one of two limits"
         budget_why = f"C: {keys}max_tokens_per_device"
         if mesh.cp > 1:
             budget *= mesh.cp

@@ -120,7 +120,7 @@ def architecture(config: Config) -> Architecture:
     """The architecture of the policy, without its weights."""
     path, vocab_size = config.model.path, None
     if path.startswith(BUILTIN):
-        vocab_size = len(load_tokenizer(config.model.tokenizer or path))
+        vocab_size = len(load_tokenizer(config.model.tokenizer))
     arch = load_architecture(path, vocab_size=vocab_size).for_length(longest_of_run(config))
     return with_lora(arch, config.lora)
 
@@ -486,9 +486,9 @@ class _Plan:
     def _tokens_of_micro_batch(self, sizes: UpdateConfig | CriticConfig) -> tuple[int, str]:
         """(tokens of the largest micro-batch on a device, the same in words)."""
         longest = longest_sequence(self.config)
-        sequences = (sizes.mini_batch_size or self.config.data.batch_size) * self.config.rollout.n
+        sequences = sizes.mini_batch_size * self.config.rollout.n
         if sizes.micro_batch_size is None:
-            assert sizes.max_tokens_per_device is not None, "batch sizes are derived before they come here"
+            assert sizes.max_tokens_per_device is not None, "a micro-batch has one of two limits"
             tokens = min(sizes.max_tokens_per_device, -(-round_up(sequences * longest) // self.mesh.cp))
             return tokens, f"{tokens} tokens"
         rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))

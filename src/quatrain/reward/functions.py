@@ -171,8 +171,6 @@ def builtin_function(spec: str, config: RewardConfig, opening: str | None) -> Ca
             remedy = "set these keys instead"
         raise ValueError(f"reward function {spec!r} is built in and {has}; got args {listed(args)}; {remedy}")
     if function is overlong:
-        assert config.overlong_limit is not None, "the limit is derived before it comes here"
-        assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
         return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
     if function is correct:
         return partial(graded, timeout_s=config.timeout_s)

@@ -114,7 +114,6 @@ def load_reward_models(
     budget = config.model_max_tokens_per_device
     models = {}
     for entry, path in config.models.items():
-        assert budget is not None, "batch sizes are derived before they come here"
         try:
             loaded = load_classifier(path, dtype=model.param_dtype, mesh=mesh)
             tokenizer = load_tokenizer(path)

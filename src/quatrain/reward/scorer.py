@@ -13,12 +13,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
-from quatrain.config.sections.reward import RewardConfig
+from quatrain.config.schema import Config, RewardConfig
+from quatrain.data import chat_template
 from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.data.gym_rows import check_installed
 from quatrain.reward.calls import (
@@ -62,6 +64,7 @@ from quatrain.workers.user_code import check_importable, find_function, paramete
 from quatrain.workers.worker_process import log_output
 
 if TYPE_CHECKING:
+    from quatrain.data.policy import Policy
     from quatrain.data.prompts import PromptSource
     from quatrain.data.token_table import TokenRow
     from quatrain.reward.reward_model import RewardModel
@@ -87,7 +90,7 @@ class RewardScorer:
 
     Args:
         models: the loaded reward models, one for each entry `model:PATH` (`reward_model.py`); scoring with
-            them needs all processes of a run.
+            them needs all processes of a run. None: these entries are left out.
         functions: Python functions for entries of `reward.functions`, by their names there; they are called
             in this process.
         decide: calls its argument and returns the result; in a run of several processes in one of them, and
@@ -107,7 +110,7 @@ class RewardScorer:
         self,
         config: RewardConfig,
         *,
-        models: Mapping[str, RewardModel] = MappingProxyType({}),
+        models: Mapping[str, RewardModel] | None = MappingProxyType({}),
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         decide: Decide = lambda f: f(),
         episodes: bool = False,
@@ -122,17 +125,20 @@ class RewardScorer:
         self._logged: dict[str, None] = {}  # names of the columns that functions logged
         self._told: set[str] = set()
         self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
-        missing = config.models.keys() - models.keys()
-        if missing:
+        left_out = config.models if models is None else {}
+        entries = {spec: entry for spec, entry in config.entries.items() if spec not in left_out}
+        if models is None:
+            models = {}
+        elif missing := config.models.keys() - models.keys():
             raise ValueError(
                 f"reward models must be loaded before the scorer is made; {', '.join(sorted(missing))} is "
                 "not; pass models=quatrain.reward.reward_model.load_reward_models(…), or use "
                 "quatrain.build_stages"
             )
         _check_functions(config, functions)
-        names, entries = short_names(config), config.entries
+        names = short_names(config)
         self._weights = {names[spec]: entry.weight for spec, entry in entries.items()}
-        self._models = {names[spec]: models[spec] for spec in config.models}
+        self._models = {names[spec]: model for spec, model in models.items() if spec in config.models}
         self._sources = {
             names[spec]: frozenset(entry.data_source)
             for spec, entry in entries.items()
@@ -174,6 +180,48 @@ class RewardScorer:
         """Data column -> description of a reward function that needs it, for error messages."""
         self.required_columns = frozenset(needs)
         """Data columns that at least one reward function requires."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        policy: Policy,
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        *,
+        imported: RewardScorer | None = None,
+        weights: bool = True,
+    ) -> Self:
+        """The reward stage of `config`, with its reward models loaded on their mesh.
+
+        `functions` as in the constructor; `imported` is a scorer of them without reward models, whose worker
+        processes are used. In a run of several processes, only the main process calls the functions, and all
+        compute the scores of reward models together. Without `weights` there are no reward models. Raises
+        ValueError for a function that cannot be imported or called, and for a reward model that is missing,
+        damaged or of an unsupported kind.
+        """
+        # They bring JAX, which hints on a run do without.
+        from quatrain.cluster.processes import decided_by_main
+        from quatrain.reward.reward_model import load_reward_models
+
+        models = None
+        if weights:
+            models = load_reward_models(
+                config.reward,
+                config.model,
+                mesh=policy.meshes.reward,
+                memory="host" if config.offload.reward_models else "device",
+                longest=longest_of_run(config),
+            )
+        return cls(
+            config.reward,
+            models=models,
+            functions=functions,
+            decide=decided_by_main,
+            episodes=config.rollout.has_episodes,
+            opening=chat_template.begun_answer(policy.tokenizer),
+            faults_abstain=config.rollout.agent_failure == "abstain",
+            workers_of=imported,
+        )
 
     def _function(
         self, spec: str, name: str, config: RewardConfig, from_python: Callable[..., Any] | None

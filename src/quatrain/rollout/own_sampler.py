@@ -11,9 +11,22 @@ from concurrent.futures import Future
 from typing import Any
 
 from quatrain.config.errors import listed
+from quatrain.config.schema import Config
+from quatrain.data.policy import Policy
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.sampler import Listener, Progress, Request, Sampler, Work
 from quatrain.workers.user_code import find_function, parameters_of
+
+
+def users_sampler(config: Config, policy: Policy, spec: str) -> Sampler:
+    """The sampler `spec` of this run; raises ValueError as `own_sampler`."""
+    given = {
+        "config": config,
+        "tokenizer": policy.tokenizer,
+        "stop_ids": policy.stop_ids,
+        "arch": policy.arch,
+    }
+    return own_sampler(spec, given, policy.arch.vocab_size)
 
 
 def own_sampler(spec: str, given: Mapping[str, Any], vocab_size: int) -> Sampler:

@@ -10,7 +10,6 @@ or a player is in the main process alone, that plays, and the others get what ca
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -23,49 +22,9 @@ from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.parallel.compilations import num_compilations
 from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics
+from quatrain.types.player import Player, Playing, Row
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
-from quatrain.types.sampler import AtOnce, Pause, Request, Sampler, ServiceFailed, Work, sampled
-
-Row = tuple[Prompt, Completion]
-"""A sequence of an episode; its prompt may have more columns than that of the data, and other tokens."""
-
-
-class Playing(ABC):
-    """The episodes of a batch that is being played."""
-
-    futures: Sequence[Future[Any]]
-    """One of each episode, with the error that ends the run if there is one."""
-
-    @property
-    def num_ended(self) -> int:
-        """Episodes that have ended."""
-        return sum(future.done() for future in self.futures)
-
-    @abstractmethod
-    def rows(self) -> Sequence[Sequence[Row]]:
-        """Of each episode that has ended, in order, its sequences; of an agent, each role is an episode."""
-
-    def metrics(self) -> Metrics:
-        """Metrics of the episodes."""
-        return {}
-
-
-class Player(ABC):
-    """What plays the episodes of prompts, asking a sampler for the turns of the policy."""
-
-    is_everywhere: bool = False
-    """Whether it plays in every process alike: it has no input but the prompts."""
-    has_rows: bool = False
-    """Whether an episode may have several sequences."""
-    pause: Pause | None = None
-    """What the sampler waits for before a round, so that runs are repeatable."""
-
-    @abstractmethod
-    def begin(self, prompts: Sequence[Prompt], step: int, sampling: Sampling, sampler: Sampler) -> Playing:
-        """Begin `sampling.n` episodes of each prompt, whose randomness derives from the training `step`."""
-
-    def close(self) -> None:  # noqa: B027 - may stay as it is
-        """End what it holds; episodes that are being played get an error."""
+from quatrain.types.sampler import AtOnce, Request, Sampler, ServiceFailed, Work, sampled
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What made a run: command, versions, commits, devices, absolute paths, and copies of users' code.
 
-`loop/run.py` calls `describe` each time that a run starts or goes on. Data flow: configuration and process ->
-`run.json` and `code/` in the folder of the run; docs/checkpoint.md has the form.
+`loop/open_run.py` calls `describe` each time that a run starts or goes on. Data flow: configuration
+and process -> `run.json` and `code/` in the folder of the run; docs/checkpoint.md has the form.
 """
 
 import inspect

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
 
@@ -19,7 +19,11 @@ from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
 from quatrain.config.schema import Config, fields, sections
 from quatrain.config.secrets import REDACTED, comparable, redact, same
-from quatrain.run.checkpoint import Checkpointer
+from quatrain.data.policy import Policy
+from quatrain.data.prompts import PromptSource
+from quatrain.models.lora import without_adapters
+from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
 from quatrain.weights.adapter import check_base
 
@@ -102,6 +106,25 @@ class Identity:
     data: Mapping[str, str]
     base: str | None
     base_form: str | None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        folder: RunDir,
+        prompts: PromptSource,
+        policy: Policy,
+        saved: Mapping[str, Any] | None,
+    ) -> Self:
+        """That of a run on `prompts`; raises ValueError if the checkpoint `saved` is of another run."""
+        base, base_form = None, None
+        if policy.arch.lora is not None:
+            base_form = form(without_adapters(policy.abstract(config.model.param_dtype)[0]))
+            base = None if policy.params is None else tree_fingerprint(without_adapters(policy.params))
+        identity = cls(config, folder, len(prompts), prompts.digests(), base, base_form)
+        if saved is not None:
+            identity.check(saved)
+        return identity
 
     def to_save(self) -> dict[str, Any]:
         """What a checkpoint says of the run; secrets as digests."""

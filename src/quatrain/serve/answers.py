@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.data.tool_calls import CallStream
 from quatrain.data.turns import CALL_ID
 from quatrain.engine.scoring import Scores
-from quatrain.environments.tool_calls import CallStream
 from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, CompletionRequest, GenerateRequest
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
 from quatrain.types.answer_text import Channels, Said

@@ -32,9 +32,9 @@ from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import MAX_TEXT_CHARS, checked_messages
 from quatrain.data.tokenizer import encode_further, render
+from quatrain.data.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.service import EngineService
-from quatrain.environments.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
 from quatrain.serve.answers import Answer, Choice
 from quatrain.serve.requests import (
     NO_ROOM,

@@ -3,7 +3,7 @@ thoughts that special tokens mark.
 
 Data flow: tokens that were sampled -> `AnswerTokens.text` -> reward functions and environments; in parts,
 from `serve/text.py` -> `Channels` -> thoughts and text, for `quatrain serve`. The text of a call stays as the
-model writes it, for `environments/tool_calls.py`.
+model writes it, for `data/tool_calls.py`.
 
 | thoughts | models | |
 |---|---|---|

@@ -1,7 +1,7 @@
 """The forms in which models write calls of tools: one table, a row a form, and what reads each.
 
 Used by `answer_text.py`, which keeps the markers in the text of an answer, and by
-`environments/tool_calls.py`, which finds the calls in it. What is read is untrusted: it is parsed, and never
+`data/tool_calls.py`, which finds the calls in it. What is read is untrusted: it is parsed, and never
 evaluated.
 """
 

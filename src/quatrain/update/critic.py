@@ -7,12 +7,13 @@ optimizer steps. Micro-batches, exact weights, meshes and memory are those of `t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 
-from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.data.policy import Policy
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec
 from quatrain.forward.table import TokenTable
@@ -65,9 +66,6 @@ class Critic:
         seed: int,
         memory: Literal["device", "host"] = "device",
     ):
-        assert config.mini_batch_size is not None, "batch sizes are derived before they come here"
-        assert config.epochs is not None, "epochs are derived before they come here"
-        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         self.model, self.seed, self.memory = model, seed, memory
         self.objective = ValueObjective(config.clip_value)
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
@@ -82,6 +80,22 @@ class Critic:
             seed=seed,
             stream=CRITIC_STREAM,
             optimizer_memory=memory,
+        )
+
+    @classmethod
+    def of(cls, config: Config, policy: Policy, *, steps: int) -> Self | None:
+        """The critic of a run of `steps` training steps; None where `critic.enabled` is false."""
+        if policy.critic_arch is None:
+            return None
+        return cls(
+            CriticSpec.of(config.model, policy.critic_arch, policy.meshes.critic),
+            config.critic,
+            config.update,
+            config.critic_optimizer,
+            max_new_tokens=config.rollout.max_new_tokens,
+            total_steps=steps * config.optimizer_steps(config.critic),
+            seed=config.seed,
+            memory="host" if config.offload.critic else "device",
         )
 
     def init(self, params: Any) -> ModelState:

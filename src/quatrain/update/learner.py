@@ -11,12 +11,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 
-from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.config.rules import FILTERS
+from quatrain.config.schema import Config, LogprobConfig, OptimizerConfig, RewardConfig, UpdateConfig
+from quatrain.data.policy import Policy
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -69,6 +71,11 @@ class KLReward:
     target: float | None
     horizon: int
 
+    @classmethod
+    def of(cls, config: RewardConfig) -> Self | None:
+        """That of `reward`; None if it has none."""
+        return cls(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_coef else None
+
 
 class TooManyBadSteps(RuntimeError):
     """`update.max_bad_steps` optimizer steps in a row had a non-finite loss or gradient.
@@ -117,8 +124,6 @@ class Learner:
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
     ):
-        assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
-        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         if update.router_aux_coef and policy.arch.routes is None:
             raise ValueError(
                 f"update.router_aux_coef must be 0 for a model without experts; got "
@@ -147,6 +152,55 @@ class Learner:
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
         self.logs_logprobs = logs_logprobs
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        policy: Policy,
+        *,
+        steps: int,
+        reference: Any = None,
+        teacher: Teacher | WordTeacher | None = None,
+    ) -> Self:
+        """The update stage of a run of `steps` training steps, with its critic.
+
+        Raises ValueError for a loss that cannot be imported, or that does not fit how the run samples.
+        """
+        rollout = config.rollout
+        policy_steps = max(steps - config.critic.warmup_steps, 1)
+        learner = cls(
+            PolicySpec.of(config.model, policy, temperature=rollout.temperature or 1.0),
+            config.update,
+            config.logprob,
+            config.optimizer,
+            max_new_tokens=rollout.max_new_tokens,
+            total_steps=policy_steps * config.optimizer_steps(config.update),
+            seed=config.seed,
+            reference=reference,
+            critic=Critic.of(config, policy, steps=steps),
+            kl_reward=KLReward.of(config.reward),
+            distillation=Distillation.of(config.distill, steps),
+            teacher=teacher if isinstance(teacher, WordTeacher) else None,
+            num_words=teacher.top.num_words if isinstance(teacher, Teacher) and teacher.top else None,
+            optimizer_memory="host" if config.offload.optimizer else "device",
+            policy_memory="host" if config.offload.policy else "device",
+            logs_logprobs=config.logging.sample_tokens,
+        )
+        if rollout.max_staleness and not learner.corrects_staleness:
+            raise ValueError(
+                f"rollout.max_staleness {rollout.max_staleness} needs a correction for older weights, and "
+                f"update.loss {config.update.loss} does not read old log-probabilities, so that "
+                "update.old_logprobs rollout corrects nothing; set update.old_logprobs to auto and "
+                "update.correction to truncate or mask"
+            )
+        if learner.reads_sampler and not rollout.samples_the_policy:
+            raise ValueError(
+                f"update.loss {config.update.loss} reads the sampler's log-probabilities, which must be "
+                f"those of the policy's own distribution; {FILTERS} make the sampler draw from another; "
+                "unset these, or take another loss"
+            )
+        return learner
 
     def init(self, params: Any, critic_params: Any = None) -> TrainState:
         """A state at step 0; the parameters belong to the learner from here on (their buffers are donated).

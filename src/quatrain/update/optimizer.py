@@ -152,7 +152,6 @@ class Optimizer:
         peak · (s + 1) / W, so the first step is never spent at 0.
         """
         config, peak = self.config, self.config.learning_rate
-        assert peak is not None, "learning rates are derived before they come here"
         # Steps below 0 are those in which the policy rests while the critic warms up.
         step = max(step, 0)
         if step < config.warmup_steps:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
+from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
-from quatrain.config.schema import DistillConfig, LogprobConfig, ModelConfig
+from quatrain.config.schema import Config, DistillConfig, LogprobConfig
 from quatrain.config.sections.reward import DEFAULT
+from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.forward.micro_batch import MicroBatch
@@ -266,28 +267,27 @@ def _metrics(rollouts: RolloutBatch, scores: TeacherScores) -> dict[str, Metric]
     return metrics
 
 
+def as_stage(teacher: Teacher | WordTeacher | None) -> Teacher | None:
+    """`teacher`, if it is a stage of a step; one of losses over all words is a part of the update."""
+    return teacher if isinstance(teacher, Teacher) else None
+
+
 @dataclass(frozen=True)
 class TeacherLoader:
-    """How the teachers of `config` are loaded: on `mesh`, kept in `memory`, with prompts shared or not.
+    """How the teachers of a run on `policy` are loaded, on their mesh and in their memory.
 
-    Parameters are stored in `model.param_dtype`, activations are in `model.dtype`. `longest`: tokens of the
-    longest sequence that a teacher gets to read, in training or evaluation, with its own prompt if it has
-    one; `longest_own`: that weights of the run can read. `seed` is that of a built-in teacher.
+    `longest_prompt`: tokens of the longest of the teacher's own prompts (`TeacherPrompts.longest`).
     """
 
-    config: DistillConfig
-    model: ModelConfig
-    tokenizer: Any
-    mesh: Mesh
-    memory: Literal["device", "host"] = "device"
-    share_prompts: bool = True
-    longest: int = 0
-    longest_own: int = 0
-    seed: int = 0
-    vocab_size: int | None = None
-    """Words of the policy's output head; None: no more than the teachers'."""
-    timeout_s: float = 600.0
-    """Seconds for which a teacher behind a server may not answer."""
+    config: Config
+    policy: Policy
+    longest_prompt: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a teacher gets to read, in training or evaluation."""
+        more = max(self.longest_prompt - self.config.data.max_prompt_length, 0)
+        return longest_of_run(self.config) + more
 
     def load(
         self, prompts: TeacherPrompts | None = None, *, weights: bool = True
@@ -299,17 +299,18 @@ class TeacherLoader:
         missing, damaged, of an unsupported family, that `mesh` cannot shard, or whose tokens are not those of
         the policy's `tokenizer`.
         """
-        config = self.config
+        config, policy = self.config.distill, self.policy
         # Each model once, whatever number of data sources name it.
         loaded: dict[str, Source | None] = {path: self._model(path, weights) for path in config.models}
         if not config.teachers or not weights:
             return None
-        assert config.temperature is not None, "the temperature is derived before it comes here"
+        own = min(policy.arch.longest, self.config.logprob.max_tokens_per_device or policy.arch.longest)
         for name in config.own:
-            loaded[name] = OwnWeights(name, config.temperature, self.longest_own)
+            loaded[name] = OwnWeights(name, config.temperature, own)
+        timeout_s = self.config.rollout.timeout_s
         for address in config.servers:
             most = config.top_k if config.loss != "sampled" else 0
-            loaded[address] = ServerTeacher(address, self.tokenizer, timeout_s=self.timeout_s, num_words=most)
+            loaded[address] = ServerTeacher(address, policy.tokenizer, timeout_s=timeout_s, num_words=most)
         for path, source in loaded.items():
             if source is not None and source.longest < self.longest:
                 logger.warning(
@@ -329,25 +330,27 @@ class TeacherLoader:
 
         Raises ValueError if there are fewer of them.
         """
-        if self.config.loss == "sampled":
+        config = self.config.distill
+        if config.loss == "sampled":
             return None
         sizes = [x.spec.arch.vocab_size for x in sources if isinstance(x, FrozenModel)]
-        num_words = min([self.vocab_size or len(self.tokenizer), *sizes])
-        if self.config.top_k > num_words:
+        num_words = min([self.policy.arch.vocab_size, *sizes])
+        if config.top_k > num_words:
             raise ValueError(
                 f"distill.top_k must be at most {num_words}, the number of words that the policy and its "
-                f"teachers have; got {self.config.top_k}; set a smaller number, or 0 for all words"
+                f"teachers have; got {config.top_k}; set a smaller number, or 0 for all words"
             )
-        return TopWords(self.config.top_k, num_words)
+        return TopWords(config.top_k, num_words)
 
     def _model(self, path: str, weights: bool) -> FrozenModel | None:
-        config, model, size = self.config, self.model, len(self.tokenizer)
+        config, model, tokenizer = self.config, self.config.model, self.policy.tokenizer
+        mesh, size = self.policy.meshes.teacher, len(tokenizer)
         try:
             # Ids are compared, not sizes: two tokenizers of one size may differ in a single word, and scores
             # would be of other texts.
             if not path.startswith(BUILTIN):
-                check_same_tokens(load_tokenizer(path), self.tokenizer)
-            given: dict[str, Any] = {"seed": self.seed, "vocab_size": size, "mesh": self.mesh}
+                check_same_tokens(load_tokenizer(path), tokenizer)
+            given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
             loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
             # The other way round is no error: heads are often padded beyond the tokenizer's last id.
             if size > loaded.arch.vocab_size:
@@ -361,19 +364,17 @@ class TeacherLoader:
             raise ValueError(f"distill.teacher {path} cannot be used: {error}") from error
         if not weights:
             return None
-        assert config.temperature is not None, "the temperature is derived before it comes here"
-        assert config.max_tokens_per_device is not None, "batch sizes are derived before they come here"
         spec = PolicySpec(
             loaded.arch.for_length(self.longest),
             model.dtype,
             attention=attention,
-            mesh=self.mesh,
-            temperature=config.temperature,
+            mesh=mesh,
+            temperature=config.distill.temperature,
         )
         return FrozenModel(
             loaded.params,
             spec,
-            max_tokens=config.max_tokens_per_device,
-            share_prompts=self.share_prompts,
-            memory=self.memory,
+            max_tokens=config.distill.max_tokens_per_device,
+            share_prompts=config.update.shares_prompts,
+            memory="host" if config.offload.teacher else "device",
         )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from quatrain.config.errors import listed, shown
+from quatrain.config.schema import DistillConfig
 from quatrain.data.messages import INSTRUCTIONS, checked_messages, tools_of
+from quatrain.data.policy import Policy
 from quatrain.data.prompts import PromptSource
 from quatrain.data.token_table import TokenRow
 from quatrain.data.tokenizer import encode_further, fill_template, render
@@ -50,6 +52,11 @@ class TeacherPrompts:
                 "function as path/file.py:function"
             )
         self._generation: list[int] | None = None
+
+    @classmethod
+    def of(cls, config: DistillConfig, policy: Policy) -> Self | None:
+        """Those of `distill.prompt`; None if it is null."""
+        return None if config.prompt is None else cls(config.prompt, policy.tokenizer, policy.turns)
 
     @property
     def columns(self) -> tuple[str, ...]:

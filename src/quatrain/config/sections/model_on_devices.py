@@ -8,7 +8,16 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from quatrain.config.fields import Devices, MustAgreeOnResume, NonNegative, Section, Text, must
+from quatrain.config.fields import (
+    NOT_SET,
+    Derived,
+    Devices,
+    MustAgreeOnResume,
+    NonNegative,
+    Section,
+    Text,
+    must,
+)
 
 
 class ModelConfig(Section):
@@ -17,7 +26,7 @@ class ModelConfig(Section):
     path: Text = "builtin:tiny"
     """The model: `builtin:tiny`, a local Hugging Face folder, a model on the Hub
     (`Qwen/Qwen2.5-0.5B-Instruct`) or a `.gguf` file."""
-    tokenizer: Text | None = None
+    tokenizer: Derived[Text] = NOT_SET
     """The tokenizer: a folder, a model on the Hub or a `.gguf` file; derived: `model.path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations, matrix products and the KV cache."""

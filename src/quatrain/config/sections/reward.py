@@ -8,9 +8,11 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from quatrain.config.algorithms import ESTIMATORS
 from quatrain.config.fields import (
+    NOT_SET,
     REWARD_MODEL,
     Argument,
     Count,
+    Derived,
     Fraction,
     Mesh,
     NonNegative,
@@ -94,10 +96,10 @@ class RewardConfig(Section):
     the whole mapping; with a teacher (`distill.teacher`) it may be empty. If no layer sets it, it is
     `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym, else `{environment: 1.0}` with
     `rollout.agent`."""
-    overlong_limit: Count | None = None
+    overlong_limit: Derived[Count] = NOT_SET
     """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
     `overlong`: `rollout.max_new_tokens`."""
-    overlong_buffer: Count | None = None
+    overlong_buffer: Derived[Count] = NOT_SET
     """Tokens before `reward.overlong_limit` over which the function `overlong` falls from 0 to -1; derived if
     `reward.functions` has `overlong`: a fifth of the limit."""
     per_call: Literal["batch", "group", "sample"] = "batch"
@@ -122,7 +124,7 @@ class RewardConfig(Section):
     from `reward.kl_coef`; null: the coefficient is fixed."""
     kl_horizon: Count = 10000
     """Sequences over which the coefficient adapts to `reward.kl_target`."""
-    model_max_tokens_per_device: Count | None = None
+    model_max_tokens_per_device: Derived[Count] = NOT_SET
     """Token budget of the reward models: maximum number of their tokens per data shard in one forward pass.
     Derived if `reward.functions` has a reward model: `logprob.max_tokens_per_device`; if that is null, 32768,
     or twice the length of the longest possible sequence if that is more."""
@@ -217,11 +219,11 @@ class DistillConfig(Section):
     discount: Fraction = 0.0
     """Discount γ: a token's term is the sum of those from this token on, each times γ to the power of the
     number of sampled tokens between; 0: its own alone."""
-    temperature: float | None = Field(None, gt=0)
+    temperature: Derived[float] = Field(NOT_SET, gt=0)
     """Temperature of the teacher's distribution; derived: `rollout.temperature`."""
     warmdown_steps: Count | None = None
     """`distill.weight` falls to 0, linearly, over so many last training steps; null: it is constant."""
-    max_tokens_per_device: Count | None = None
+    max_tokens_per_device: Derived[Count] = NOT_SET
     """Token budget of the teacher: maximum number of tokens per data shard in one forward pass. Derived with
     a teacher: `logprob.max_tokens_per_device`; if that is null, 32768, or twice the length of the longest
     possible sequence if that is more."""

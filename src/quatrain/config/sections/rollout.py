@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from quatrain.config.fields import (
+    NOT_SET,
     Count,
+    Derived,
     Fraction,
     Mesh,
     MustAgreeOnResume,
@@ -57,7 +59,7 @@ class RolloutConfig(Section):
     max_concurrency: Count | None = None
     """Most sequences that decode at the same time, on all replicas together; null: all of a training step.
     Where the KV cache has no room for so many, fewer do."""
-    greedy_baseline: bool | None = None
+    greedy_baseline: Derived[bool] = NOT_SET
     """Whether a greedy completion of each prompt is drawn too, scored and not trained on; derived: true for
     `advantage.estimator: remax`, else false. An estimator of your own that takes `baseline_rewards` needs
     true."""

@@ -11,8 +11,10 @@ from pydantic import Field, WithJsonSchema
 from quatrain.config.algorithms import LOSSES
 from quatrain.config.errors import shown
 from quatrain.config.fields import (
+    NOT_SET,
     Argument,
     Count,
+    Derived,
     Fraction,
     MustAgreeOnResume,
     NonNegative,
@@ -74,7 +76,7 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 class UpdateConfig(Section):
     """Stage 4 of a training step: updating the weights."""
 
-    mini_batch_size: Count | None = None
+    mini_batch_size: Derived[Count] = NOT_SET
     """Prompts per optimizer step, over all devices; derived: `data.batch_size`, or a part of it if
     `update.num_mini_batches` is set."""
     num_mini_batches: Count | None = None
@@ -104,7 +106,7 @@ class UpdateConfig(Section):
     """The probability ratio is clipped at 1 + `clip_high`."""
     dual_clip: float | None = Field(None, gt=1)
     """Upper bound on the loss of a token with negative advantage A, as a multiple of |A|; null: no bound."""
-    loss_aggregation: Aggregation | None = None
+    loss_aggregation: Derived[Aggregation] = NOT_SET
     """How the token losses are weighted; formulas, and what is derived from `update.loss` and
     `advantage.estimator`: [algorithms.md](algorithms.md#aggregation)."""
     kl_coef: float = Field(0.0, ge=0)
@@ -127,7 +129,7 @@ class UpdateConfig(Section):
     """Old log-probabilities, in the denominator of the probability ratio: `recompute`: computed by the
     trainer; `auto`: computed by the trainer only if a training step has several optimizer steps, else the
     ratio is 1; `rollout`: those of the sampler, which must draw from the policy's whole distribution."""
-    correction: Literal["none", "truncate", "mask"] | None = None
+    correction: Derived[Literal["none", "truncate", "mask"]] = NOT_SET
     """Correction for tokens that older weights sampled than those at the start of the training step, another
     engine, or weights rounded otherwise: the policy loss of a token is multiplied by the ratio of the two
     probabilities, at most `update.correction_cap` (`truncate`), or by 0 where the ratio is above the cap or
@@ -178,7 +180,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
     """Optimizer; `sgd` has momentum `beta1`."""
-    learning_rate: float | None = Field(None, ge=0)
+    learning_rate: Derived[float] = Field(NOT_SET, ge=0)
     """Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need about ten times as
     much."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -213,15 +215,15 @@ class OptimizerConfig(Section):
 class CriticConfig(Section):
     """The critic, which predicts returns for `advantage.estimator: gae`."""
 
-    enabled: bool | None = None
+    enabled: Derived[bool] = NOT_SET
     """Whether a critic is trained; derived: true for `advantage.estimator: gae`, else false. An estimator of
     your own that takes `values` needs true."""
     path: Text | None = None
     """The critic's model, in the forms of `model.path`; its tokenizer must be the policy's. null: the
     policy's weights at the start of training, with a new output head of zeros."""
-    mini_batch_size: Count | None = None
+    mini_batch_size: Derived[Count] = NOT_SET
     """Prompts per optimizer step of the critic, over all devices; derived: `update.mini_batch_size`."""
-    epochs: Count | None = None
+    epochs: Derived[Count] = NOT_SET
     """Passes over the sequences of a training step; derived: `update.epochs`."""
     micro_batch_size: Count | None = None
     """Sequences per data shard in one forward/backward pass of the critic. Derived if both this and

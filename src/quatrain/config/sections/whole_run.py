@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from quatrain.config.fields import (
+    NOT_SET,
     REWARD_MODEL,
     Argument,
     Count,
+    Derived,
     MustAgreeOnResume,
     NonNegative,
     Section,
@@ -39,7 +41,7 @@ def _is_condition(value: dict[str, object]) -> bool:
 class RunConfig(Section):
     """The run as a whole."""
 
-    name: FolderName | None = None
+    name: Derived[FolderName] = NOT_SET
     """Name of the run's folder; derived: the configuration file's name and the time (UTC)."""
     dir: Text = "runs"
     """Folder that holds all runs."""

@@ -17,10 +17,10 @@ from typing import Any
 
 from quatrain.config.errors import listed, shown
 from quatrain.config.sections.rollout import COLUMN
+from quatrain.data.tool_calls import warn_of_unread
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
-from quatrain.environments.environment import CheckedEnvironment, InitialObservation
-from quatrain.environments.tool_calls import warn_of_unread
-from quatrain.environments.tools import Tool, Tools
+from quatrain.episodes.environment import CheckedEnvironment, InitialObservation, StepResult
+from quatrain.episodes.tools import Tool, Tools
 from quatrain.workers.faults import format_error, run_guarded
 from quatrain.workers.user_code import find_function, parameters_of
 
@@ -201,7 +201,8 @@ class ToolMethods:
     """An object whose public methods are tools: the form of TRL's `environment_factory`.
 
     `reset`, `close` and `get_reward` are no tools. Without `get_reward`, a number in the attribute `reward`
-    is the reward of the episode: TRL's examples keep it there for a reward function.
+    is the reward of the episode: TRL's examples keep it there for a reward function. By how much the tools of
+    a turn change it is the reward of that turn.
     """
 
     def __init__(self, made: Any, tools: Sequence[Tool]):
@@ -209,16 +210,29 @@ class ToolMethods:
         self._tools = Tools(*(getattr(made, tool.name) for tool in tools), known=tools)
         self.counts = self._tools.counts
 
-        self.step = self._tools.step
+        self._given = 0.0  # as rewards of turns so far
         self.reset: Callable[..., InitialObservation] = getattr(made, "reset", None) or (
             lambda **columns: None
         )
         self.close: Callable[[], None] = getattr(made, "close", None) or (lambda: None)
 
+    def step(self, completion: str) -> StepResult | None:
+        """Answers a turn with what the tools that it calls return."""
+        before = self._account()
+        turn = self._tools.step(completion)
+        if turn is None or callable(getattr(self.made, "get_reward", None)):
+            return turn  # `get_reward` may say nothing before the end
+        earned = self._account() - before
+        self._given += earned
+        return replace(turn, reward=turn.reward + earned)
+
     def get_reward(self) -> Any:
-        """The reward of the episode, of which the object keeps account."""
+        """The reward of the episode, of which the object keeps account, but what turns were given."""
         if callable(getattr(self.made, "get_reward", None)):
             return self.made.get_reward()
+        return self._account() - self._given
+
+    def _account(self) -> Any:
         reward = getattr(self.made, "reward", 0.0)
         return reward if isinstance(reward, Real) else 0.0
 

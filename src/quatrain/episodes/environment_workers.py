@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.rollout import COLUMN
-from quatrain.environments.environment import CLOSED, Ended, InitialObservation, StepResult
-from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.load_environment import AnyEnvironments, load_environments, load_tools
+from quatrain.episodes.environment import CLOSED, Ended, InitialObservation, StepResult
+from quatrain.episodes.environment_threads import InThreads
+from quatrain.episodes.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.workers.faults import Fault, FaultKind, format_error, run_guarded
 from quatrain.workers.loop_thread import ClosedError, LoopThread, running_future
 from quatrain.workers.pool import Failure, Host, Hosts, Kind

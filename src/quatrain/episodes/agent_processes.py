@@ -1,7 +1,7 @@
 """The processes of agents, seen from the run: an episode in, its reward or its fault out.
 
-Data flow: `play.py` -> `AgentProcesses.play` -> a process of `child.py` -> `Played`, or a `Fault`. An episode
-whose process dies is not played again here: its session must begin anew.
+Data flow: `agent_episodes.py` -> `AgentProcesses.play` -> a process of `child.py` -> `Played`, or a `Fault`.
+An episode whose process dies is not played again here: its session must begin anew.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quatrain.agents.child import CANCEL_S, Client
-from quatrain.agents.hubs import check_python, hub_agent
+from quatrain.episodes.child import CANCEL_S, Client
+from quatrain.episodes.hubs import check_python, hub_agent
 from quatrain.workers.faults import Fault
 from quatrain.workers.loop_thread import LoopThread
 from quatrain.workers.pool import Failure, Hosts
@@ -57,7 +57,7 @@ class AgentProcesses:
         self._timeout_s = timeout_s
         self._numbers, self._alone = itertools.count(), asyncio.Semaphore(num_workers)
         settings = {
-            "host": "quatrain.agents.child:host",
+            "host": "quatrain.episodes.child:host",
             "spec": path,
             "args": dict(arguments),
             "python": python,

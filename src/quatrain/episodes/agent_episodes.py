@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from quatrain.agents.agent_processes import CLOSED, AgentProcesses, Played
-from quatrain.agents.child import Client
 from quatrain.data.messages import as_messages
-from quatrain.rollout.rollouts import Player, Playing
+from quatrain.episodes.agent_processes import CLOSED, AgentProcesses, Played
+from quatrain.episodes.child import Client
 from quatrain.serve.api import Api
 from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.piece import Piece
+from quatrain.types.player import Player, Playing
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import Sampler
 from quatrain.workers.faults import Fault as AgentFault

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from quatrain.config.errors import listed, rule, shown
+from quatrain.data.tool_calls import tool_calls
 from quatrain.data.turns import CALL_ID
-from quatrain.environments.environment import COUNTS, StepResult
-from quatrain.environments.tool_calls import tool_calls
+from quatrain.episodes.environment import COUNTS, StepResult
 from quatrain.types.call_forms import ToolCall, schemas_of
 from quatrain.workers.faults import format_error, is_interrupt
 from quatrain.workers.user_code import VARIADIC

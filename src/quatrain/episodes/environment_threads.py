@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from quatrain.cluster.start_thread import start_thread
-from quatrain.environments.environment import (
+from quatrain.episodes.environment import (
     CLOSED,
     CheckedEnvironment,
     Ended,
@@ -30,7 +30,7 @@ from quatrain.environments.environment import (
     KeptEnvironment,
     StepResult,
 )
-from quatrain.environments.load_environment import AnyEnvironments
+from quatrain.episodes.load_environment import AnyEnvironments
 from quatrain.workers.faults import SHOWN_FRAMES, Fault, FaultKind, run_guarded
 from quatrain.workers.loop_thread import ClosedError, LoopThread, running_future
 

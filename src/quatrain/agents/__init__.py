@@ -1,1 +1,0 @@
-"""Agents: programs of a user that ask the policy over HTTP, and are trained as they are."""

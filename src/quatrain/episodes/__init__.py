@@ -1,0 +1,1 @@
+"""Episodes of several turns: environments, tools and agents, and what plays them."""

@@ -1,0 +1,113 @@
+"""Starts the fleet that the configuration names: workers on Ray, or inference servers.
+
+Data flow: `Config` and the policy -> factories of workers and what publishes weights for them -> `Fleet`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from quatrain.backend import this_backend
+from quatrain.cluster.processes import is_main_process
+from quatrain.config.roles import devices_of_worker, worker_config
+from quatrain.config.schema import Config
+from quatrain.data.policy import Policy
+from quatrain.engine.engine import records_routes
+from quatrain.models.lora import merged
+from quatrain.rollout import http_worker
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.publish import Folder, InMemory, Publisher
+from quatrain.rollout.supervisor import WorkerFactory
+from quatrain.rollout.worker import Worker
+from quatrain.servers.expert_routes import RouteRules
+from quatrain.servers.server import ServerRules
+from quatrain.types.rollouts import Sampling
+
+MakeWorker = Callable[[Config, int, str], Worker]
+"""Makes a worker in its own process: of the configuration of a worker, `Policy.usual_prompt` and its name."""
+
+
+def start_fleet(config: Config, policy: Policy, make_worker: MakeWorker) -> Fleet:
+    """The fleet of `rollout.workers` or `rollout.servers`, all of which have started; without weights.
+
+    Raises ValueError, which names it, if one fails to start or cannot serve this run.
+    """
+    rollout = config.rollout
+    publisher: Publisher = InMemory()
+    factories: Sequence[WorkerFactory] = []
+    if is_main_process():
+        of_kind = servers(config, policy) if rollout.servers else ray_workers(config, policy, make_worker)
+        factories, publisher = of_kind
+    fleet = Fleet(
+        factories,
+        publisher,
+        # Servers load whole models; quatrain's own workers have the base, and take adapters.
+        prepare=partial(merged, arch=policy.arch, dtype=config.model.dtype) if rollout.servers else None,
+        dtype=config.model.dtype,
+        timeout_s=rollout.timeout_s,
+    )
+    try:
+        fleet.wait_for_start()
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
+def ray_workers(
+    config: Config, policy: Policy, make_worker: MakeWorker
+) -> tuple[Sequence[WorkerFactory], Publisher]:
+    """The factories of workers on Ray, and what publishes weights for them."""
+    from quatrain.rollout import ray_worker  # imports little; ray itself only with workers
+
+    rollout = config.rollout
+    factories, publisher = ray_worker.workers(
+        partial(make_worker, worker_config(config), policy.usual_prompt),
+        rollout.workers,
+        platform=this_backend().kind,
+        devices=devices_of_worker(config),
+        timeout_s=rollout.timeout_s,
+    )
+    if rollout.weights_dir is None:
+        return factories, publisher
+    own = _weights_folder(config, rollout.weights_dir)
+    return factories, Folder(own, policy.arch, policy.sampling, on_close=publisher.close)
+
+
+def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Publisher]:
+    """The factories of workers that are inference servers, which load weights from folders."""
+    rollout = config.rollout
+    rules = ServerRules(
+        policy.tokenizer,
+        policy.stop_ids,
+        policy.arch.vocab_size,
+        config.seed,
+        Sampling.of(rollout),
+        RouteRules.of(policy.arch) if records_routes(rollout, policy.arch) else None,
+        needs_routes=config.update.router_aux_coef > 0,
+        needs_versions=rollout.in_flight,
+    )
+    factories = http_worker.workers(
+        rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s
+    )
+    own = _run_folder(config) / "weights"
+    if rollout.weights_dir is not None:
+        own = _weights_folder(config, rollout.weights_dir)
+    return factories, Folder(own, replace(policy.arch, lora=None), policy.sampling)
+
+
+def _weights_folder(config: Config, weights_dir: str) -> Path:
+    """The folder of this run in `weights_dir`, which other runs may use too; the same when it is resumed.
+
+    Its name is that of the run, with a digest of the path of the run's folder, which the run has locked.
+    """
+    run = _run_folder(config).resolve()
+    return Path(weights_dir) / f"{run.name}-{hashlib.sha256(bytes(run)).hexdigest()[:8]}"
+
+
+def _run_folder(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
