@@ -163,7 +163,7 @@ def preempted(chance, seed=1):
 def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(
     make_session, small_arch, most, share, chance
 ):
-    """With windows, slots refilled, a ring that grows, and turns that are computed again, by every program.
+    """With windows, slots refilled, and turns that are computed again, by every program.
 
     The prompt cache has its final size from the beginning: each size of it compiles all programs anew.
     """
@@ -236,7 +236,10 @@ def _same(one: list[Completion], other: list[Completion], tolerance: float = 2e-
 def test_text_depends_neither_on_memory_nor_on_preemption(
     make_session, small_arch, small_params, delta, model, sequences, rings, chance
 ):
-    """With room for one sequence, for three, or for all and samples that lose their slots in any round."""
+    """With room for one sequence, for three, or for all and samples that lose their slots in any round.
+
+    Turns are longer than the first ring, which grows or is left for the next one.
+    """
     arch, params = delta if model == "delta" else (small_arch, small_params)
     sizes = {"stop_ids": tuple(range(0, 290, 29)), "arch": arch}
     usual = Episodes(make_session(0, **sizes)).run(params, max_new_tokens=150)
