@@ -17,7 +17,7 @@ import yaml
 
 from quatrain.cli import main as cli
 from quatrain.cli.arguments import given
-from quatrain.cluster.detect import Place, detect
+from quatrain.cluster.detect import ClusterPlace, detect
 from quatrain.config.load import load_config
 
 REPOSITORY = Path(__file__).parents[1]
@@ -185,7 +185,7 @@ def test_slurm_starts_one_process_on_each_node_which_finds_its_place(tmp_path, m
         "SLURM_LOCALID": "0",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
     }
-    assert detect(environ) == Place("gpu3:61447", 2, 1)
+    assert detect(environ) == ClusterPlace("gpu3:61447", 2, 1)
 
 
 def test_the_jobset_is_one():
