@@ -130,7 +130,7 @@ class EngineService(Sampler):
         self.paused = False
         self.error: str | None = None
         self.engine = engine
-        """None but this may use it."""
+        """Nobody else may use it, but to look."""
         self._read, self._led = read, led
         self._players = Pause()
         self._changed = threading.Condition()
@@ -319,7 +319,7 @@ class EngineService(Sampler):
         try:
             while self._wait():
                 self._carry_out()
-                if self._running and not self.paused:
+                if not self.paused:
                     self._players.wait()
                 self._one_round(self._taken())
         except Exception as failure:
