@@ -143,7 +143,7 @@ def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokeni
     with playing("once", 1, Hanging) as rollouts:
         ticket = rollouts.submit(prompts(tokenizer), step=1)
         fleet = rollouts.sampler
-        while not all(map(fleet._table.is_given, list(fleet._awaited))):
+        while not (asked := list(fleet._awaited)) or not all(map(fleet._table.is_given, asked)):
             time.sleep(0.01)
         fleet.drop(list(fleet._awaited))  # the worker has them still
         with ThreadPoolExecutor(1) as threads:

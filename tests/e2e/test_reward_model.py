@@ -73,7 +73,10 @@ def test_training_raises_the_score_of_the_model(judge, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"chat_template": None}, "builtin:arithmetic, row 1: the reward model .* needs a chat template"),
+        (
+            {"chat_template": None},
+            "builtin:arithmetic-heldout, row 1: the reward model .* needs a chat template",
+        ),
         (
             {"architectures": ["LlamaForCausalLM"]},
             "cannot be used: a reward model must be a sequence-classif",

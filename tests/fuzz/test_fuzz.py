@@ -118,8 +118,8 @@ def test_nothing_that_loads_from_a_model_folder_trusts_its_code() -> None:
 def test_no_module_reads_pickles() -> None:
     """But for worker processes, which get them from the run that started them."""
     own = {SOURCE / "workers" / f"{name}.py" for name in ("pool", "worker_process", "worker_script")}
-    own |= {SOURCE / "reward" / "calls.py", SOURCE / "environments" / "environment_workers.py"}
-    own.add(SOURCE / "agents" / "child.py")
+    own |= {SOURCE / "reward" / "calls.py", SOURCE / "episodes" / "environment_workers.py"}
+    own.add(SOURCE / "episodes" / "child.py")
     assert all(path.is_file() for path in own)
     readers = ("pickle", "torch", "dill", "joblib")
     for path, node in _nodes(*readers):
