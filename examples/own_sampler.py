@@ -28,7 +28,9 @@ class AskFunction(Sampler):
     def start(self, requests, listener):
         turns = [(request, number) for request in requests for number in range(request.sampling.n)]
         for i, (request, number) in enumerate(turns):
-            rng = np.random.default_rng([request.step, request.prompt.group_id, number])
+            own, group = request.own, request.prompt.group_id  # `own`: of a turn of an episode of several
+            place = [group, number] if own is None else [own.sequence_id, own.offset]
+            rng = np.random.default_rng([request.step, *place])
             listener(i, self.turn(request.prompt.input_ids.tolist(), request.sampling, rng))
         keys = Future()
         keys.set_result(list(range(len(requests))))

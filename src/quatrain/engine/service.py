@@ -171,7 +171,10 @@ class EngineService(Sampler):
         return began is not None and (num_compilations() > began[1] or compiling_for_s() is not None)
 
     def run(self, job: Callable[[], T]) -> Future[T]:
-        """What `job` returns or raises, run between two rounds, in the order of these calls."""
+        """What `job` returns or raises, run between two rounds, in the order of these calls.
+
+        Without a thread of the service at once, as no round runs then; it raises here what `job` raises.
+        """
         if self._thread is None:
             result: Future[T] = Future()
             result.set_result(job())

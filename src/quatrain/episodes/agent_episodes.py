@@ -1,8 +1,8 @@
 """Rollouts by agents: each sample is an episode that a user's program plays, asking the policy over HTTP.
 
 Data flow: prompts -> `AgentPlayer.begin` -> a session (`serve/sessions.py`) and a call of an agent's process
-(`workers.py`) for each sample -> the trees of turns -> the rows of a `RolloutBatch`. One thread has the HTTP
-server, the processes and the episodes.
+(`agent_processes.py`) for each sample -> the trees of turns -> the rows of a `RolloutBatch`. One thread has
+the HTTP server, the processes and the episodes.
 """
 
 from __future__ import annotations
@@ -274,13 +274,14 @@ class AgentPlayer(Player):
         return f"http://{ADDRESS}:{self._listening.getsockname()[1]}"
 
     async def _play(self, episode: Episode) -> None:
-        """Plays an episode; once more, in a process of its own, if its process dies."""
+        """Plays an episode, when there is room for it."""
         if self._slots is None:
             return await self._played(episode)
         async with self._slots:
             return await self._played(episode)
 
     async def _played(self, episode: Episode) -> None:
+        """Plays an episode; once more, in a process of its own, if its process dies."""
         for count in range(1, MOST_PLAYED + 1):
             session = episode.session = self._sessions.open(episode.rules, episode.prompt, episode.sample)
             episode.fault, episode.is_retried = None, count > 1

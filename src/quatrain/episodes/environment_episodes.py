@@ -35,7 +35,7 @@ from quatrain.types.player import Player, Playing, Row
 from quatrain.types.rollouts import Completion, Sampling, context_of
 from quatrain.types.sampler import Pause, PerRequestSampling, Progress, Request, Sampler, TurnFailed
 from quatrain.workers.faults import Fault as EnvironmentFault
-from quatrain.workers.loop_thread import LoopThread
+from quatrain.workers.loop_thread import LoopThread, running_future
 
 logger = logging.getLogger(__name__)
 
@@ -231,9 +231,11 @@ class EnvironmentPlayer(Player):
 
     def _ask(self, request: Request, sampler: Sampler) -> Future[Completion]:
         """The next turn. Once it has ended, its episode owes what comes next, before the sampler goes on."""
-        turn, future = Completion(), Future[Completion]()
+        turn, future = Completion(), running_future()  # that is not cancelled: the sampler will set it
 
         def listen(number: int, progress: Progress) -> None:
+            if future.done():  # refused before its end
+                return
             turn.append(progress.piece)
             if progress.error is not None:
                 end(TurnFailed(f"a turn of an episode was not sampled: {progress.error}"))

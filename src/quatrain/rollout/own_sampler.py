@@ -60,6 +60,16 @@ class _Checked(Sampler):
         self._completions = self._tokens = 0
 
     @property
+    def error(self) -> str | None:  # type: ignore[override]
+        """As the user's."""
+        return self._own.error
+
+    @property
+    def failure(self) -> Exception | None:  # type: ignore[override]
+        """As the user's."""
+        return self._own.failure
+
+    @property
     def exchanges_in_flight(self) -> bool:
         """As the user's."""
         return self._own.exchanges_in_flight
@@ -68,8 +78,14 @@ class _Checked(Sampler):
         """As the user's; a turn that breaks a rule has an error."""
         limits = [each.sampling.max_new_tokens for each in requests for _ in range(each.sampling.n)]
 
+        refused: set[int] = set()
+
         def listen(number: int, progress: Progress) -> None:
+            if number in refused:
+                return
             problem = self._problem(progress, limits[number])
+            if problem is not None:
+                refused.add(number)
             limits[number] -= len(progress.piece.tokens)
             self._tokens += len(progress.piece.tokens)
             self._completions += progress.finish_reason is not None
@@ -89,6 +105,10 @@ class _Checked(Sampler):
     def drop(self, keys: Sequence[int]) -> None:
         """As the user's."""
         self._own.drop(keys)
+
+    def forget(self, session: str) -> None:
+        """As the user's."""
+        self._own.forget(session)
 
     def work(self) -> Work:
         """What it has sampled so far."""

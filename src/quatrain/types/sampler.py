@@ -233,6 +233,8 @@ def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Comple
 
     def listen(number: int, progress: Progress) -> None:
         turn, future = turns[number], futures[number]
+        if future.done():  # refused before its end
+            return
         turn.append(progress.piece)
         if progress.error is not None:
             failed = ServiceFailed if sampler.error is not None else TurnFailed
@@ -243,11 +245,17 @@ def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Comple
 
     def queued(keys: Future[list[int]]) -> None:
         if (error := keys.exception()) is not None:
-            for future in futures:
-                if not future.done():
-                    future.set_exception(error)
+            fail(error)
 
-    sampler.start(requests, listen).add_done_callback(queued)
+    def fail(error: BaseException) -> None:
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+
+    try:
+        sampler.start(requests, listen).add_done_callback(queued)
+    except Exception as error:  # of a sampler of one's own: whoever waits for the turns is told
+        fail(error)
     return futures
 
 
@@ -279,8 +287,10 @@ class AtOnce:
         ):
             now.append(self._waiting.popleft())
             self._running += now[-1].sampling.n
-        for future in sampled(self._sampler, now) if now else ():
-            future.add_done_callback(partial(self._end, self._futures.popleft()))
+        # Taken before the turns begin: one that ends at once begins the next from within this.
+        awaited = [self._futures.popleft() for each in now for _ in range(each.sampling.n)]
+        for outer, future in zip(awaited, sampled(self._sampler, now) if now else (), strict=True):
+            future.add_done_callback(partial(self._end, outer))
 
     def _end(self, awaited: Future[Completion], done: Future[Completion]) -> None:
         with self._lock:
