@@ -110,7 +110,7 @@ def asked(
     tickets = session.submit_own(prompts, owners)
     while not session.finished(tickets):
         session.advance(params, 0)
-    return [completion for _, completion in session.take(tickets)[0]]
+    return session.take(tickets)
 
 
 def requests(args: Any, model: Any, tokenizer: Any, share: float) -> Callable[[int], Turns]:

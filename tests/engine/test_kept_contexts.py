@@ -63,7 +63,7 @@ class Asking:
     def finish(self, tickets):
         while not self.session.finished(tickets):
             self.advance()
-        return [completion for _, completion in self.session.take(tickets)[0]]
+        return self.session.take(tickets)
 
     def ask(self, context, name="", **how):
         [completion] = self.finish(self.submit([context], name, **how))

@@ -54,7 +54,7 @@ class Episodes:
             rounds += 1
             for ticket in [each for each in live if self.session.finished([each])]:
                 sample = live.pop(ticket)
-                [[_, turn]], _ = self.session.take([ticket])
+                [turn] = self.session.take([ticket])
                 if self._goes_on(*sample, turn, settings):
                     due[sample] = rounds + self.wait(sample[1], rounds)
             assert rounds < 500

@@ -251,8 +251,7 @@ class RolloutEngine:
 
     def take(self, ticket: Ticket) -> Sequence[Completion]:
         """Removes a finished request: its turns."""
-        samples, _ = ticket.session.take([ticket.group])
-        return [completion for _, completion in samples]
+        return ticket.session.take([ticket.group])
 
     @property
     def stats(self) -> EngineStats:

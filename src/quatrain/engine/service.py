@@ -38,6 +38,7 @@ from quatrain.types.sampler import (
     plain,
     request_of,
 )
+from quatrain.workers.loop_thread import carry_out
 
 T = TypeVar("T")
 CLOSED = "the engine was closed while turns were in flight"
@@ -380,13 +381,8 @@ class EngineService(Sampler):
 
     def _carry_out(self) -> None:
         while self._commands and not self._closed:
-            result, job = self._commands.popleft()
-            if not result.set_running_or_notify_cancel():
-                continue
-            try:
-                result.set_result(job())
-            except BaseException as error:  # raised where the result is asked for
-                result.set_exception(error)
+            done, job = self._commands.popleft()
+            carry_out(job, done)
 
     def _one_round(self, come: _Come) -> None:
         """A round of the engine with what came for it, and some of the sequences that are to be scored."""

@@ -61,7 +61,6 @@ from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
-from quatrain.types.metrics import Metrics
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.routes import ROUTES
 
@@ -281,14 +280,14 @@ class Session:
         """Whether all these groups are finished."""
         return all(self._scheduler.is_finished(ticket) for ticket in tickets)
 
-    def take(self, tickets: Sequence[int]) -> tuple[list[tuple[Prompt, Completion]], Metrics]:
-        """Removes these finished groups: (their samples, no metrics)."""
+    def take(self, tickets: Sequence[int]) -> list[Completion]:
+        """Removes these finished groups: their samples."""
         for ticket in tickets:
             self._scheduler.take(ticket)
             if self._kept is not None:
                 self._kept.end(ticket)
         taken = [self._groups.pop(ticket) for ticket in tickets]
-        return [(group.prompt, completion) for group in taken for completion in group.completions], {}
+        return [completion for group in taken for completion in group.completions]
 
     def advance(self, params: Any, version: int) -> None:
         """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from quatrain.types.player import Player, Playing
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import Sampler
 from quatrain.workers.faults import Fault as AgentFault
-from quatrain.workers.loop_thread import LoopThread
+from quatrain.workers.loop_thread import LoopThread, settle
 
 logger = logging.getLogger(__name__)
 
@@ -251,16 +252,7 @@ class AgentPlayer(Player):
         task = self._thread.loop.create_task(self._play(episode))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-        def end(task: asyncio.Task[None]) -> None:
-            if task.cancelled():
-                future.set_exception(RuntimeError(CLOSED))
-            elif (error := task.exception()) is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        return task.add_done_callback(end)
+        return task.add_done_callback(partial(settle, future, CLOSED))
 
     def _serve(self) -> str:
         """Begins to serve the policy on a free port of this machine; its address."""

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,9 @@ from quatrain.types.batches import Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.player import Player, Playing, Row
 from quatrain.types.rollouts import Completion, Sampling, context_of
-from quatrain.types.sampler import Pause, PerRequestSampling, Progress, Request, Sampler, TurnFailed
+from quatrain.types.sampler import Pause, PerRequestSampling, Request, Sampler, TurnFailed, sampled
 from quatrain.workers.faults import Fault as EnvironmentFault
-from quatrain.workers.loop_thread import LoopThread, running_future
+from quatrain.workers.loop_thread import LoopThread, settle
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class EnvironmentPlayer(Player):
 
     def _begin(self, episode: Episode, sampler: Sampler, future: Future[None]) -> None:
         task = self._thread.loop.create_task(self._play(episode, sampler))
-        task.add_done_callback(lambda task: _settle(future, task))
+        task.add_done_callback(partial(settle, future, CLOSED))
 
     async def _play(self, episode: Episode, sampler: Sampler) -> None:
         """The whole of an episode; while it is not asking for a turn, it is to (`Pause`)."""
@@ -203,7 +204,10 @@ class EnvironmentPlayer(Player):
                 turn = self._ask(episode.request(self.rules.seed, self.rules.max_tokens), sampler)
                 owes = False
                 self._pause.pay()
-                done = await asyncio.wrap_future(turn)
+                try:
+                    done = await asyncio.wrap_future(turn)
+                except TurnFailed as error:
+                    raise TurnFailed(f"a turn of an episode was not sampled: {error}") from None
                 owes = True
                 text = self._said(episode, done)
                 if done.finish_reason == "length":
@@ -231,28 +235,9 @@ class EnvironmentPlayer(Player):
 
     def _ask(self, request: Request, sampler: Sampler) -> Future[Completion]:
         """The next turn. Once it has ended, its episode owes what comes next, before the sampler goes on."""
-        turn, future = Completion(), running_future()  # that is not cancelled: the sampler will set it
-
-        def listen(number: int, progress: Progress) -> None:
-            if future.done():  # refused before its end
-                return
-            turn.append(progress.piece)
-            if progress.error is not None:
-                end(TurnFailed(f"a turn of an episode was not sampled: {progress.error}"))
-            elif progress.finish_reason is not None:
-                turn.finish_reason = progress.finish_reason
-                end(None)
-
-        def end(error: BaseException | None) -> None:
-            self._pause.owe()
-            future.set_result(turn) if error is None else future.set_exception(error)
-
-        def queued(keys: Future[list[int]]) -> None:
-            if (error := keys.exception()) is not None:
-                end(error)
-
-        sampler.start([request], listen).add_done_callback(queued)
-        return future
+        [turn] = sampled(sampler, [request])
+        turn.add_done_callback(lambda turn: self._pause.owe())
+        return turn
 
     def _open(self, episode: Episode, opening: InitialObservation) -> None:
         """The environment's `reset` has returned: the prompt of the first turn, or the end of the episode."""
@@ -328,15 +313,6 @@ class _Episodes(Playing):
     def metrics(self) -> Metrics:
         waited = Metric(self._pause.waited_s - self._waited_s, reduction="sum")
         return {**_metrics(self._episodes), "time/environment_wait_s": waited}
-
-
-def _settle(future: Future[None], task: asyncio.Task[None]) -> None:
-    if task.cancelled():
-        future.set_exception(RuntimeError(CLOSED))
-    elif (error := task.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 def _listed(prompt: PromptText) -> Any:

@@ -28,7 +28,7 @@ from quatrain.run.metrics import StageTimer
 from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import TrainState
-from quatrain.workers.loop_thread import LoopThread
+from quatrain.workers.loop_thread import LoopThread, carry_out
 
 END_TIMEOUT_S = 3.0
 """Seconds that closing waits for the thread; a reward function that takes longer is left behind."""
@@ -154,7 +154,7 @@ class AsyncRollouts:
         """`job`, run in the thread of the rollout; without a staleness here and now."""
         done: Future[T] = Future()
         if self._max_staleness:
-            self._thread.do(_carry_out, job, done)
+            self._thread.do(carry_out, job, done)
         else:
             done.set_result(job())
         return done
@@ -225,15 +225,6 @@ class AsyncRollouts:
         """Give the sampler's memory to the update; a rollout ahead of training needs it meanwhile."""
         if not self._max_staleness:
             self._stages.rollout.release()
-
-
-def _carry_out(job: Callable[[], T], done: Future[T]) -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        done.set_result(job())
-    except BaseException as error:  # raised where the result is asked for
-        done.set_exception(error)
 
 
 def staleness(rollouts: RolloutBatch, version: int) -> dict[str, Metric]:

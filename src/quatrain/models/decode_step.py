@@ -201,7 +201,7 @@ def restore(
     backend: Backend = ACCELERATOR,
 ) -> CachePart:
     """`generated` with the keys and values of tokens that were sampled before, as `decode` has written
-    them. Slots have their states (`with_states`) before it."""
+    them. Slots have their states before it."""
     S, C, continued = prompts.positions, generated.positions, restored.continued
     ahead_T = jnp.arange(continued.input_ids.shape[1])
     lengths_N1, begins_N1 = restored.prompt_lengths[:, None], restored.begins[:, None]
@@ -242,17 +242,6 @@ def restore(
     caches = list(zip(prompts.layers, generated.layers, strict=True))
     settings: Any = {"routes": continued.routes, "dtype": dtype, "backend": backend}
     return CachePart(run_layers(params, arch, *inputs, attend_of, recur, caches, **settings).caches)
-
-
-def with_states(
-    generated: CachePart, prompts: CachePart, slots: jax.Array, prefix_slots: jax.Array
-) -> CachePart:
-    """`generated` with the states of `prefix_slots` [N] in `slots` [N]; those out of range are padding."""
-    layers = [
-        _with_rows(own, slots, _rows(before, prefix_slots)) if isinstance(own, DeltaState) else own
-        for own, before in zip(generated.layers, prompts.layers, strict=True)
-    ]
-    return CachePart(tuple(layers))
 
 
 def _rows(state: Any, rows_N: jax.Array) -> DeltaState:

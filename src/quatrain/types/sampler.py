@@ -230,6 +230,8 @@ def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Comple
     """
     turns = [Completion() for request in requests for _ in range(request.sampling.n)]
     futures: list[Future[Completion]] = [Future() for _ in turns]
+    for future in futures:  # none is cancelled: the sampler sets it, also if nobody waits any more
+        future.set_running_or_notify_cancel()
 
     def listen(number: int, progress: Progress) -> None:
         turn, future = turns[number], futures[number]

@@ -30,6 +30,26 @@ def running_future() -> Future[Any]:
     return future
 
 
+def carry_out(job: Callable[[], T], done: Future[T]) -> None:
+    """Sets `done` to what `job` returns or raises, unless nobody waits for it any more."""
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        done.set_result(job())
+    except BaseException as error:  # raised where the result is asked for
+        done.set_exception(error)
+
+
+def settle(done: Future[T], closed: str, task: asyncio.Task[T]) -> None:
+    """Sets `done` to the outcome of a `task` that has ended; one that was cancelled says what was closed."""
+    if task.cancelled():
+        done.set_exception(RuntimeError(closed))
+    elif (error := task.exception()) is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(task.result())
+
+
 class ClosedError(RuntimeError):
     """The thread of a `LoopThread` has ended."""
 
