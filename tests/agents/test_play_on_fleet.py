@@ -143,7 +143,8 @@ def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokeni
     with playing("once", 1, Hanging) as rollouts:
         ticket = rollouts.submit(prompts(tokenizer), step=1)
         fleet = rollouts.sampler
-        while not (asked := list(fleet._awaited)) or not all(map(fleet._table.is_given, asked)):
+        # All six episodes have asked, so that none asks after the drop.
+        while len(asked := list(fleet._awaited)) < 6 or not all(map(fleet._table.is_given, asked)):
             time.sleep(0.01)
         fleet.drop(list(fleet._awaited))  # the worker has them still
         with ThreadPoolExecutor(1) as threads:
