@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.engine.session import Sampler, Session
+from quatrain.engine.session import Session, SessionSettings
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -93,8 +93,10 @@ def words(arch: Any, *seed: int, count: int) -> list[int]:
 def new_session(args: Any, model: Any, tokenizer: Any, share: float) -> Session:
     """A session of requests that keeps contexts in a share of its memory."""
     where = "xla", one_device(), CACHE_BYTES
-    sampler = Sampler(model.arch, tokenizer, (), 0, jnp.dtype(args.dtype), *where, prefix_share=share)
-    return Session(sampler, Sampling(n=1, max_new_tokens=ANSWER), None, per_request_sampling=True)
+    settings = SessionSettings(
+        model.arch, tokenizer, (), 0, jnp.dtype(args.dtype), *where, prefix_share=share
+    )
+    return Session(settings, Sampling(n=1, max_new_tokens=ANSWER), None, per_request_sampling=True)
 
 
 def asked(

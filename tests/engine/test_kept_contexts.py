@@ -16,7 +16,7 @@ from routed_models import routed_model
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.session import Sampler, Session
+from quatrain.engine.session import Session, SessionSettings
 from quatrain.models.architecture import LoRA
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.models.lora import with_adapters
@@ -88,9 +88,11 @@ def session_of(
 ):
     """A session of requests that keeps contexts in a share of its memory."""
     where = "xla", mesh or one_device(), memory
-    sampler = Sampler(arch, tokenizer, stop_ids, 11, jnp.dtype(dtype), *where, prefix_share=share, **more)
-    sampler = replace(sampler, records_routes=arch.routes is not None)
-    return Session(sampler, Sampling(n=1, max_new_tokens=500), None, per_request_sampling=True)
+    settings = SessionSettings(
+        arch, tokenizer, stop_ids, 11, jnp.dtype(dtype), *where, prefix_share=share, **more
+    )
+    settings = replace(settings, records_routes=arch.routes is not None)
+    return Session(settings, Sampling(n=1, max_new_tokens=500), None, per_request_sampling=True)
 
 
 def words(seed, count):

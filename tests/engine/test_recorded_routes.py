@@ -17,7 +17,7 @@ from test_session_turns import PROMPTS, STOP_IDS, TURNS, Episodes, preempted
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.session import Sampler, Session
+from quatrain.engine.session import Session, SessionSettings
 from quatrain.models.families import builtin_architecture
 from quatrain.models.kv_cache import bytes_per_position
 from quatrain.models.params import init_params
@@ -80,8 +80,8 @@ def test_stop_strings_cut_routes_too(model, tokenizer, check):
 def _session(model, tokenizer, *, most=None, memory=1 << 28, usual_prompt=1):
     where = "xla", one_device(), memory, usual_prompt
     of = model[0], tokenizer, STOP_IDS, 11, jnp.dtype("float32")
-    sampler = Sampler(*of, *where, records_routes=True, prefix_share=0.5)
-    return Session(sampler, Sampling(1, 40), most, per_request_sampling=True)
+    settings = SessionSettings(*of, *where, records_routes=True, prefix_share=0.5)
+    return Session(settings, Sampling(1, 40), most, per_request_sampling=True)
 
 
 def _batch(tokenizer, completions: list[Completion], ids=PROMPTS):
@@ -141,8 +141,10 @@ def test_what_is_computed_again_takes_the_recorded_experts(tokenizer):
     found = []
     for changes in (False, True):
         where = "xla", one_device(), 1 << 28
-        sampler = Sampler(model[0], tokenizer, (289,), 11, jnp.dtype("float32"), *where, records_routes=True)
-        session = Session(sampler, sampling, None)
+        settings = SessionSettings(
+            model[0], tokenizer, (289,), 11, jnp.dtype("float32"), *where, records_routes=True
+        )
+        session = Session(settings, sampling, None)
         (ticket,) = session.submit([prompt], 0)
         session.advance(model[1], 0)
         completion = session.completions(ticket)[0]

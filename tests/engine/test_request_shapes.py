@@ -11,7 +11,7 @@ import pytest
 from quatrain.engine import session as module
 from quatrain.engine.cache import CacheShape
 from quatrain.engine.decode import TOKENS_PER_CALL
-from quatrain.engine.session import Sampler, Session
+from quatrain.engine.session import Session, SessionSettings
 from quatrain.parallel.mesh import one_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -75,8 +75,10 @@ def session(monkeypatch, small_arch, tokenizer):
     monkeypatch.setattr(module, "Cache", SimpleNamespace(empty=empty))
     monkeypatch.setattr(module, "prefill_program", lambda backend: prefill)
     monkeypatch.setattr(module, "decode_program", lambda backend: decode)
-    sampler = Sampler(small_arch, tokenizer, (0,), 0, np.dtype("float32"), "xla", one_device(), 1 << 30)
-    return Session(sampler, Sampling(1, 512), None, per_request_sampling=True), seen
+    settings = SessionSettings(
+        small_arch, tokenizer, (0,), 0, np.dtype("float32"), "xla", one_device(), 1 << 30
+    )
+    return Session(settings, Sampling(1, 512), None, per_request_sampling=True), seen
 
 
 def play(session, rng, prompt, reply, said, latency=4):

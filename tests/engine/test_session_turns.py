@@ -13,7 +13,7 @@ import pytest
 from architectures import changed, of_golden
 from host_model import forward as host_forward
 
-from quatrain.engine.session import Sampler, Session
+from quatrain.engine.session import Session, SessionSettings
 from quatrain.models.decoder import forward, logits
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.models.params import init_params
@@ -97,8 +97,10 @@ def answer(prompt: int, number: int, turn: int) -> list[int]:
 def make_session(computed_by, small_arch, tokenizer):
     def make(share=0.5, *, arch=small_arch, most=None, memory=1 << 28, usual_prompt=1, stop_ids=STOP_IDS):
         where = "xla", one_device(), memory, usual_prompt
-        sampler = Sampler(arch, tokenizer, stop_ids, 11, jnp.dtype("float32"), *where, prefix_share=share)
-        return Session(sampler, Sampling(1, 40), most, per_request_sampling=True)
+        settings = SessionSettings(
+            arch, tokenizer, stop_ids, 11, jnp.dtype("float32"), *where, prefix_share=share
+        )
+        return Session(settings, Sampling(1, 40), most, per_request_sampling=True)
 
     return make
 

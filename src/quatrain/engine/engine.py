@@ -23,7 +23,7 @@ from quatrain.config.schema import Config, RolloutConfig
 from quatrain.data.policy import Policy
 from quatrain.engine.decode import Program
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
-from quatrain.engine.session import EngineStats, Sampler, Session
+from quatrain.engine.session import EngineStats, Session, SessionSettings
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
 from quatrain.models.lora import adapters_of, copies_if_aliased, merged
@@ -274,11 +274,11 @@ class RolloutEngine:
             on_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(version))
             self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * on_device)
         model = self.arch, self.tokenizer, self.stop_ids, self.seed, self.dtype, self._attention, self.mesh
-        sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
-        sampler = replace(sampler, records_routes=self._records_routes, backend=self._backend)
-        sampler = replace(sampler, prefix_share=self._prefix_share, in_flight=self._in_flight)
+        settings = SessionSettings(*model, self._cache_bytes, self._usual_prompt)
+        settings = replace(settings, records_routes=self._records_routes, backend=self._backend)
+        settings = replace(settings, prefix_share=self._prefix_share, in_flight=self._in_flight)
         own = self.per_request_sampling
-        return Session(sampler, sampling, self._max_concurrency, per_request_sampling=own)
+        return Session(settings, sampling, self._max_concurrency, per_request_sampling=own)
 
     def _weights(self) -> Any:
         call = "call sync_weights(state.params, state.step) before generate, wait and an evaluation"

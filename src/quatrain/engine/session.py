@@ -66,7 +66,7 @@ from quatrain.types.routes import ROUTES
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SessionSettings:
     """What a session needs besides weights and `Sampling`.
 
     `cache_bytes` limits its KV cache per device; the cache has room for prompts of `usual_prompt` tokens.
@@ -152,7 +152,7 @@ class Session:
 
     def __init__(
         self,
-        sampler: Sampler,
+        settings: SessionSettings,
         sampling: Sampling,
         max_concurrency: int | None,
         *,
@@ -160,26 +160,26 @@ class Session:
     ):
         self.sampling, self.stats = sampling, EngineStats()
         self._per_request_sampling = per_request_sampling
-        self._sampler = sampler
-        self._program = sampler.program
-        self._usual = UsualSampling(None if per_request_sampling else sampling, sampler.seed)
-        replicas = sampler.num_replicas
+        self._settings = settings
+        self._program = settings.program
+        self._usual = UsualSampling(None if per_request_sampling else sampling, settings.seed)
+        replicas = settings.num_replicas
         self._scheduler = Scheduler(1, replicas, varying=per_request_sampling)
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._kept: KeptContexts | None = None
-        fewest, share = sampler.usual_prompt, int(sampler.prefix_share * sampler.cache_bytes)
+        fewest, share = settings.usual_prompt, int(settings.prefix_share * settings.cache_bytes)
         if per_request_sampling and share:
-            of = sampler.arch, sampler.dtype, sampler.mesh
-            self._kept = kept = KeptContexts(*of, share, in_flight=sampler.in_flight)
+            of = settings.arch, settings.dtype, settings.mesh
+            self._kept = kept = KeptContexts(*of, share, in_flight=settings.in_flight)
             self._scheduler.home = lambda ticket: kept.home(ticket, self._groups[ticket])
             # Blocks are copied whole: from so many positions on, their number is a multiple of a block's.
             fewest = max(fewest, FEWEST_OF_REQUESTS)
         self._room = Room(
-            sampler.cache_bytes - (0 if self._kept is None else self._kept.num_bytes),
-            bytes_per_position(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
+            settings.cache_bytes - (0 if self._kept is None else self._kept.num_bytes),
+            bytes_per_position(settings.arch, settings.dtype, mesh_shape(settings.mesh).tp),
             prompt_positions(fewest),
-            bytes_per_state(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
+            bytes_per_state(settings.arch, settings.dtype, mesh_shape(settings.mesh).tp),
             varying=per_request_sampling,
         )
         self._admission = Admission(
@@ -226,7 +226,7 @@ class Session:
 
     def _check_fits(self, prompt: int, limit: int, remedy: str) -> None:
         positions = self._room.positions(prompt, limit)
-        whole = replace(self._room, num_bytes=self._sampler.cache_bytes)
+        whole = replace(self._room, num_bytes=self._settings.cache_bytes)
         if self._kept is not None and whole.fitting(whole.positions(prompt, limit)):
             # What fits alone goes before all that is kept; what never fits is refused, and costs nothing.
             while self._kept.num_bytes and not self._room.fitting(positions):
@@ -317,14 +317,14 @@ class Session:
 
     def _resize(self) -> None:
         """Changes the numbers of slots, prefix slots and positions to those that the next round needs."""
-        scheduler, sampler = self._scheduler, self._sampler
+        scheduler, settings = self._scheduler, self._settings
         shape = self._admission.next_shape()
         rings = tuple(ring.slots for ring in shape.rings)
         self.stats = replace(self.stats, preempted=self._admission.num_preempted)
         self._most_slots = max(self._most_slots, shape.slots)
         if self._cache is None:
             scheduler.resize(rings, shape.prefix_slots)
-            self._cache = Cache.empty(sampler.arch, sampler.dtype, sampler.mesh, shape)
+            self._cache = Cache.empty(settings.arch, settings.dtype, settings.mesh, shape)
         elif self._cache.shape != shape or scheduler.misplaced:
             slots, prefix_slots = scheduler.resize(rings, shape.prefix_slots)
             used = [0] * len(rings)
@@ -354,7 +354,7 @@ class Session:
 
     def _prefill_wave(self, found: Sequence[Found], params: Any, version: int) -> None:
         """Computes what is left of contexts: of long ones, and after kept ones, in parts; others packed."""
-        items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
+        items: list[list[Admitted]] = [[] for _ in range(self._settings.num_replicas)]
         parts: list[list[Continuation]] = [[] for _ in items]
         for ticket, group, replica, here, hit, pause in found:
             if len(group.context) > PREFILL_TOKENS or hit.length or pause is not None:
@@ -423,9 +423,9 @@ class Session:
         """Computes the tokens again that samples have whose slot is another one now.
 
         Slots of all samples begin with the states of their prefix slots."""
-        scheduler, replicas = self._scheduler, self._sampler.num_replicas
+        scheduler, replicas = self._scheduler, self._settings.num_replicas
         assert self._cache is not None
-        if self._sampler.arch.deltas:
+        if self._settings.arch.deltas:
             begun = [(slot, who.prefix_slot % scheduler.num_prefix_slots) for slot, who in filled]
             self._cache = self._cache.begun(
                 [(slot // scheduler.num_slots, *scheduler.place(slot), prefix) for slot, prefix in begun]
@@ -464,7 +464,7 @@ class Session:
     def _decode(self, params: Any, version: int) -> None:
         """A call for each ring that has live slots; the host reads the results of all of them together."""
         assert self._cache is not None
-        scheduler, cache, replicas = self._scheduler, self._cache, self._sampler.num_replicas
+        scheduler, cache, replicas = self._scheduler, self._cache, self._settings.num_replicas
         every = zip(*map(scheduler.ring_slots, range(replicas)), strict=True)
         rings = [list(chain.from_iterable(slots)) for slots in every]
         live = {slot: (slot, group, index) for slot, group, index in self._live()}
@@ -542,12 +542,12 @@ class Session:
             if stop:
                 with_stop.append((group.completions[index], stop))
         if with_stop:
-            for completion in cut_at_stop_strings(self._sampler.tokenizer, with_stop):
+            for completion in cut_at_stop_strings(self._settings.tokenizer, with_stop):
                 completion.finish_reason = "stop"
         ended = []
         for i, (group, index) in enumerate(samples):
             completion = group.completions[index]
-            if completion.tokens[-1] in self._sampler.stop_ids:
+            if completion.tokens[-1] in self._settings.stop_ids:
                 completion.finish_reason = "stop"
             if completion.finish_reason == "stop" or group.left(index) <= 0:
                 ended.append(i)
@@ -591,7 +591,7 @@ class Session:
     def _sharing(self, ring: Sequence[int]) -> Sharing:
         """Which slots of a ring attend to which prefix slot, as indices on their replica."""
         scheduler = self._scheduler
-        num_slots = len(ring) // self._sampler.num_replicas
+        num_slots = len(ring) // self._settings.num_replicas
         most = min(self.sampling.n, num_slots)
         members: list[list[int]] = [[] for _ in scheduler.prefix_slots]
         place = np.zeros(len(ring), np.int32)
