@@ -1,12 +1,15 @@
 """One training step of ours against a peer's, in turns on the same machine.
 
     python benchmarks/compare.py --peer trl --steps 3 --data train.jsonl
+    python benchmarks/compare.py --peer trl-sft --rows 4
 
 The workload is that of `step.py`: SmolLM2-135M-Instruct in float32, 4 GSM8K prompts, 8 samples of each,
 64 new tokens each (no early stop), one AdamW step, no KL. Three processes one after the other, ours, the
 peer's, ours again, each with `--steps` measured steps after one that is dropped; figures are medians.
 
     trl     TRL's GRPOTrainer, transformers generate        whole step
+    trl-sft, trl-dpo, trl-rm                                optimizer step on given data (`given.py`)
+            TRL's SFTTrainer, DPOTrainer, RewardTrainer
     tunix   Tunix's GRPOLearner, vanilla rollout            whole step
     hf      transformers generate                           rollout alone
 
@@ -30,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers.given_workload import TASKS
 from peers.workload import add_arguments
 
 BENCHMARKS = Path(__file__).parent
@@ -46,12 +50,15 @@ class Peer:
     environment: str
     requirements: tuple[str, ...]
     seconds: str = "step_s"
+    task: str | None = None
+    """Of a peer that trains on given data, as `given.py` does."""
 
 
 PEERS = {
     "trl": Peer("trl_step.py", "trl", TORCH),
     "hf": Peer("hf_generate.py", "trl", TORCH, seconds="rollout_s"),
     "tunix": Peer("tunix_step.py", "tunix", ("google-tunix==0.1.7",)),
+    **{f"trl-{task}": Peer("trl_given.py", "trl", TORCH, task=task) for task in TASKS},
 }
 
 
@@ -67,10 +74,12 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for ours")
     args = parser.parse_args()
     peer = PEERS[args.peer]
-    workload = [
-        f"--{name}={getattr(args, name)}" for name in ("data", "prompts", "samples", "tokens", "steps")
-    ]
-    ours = [sys.executable, str(BENCHMARKS / "step.py"), *workload, *(f"--set={item}" for item in args.set)]
+    sizes = ("data", "prompts", "samples", "tokens", "steps") if peer.task is None else ("data", "steps")
+    workload = [f"--{name}={getattr(args, name)}" for name in sizes]
+    if peer.task is not None:
+        workload += [f"--task={peer.task}"]
+    script = BENCHMARKS / ("step.py" if peer.task is None else "given.py")
+    ours = [sys.executable, str(script), *workload, *(f"--set={item}" for item in args.set)]
     load = os.getloadavg()[0]
     try:
         python = environment(peer)
@@ -150,7 +159,7 @@ def comparison(
     name: str, first: dict[str, Any], theirs: dict[str, Any], second: dict[str, Any]
 ) -> dict[str, Any]:
     """Medians of both and their ratios. Raises SystemExit where the two did not have the same prompts."""
-    if theirs["prompt_tokens"] != first["prompt_tokens"]:
+    if theirs.get("prompt_tokens") != first.get("prompt_tokens"):
         raise SystemExit(
             f"both sides have the same prompts: ours are {first['prompt_tokens']} tokens, "
             f"those of {name} {theirs['prompt_tokens']}"
@@ -176,8 +185,12 @@ def comparison(
         "compared": seconds,
         "times_faster": round(theirs_s[seconds] / ours_s[seconds], 2),
     }
+    if "losses" in theirs:
+        # The first step's, from the same weights and rows: both trained on the same.
+        compared["first_losses"] = [first["losses"][0], theirs["losses"][0]]
     if seconds == "step_s":
-        compared["rollout_times_faster"] = round(theirs_s["rollout_s"] / ours_s["rollout_s"], 2)
+        if "rollout_s" in theirs_s:
+            compared["rollout_times_faster"] = round(theirs_s["rollout_s"] / ours_s["rollout_s"], 2)
         compared["memory_ratio"] = round(peaks[0] / peaks[1], 3)
     return compared
 

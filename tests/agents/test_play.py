@@ -320,9 +320,9 @@ def test_who_shortens_its_history_has_met_no_limit(playing, tokenizer):
 @pytest.mark.slow
 @pytest.mark.usefixtures("computed_by")
 def test_a_function_that_hangs_in_its_thread_costs_its_own_episode(playing, tokenizer):
-    with playing("hangs_in_a_thread", n=3, num_workers=1, timeout_s=3.0) as rollouts:
+    with playing("hangs_in_a_thread", n=3, num_workers=1, timeout_s=8.0) as rollouts:
         batch = rollouts.generate(prompts(tokenizer, 1))
-        [host] = rollouts.player._processes._hosts._hosts
+        [host] = rollouts.player._processes._hosts.all
         assert host.is_retired
     assert batch.finish_reason.tolist()[0] == "timeout"
     assert "timeout" not in batch.finish_reason.tolist()[1:]
