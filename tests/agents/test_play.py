@@ -319,6 +319,7 @@ def test_who_shortens_its_history_has_met_no_limit(playing, tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("computed_by")
+@pytest.mark.parametrize("computed_by", ["host"], indirect=True)  # which compiles nothing within the 8 s
 def test_a_function_that_hangs_in_its_thread_costs_its_own_episode(playing, tokenizer):
     with playing("hangs_in_a_thread", n=3, num_workers=1, timeout_s=8.0) as rollouts:
         batch = rollouts.generate(prompts(tokenizer, 1))
