@@ -105,7 +105,18 @@ def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
 
 
 def _of_optimizer(section: str) -> list[Rule]:
+    name = f"{section}.name"
+
+    def is_one_of(*names: str) -> Callable[[Any], bool]:
+        return lambda c: value_at(c, name) in names
+
     return [
+        Rule(
+            name,
+            lambda c: value_at(c, name) == "muon" and c.lora.rank,
+            "must not be muon with lora.rank {c.lora.rank}: it orthogonalises updates of the model's matrices, "
+            "which adapters leave as they are; take adamw, or set lora.rank to 0",
+        ),
         Rule(
             f"{section}.weight_decay",
             lambda c: getattr(c, section).name == "sgd" and getattr(c, section).weight_decay > 0,
@@ -114,8 +125,16 @@ def _of_optimizer(section: str) -> list[Rule]:
         *no_effect(
             [f"{section}.state_dtype"],
             lambda c: getattr(c, section).has_first_moment,
-            f"for {section}.name sgd with beta1 0, which has no first moment",
+            f"for {name} {{c.{name}}} with beta1 0, which has no first moment",
             "set beta1 above 0",
+        ),
+        *no_effect(
+            [f"{section}.beta2"],
+            is_one_of("adamw", "lion", "muon"),
+            f"for {name} {{c.{name}}}, which does not read it",
+        ),
+        *no_effect(
+            [f"{section}.eps"], is_one_of("adamw", "muon"), f"for {name} {{c.{name}}}, which does not read it"
         ),
         *no_effect(
             [f"{section}.stochastic_rounding"],
