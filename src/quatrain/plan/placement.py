@@ -488,7 +488,7 @@ class _Plan:
             yield MemoryPart("orthogonalised", AT_WORK * self._largest_matrix() * 4, why, (step,))
 
     def _largest_matrix(self) -> int:
-        """Elements of the largest parameter that Muon orthogonalises, on a device that has its matrices whole.
+        """Elements of the largest parameter that Muon orthogonalises, where a device has its matrices whole.
 
         Only the matrices of different heads and experts are on different devices.
         """

@@ -24,7 +24,7 @@ from quatrain.models.spec import LORA_A, LORA_B
 MUON_RMS = 0.2
 """What sqrt(max(out, in)) of an orthogonal matrix is multiplied by: the root mean square of Muon's update is
 then about that of AdamW's, so that both parts of a model take one learning rate (Liu et al., Muon is Scalable
-for LLM Training, arXiv:2502.16982, section 2.2)."""
+for LLM Training, arXiv:2502.16982)."""
 LEAST_FACTORED = 128
 """Adafactor factors the second moment along the two largest dimensions, if both are at least this large."""
 UPDATE_CLIP = 1.0
@@ -56,8 +56,8 @@ class OptimizerForm:
     """All that the compiled programs of an optimizer depend on; static, and hashed by value.
 
     Global-norm clipping if `clips`, then AdamW, Lion, Muon, or SGD or Adafactor (with momentum if
-    `momentum`), times the learning rate. The first moment is stored in `state_dtype`; weight decay leaves norms and
-    biases out.
+    `momentum`), times the learning rate. The first moment is stored in `state_dtype`; weight decay leaves
+    norms and biases out.
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the update of a matrix is its momentum
     (Nesterov's), orthogonalised by five Newton-Schulz iterations, times MUON_RMS sqrt(max(out, in)); what is
@@ -126,8 +126,8 @@ class OptimizerForm:
         """Muon of parameters [..., out, in]: of each matrix in the last two dimensions by itself.
 
         So the gate and the up projection of `gate_up` [2, F, D] are apart, the experts in [E, 2, F, D] and
-        [E, D, F], and in `qkv` [K, G + 2, H, D] the heads: of queries, keys and values, as in Muon Split (GLM-5,
-        arXiv:2602.15763), and none is split over `tp`.
+        [E, D, F], and in `qkv` [K, G + 2, H, D] the heads: of queries, keys and values, as in Muon Split
+        (GLM-5, arXiv:2602.15763), and none is split over `tp`.
         """
         last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
         return optax.contrib.scale_by_muon(

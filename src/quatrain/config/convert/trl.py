@@ -342,11 +342,9 @@ def _optimizer(t: Translation) -> None:
         t.leave(f"optimizer.name is {OPTIMIZERS} here", "optim")
     else:
         t.put("optimizer.name", name, "optim")
-        unread = ["adam_epsilon"] * (name != "adamw")
         if name in ("sgd", "adafactor"):  # transformers' `Trainer` gives these no momentum
             t.put("optimizer.beta1", 0.0, "optim")
-            unread += ["adam_beta1", "adam_beta2"]
-        t.leave(f"{name} does not read it", *unread)
+            t.leave(f"{name} does not read it", "adam_beta1")
     t.put("optimizer.max_grad_norm", t.number("max_grad_norm", 1.0) or None, "max_grad_norm")
 
 

@@ -232,15 +232,11 @@ def _optimizer(t: Translation) -> None:
         t.leave(
             "the schedule ends with the run here, and begins at 0", f"{at}.decay_steps", f"{at}.init_value"
         )
-        kind = t.take(f"{at}.opt_type", "adamw")
-        unread = {"lion": ("eps",), "sgd": ("eps", "b2")}.get(kind, ())
-        t.leave(f"{kind} does not read it", *(f"{at}.{name}" for name in unread))
         for name, key in (("b1", "beta1"), ("b2", "beta2"), ("eps", "eps")):
-            if name not in unread:
-                t.copy(f"{ours}.{key}", f"{at}.{name}")
+            t.copy(f"{ours}.{key}", f"{at}.{name}")
         t.move(f"{ours}.weight_decay", f"{at}.weight_decay", 0.0)
         t.move(f"{ours}.max_grad_norm", f"{at}.max_grad_norm")
-        if kind in ("adamw", "adam", "sgd", "lion"):
+        if (kind := t.take(f"{at}.opt_type", "adamw")) in ("adamw", "adam", "sgd", "lion"):
             t.put(f"{ours}.name", "adamw" if kind == "adam" else kind, f"{at}.opt_type")
         else:
             t.leave(f"{ours}.name is {OPTIMIZERS} here, not {kind}", f"{at}.opt_type")

@@ -175,6 +175,10 @@ class UpdateConfig(Section):
         return self.share_prompts is not False
 
 
+HAVE_BETA2, HAVE_EPS = ("adamw", "lion", "muon"), ("adamw", "muon")
+"""The optimizers that read `beta2` and `eps`."""
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
 
