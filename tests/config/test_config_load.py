@@ -248,6 +248,22 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "critic_optimizer.state_dtype has no effect for critic_optimizer.name sgd with beta1 0",
         ),
         (
+            "optimizer.state_dtype=bfloat16 optimizer.name=adafactor optimizer.beta1=0",
+            "optimizer.state_dtype has no effect for optimizer.name adafactor with beta1 0",
+        ),
+        (
+            "optimizer.name=adafactor optimizer.beta2=0.9",
+            "optimizer.beta2 has no effect for optimizer.name ada",
+        ),
+        ("optimizer.name=sgd optimizer.beta2=0.9", "optimizer.beta2 has no effect for optimizer.name sgd"),
+        ("optimizer.name=adafactor optimizer.eps=1e-6", "optimizer.eps has no effect for optimizer.name ada"),
+        ("optimizer.name=lion optimizer.eps=1e-6", "optimizer.eps has no effect for optimizer.name lion"),
+        (
+            "advantage.estimator=gae critic_optimizer.name=adafactor critic_optimizer.eps=1e-6",
+            "critic_optimizer.eps has no effect for critic_optimizer.name adafactor",
+        ),
+        ("optimizer.name=muon lora.rank=2", "optimizer.name must not be muon with lora.rank 2"),
+        (
             "optimizer.stochastic_rounding=false",
             "optimizer.stochastic_rounding has no effect where what is trained is float32",
         ),
@@ -373,6 +389,14 @@ def test_the_quickstarts_training_is_for_its_model_alone(tmp_path):
     assert (by_variable.sft, by_variable.optimizer.learning_rate) == (sft, 1e-6)
     same = load_config(None, ["model.path=builtin:tiny"], {})
     assert (same.config.sft, same.warnings) == (quickstart.config.sft, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "beta2"), [("lion", 0.99), ("muon", 0.99), ("sgd", 0.999), ("adafactor", 0.999)]
+)
+def test_an_optimizer_for_the_quickstart_does_not_meet_what_it_has_for_another(name, beta2):
+    """Catches `--set optimizer.name=adafactor` refused for a key that nobody set."""
+    assert load_config(None, [f"optimizer.name={name}"], {}).config.optimizer.beta2 == beta2
 
 
 def test_the_quickstarts_learning_rates_are_too_low_for_adapters():

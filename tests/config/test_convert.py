@@ -171,6 +171,7 @@ def test_values_of_a_sample(name, devices, expected, tmp_path):
 TRL_ = "num_generations: 4\n"
 VERL = "algorithm: {adv_estimator: grpo}\n"
 ACTOR = "actor_rollout_ref.actor: "
+TUNIX = "grpo_config: {beta: 0.0}\nrl_training_config: "
 RATIO = {"clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -191,6 +192,9 @@ RATIO = {"clip_low": 0.2, "clip_high": 0.28}
         (TRL_ + "beta: 0.04\nuse_bias_correction_kl: false", "update.kl_estimator", "k3"),
         (TRL_ + "fp16: true", "model.dtype", "float32"),
         (TRL_ + "max_grad_norm: 0", "optimizer.max_grad_norm", None),
+        (TRL_ + "optim: adafactor", "optimizer.name", "adafactor"),
+        (TRL_ + "optim: adafactor\nadam_beta1: 0.8", "optimizer.beta1", 0.0),
+        (TRL_ + "optim: sgd", "optimizer.beta1", 0.0),
         (TRL_ + "warmup_steps: 0.25\nmax_steps: 40", "optimizer.warmup_steps", 10),
         ("num_generations: 3\nper_device_train_batch_size: 8", "data.batch_size", 3),
         (TRL_, "optimizer.schedule", "linear"),
@@ -252,6 +256,21 @@ def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
     assert "deepspeed: zero3.json ^ here it is 'mesh'" in comments
     assert "loss_type dapo is an aggregation" in comments
     assert "on 1 device (give others with" in comments
+
+
+@pytest.mark.parametrize(
+    ("text", "comment"),
+    [
+        (TRL_ + "optim: adamw_bnb_8bit", "optim: adamw_bnb_8bit ^ no moments of 8 bits here; "),
+        (TRL_ + "optim: adagrad", "optim: adagrad ^ optimizer.name is adamw, lion, sgd, muon or adafactor"),
+        (TUNIX + "{actor_optimizer_config: {opt_type: adagrad}}", "here, not adagrad"),
+    ],
+)
+def test_optimizers_without_a_counterpart(text, comment, tmp_path):
+    """Catches one that is dropped in silence, and moments of 8 bits taken for those of AdamW."""
+    made, config = converted(text, tmp_path)
+    assert comment in re.sub(r"\n#\s+", " ", made)
+    assert config.optimizer.name == "adamw"
 
 
 def test_a_secret_of_the_file_stays_in_it(tmp_path):

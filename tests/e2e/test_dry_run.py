@@ -162,6 +162,7 @@ OTHER_ARRAYS = "the arrays of a checkpoint must have the names, shapes and dtype
         (["seed=5"], "seed of a resumed run must not change"),
         (["optimizer.name=lion"], OTHER_ARRAYS),
         (["optimizer.name=sgd", "optimizer.beta1=0"], OTHER_ARRAYS),
+        (["optimizer.name=muon"], OTHER_ARRAYS + "'opt_state"),
         (["optimizer.max_grad_norm=null"], OTHER_ARRAYS + "'opt_state"),
         (["model.path=builtin:tiny_moe"], OTHER_ARRAYS + "'params"),
         (["model.param_dtype=bfloat16", "model.dtype=bfloat16"], OTHER_ARRAYS + "'params.*bfloat16"),

@@ -37,6 +37,19 @@ def test_what_is_saved_has_the_dtypes_of_the_configuration(whole):
     assert kinds == {"params": {"bfloat16"}, "mu": {"bfloat16"}, "nu": {"float32"}}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_of_matrices_are_resumed_to_the_bit_and_may_wait_on_the_host(name, tmp_path):
+    """With parameters in bfloat16, which are rounded stochastically; another optimizer is refused."""
+    options = (*SMALLER, *SHORT, f"optimizer.name={name}")
+    run = train(small_run(tmp_path / "whole", "run", *options)).run
+    again = resumed_copy(run, tmp_path / "again", 1, *options, "offload.optimizer=true")
+    assert _weights(again) == _weights(run)
+    assert steady_metrics(again) == steady_metrics(run)
+    with pytest.raises(ValueError, match="the arrays of a checkpoint must have the names, shapes and dtypes"):
+        train(small_run(tmp_path / "whole", "run", *SMALLER, *SHORT, "run.steps=4"), resume="run")
+
+
 def _stopped_and_resumed(folder, *options):
     with interrupted_after(3), pytest.raises(KeyboardInterrupt):
         train(small_run(folder, "stopped", *options))

@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -107,15 +108,36 @@ def test_a_cpu_needs_more_than_the_peak(final):
         assert other.least_on_a_cpu is None
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon", "adafactor"])
 def test_a_first_moment_in_bfloat16_is_counted(final, name):
-    whole = parts(final(SMALL, f"optimizer.name={name}"))
-    config = final(SMALL, f"optimizer.name={name}", "optimizer.state_dtype=bfloat16")
-    params = init_params(architecture_from_hf(SMALL), jax.random.key(0))
+    """Also where only some parameters have a second moment, or one that is factored (of `gate_up`)."""
+    shape = {**SMALL, "hidden_size": 128}
+    whole = parts(final(shape, f"optimizer.name={name}"))
+    config = final(shape, f"optimizer.name={name}", "optimizer.state_dtype=bfloat16")
+    params = init_params(architecture_from_hf(shape), jax.random.key(0))
     state = init_optimizer(OptimizerForm.of(config.optimizer), params)
     size = parts(config)["optimizer_state"]
     assert size == sum(x.nbytes for x in jax.tree.leaves(state))
     assert size == whole["optimizer_state"] - whole["weights"] // 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "matrices"),
+    [
+        (SMALL, "1,1,1", 2),  # gate and up
+        (SMALL, "1,2,2", 2),
+        ({**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}, "1,1,1", 8),
+        ({**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}, "1,1,1,1,2", 4),
+    ],
+)
+def test_muon_has_its_largest_matrices_whole(final, shape, mesh, matrices):
+    """Beside its state, and though they are sharded; but a device has only its experts."""
+    shape = {**shape, "moe_intermediate_size": 192}
+    devices = math.prod(map(int, mesh.split(",")))
+    placed = placement(final(shape, "optimizer.name=muon", f"mesh={mesh}"), devices=devices)
+    (part,) = [part for part in placed.parts if part.key == "orthogonalised"]
+    assert (part.num_bytes, part.phases) == (6 * matrices * 192 * 64 * 4, ("optimizer_step",))
+    assert "orthogonalised" not in parts(final(shape, f"mesh={mesh}"), devices=devices)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])

@@ -13,7 +13,9 @@ import optax
 import pytest
 from damage import damage
 
-from quatrain.run.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState
+from quatrain.config.schema import OptimizerConfig
+from quatrain.run.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, form
+from quatrain.update.optimizer import OptimizerForm
 
 
 def some_state(seed: int = 0):
@@ -60,6 +62,28 @@ def test_a_state_comes_back_bit_for_bit_with_its_tree(checkpointer):
     same_bits(restored, state)
     assert type(restored["opt_state"]) is type(state["opt_state"])
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
+
+
+OPTIMIZERS = [{"name": name} for name in ("adamw", "lion", "sgd", "muon", "adafactor")]
+OPTIMIZERS += [{"name": name, "beta1": 0.0} for name in ("sgd", "adafactor")]
+
+
+def test_the_states_of_all_optimizers_come_back_and_none_is_taken_for_another(checkpointer):
+    """Catches a resume with another optimizer whose state has the same arrays."""
+    shapes = {"embed": (9, 4), "layers": [{"o": (128, 130), "qkv": (2, 3, 4, 8), "input_norm": (8,)}]}
+    params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    forms = [
+        OptimizerForm.of(OptimizerConfig(**each, **more))
+        for each in OPTIMIZERS
+        for more in ({}, {"max_grad_norm": None}, {"state_dtype": "bfloat16"})
+        if more.keys() != {"state_dtype"} or each.get("beta1") is None
+    ]
+    states = [each.init(params) for each in forms]
+    assert len({form(state) for state in states}) == len(states)
+    rng = np.random.default_rng(0)
+    states = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * 100, x.dtype), states)
+    checkpointer.save(1, {"states": states}, {})
+    same_bits(checkpointer.restore(abstract({"states": states}))[1]["states"], states)
 
 
 def test_it_restores_into_concrete_arrays_and_from_another_process_view(checkpointer, tmp_path):

@@ -3,17 +3,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from architectures import changed
+from architectures import changed, of_golden
 from jax.sharding import NamedSharding, PartitionSpec
 
 from quatrain.config.schema import OptimizerConfig
 from quatrain.models.architecture import BOTH, LoRA
 from quatrain.models.lora import trained_part
-from quatrain.models.params import init_params
+from quatrain.models.params import abstract_params, init_params
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.update.gradient import _apply, init_optimizer
-from quatrain.update.optimizer import Optimizer, OptimizerForm
+from quatrain.update.optimizer import Optimizer, OptimizerForm, is_decayed, is_matrix
 
 
 @pytest.mark.parametrize(
@@ -197,3 +197,177 @@ def test_optimizers_of_one_form_share_their_programs():
     assert stepped(other, 3) != first
     assert num_compilations() == before
     assert OptimizerForm.of(one) == OptimizerForm.of(other)
+
+
+def random_tree(shapes, seed):
+    """Arrays of these shapes; the scales of matrices differ, so that each must have a norm of its own."""
+    rng = np.random.default_rng(seed)
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    arrays = [
+        rng.normal(size=shape) * rng.uniform(0.1, 3, (*shape[:-2], *(1,) * len(shape[-2:])))
+        for shape in leaves
+    ]
+    return jax.tree.unflatten(structure, [jnp.asarray(array, jnp.float32) for array in arrays])
+
+
+def ten_steps(config, shapes, expected):
+    """Compares ten steps with those of `expected`, which gives updates at learning rate 1 for all gradients.
+
+    Weight decay and the learning rate of each step are applied to these by hand.
+    """
+    optimizer, params = Optimizer(config, 10), random_tree(shapes, 100)
+    theirs, decayed = params, is_decayed(params)
+    grads = [random_tree(shapes, seed) for seed in range(10)]
+    update, state = jax.jit(optimizer.form.update), optimizer.form.init(params)
+    names = form_of(state)
+    for step, (grad, of_optax) in enumerate(zip(grads, expected(grads, params), strict=True)):
+        rate = optimizer.learning_rate(step)
+        change, state = update(grad, state, params, optimizer.numbers(step))
+        assert form_of(state) == names, "the arrays of a step's state are not those it began with"
+        params = jax.tree.map(jnp.add, params, change)
+        decay = jax.tree.map(lambda p, decays: config.weight_decay * decays * p, theirs, decayed)
+        theirs = optax.apply_updates(theirs, optax.tree.scale(rate, optax.tree.sub(of_optax, decay)))
+        for ours, other in zip(jax.tree.leaves(params), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(ours, other, rtol=1e-4, atol=2e-5)
+
+
+def form_of(state):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
+
+
+NUMBERS = {"schedule": "cosine", "weight_decay": 0.1, "learning_rate": 0.05}
+"""Of the tests of ten steps; a learning rate at which a wrong update shows."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_muon_is_that_of_optax_on_each_matrix_by_itself(dtype):
+    """Ten steps; optax has each head, the gate and the up projection as an array of its own.
+
+    Catches matrices that are orthogonalised together or along other axes, another scale, and AdamW in place
+    of Muon or Muon in place of AdamW.
+    """
+    layer = {
+        "qkv": (2, 3, 4, 8),
+        "o": (8, 16),
+        "gate_up": (2, 12, 8),
+        "input_norm": (8,),
+        "qkv_bias": (2, 3, 4),
+    }
+    shapes = {"embed": (20, 8), "layers": [layer], "final_norm": (8,)}
+    config = OptimizerConfig(
+        name="muon", beta1=0.95, beta2=0.99, eps=1e-6, state_dtype=dtype, max_grad_norm=2.0, **NUMBERS
+    )
+
+    def apart(tree):
+        """({name and number: matrix}, the rest of the tree)."""
+        matrices = {}
+        for name in ("qkv", "o", "gate_up"):
+            array = tree["layers"][0][name]
+            for number, matrix in enumerate(array.reshape(-1, *array.shape[-2:])):
+                matrices[f"{name} {number}"] = matrix
+        others = {
+            key: value for key, value in tree["layers"][0].items() if key not in ("qkv", "o", "gate_up")
+        }
+        return matrices, {**tree, "layers": [others]}
+
+    def together(matrices, rest):
+        for name in ("qkv", "o", "gate_up"):
+            parts = [matrix for key, matrix in matrices.items() if key.split()[0] == name]
+            rest["layers"][0][name] = jnp.stack(parts).reshape(layer[name])
+        return rest
+
+    def expected(grads, params):
+        # The decay of the momentum is an array, as here: a Python number would be rounded to bfloat16.
+        muon = optax.contrib.muon(1.0, beta=jnp.float32(0.95), mu_dtype=dtype, consistent_rms=0.2)
+        adamw = optax.chain(optax.scale_by_adam(0.95, 0.99, 1e-6, mu_dtype=dtype), optax.scale(-1.0))
+        clip = optax.clip_by_global_norm(2.0)
+        matrices, rest = apart(params)
+        states = [muon.init(matrices), adamw.init(rest)]
+        updates = [jax.jit(each.update) for each in (muon, adamw)]
+        for grad in grads:
+            both = apart(clip.update(grad, optax.EmptyState())[0])
+            found = []
+            for number, (update, part, own) in enumerate(zip(updates, both, (matrices, rest), strict=True)):
+                change, states[number] = update(part, states[number], own)
+                found.append(change)
+            yield together(*found)
+
+    ten_steps(config, shapes, expected)
+
+
+@pytest.mark.parametrize(("momentum", "dtype"), [(0.0, "float32"), (0.9, "float32"), (0.9, "bfloat16")])
+def test_adafactor_is_that_of_optax(momentum, dtype):
+    """Ten steps, of parameters with a factored second moment and with a whole one."""
+    shapes = {
+        "embed": (130, 128),
+        "layers": [{"gate_up": (2, 128, 136), "o": (128, 128), "input_norm": (128,)}],
+    }
+    config = OptimizerConfig(
+        name="adafactor", beta1=momentum, state_dtype=dtype, max_grad_norm=None, **NUMBERS
+    )
+
+    def expected(grads, params):
+        theirs = optax.adafactor(
+            1.0, multiply_by_parameter_scale=False, momentum=momentum or None, dtype_momentum=dtype
+        )
+        update, state = jax.jit(theirs.update), theirs.init(params)
+        for grad in grads:
+            change, state = update(grad, state, params)
+            yield change
+
+    ten_steps(config, shapes, expected)
+
+
+def test_which_parameters_muon_orthogonalises(small_arch):
+    """Matrices of layers: routers and experts too; no filters of convolutions, no single rows, no biases."""
+
+    def chosen(arch):
+        found = is_matrix(trained_part(abstract_params(arch), arch))
+        layers = found.pop("layers")
+        assert not any(jax.tree.leaves(found)), "embeddings, heads and norms are none"
+        return [{name for name, matrix in layer.items() if matrix} for layer in layers]
+
+    dense = {"qkv", "o", "gate_up", "down"}
+    biased = changed(
+        small_arch, **dict.fromkeys(("qkv_bias", "output_bias", "bias", "qk_norm"), True), norms=BOTH
+    )
+    assert chosen(biased) == [dense, dense]
+    assert chosen(changed(small_arch, lora=LoRA(2, 2.0, ("qkv", "down")))) == [set(), set()]
+    delta = dense | {"ba", "router", "experts_gate_up", "experts_down"}
+    of_layers = {frozenset(layer) for layer in chosen(of_golden("qwen3_next_experts"))}
+    assert of_layers == {frozenset(delta), frozenset(dense)}
+
+
+def test_the_state_lies_where_its_parameters_do():
+    """Factored moments along the dimensions that remain, of which a square matrix tells none by its size."""
+    P = PartitionSpec
+    shapes = {"a": (2, 128, 256), "b": (256, 128), "square": (128, 128), "small": (2, 64, 256), "c": (1,)}
+    specs = {"a": P(None, "tp", "fsdp"), "b": P("tp", "fsdp"), "square": P("tp", "fsdp")}
+    specs |= {"small": P(None, "tp", "fsdp"), "c": P(None)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    form = OptimizerForm.of(OptimizerConfig(name="adafactor"))
+    places = form.places(params, specs)
+    _, ((factored, first), _, schedule) = places
+    assert factored.v_row == {
+        "a": P(None, "tp"),
+        "b": P("fsdp"),
+        "square": P("tp"),
+        "small": P(),
+        "c": P(None),
+    }
+    assert factored.v_col == {
+        "a": P(None, "fsdp"),
+        "b": P("tp"),
+        "square": P("fsdp"),
+        "small": P(),
+        "c": P(None),
+    }
+    assert factored.v == {"a": P(), "b": P(), "square": P(), "small": specs["small"], "c": P(None)}
+    assert first.ema == specs
+    assert factored.count == first.count == schedule.count == P()
+    state = form.init(
+        jax.tree.map(lambda x: jnp.arange(np.prod(x.shape), dtype=x.dtype).reshape(x.shape), params)
+    )
+    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(places), strict=True):
+        assert len(spec) <= leaf.ndim

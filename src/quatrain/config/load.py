@@ -21,6 +21,7 @@ from quatrain.config.errors import ConfigError, listed, rule, shown
 from quatrain.config.fields import value_at
 from quatrain.config.schema import Config, is_mapping, valid_keys
 from quatrain.config.secrets import REDACTED
+from quatrain.config.sections.update import HAVE_BETA2
 from quatrain.config.settings import (
     ENVIRONMENT_PREFIX,
     QUICKSTART,
@@ -35,6 +36,7 @@ from quatrain.config.warnings import warnings_about
 DEFAULT = "default"
 DERIVED = "derived"
 MODEL, RANK = ("model", "path"), ("lora", "rank")
+OPTIMIZER, BETA2 = ("optimizer", "name"), ("optimizer", "beta2")
 SFT_STEPS, SFT_RATE = ("sft", "steps"), ("sft", "learning_rate")
 ITS_SECTIONS, ITS_KEYS = ("sft", "optimizer"), (("model", "remat"),)
 """What the quickstart sets for a small model with random weights, and no other should have."""
@@ -123,6 +125,8 @@ def _for_the_model(
             f"{listed([*ITS_SECTIONS, *map('.'.join, ITS_KEYS)])}, whose values in the quickstart suit that "
             "model alone; set what you need, as --set optimizer.learning_rate=…"
         ]
+    if values.get(OPTIMIZER, HAVE_BETA2[0]) not in HAVE_BETA2:
+        quickstart = [s for s in quickstart if s.path != BETA2]  # else refused, though nobody asked for it
     idle = {setting.path for setting in later} | ({SFT_RATE} if not values[SFT_STEPS] else set())
     rates = [s for s in quickstart if s.path[-1] == "learning_rate" and s.path not in idle]
     return list(quickstart), [

@@ -12,7 +12,7 @@ from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
-from quatrain.config.sections.update import CriticConfig, CriticOptimizerConfig
+from quatrain.config.sections.update import HAVE_BETA2, HAVE_EPS, CriticConfig, CriticOptimizerConfig
 
 
 class Rule(NamedTuple):
@@ -105,7 +105,15 @@ def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
 
 
 def _of_optimizer(section: str) -> list[Rule]:
+    name = f"{section}.name"
+    unread = f"for {name} {{c.{name}}}, which does not read it"
     return [
+        Rule(
+            name,
+            lambda c: value_at(c, name) == "muon" and c.lora.rank,
+            "must not be muon with lora.rank {c.lora.rank}: it orthogonalises updates of the model's "
+            "matrices, which adapters leave as they are; take adamw, or set lora.rank to 0",
+        ),
         Rule(
             f"{section}.weight_decay",
             lambda c: getattr(c, section).name == "sgd" and getattr(c, section).weight_decay > 0,
@@ -114,9 +122,11 @@ def _of_optimizer(section: str) -> list[Rule]:
         *no_effect(
             [f"{section}.state_dtype"],
             lambda c: getattr(c, section).has_first_moment,
-            f"for {section}.name sgd with beta1 0, which has no first moment",
+            f"for {name} {{c.{name}}} with beta1 0, which has no first moment",
             "set beta1 above 0",
         ),
+        *no_effect([f"{section}.beta2"], lambda c: value_at(c, name) in HAVE_BETA2, unread),
+        *no_effect([f"{section}.eps"], lambda c: value_at(c, name) in HAVE_EPS, unread),
         *no_effect(
             [f"{section}.stochastic_rounding"],
             lambda c: c.model.param_dtype == "bfloat16" and not c.lora.rank,

@@ -204,9 +204,9 @@ def elements_on_device(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShap
 
 
 def sum_on_device(
-    params: Any, partition: Any, mesh: MeshShape, size: Callable[[ParamSpec], int] = lambda spec: 1
+    params: Any, partition: Any, mesh: MeshShape, size: Callable[[Any], int] = lambda spec: 1
 ) -> int:
-    """Elements, each of `size`, that one device holds of a tree of parameters with the specs `partition`."""
+    """Elements, each of `size`, that one device holds of a tree of arrays with the specs `partition`."""
     sizes = jax.tree.map(
         lambda p, spec: elements_on_device(p.shape, spec, mesh) * size(p), params, partition, is_leaf=is_spec
     )

@@ -262,15 +262,7 @@ def abstract_optimizer(form: OptimizerForm, params: Any) -> Any:
 def init_optimizer(form: OptimizerForm, params: Any) -> Any:
     """Optimizer state as for float32 parameters, whatever the dtype of `params`, each where its one lies."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    # Moments lie where their parameters do: elsewhere each step would move them over the devices.
-    places = optax.tree_map_params(
-        form,
-        lambda _, like: like.sharding,
-        jax.eval_shape(partial(_init, form=form), params),
-        params,
-        transform_non_params=lambda _: everywhere,
-    )
+    places = shardings(mesh, form.places(params, jax.tree.map(lambda p: p.sharding.spec, params)))
     return _init(params, form=form, places=tuple(jax.tree.leaves(places)))
 
 

@@ -16,8 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from quatrain.config.schema import OptimizerConfig
+from quatrain.models.spec import LORA_A, LORA_B
+
+MUON_RMS = 0.2
+"""What sqrt(max(out, in)) of an orthogonal matrix is multiplied by: the root mean square of Muon's update is
+then about that of AdamW's, so that both parts of a model take one learning rate (Liu et al., Muon is Scalable
+for LLM Training, arXiv:2502.16982)."""
+LEAST_FACTORED = 128
+"""Adafactor factors the second moment along the two largest dimensions, if both are at least this large."""
+UPDATE_CLIP = 1.0
+"""Adafactor scales the update of a parameter down to this root mean square."""
 
 
 class OptimizerNumbers(NamedTuple):
@@ -44,9 +55,15 @@ class OptimizerNumbers(NamedTuple):
 class OptimizerForm:
     """All that the compiled programs of an optimizer depend on; static, and hashed by value.
 
-    Global-norm clipping if `clips`, then AdamW, Lion or SGD (with momentum if `momentum`), times the learning
-    rate. The first moment is stored in `state_dtype`; weight decay leaves norms and biases out. Where
-    `optax` takes a gradient transformation to map its state, it takes this.
+    Global-norm clipping if `clips`, then AdamW, Lion, Muon, or SGD or Adafactor (with momentum if
+    `momentum`), times the learning rate. The first moment is stored in `state_dtype`; weight decay leaves
+    norms and biases out.
+
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the update of a matrix is its momentum
+    (Nesterov's), orthogonalised by five Newton-Schulz iterations, times MUON_RMS sqrt(max(out, in)); what is
+    no matrix (`is_matrix`) has AdamW. Adafactor (Shazeer and Stern, arXiv:1804.04235): the second moment is
+    factored and decays by 1 - t^-0.8, and updates are clipped; as in transformers' `Trainer`, the learning
+    rate is not multiplied by the size of the parameter.
     """
 
     name: str
@@ -69,10 +86,55 @@ class OptimizerForm:
             "adamw": optax.scale_by_adam(mu_dtype=self.state_dtype),
             "lion": optax.scale_by_lion(mu_dtype=self.state_dtype),
             "sgd": momentum if self.momentum else optax.identity(),
+            "adafactor": optax.chain(_factored(), *([self._ema] if self.momentum else [])),
+            "muon": _of_matrices(self._muon_of(0.0), optax.scale_by_adam(mu_dtype=self.state_dtype)),
         }[self.name]
         decay = [] if self.name == "sgd" else [optax.add_decayed_weights(0.0, mask=is_decayed)]
         steps = optax.chain(moments, *decay, optax.scale_by_schedule(lambda count: 0.0))
         return optax.chain(optax.clip_by_global_norm(1.0), steps) if self.clips else steps
+
+    def places(self, params: Any, specs: Any) -> Any:
+        """The partition spec of each array of the state, of those of `params` (arrays, or shapes and dtypes).
+
+        A moment lies as its parameter, so that no step moves it; a factored one along the dimensions that it
+        has of it. Counts are on every device.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        of = {path: (x, spec) for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True)}
+
+        def place(path: Any, leaf: Any) -> PartitionSpec:
+            # The path of a moment ends as that of its parameter, whatever optax keeps it in.
+            start = next((n for n in range(1, len(path) + 1) if path[n:] in of), None)
+            if start is None:
+                return PartitionSpec()
+            param, spec = of[path[start:]]
+            if leaf.shape == param.shape:
+                return spec
+            factor = jax.tree_util.keystr(path[start - 1 : start], simple=True)
+            without = _factored_dims(param.shape).get(factor)
+            if without is None:
+                return PartitionSpec()  # one number, in place of a moment that this parameter does not have
+            return PartitionSpec(*(axes for dim, axes in enumerate(spec) if dim != without))
+
+        return jax.tree_util.tree_map_with_path(place, jax.eval_shape(self.init, params))
+
+    @property
+    def _ema(self) -> optax.GradientTransformation:
+        return optax.ema(0.0, debias=False, accumulator_dtype=self.state_dtype)
+
+    def _muon_of(self, momentum: Any) -> optax.GradientTransformation:
+        """Muon of parameters [..., out, in]: of each matrix in the last two dimensions by itself.
+
+        So the gate and the up projection of `gate_up` [2, F, D] are apart, the experts in [E, 2, F, D] and
+        [E, D, F], and in `qkv` [K, G + 2, H, D] the heads: of queries, keys and values, as in Muon Split
+        (GLM-5, arXiv:2602.15763), and none is split over `tp`.
+        """
+        last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+        return optax.contrib.scale_by_muon(
+            beta=momentum,
+            mu_dtype=self.state_dtype,
+            weight_dimension_numbers=lambda params: jax.tree.map(lambda _: last_two, params),
+        )
 
     def init(self, params: Any) -> Any:
         """The state before the first step."""
@@ -93,7 +155,13 @@ class OptimizerForm:
             factor = jnp.minimum(1.0, numbers.max_grad_norm / norm)
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
         moments, *decay, _ = state
-        step = {"adamw": self._adamw, "lion": self._lion, "sgd": self._sgd}[self.name]
+        step = {
+            "adamw": self._adamw,
+            "lion": self._lion,
+            "sgd": self._sgd,
+            "adafactor": self._adafactor,
+            "muon": self._muon,
+        }[self.name]
         updates, moments = step(grads, moments, numbers)
         if decay:
             decayed = optax.add_decayed_weights(numbers.weight_decay, mask=is_decayed)
@@ -126,6 +194,56 @@ class OptimizerForm:
             return grads, state
         updates = jax.tree.map(lambda g, m: g + _times(numbers.beta1, m), grads, state.trace)
         return updates, optax.TraceState(optax.tree.cast(updates, self.state_dtype))
+
+    def _adafactor(self, grads: Any, state: Any, numbers: OptimizerNumbers) -> tuple[Any, Any]:
+        factored, *first = state
+        # In place of the parameters, of which it reads shapes and dtypes alone.
+        updates, factored = _factored().update(grads, factored, grads)
+        updates, _ = optax.clip_by_block_rms(UPDATE_CLIP).update(updates, optax.EmptyState())
+        if first:
+            # Not corrected for its beginning at 0, as in optax and transformers: the first steps are small.
+            updates = jax.tree.map(
+                lambda u, m: numbers.beta1_complement * u + _times(numbers.beta1, m), updates, first[0].ema
+            )
+            kept = optax.tree.cast(updates, self.state_dtype)
+            first = [optax.EmaState(optax.safe_increment(first[0].count), kept)]
+        return updates, (factored, *first)
+
+    def _muon(self, grads: Any, state: Any, numbers: OptimizerNumbers) -> tuple[Any, Any]:
+        def matrices(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            # XLA gathers what a matrix is sharded over where an iteration needs it whole. Its products are of
+            # the precision of the backend's default: the iteration is made for bfloat16.
+            updates, state = self._muon_of(numbers.beta1).update(grads, state)
+            return jax.tree.map(lambda u: MUON_RMS * math.sqrt(max(u.shape[-2:])) * u, updates), state
+
+        def rest(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            return self._adamw(grads, state, numbers)
+
+        parts = (optax.GradientTransformation(optax.init_empty_state, part) for part in (matrices, rest))
+        return _of_matrices(*parts).update(grads, state)
+
+
+def _factored() -> optax.GradientTransformation:
+    return optax.scale_by_factored_rms(min_dim_size_to_factor=LEAST_FACTORED)
+
+
+def _factored_dims(shape: tuple[int, ...]) -> dict[str, int]:
+    """The dimension that each factor of optax's second moment does not have; none if it is not factored."""
+    *_, second, largest = (0, 0, *np.argsort(shape))
+    if len(shape) < 2 or shape[second] < LEAST_FACTORED:
+        return {}
+    return {"v_row": int(largest), "v_col": int(second)}
+
+
+def _of_matrices(
+    matrices: optax.GradientTransformation, rest: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """`matrices` for what `is_matrix`, `rest` for all else."""
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda matrix: "muon" if matrix else "adamw", is_matrix(params))
+
+    return optax.partition({"muon": matrices, "adamw": rest}, labels)
 
 
 def _times(decay: jax.Array, moment: jax.Array) -> jax.Array:
@@ -184,3 +302,20 @@ def is_decayed(params: optax.Params) -> Any:
         lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(("norm", "bias", "scalar")),
         params,
     )
+
+
+def is_matrix(params: optax.Params) -> Any:
+    """Whether Muon orthogonalises each parameter: those of layers that are matrices [..., out, in].
+
+    Embeddings, output heads and what else stands outside the layers are none, and neither are norms, biases,
+    vectors in the form of a matrix, filters of convolutions, and adapters: of B A neither factor is the
+    update of a matrix.
+    """
+
+    def of(path: Any, x: Any) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        in_layers = jax.tree_util.keystr(path[:1], simple=True) == "layers"
+        others = name.endswith(("norm", "bias", "scalar", "conv", LORA_A, LORA_B))
+        return in_layers and x.ndim >= 2 and min(x.shape[-2:]) > 1 and not others
+
+    return jax.tree_util.tree_map_with_path(of, params)

@@ -27,6 +27,7 @@ _ROLES = {
     "distillation": ("distill",),
 }
 """Sections of verl for another model than the policy -> where their keys may go here."""
+OPTIMIZERS = "adamw, lion, sgd, muon or adafactor"
 _READ = "read for the values above, or with this value there is nothing to set here"
 _SECRET = re.compile(r"token$|password|secret|api_key")
 

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from quatrain.config.aliases import value_for
-from quatrain.config.convert.translation import Translation, put_lora_targets
+from quatrain.config.convert.translation import OPTIMIZERS, Translation, put_lora_targets
 
 DEFAULTS = {"num_generations": 8, "max_completion_length": 512, "num_train_epochs": 3.0, "seed": 42}
 """TRL's defaults that differ from ours, of keys that the table of names translates."""
@@ -335,11 +335,16 @@ def _optimizer(t: Translation) -> None:
     else:
         t.put("optimizer.warmup_steps", warmup, "warmup_steps")
     kind = str(t.take("optim", "adamw_torch"))
-    name = next((each for each in ("adamw", "lion", "sgd") if kind.startswith(each)), None)
-    if name:
-        t.put("optimizer.name", name, "optim")
+    name = next((each for each in ("adamw", "lion", "sgd", "adafactor") if kind.startswith(each)), None)
+    if "8bit" in kind or "4bit" in kind:
+        t.leave("no moments of 8 bits here; optimizer.state_dtype bfloat16 halves the first one", "optim")
+    elif name is None:
+        t.leave(f"optimizer.name is {OPTIMIZERS} here", "optim")
     else:
-        t.leave("optimizer.name is adamw, lion or sgd here", "optim")
+        t.put("optimizer.name", name, "optim")
+        if name in ("sgd", "adafactor"):  # transformers' `Trainer` gives these no momentum
+            t.put("optimizer.beta1", 0.0, "optim")
+            t.leave(f"{name} does not read it", "adam_beta1")
     t.put("optimizer.max_grad_norm", t.number("max_grad_norm", 1.0) or None, "max_grad_norm")
 
 

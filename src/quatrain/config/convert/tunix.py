@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from quatrain.config.aliases import value_for
-from quatrain.config.convert.translation import Translation, put_lora_targets
+from quatrain.config.convert.translation import OPTIMIZERS, Translation, put_lora_targets
 
 DEFAULTS: dict[str, Any] = {}
 TRAINING = "rl_training_config"
@@ -236,8 +236,10 @@ def _optimizer(t: Translation) -> None:
             t.copy(f"{ours}.{key}", f"{at}.{name}")
         t.move(f"{ours}.weight_decay", f"{at}.weight_decay", 0.0)
         t.move(f"{ours}.max_grad_norm", f"{at}.max_grad_norm")
-        if (kind := t.take(f"{at}.opt_type")) in ("adamw", "adam", "sgd", "lion"):
+        if (kind := t.take(f"{at}.opt_type", "adamw")) in ("adamw", "adam", "sgd", "lion"):
             t.put(f"{ours}.name", "adamw" if kind == "adam" else kind, f"{at}.opt_type")
+        else:
+            t.leave(f"{ours}.name is {OPTIMIZERS} here, not {kind}", f"{at}.opt_type")
 
 
 def _run(t: Translation, per_batch: float) -> None:

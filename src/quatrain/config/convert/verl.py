@@ -8,7 +8,7 @@ from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.aliases import value_for
-from quatrain.config.convert.translation import Translation, put_lora_targets
+from quatrain.config.convert.translation import OPTIMIZERS, Translation, put_lora_targets
 
 DEFAULTS = {
     "data.train_batch_size": 1024,
@@ -359,7 +359,7 @@ def _optimizer(t: Translation, theirs: str, ours: str, role: str) -> None:
         t.leave(_FRACTION, ratio)
     t.take(f"{theirs}.total_training_steps")
     if (kind := t.take(f"{theirs}.optimizer", "AdamW")) != "AdamW":
-        t.leave(f"{ours}.name is adamw, lion or sgd here, not {kind}", f"{theirs}.optimizer")
+        t.leave(f"{ours}.name is {OPTIMIZERS} here, not {kind}", f"{theirs}.optimizer")
 
 
 def _optimizer_steps(t: Translation) -> int:

@@ -175,11 +175,16 @@ class UpdateConfig(Section):
         return self.share_prompts is not False
 
 
+HAVE_BETA2, HAVE_EPS = ("adamw", "lion", "muon"), ("adamw", "muon")
+"""The optimizers that read `beta2` and `eps`."""
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
 
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
-    """Optimizer; `sgd` has momentum `beta1`."""
+    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] = "adamw"
+    """Optimizer; `sgd` has momentum `beta1`. `muon` orthogonalises the momentum of the matrices of layers;
+    embeddings, heads, norms and biases have AdamW. `adafactor` has a factored second moment."""
     learning_rate: Derived[float] = Field(NOT_SET, ge=0)
     """Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need about ten times as
     much."""
@@ -192,13 +197,14 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of all parameters but norms and biases; must be 0 for sgd."""
     beta1: Fraction = 0.9
-    """Decay of the first moment; momentum of sgd."""
+    """Decay of the first moment; momentum of sgd and of muon, whose authors take 0.95. With 0, sgd and
+    adafactor keep no first moment."""
     beta2: Fraction = 0.999
-    """Decay of the second moment (adamw, lion)."""
+    """Decay of the second moment (adamw, lion, and where muon takes AdamW)."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the denominator of the update (adamw)."""
+    """Added to the denominator of the update (adamw, and where muon takes AdamW)."""
     state_dtype: Annotated[Literal["float32", "bfloat16"], MustAgreeOnResume()] = "float32"
-    """Dtype in which the first moment (momentum of sgd) is stored; the rest is float32."""
+    """Dtype in which the first moment (momentum of sgd and muon) is stored; the rest is float32."""
     stochastic_rounding: bool = True
     """Round new parameters to bfloat16 (`model.param_dtype`) up or down at random, with the probabilities
     that keep their mean: updates smaller than the resolution of bfloat16 are not lost. false: to the nearest
@@ -209,7 +215,7 @@ class OptimizerConfig(Section):
     @property
     def has_first_moment(self) -> bool:
         """Whether the optimizer's state has a first moment."""
-        return self.name != "sgd" or self.beta1 > 0
+        return self.name not in ("sgd", "adafactor") or self.beta1 > 0
 
 
 class CriticConfig(Section):
