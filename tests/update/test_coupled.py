@@ -271,6 +271,7 @@ def _at(row, place, value):
         (_at(2, 10, 1e39), 1.0, {}, "finite float32 numbers; got 1e[+]39 for token 10 of sequence 2"),
         (_at(3, 0, 0.5), 1.0, {}, "0 outside table.completion_mask.*got 0.5 for token 0 of sequence 3"),
         (SLOPES, np.inf, {}, "a coupled loss is a finite number; got inf"),
+        (SLOPES, 1.0, {"gap": 0.5}, "are of types.metrics.Metric; got 0.5 for 'gap'"),
         (SLOPES, 1.0, {"loss": Metric(1.0)}, "got 'loss', which is logged already"),
     ],
 )
