@@ -148,6 +148,10 @@ def test_a_step_reports_the_coupled_loss_and_its_metrics_once(policy, pairs):
     assert totals.metrics["update/grad_norm"].result() > 1e-2
     after = predict_tokens(state.params, pairs, model=model, planner=ROWS)
     assert Pairs()(after.astype(np.float64), pairs).loss < expected.loss
+    compiled = num_compilations()
+    other = replace(pairs, of_rows={"reference": np.ones(8)}).with_columns(margins=after)
+    trainer.step(state, other, Pairs(), totals, 1)
+    assert num_compilations() == compiled  # what the loss is made of is in no program
 
 
 @pytest.mark.parametrize("planner", [ROWS, SHARED])
