@@ -19,11 +19,11 @@ from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
 from quatrain.config.schema import Config, fields, sections
 from quatrain.config.secrets import REDACTED, comparable, redact, same
-from quatrain.data.policy import Policy
 from quatrain.data.examples import ExampleSource
+from quatrain.data.policy import Policy
 from quatrain.data.preferences import JudgedSource, PairSource
 from quatrain.data.prompts import PromptSource
-from quatrain.models.lora import without_adapters
+from quatrain.models.lora import frozen_part
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
@@ -129,8 +129,8 @@ class Identity:
         """That of a run on `source`; raises ValueError if the checkpoint `saved` is of another run."""
         base, base_form = None, None
         if policy.arch.lora is not None:
-            base_form = form(without_adapters(policy.abstract(config.model.param_dtype)[0]))
-            base = None if policy.params is None else tree_fingerprint(without_adapters(policy.params))
+            base_form = form(frozen_part(policy.abstract(config.model.param_dtype)[0]))
+            base = None if policy.params is None else tree_fingerprint(frozen_part(policy.params))
         identity = cls(config, folder, len(source), source.digests(), base, base_form)
         if saved is not None:
             identity.check(saved)
