@@ -88,7 +88,7 @@ def given_run(inputs: Inputs) -> GivenRun:
     policy = load_policy(config, critic=False, weights=inputs.weights, environments=config.generates)
     data = GivenData.of(config, policy, inputs.rows)
     steps = inputs.steps(len(data.train))
-    course = Course(config, policy, data, steps=steps, folder=folder.reference_logprobs)
+    course = Course(config, policy, data, steps=steps, reference_file=folder.reference_logprobs)
     identity = Identity.of(config, folder, data.train, policy, inputs.saved)
     recorder = Recorder(config, folder.path, stop, left_out(data.train, "rows"))
     names, functions, warnings, generation = course.metric_names(), (), course.warnings, None

@@ -26,6 +26,7 @@ from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact, redactor
+from quatrain.config.tasks import COMMANDS
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import build_run
 from quatrain.loop.export import ADAPTER, export_policy
@@ -142,9 +143,9 @@ def _conclude_beside(run: Run, stopped: Stopped) -> None:
 def how_to_go_on(run: Run) -> str:
     """What a run that was stopped has saved, and the command that goes on with it."""
     steps = checkpoint_steps(run.folder.path)
-    task = run.config.run.task
+    command = COMMANDS[run.config.run.task]
     # In its folder, for relative paths, and `.env`.
-    resume = f"cd {shlex.quote(os.getcwd())} && quatrain {'train' if task == 'rl' else task} --resume"
+    resume = f"cd {shlex.quote(os.getcwd())} && quatrain {command} --resume"
     if steps:
         return f"step {max(steps)} is saved; go on with:\n  {resume} {shlex.quote(str(run.folder.path))}"
     done = "before its first step"

@@ -204,7 +204,7 @@ class RolloutRun(Run):
 
         # Nothing of a warm start is kept when it is stopped.
         with self.inputs.stop.interruptible(), recorder.timer.stage("sft"):
-            return warm_start(self.demonstrations, self.loaded.params, steps, on_step)
+            return warm_start(self.demonstrations, self.loaded.params, on_step)
 
     def step(self, state: TrainState) -> tuple[TrainState, AdvantagedBatch]:
         """A batch of rollouts, and what is learnt from it."""
@@ -269,10 +269,9 @@ class GivenRun(Run):
         """One optimizer step on the rows of its number."""
         stop, timed = self.inputs.stop, self.recorder.timed
         with stop.interruptible(), timed("data"):
-            table = self.course.batch(state.train_step)
+            batch = self.course.batch(state.train_step)
         with stop.interruptible_while(partial(self.checkpoints.holds, state)), timed("update"):
-            updated, batch = self.course.learner.step(state, table)
-        return updated, batch
+            return self.course.learner.step(state, batch)
 
     def record(self, step: int, metrics: Metrics, batch: GivenBatch) -> None:
         """Writes metrics of a training step, and the rows with the largest loss."""
