@@ -568,12 +568,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *no_effect(["rm.center"], lambda c: ":" not in c.rm.loss, "for a loss of your own, which may add it"),
     Rule(
-        "sft.train_on",
-        lambda c: c.sft.train_on == "all" and c.run.task == "rl" and c.sft.steps,
-        "must be assistant or completion for a warm start, which teaches the answers that rollouts are to "
-        "give; set one of the two, or run quatrain sft first",
-    ),
-    Rule(
         "checkpoint.best_mode",
         lambda c: smaller_is_better(c.checkpoint.best_metric or "") and c.checkpoint.best_mode == "max",
         "must be min for checkpoint.best_metric {c.checkpoint.best_metric}, whose smaller value is the "
