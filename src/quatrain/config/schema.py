@@ -115,7 +115,9 @@ class Config(Section):
 
     def steps_of(self, num_rows: int) -> int:
         """Training steps of the run on so many rows: as many as are set, or as its epochs make."""
-        steps, epochs, batch_size = (value_at(self, self.key_of(k)) for k in ("steps", "epochs", "batch_size"))
+        steps, epochs, batch_size = (
+            value_at(self, self.key_of(k)) for k in ("steps", "epochs", "batch_size")
+        )
         if self.run.on_given_data:  # the last batch has the rest, so that every row is seen as often
             return steps or max(1, math.ceil(math.ceil(epochs * num_rows) / batch_size))
         return steps or max(1, math.ceil(epochs * math.ceil(num_rows / batch_size)))

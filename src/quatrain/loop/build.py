@@ -101,9 +101,7 @@ def given_run(inputs: Inputs) -> GivenRun:
         generation = Generation.beside(evaluator, engine)
     best = best_of(config, folder, names)
     stop_when = StopWhen(config, names, functions)
-    evaluations = Evaluations(
-        config, best, recorder, stop, steps=steps, generation=generation, course=course
-    )
+    evaluations = Evaluations(config, best, recorder, stop, steps=steps, generation=generation, course=course)
     kept = (policy.arch, None, evaluations, recorder)
     checkpoints = Checkpoints(
         config, folder, inputs.store, *kept, steps=steps, identity=identity, stop_when=stop_when

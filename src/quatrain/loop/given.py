@@ -1,8 +1,9 @@
 """Training on data that exist: `quatrain sft`, `dpo` and `rm`, and the warm start of `quatrain train`.
 
-Data flow: rows (`data/examples.py`, `data/preferences.py`) -> `Course.batch` -> `TokenTable` -> `GivenLearner`
-(`update/supervised.py`). For preferences the log-probabilities of the reference are computed once, before the
-first step. `run.py` takes the steps, `evaluations.py` asks for the loss on rows that are not trained on.
+Data flow: rows (`data/examples.py`, `data/preferences.py`) -> `Course.batch` -> `TokenTable` ->
+`GivenLearner` (`update/supervised.py`). For preferences the log-probabilities of the reference are computed
+once, before the first step. `run.py` takes the steps, `evaluations.py` asks for the loss on rows that are not
+trained on.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.data_sets import shown_data_sets
+from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, OptimizerConfig
 from quatrain.data.examples import ExampleSource, load_examples
 from quatrain.data.preferences import JudgedSource, PairSource, load_judged, load_pairs
 from quatrain.data.rows import NO_ROWS, GivenRows
-from quatrain.data.tokenizer import load_tokenizer
-from quatrain.data.vocabulary import check_same_tokens
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec, ModelSpec, PolicySpec
 from quatrain.forward.table import TokenTable
@@ -35,7 +35,6 @@ from quatrain.models.lora import without_adapters
 from quatrain.ops.fingerprint import fingerprint, tree_fingerprint
 from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.run.resume import differing
-from quatrain.run.run_dir import write_whole
 from quatrain.types.metrics import Metric, Metrics, combine
 from quatrain.update.coupled import Coupled
 from quatrain.update.learner import TooManyBadSteps
@@ -49,12 +48,14 @@ from quatrain.update.supervised import (
     negative_log_likelihood,
     perplexity,
 )
+from quatrain.update.teacher import load_frozen
 from quatrain.update.trainer import POLICY_STREAM, WARM_START_STREAM
-from quatrain.weights.load_model import load_model
 
 Source = ExampleSource | PairSource | JudgedSource
 Rows = Sequence[Any]
 """`Example`s, `Pair`s or `Judged` of one source."""
+INITIAL = "initial"
+"""`dpo.reference`: the model at the start of the run."""
 EVALUATED_ROWS = 64
 """Rows that are evaluated at once, at least; as many as a batch has, if it has more."""
 
@@ -93,9 +94,7 @@ def _load(config: Config, policy: LoadedPolicy, spec: Any, rows: GivenRows) -> S
     if task == "dpo" and config.dpo.loss == "kto":
         return load_judged(spec, config.data, policy.tokenizer, **settings)
     margins, by_length = task == "rm", task == "dpo" and config.dpo.loss == "ipo"
-    return load_pairs(
-        spec, config.data, policy.tokenizer, margins=margins, by_length=by_length, **settings
-    )
+    return load_pairs(spec, config.data, policy.tokenizer, margins=margins, by_length=by_length, **settings)
 
 
 def _limits(config: Config, policy: LoadedPolicy) -> dict[str, int]:
@@ -158,6 +157,8 @@ class Course:
         if self._coupled is not None and reads_reference(config):
             assert reference_file is not None
             self._reference = ReferenceLogprobs(reference_file)
+            if config.dpo.reference != INITIAL:  # what is wrong with it is said before anything is computed
+                _other_reference(config, policy, weights=False)
 
     @classmethod
     def warm_start(cls, config: Config, policy: LoadedPolicy, rows: GivenRows = NO_ROWS) -> Self:
@@ -289,7 +290,7 @@ class Course:
             for rows in () if source is None else self._chunks(source):
                 table = self._table(rows, part, with_reference=False)
                 logprobs = predict_tokens(weights, table, model=spec, planner=planner)
-                # Row by row of the table, in float64: what is subtracted later cancels to far smaller numbers.
+                # In float64: what is subtracted from it later leaves far smaller numbers.
                 sums.append(logprobs.sum(axis=1, dtype=np.float64).reshape(self._answers, -1).T)
                 numbers += [row.number for row in rows]
             found[part] = numbers, np.concatenate(sums)
@@ -304,7 +305,7 @@ class Course:
         """What decides the log-probabilities of the reference, by its name in messages."""
         config, named = self._config, self._config.dpo.reference
         weights = {"dpo.reference": named}
-        if named == "initial":
+        if named == INITIAL:
             weights["the weights of model.path"] = tree_fingerprint(without_adapters(params))
         return {
             **{f"the rows of {shown_data_sets(spec)}": source.digests() for spec, source in self._sources},
@@ -315,22 +316,29 @@ class Course:
 
     def _reference_model(self, params: Any) -> tuple[Any, ModelSpec]:
         """The weights of the reference, and how its log-probabilities are computed."""
-        config, policy, named = self._config, self._policy, self._config.dpo.reference
-        if named == "initial":
+        if self._config.dpo.reference == INITIAL:
             return without_adapters(params), replace(self.spec, arch=replace(self.spec.arch, lora=None))
-        model = load_model(
-            named,
-            dtype=config.model.param_dtype,
-            seed=config.seed,
-            vocab_size=len(policy.tokenizer),
-            eos_token_ids=tuple(policy.stop_ids),
-            mesh=policy.meshes.train,
+        weights, spec = _other_reference(self._config, self._policy)
+        if self._longest > spec.arch.longest:
+            raise ValueError(
+                f"the reference must have a position for each token of a row; dpo.reference "
+                f"{self._config.dpo.reference} has {spec.arch.longest}, and a row has {self._longest} tokens; "
+                "lower dpo.max_length, with dpo.on_long skip, or name another model"
+            )
+        return weights, spec
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest sequence of all rows."""
+        tables = (
+            self._table(rows, "train", with_reference=False)
+            for _, s in self._sources
+            for rows in self._chunks(s)
         )
-        arch = model.arch.for_length(longest_of_run(config))
-        return model.params, PolicySpec.of(config.model, as_policy(config, policy, arch), temperature=1.0)
+        return max(int(table.lengths.max()) for table in tables)
 
     def samples(self, batch: GivenBatch, count: int) -> list[dict[str, Any]]:
-        """Records of both answers of the pairs with the largest loss, at most `count` of them, for readers."""
+        """Records of both answers of the pairs with the largest loss, about `count` in all, for readers."""
         coupled, predicted, table = self._coupled, batch.predictions, batch.table
         if coupled is None or predicted is None or not isinstance(self.train, PairSource):
             return []
@@ -431,6 +439,19 @@ def warm_start(
             f"sft.learning_rate {course.section.learning_rate:g} they are not; lower it"
         )
     return state.params
+
+
+def _other_reference(config: Config, policy: LoadedPolicy, *, weights: bool = True) -> tuple[Any, PolicySpec]:
+    """The weights of `dpo.reference`, None without `weights`, and how its log-probabilities are computed."""
+    return load_frozen(
+        config,
+        policy,
+        config.dpo.reference,
+        key="dpo.reference",
+        mesh=policy.meshes.train,
+        longest=longest_of_run(config),
+        weights=weights,
+    )
 
 
 def _optimizer(config: Config) -> OptimizerConfig:

@@ -191,7 +191,9 @@ class Inputs:
             warnings += [f"{name}: {warning}" for warning in prompts.warnings]
             warnings += scorer.check_answers(name, prompts)
             for each in evaluator.sets:
-                warnings += _shared_questions(shown_data_sets(data.eval_sets[each.name]), prompts, each.source)
+                warnings += _shared_questions(
+                    shown_data_sets(data.eval_sets[each.name]), prompts, each.source
+                )
             warnings = [w for w in warnings if w not in evaluator.warnings]  # of the same data
         sources = [*([] if prompts is None else [prompts]), *(each.source for each in evaluator.sets)]
         return [*warnings, *evaluator.warnings, *_try_rewards(policy, scorer, sources)]
@@ -205,7 +207,9 @@ def _check_given(config: Config, rows: GivenRows) -> None:
     named += data_set_list(config.sft.data) if config.sft.data else ()
     if config.run.on_given_data:
         keys = [f"{task}.data", f"{task}.eval", "data.eval"]
-        named += [name for spec in (config.given.data, config.given.eval) if spec for name in data_set_list(spec)]
+        named += [
+            name for spec in (config.given.data, config.given.eval) if spec for name in data_set_list(spec)
+        ]
     if not isinstance(rows, Mapping):
         raise ValueError(
             f"rows must be a mapping from names in {listed(keys)} to lists of dicts; got "

@@ -102,18 +102,27 @@ class Recorder:
             self.numbers |= numbers
 
     def record(
-        self, step: int, metrics: Metrics, num_tokens: float, *, accuracy: float | None, loss: float | None = None
+        self,
+        step: int,
+        metrics: Metrics,
+        num_tokens: float,
+        *,
+        accuracy: float | None,
+        loss: float | None = None,
     ) -> None:
-        """Writes metrics, hints and warnings of a training step on `num_tokens`, and moves the progress on."""
+        """Writes metrics, hints and warnings of a step on `num_tokens`, and moves the progress display on."""
         tokens_per_s = num_tokens / self.timer.seconds("step")
-        self._last, self.numbers = step, reduce_metrics(
-            {
-                **metrics,
-                **self.timer.metrics(),
-                **peak_memory(),
-                "throughput/tokens_per_s": Metric(tokens_per_s),
-                **self._left_out,
-            }
+        self._last, self.numbers = (
+            step,
+            reduce_metrics(
+                {
+                    **metrics,
+                    **self.timer.metrics(),
+                    **peak_memory(),
+                    "throughput/tokens_per_s": Metric(tokens_per_s),
+                    **self._left_out,
+                }
+            ),
         )
         self.report.log(step, self.numbers)
         self.report.hint(step, self.numbers)

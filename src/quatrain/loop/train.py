@@ -1,7 +1,7 @@
 """The training loop: a step of the run, and then the evaluation and the checkpoint that are due.
 
-Called by `quatrain train`, `sft`, `dpo` and `rm`, whose steps are those of `run.py`: on what is sampled, or on
-data that exist. Run folder, resuming, evaluation, checkpoints and logging are in `open_run.py`.
+Called by `quatrain train`, `sft`, `dpo` and `rm`, whose steps are those of `run.py`: on what is sampled, or
+on data that exist. Run folder, resuming, evaluation, checkpoints and logging are in `open_run.py`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def train(
 ) -> Summary:
     """`quatrain train`, or `sft`, `dpo` or `rm` by `run.task`: a new run, or the rest of a resumed one.
 
-    `resume` is the name or the path of the run to go on with, or `auto`. `reward_functions` has Python functions for entries of `reward.functions`, by their names there. They are
-    called in this process, without limits on time and memory. `rows` has data sets, as lists of dicts or
-    tables, by their names in `data.train`, `data.eval`, and `data` and `eval` of the command's section.
+    `resume` is the name or the path of the run to go on with, or `auto`. `reward_functions` has Python
+    functions for entries of `reward.functions`, by their names there. They are called in this process,
+    without limits on time and memory. `rows` has data sets, as lists of dicts or tables, by their names in
+    `data.train`, `data.eval`, and in `data` and `eval` of the command's section.
 
     `on_step(step, metrics)` is called after each training step, and its evaluation if it has one, with the
     metrics that both logged, by name; in a run of several processes, in the main one. The run ends with that

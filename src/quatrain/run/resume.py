@@ -215,8 +215,8 @@ def check_steps(config: Config, steps: int, done: int, run: Path) -> None:
         key = config.key_of("steps")
         raise ValueError(
             f"{key} of a resumed run must not be below the step of its newest checkpoint: {run} has one "
-            f"of step {done}, got {steps} steps; raise {key} (or {config.key_of('epochs')}), or export an earlier "
-            "checkpoint with `quatrain export RUN OUTPUT --step N`"
+            f"of step {done}, got {steps} steps; raise {key} (or {config.key_of('epochs')}), or export an "
+            "earlier checkpoint with `quatrain export RUN OUTPUT --step N`"
         )
 
 

@@ -90,7 +90,12 @@ class GivenLearner:
         optimizer_memory: Literal["device", "host"] = "device",
         policy_memory: Literal["device", "host"] = "device",
     ):
-        self.model, self.objective, self.max_bad_steps, self.rate_key = model, objective, max_bad_steps, rate_key
+        self.model, self.objective, self.max_bad_steps, self.rate_key = (
+            model,
+            objective,
+            max_bad_steps,
+            rate_key,
+        )
         self.policy_memory = policy_memory
         self.trainer = Trainer(
             model,
@@ -103,7 +108,7 @@ class GivenLearner:
         )
 
     def init(self, params: Any) -> TrainState:
-        """A state at step 0; the parameters belong to the learner from here on (their buffers are donated)."""
+        """A state at step 0; the parameters are the learner's from here on (their buffers are donated)."""
         check_held(params, "the parameters to train", "load them again")
         state = self.trainer.init(params)
         return TrainState(to_memory(self.policy_memory, state.params), state.opt_state)
