@@ -21,7 +21,8 @@ from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns
+from quatrain.data.examples import ExampleSource, check_example_columns
+from quatrain.data.prompts import PromptSource, check_columns
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
 from quatrain.data.token_table import TokenRow
 from quatrain.episodes.hubs import hub_rows
@@ -110,8 +111,10 @@ class Inputs:
                 stage(f"data: {shown_data_sets(spec)}")
             rows = hub_rows(self.config, spec, rows)
             rows = {**rows, **{each: read_rows(each) for each in data_set_list(spec) if each not in rows}}
-            needed = {"completion": "the supervised warm start"} if shows else self.imported.required_by
-            check_columns(spec, data, needed, demonstrations=shows, rows=rows)
+            if shows:
+                check_example_columns(spec, data, "assistant", rows)
+            else:
+                check_columns(spec, data, self.imported.required_by, rows=rows)
         return rows
 
     def scorer(self, policy: LoadedPolicy) -> RewardScorer:
@@ -130,7 +133,7 @@ class Inputs:
             needed[DATA_SOURCE] = "distill.teacher"
         return policy.prompts(config, config.data.train, scorer, self.rows, needed, by_pass_rate=True)
 
-    def demonstrations(self, policy: LoadedPolicy) -> DemonstrationSource | None:
+    def examples(self, policy: LoadedPolicy) -> ExampleSource | None:
         """Those of the warm start; None if there is none."""
         return warm_start_data(self.config, policy, self.rows) if self._starts_warm else None
 
@@ -180,7 +183,7 @@ class Inputs:
         scorer: RewardScorer,
         prompts: PromptSource,
         evaluator: Evaluator,
-        demonstrations: DemonstrationSource | None,
+        examples: ExampleSource | None,
     ) -> list[str]:
         """Of data that are probably not what is meant, and of functions that fail on a made-up completion.
 
@@ -194,8 +197,8 @@ class Inputs:
             warnings += _shared_questions(shown_data_sets(data.eval_sets[each.name]), prompts, each.source)
         warnings = [warning for warning in warnings if warning not in evaluator.warnings]  # of the same data
         warnings += [*evaluator.warnings, *_try_rewards(policy, scorer, prompts, evaluator)]
-        shown = [] if demonstrations is None else demonstrations.warnings
-        return [*warnings, *(f"demonstrations of {sft}: {warning}" for warning in shown)]
+        shown = [] if examples is None else examples.warnings
+        return [*warnings, *(f"examples of {sft}: {warning}" for warning in shown)]
 
 
 def _check_given(config: Config, rows: GivenRows) -> None:

@@ -163,7 +163,7 @@ def _announce(run: Run) -> None:
     """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
     config, event = run.config, run.recorder.report.event
     data, sft = config.data, config.sft
-    supervised = f"{sft.steps} supervised steps of {sft.batch_size} demonstrations"
+    supervised = f"{sft.steps} supervised steps of {sft.batch_size} examples"
     event(f"run {run.folder.name}: {run.length if run.inputs.teaches else supervised}")
     if run.inputs.teaches:
         batches = batch_plan(config, devices=jax.device_count(), processes=num_processes())
@@ -174,7 +174,7 @@ def _announce(run: Run) -> None:
     for spec, source in (
         (train, run.prompts),
         *((shown_data_sets(data.eval_sets[each.name]), each.source) for each in run.evaluator.sets),
-        (f"demonstrations of {shown_data_sets(sft.data)}", run.demonstrations),
+        (f"examples of {shown_data_sets(sft.data)}", run.examples),
     ):
         if source is not None and source.skipped + source.truncated:
             event(

@@ -11,7 +11,8 @@ from typing import Any
 
 from quatrain.config.dump import dump_yaml
 from quatrain.config.schema import Config
-from quatrain.data.prompts import DemonstrationSource, PromptSource
+from quatrain.data.examples import ExampleSource
+from quatrain.data.prompts import PromptSource
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.checkpoints import Checkpoints
 from quatrain.loop.evaluate import Evaluator
@@ -43,7 +44,7 @@ class Run:
     inputs: Inputs
     loaded: LoadedPolicy
     prompts: PromptSource
-    demonstrations: DemonstrationSource | None
+    examples: ExampleSource | None
     evaluator: Evaluator
     stages: Stages
     batches: AsyncRollouts
@@ -114,7 +115,7 @@ class Run:
 
     def warm_start(self, *, log_every_step: bool = False) -> Any:
         """The parameters after the supervised steps, or the loaded parameters if there is no warm start."""
-        if self.demonstrations is None:
+        if self.examples is None:
             return self.loaded.params
         steps, recorder = self.config.sft.steps, self.recorder
         recorder.progress.phase("warm start", total=steps)
@@ -130,7 +131,7 @@ class Run:
 
         # Nothing of a warm start is kept when it is stopped.
         with self.inputs.stop.interruptible(), recorder.timer.stage("sft"):
-            return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
+            return warm_start(self.config, self.loaded, self.examples, on_step=on_step)
 
     def save(self) -> None:
         """Save a checkpoint of the last finished step, if the run trains."""

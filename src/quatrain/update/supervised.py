@@ -1,6 +1,6 @@
-"""The supervised step: demonstrations to new weights, through the same gradient as the update.
+"""The supervised step: examples to new weights, through the same gradient as the update.
 
-Data flow: `Demonstration`s -> micro-batches -> negative log-likelihood of the completion
+Data flow: `Example`s -> micro-batches -> negative log-likelihood of the completion
 tokens, averaged over the batch's tokens -> optimizer.
 """
 
@@ -16,19 +16,19 @@ from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
-from quatrain.types.batches import Demonstration
+from quatrain.types.batches import Example
 from quatrain.types.metrics import Metric
 from quatrain.update.trainer import WARM_START_STREAM, ModelState, StepTotals, Trainer
 
 
 def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
-    """-log p of each demonstrated token: a `gradient.Objective`."""
+    """-log p of each trained token: a `gradient.Objective`."""
     loss = -tokens.logprobs
     return TokenLoss(loss, {"sft/loss": loss, "sft/entropy": tokens.entropy})
 
 
 class SupervisedLearner:
-    """Trains on demonstrations with AdamW, warm-up and cosine decay to zero over `config.steps`.
+    """Trains on examples with AdamW, warm-up and cosine decay to zero over `config.steps`.
 
     The moments' dtype and the rounding of parameters are those of `optimizer`, the optimizer of training. The
     state is kept in `optimizer_memory` between its steps. `seed` is the run's.
@@ -62,14 +62,12 @@ class SupervisedLearner:
         )
         self.init = self.trainer.init
 
-    def step(
-        self, state: ModelState, demonstrations: Sequence[Demonstration]
-    ) -> tuple[ModelState, dict[str, Metric]]:
-        """One optimizer step on a batch of demonstrations; donates the state's arrays.
+    def step(self, state: ModelState, examples: Sequence[Example]) -> tuple[ModelState, dict[str, Metric]]:
+        """One optimizer step on a batch of examples; donates the state's arrays.
 
         Raises ValueError where the loss or gradient is not finite: a warm start does not recover from that.
         """
-        table = _table(demonstrations).weighted("token_mean", max_new_tokens=1)
+        table = _table(examples).weighted("token_mean", max_new_tokens=1)
         totals = StepTotals()
         state = self.trainer.step(state, table, negative_log_likelihood, totals, schedule_step=state.step)
         if totals.bad:
@@ -79,12 +77,10 @@ class SupervisedLearner:
         return state, totals.metrics | totals.load_metrics
 
 
-def _table(demonstrations: Sequence[Demonstration]) -> TokenTable:
-    prompts, completions = np.array(
-        [[len(ids) for ids in demonstration] for demonstration in demonstrations]
-    ).T
-    columns = np.arange((prompts + completions).max())
-    attention = columns < (prompts + completions)[:, None]
-    input_ids = np.zeros(attention.shape, np.int32)
-    input_ids[attention] = np.concatenate([ids for demonstration in demonstrations for ids in demonstration])
-    return TokenTable(input_ids, attention, attention & (columns >= prompts[:, None]), {})
+def _table(examples: Sequence[Example]) -> TokenTable:
+    lengths = np.array([len(example.input_ids) for example in examples])
+    attention = np.arange(lengths.max()) < lengths[:, None]
+    input_ids, scored = np.zeros(attention.shape, np.int32), np.zeros_like(attention)
+    input_ids[attention] = np.concatenate([example.input_ids for example in examples])
+    scored[attention] = np.concatenate([example.scored for example in examples])
+    return TokenTable(input_ids, attention, scored, {})
