@@ -24,8 +24,15 @@ from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, OptimizerConfig
-from quatrain.data.examples import ExampleSource, load_examples
-from quatrain.data.preferences import JudgedSource, PairSource, load_judged, load_pairs
+from quatrain.data.examples import ExampleSource, check_example_columns, load_examples
+from quatrain.data.preferences import (
+    JudgedSource,
+    PairSource,
+    check_judged_columns,
+    check_pair_columns,
+    load_judged,
+    load_pairs,
+)
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec, ModelSpec, PolicySpec
@@ -91,10 +98,21 @@ def _load(config: Config, policy: LoadedPolicy, spec: Any, rows: GivenRows) -> S
     }
     if task in ("rl", "sft"):
         return load_examples(spec, config.data, policy.tokenizer, train_on=config.sft.train_on, **settings)
+    settings["section"] = task
     if task == "dpo" and config.dpo.loss == "kto":
         return load_judged(spec, config.data, policy.tokenizer, **settings)
     margins, by_length = task == "rm", task == "dpo" and config.dpo.loss == "ipo"
     return load_pairs(spec, config.data, policy.tokenizer, margins=margins, by_length=by_length, **settings)
+
+
+def check_columns_of_given(config: Config, spec: Any, rows: GivenRows) -> None:
+    """Raises the ValueError of `GivenData.of` for the columns of `spec`, without a tokenizer."""
+    if config.run.task in ("rl", "sft"):
+        check_example_columns(spec, config.data, config.sft.train_on, rows)
+    elif config.run.task == "dpo" and config.dpo.loss == "kto":
+        check_judged_columns(spec, config.data, rows)
+    else:
+        check_pair_columns(spec, config.data, rows, section=config.run.task)
 
 
 def _limits(config: Config, policy: LoadedPolicy) -> dict[str, int]:
@@ -170,18 +188,7 @@ class Course:
         """What a row is called."""
         if self.task == "sft":
             return "examples"
-        return "answers" if isinstance(self.train, JudgedSource) else "pairs"
-
-    @property
-    def about_data(self) -> list[str]:
-        """How many rows were left out or cut, a sentence for each data set."""
-        return [
-            f"{shown_data_sets(spec)}: {source.skipped} {self.unit} skipped, {source.truncated} truncated, "
-            f"longer than {self.task}.max_length, a micro-batch or the model's positions; {source.filtered} "
-            "left out, as their rows say"
-            for spec, source in self._sources
-            if source.skipped + source.truncated + source.filtered
-        ]
+        return "answers" if self._judges else "pairs"
 
     @property
     def warnings(self) -> list[str]:
@@ -235,7 +242,7 @@ class Course:
     @property
     def _judges(self) -> bool:
         """Whether rows are single answers that were judged, not pairs."""
-        return isinstance(self.train, JudgedSource)
+        return self.task == "dpo" and self._config.dpo.loss == "kto"
 
     def _known(self, part: str, rows: Rows, first: int) -> np.ndarray | None:
         """[B, 2] float64: the reference's log-probabilities of rows of `part`, the first at place `first`."""
@@ -362,7 +369,7 @@ class Course:
     def samples(self, batch: GivenBatch, count: int) -> list[dict[str, Any]]:
         """Records of both answers of the pairs with the largest loss, about `count` in all, for readers."""
         coupled, predicted, table = self._coupled, batch.predictions, batch.table
-        if coupled is None or predicted is None or not isinstance(self.train, PairSource):
+        if coupled is None or predicted is None or self._judges:
             return []
         pairs, records = len(batch.rows), list[dict[str, Any]]()
         own = [np.array([pair, pairs + pair]) for pair in range(pairs)]
