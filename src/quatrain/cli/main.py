@@ -1,4 +1,4 @@
-"""The command line: `quatrain train | eval | sft | launch | plan | config | report | samples | …`.
+"""The command line: `quatrain train | sft | dpo | rm | eval | launch | plan | config | report | samples | …`.
 
 Data flow: arguments and `.env` -> `config.load` -> the command's function. Modules that need JAX are imported
 inside the commands, so that `--help` and `config` are fast.
@@ -36,6 +36,7 @@ from quatrain.cli.arguments import (
 )
 from quatrain.cluster.launcher import end_with_launcher
 from quatrain.config.errors import installation
+from quatrain.config.tasks import COMMANDS
 from quatrain.report.start_up import stage, starting
 from quatrain.run.streams import console_messages, fitted, guarded_output
 
@@ -66,6 +67,10 @@ _COORDINATOR = "Address of process 0, if several processes run together and no c
 CoordinatorOption = Annotated[str | None, option(_COORDINATOR, "HOST:PORT")]
 NumProcessesOption = Annotated[int | None, option("Number of processes that run together.", "N")]
 ProcessIdOption = Annotated[int | None, option("Number of this process, from 0.", "I")]
+TaskOption = Annotated[
+    str | None,
+    option("What is run: rl, sft, dpo or rm; default: as run.task says, else rl.", "TASK", "--task"),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -83,59 +88,98 @@ def _options(
     pass
 
 
-@app.command(
-    epilog=examples(
+_TRAINING = {
+    "rl": (
+        "Train a model by reinforcement learning: rollout, reward, advantage, update.",
         "train",
         "train configs/gsm8k_smollm2_cpu.yaml run.steps=5",
         "train configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl",
         "train --print-config",
         "train --resume runs/quickstart-20260101-120000",
-    )
-)
-def train(
-    words: Words = None,
-    set_: SetOption = None,
-    print_config: Annotated[
-        bool, flag("--print-config", "Print the resolved configuration and exit.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        flag("--dry-run", "Check configuration, data, model and reward functions, print the plan, and exit."),
-    ] = False,
-    resume: Annotated[
-        str | None,
-        option(
-            "Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
-            "begun if there is none, or without a run.name the run with the newest checkpoint.",
-            "RUN|auto",
-        ),
-    ] = None,
-    coordinator: CoordinatorOption = None,
-    num_processes: NumProcessesOption = None,
-    process_id: ProcessIdOption = None,
-) -> None:
-    """Train a model by reinforcement learning: rollout, reward, advantage, update."""
-    with starting(speaks=process_id in (None, 0) and not print_config):
-        stage("configuration")
-        config, overrides, _ = given(words, set_)
-        if config is None and resume is not None:
-            config, resume = run_to_resume(resume, overrides)
-        resolved = _resolve(Given(config, overrides))
-        if print_config:
-            _print_config(resolved)
-            return
-        with _together(resolved, coordinator, num_processes, process_id) as resolved:
-            from quatrain.loop.train import train as run
+    ),
+    "sft": (
+        "Train a model on demonstrations: supervised training.",
+        "sft",
+        "sft --set sft.steps=400 --set sft.learning_rate=5e-4",
+        "sft chat.yaml --dry-run",
+        "sft --resume runs/chat-20260101-120000",
+    ),
+    "dpo": (
+        "Train a model on preferences, which of two answers is the better one: DPO.",
+        "dpo pairs.yaml",
+        "dpo pairs.yaml dpo.loss=ipo dpo.beta=0.2",
+        "dpo model.path=runs/chat/final dpo.data=pairs.jsonl",
+    ),
+    "rm": (
+        "Train a reward model on preferences.",
+        "rm pairs.yaml",
+        "rm model.path=runs/chat/final rm.data=pairs.jsonl",
+    ),
+}
+"""`run.task` -> what its command does, in a sentence, and examples."""
 
-            if dry_run:
-                from quatrain.loop.train import dry_run as check
 
-                plan, warnings = check(resolved, resume=resume)
-                typer.echo(plan)
-                for warning in warnings:
-                    _complain("warning", warning)
-            else:
-                run(resolved, resume=resume)
+def _training(task: str) -> Callable[..., None]:
+    """The command that trains by `task`."""
+
+    def train(
+        words: Words = None,
+        set_: SetOption = None,
+        print_config: Annotated[
+            bool, flag("--print-config", "Print the resolved configuration and exit.")
+        ] = False,
+        dry_run: Annotated[
+            bool,
+            flag("--dry-run", "Check all that the run is made from, print the plan, and exit."),
+        ] = False,
+        resume: Annotated[
+            str | None,
+            option(
+                "Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
+                "begun if there is none, or without a run.name the run with the newest checkpoint.",
+                "RUN|auto",
+            ),
+        ] = None,
+        coordinator: CoordinatorOption = None,
+        num_processes: NumProcessesOption = None,
+        process_id: ProcessIdOption = None,
+    ) -> None:
+        with starting(speaks=process_id in (None, 0) and not print_config):
+            stage("configuration")
+            config, overrides, _ = given(words, set_)
+            if config is None and resume is not None:
+                config, resume = run_to_resume(resume, overrides)
+            resolved = _resolve(Given(config, overrides), task=task)
+            if print_config:
+                _print_config(resolved)
+                return
+            with _together(resolved, coordinator, num_processes, process_id) as resolved:
+                run, check = _runs(task)
+                if dry_run:
+                    plan, warnings = check(resolved, resume=resume)
+                    typer.echo(plan)
+                    for warning in warnings:
+                        _complain("warning", warning)
+                else:
+                    run(resolved, resume=resume)
+
+    return train
+
+
+def _runs(task: str) -> tuple[Callable[..., Any], Callable[..., tuple[str, list[str]]]]:
+    """What runs a task, and what checks it alone."""
+    if task == "rl":
+        from quatrain.loop.train import dry_run, train
+
+        return train, dry_run
+    from quatrain.loop.given import dry_run as check
+    from quatrain.loop.given import run_given
+
+    return run_given, check
+
+
+for _task, (_sentence, *_lines) in _TRAINING.items():
+    app.command(name=COMMANDS[_task], help=_sentence, epilog=examples(*_lines))(_training(_task))
 
 
 @app.command(
@@ -173,24 +217,6 @@ def evaluate(
                 _print_numbers(numbers)
 
 
-@app.command(epilog=examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
-def sft(
-    words: Words = None,
-    set_: SetOption = None,
-    coordinator: CoordinatorOption = None,
-    num_processes: NumProcessesOption = None,
-    process_id: ProcessIdOption = None,
-) -> None:
-    """Train on demonstrations: run only the supervised warm start."""
-    with starting(speaks=process_id in (None, 0)):
-        stage("configuration")
-        resolved = _resolve(given(words, set_))
-        with _together(resolved, coordinator, num_processes, process_id) as resolved:
-            from quatrain.loop.train import train_sft
-
-            train_sft(resolved)
-
-
 @app.command(
     epilog=examples(
         "launch --processes 2 --devices-per-process 4 -- train",
@@ -199,7 +225,7 @@ def sft(
 )
 def launch(
     command: Annotated[
-        list[str] | None, argument("train, eval or sft, with its arguments.", "-- COMMAND …")
+        list[str] | None, argument("train, eval, sft, dpo or rm, with its arguments.", "-- COMMAND …")
     ] = None,
     processes: Annotated[int, option("Number of processes to start.", "N", shown=True)] = 2,
     devices_per_process: Annotated[
@@ -228,9 +254,10 @@ def config(
         bool, flag("--json", "Print JSON: configuration, origin of each value, warnings.")
     ] = False,
     changed: Annotated[bool, flag("--changed", "Print only values that are not the defaults.")] = False,
+    task: TaskOption = None,
 ) -> None:
     """Print the resolved configuration, each value with the layer it came from."""
-    _print_config(_resolve(given(words, set_)), as_json=as_json, changed=changed)
+    _print_config(_resolve(given(words, set_), task=task), as_json=as_json, changed=changed)
 
 
 @app.command(
@@ -318,6 +345,7 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print JSON: values, units, formulas, warnings.")] = False,
+    task: TaskOption = None,
 ) -> None:
     """Print every batch size of a training step, with unit and formula; or the memory on each device."""
     params = params or (device_memory is not None and not fit)
@@ -326,7 +354,7 @@ def plan(
             "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
         )
     config, overrides, _ = given(words, set_)
-    resolved = _resolve(Given(config, overrides))
+    resolved = _resolve(Given(config, overrides), task=task)
     if not (params or fit):
         from quatrain.plan.batch_plan import plan as plan_batches
         from quatrain.plan.batch_plan import render
@@ -340,7 +368,7 @@ def plan(
     from quatrain.plan.placement import placement
 
     def with_further(further: Sequence[str]) -> Config:
-        return load_config(config, [*overrides, *further], os.environ).config
+        return load_config(config, [*overrides, *further], os.environ, task=task).config
 
     last = time.monotonic()
 
@@ -445,7 +473,7 @@ def bench(
     steps: Annotated[int, option("Number of training steps to time.", shown=True, min=1)] = 5,
 ) -> None:
     """Time the stages of the training step on this machine."""
-    resolved = _resolve(given(words, set_))
+    resolved = _resolve(given(words, set_), task="rl")
     from quatrain.cli.bench import bench as run
 
     with _cached(resolved):
@@ -483,14 +511,17 @@ def _print_numbers(numbers: dict[str, float]) -> None:
     typer.echo(json.dumps({name: round(value, 3) for name, value in numbers.items()}, indent=2))
 
 
-def _resolve(what: Given, *, trains: bool = True) -> Resolved:
-    """The final configuration; its warnings go to stderr, here and nowhere else."""
+def _resolve(what: Given, *, task: str | None = None, trains: bool = True) -> Resolved:
+    """The final configuration of a command; its warnings go to stderr, here and nowhere else.
+
+    `task` is that of the command; None if it is for runs of any task, which `run.task` says.
+    """
     from quatrain.config.dotenv import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
     dotenv = load_dotenv(os.environ)
     readable = warn_if_others_can_read(dotenv) if dotenv else None
-    resolved = load_config(what.config, what.overrides, os.environ, trains=trains)
+    resolved = load_config(what.config, what.overrides, os.environ, task=task, trains=trains)
     for warning in filter(None, (readable, *resolved.warnings)):
         _complain("warning", warning)
     return resolved

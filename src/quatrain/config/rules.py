@@ -13,6 +13,8 @@ from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
 from quatrain.config.sections.update import CriticConfig, CriticOptimizerConfig
+from quatrain.config.sections.whole_run import smaller_is_better
+from quatrain.config.tasks import has_part, without_part
 
 
 class Rule(NamedTuple):
@@ -23,8 +25,14 @@ class Rule(NamedTuple):
     sentence: str
 
 
-def broken_rule(config: Any) -> tuple[str, Any, str] | None:
-    """Key, value and sentence of the first rule that the `Config` breaks; None if it breaks none."""
+def broken_rule(config: Any, keys: Iterable[str] = ()) -> tuple[str, Any, str] | None:
+    """Key, value and sentence of the first rule that the `Config` breaks; None if it breaks none.
+
+    Those of `keys` that have no part in the run must have their defaults.
+    """
+    for key in keys:
+        if not has_part(config, key) and not is_default(config, key):
+            return key, value_at(config, key), without_part(config, key)
     for rule in RULES:
         if rule.broken(config):
             return rule.key, value_at(config, rule.key), rule.sentence.format(c=config)
@@ -123,6 +131,18 @@ def _of_optimizer(section: str) -> list[Rule]:
             "where what is trained is float32 and not rounded (model.param_dtype float32, or adapters)",
         ),
     ]
+
+
+def _of_pairs(task: str, columns: str) -> Rule:
+    return Rule(
+        f"{task}.data",
+        lambda c: c.run.task == task and getattr(c, task).data is None,
+        f"must name data with {columns}; set it, as {task}.data=pairs.jsonl",
+    )
+
+
+def _is_loss(*names: str) -> Callable[[Any], object]:
+    return lambda c: c.dpo.loss in names or ":" in c.dpo.loss
 
 
 def _of_estimator(name: str, scales: Sequence[str]) -> Rule:
@@ -523,6 +543,35 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.update.share_prompts is True and c.update.micro_batch_size is not None,
         "needs a token budget, and update.micro_batch_size is {c.update.micro_batch_size}: a padded row "
         "holds one sequence; set update.max_tokens_per_device instead, or update.share_prompts to auto",
+    ),
+    _of_pairs("dpo", "the columns `chosen` and `rejected`, or `completion` and `label` for dpo.loss kto"),
+    _of_pairs("rm", "the columns `chosen` and `rejected`"),
+    *no_effect(
+        ["dpo.label_smoothing"], _is_loss("sigmoid", "robust"), "for dpo.loss {c.dpo.loss}", "take sigmoid"
+    ),
+    *no_effect(["dpo.reference"], lambda c: c.dpo.loss != "orpo", "for dpo.loss orpo, which has none"),
+    *no_effect(
+        ["dpo.desirable_weight", "dpo.undesirable_weight"],
+        lambda c: c.dpo.loss == "kto",
+        "for dpo.loss {c.dpo.loss}, which reads pairs",
+        "set dpo.loss to kto",
+    ),
+    *no_effect(
+        ["dpo.loss_args"],
+        lambda c: ":" in c.dpo.loss,
+        "for dpo.loss {c.dpo.loss}, whose arguments are keys of dpo",
+    ),
+    *no_effect(
+        ["rm.loss_args"],
+        lambda c: ":" in c.rm.loss,
+        "for rm.loss {c.rm.loss}, whose arguments are keys of rm",
+    ),
+    *no_effect(["rm.center"], lambda c: ":" not in c.rm.loss, "for a loss of your own, which may add it"),
+    Rule(
+        "checkpoint.best_mode",
+        lambda c: smaller_is_better(c.checkpoint.best_metric or "") and c.checkpoint.best_mode == "max",
+        "must be min for checkpoint.best_metric {c.checkpoint.best_metric}, whose smaller value is the "
+        "better; set min",
     ),
     *(_of_estimator(name, estimator.scales) for name, estimator in ESTIMATORS.items()),
     *_of_optimizer("optimizer"),

@@ -9,13 +9,14 @@ import functools
 import math
 from typing import Annotated, Self, get_origin
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.fields import Mesh, MustAgreeOnResume, Section
 from quatrain.config.rules import broken_rule
-from quatrain.config.sections.data import DataConfig, SFTConfig
+from quatrain.config.sections.data import DataConfig
+from quatrain.config.sections.given import DPOConfig, GivenConfig, RMConfig, SFTConfig
 from quatrain.config.sections.model_on_devices import LoraConfig, ModelConfig, OffloadConfig, PlacementConfig
 from quatrain.config.sections.reward import AdvantageConfig, DistillConfig, RewardConfig
 from quatrain.config.sections.rollout import RolloutConfig
@@ -55,6 +56,8 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     sft: SFTConfig = SFTConfig()
+    dpo: DPOConfig = DPOConfig()
+    rm: RMConfig = RMConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -73,12 +76,26 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> Self:
-        if broken := broken_rule(self):
+    def _keys_agree(self, info: ValidationInfo) -> Self:
+        context = info.context or {}
+        # Commands that train nothing read what they need of a run's configuration, whatever its task.
+        keys = fields() if context.get("trains", True) else ()
+        if context.get("rules", True) and (broken := broken_rule(self, keys)):
             key, value, sentence = broken
             context = {"key": key, "value": value, "sentence": sentence}
             raise PydanticCustomError("across_sections", "{sentence}", context)
         return self
+
+    @property
+    def given(self) -> GivenConfig:
+        """The section of what the run trains on, if that is data that exist; in `quatrain train`, `sft`."""
+        sections: dict[str, GivenConfig] = {"dpo": self.dpo, "rm": self.rm}
+        return sections.get(self.run.task, self.sft)
+
+    @property
+    def keeps_supervised_steps(self) -> bool:
+        """Whether a resumed run must have the same `sft.steps`: its adapters' reference is their outcome."""
+        return self.run.task == "sft" or self.lora.rank > 0
 
     @property
     def needs_reference(self) -> bool:

@@ -175,6 +175,9 @@ class UpdateConfig(Section):
         return self.share_prompts is not False
 
 
+Schedule = Literal["constant", "linear", "cosine"]
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
 
@@ -183,7 +186,7 @@ class OptimizerConfig(Section):
     learning_rate: Derived[float] = Field(NOT_SET, ge=0)
     """Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need about ten times as
     much."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """How the learning rate changes after the warm-up."""
     warmup_steps: NonNegative = 0
     """Optimizer steps over which the learning rate rises linearly."""
