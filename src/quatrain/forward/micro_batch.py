@@ -155,7 +155,8 @@ def _fill_buffer(
             ahead = np.select([before < num_common, before < shared], [0, prompt_start - num_common], start)
             here = slice(num_scored, num_scored + len(places))
             arrays["predictors"][here] = before + ahead
-            arrays["targets"][here] = table.input_ids[row, places]
+            targets = table.input_ids if table.targets is None else table.targets
+            arrays["targets"][here] = targets[row, places]
             arrays["mask"][here] = True
             arrays["sequence_ids"][here] = num_sequences
             for name, values in table.columns.items():
