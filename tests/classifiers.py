@@ -24,7 +24,7 @@ from quatrain.models.spec import TensorName
 from quatrain.weights.hf import save_hf
 from quatrain.weights.load_model import load_model
 
-TRAINED = ("llama", "qwen2")
+TRAINED = ("llama", "qwen3")
 """The families of `trained_classifier`."""
 QUESTION = ({"role": "user", "content": "Tom has 2 coins and finds 3 more. How many now?"},)
 TO_SCORE = (
@@ -48,10 +48,10 @@ def trained_classifier(folder: Path, case: str, base: Path) -> Path:
     """What `quatrain rm` leaves of a run with adapters on a language model of a golden family: `final/`.
 
     `base` becomes the language model's folder. All numbers are drawn by name. The tokenizer pads with its end
-    token; that of qwen2 has ChatML, whose turns end with a line break behind the end token.
+    token; that of qwen3 has ChatML, whose turns end with a line break behind the end token.
     """
     tokenizer = builtin_tokenizer()
-    if case == "qwen2":
+    if case == "qwen3":
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
         tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", CHATML
     tokenizer.pad_token = tokenizer.eos_token
