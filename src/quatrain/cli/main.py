@@ -154,8 +154,11 @@ def _training(task: str) -> Callable[..., None]:
                 _print_config(resolved)
                 return
             with _together(resolved, coordinator, num_processes, process_id) as resolved:
-                run, check = _runs(task)
+                from quatrain.loop.train import train as run
+
                 if dry_run:
+                    from quatrain.loop.train import dry_run as check
+
                     plan, warnings = check(resolved, resume=resume)
                     typer.echo(plan)
                     for warning in warnings:
@@ -164,18 +167,6 @@ def _training(task: str) -> Callable[..., None]:
                     run(resolved, resume=resume)
 
     return train
-
-
-def _runs(task: str) -> tuple[Callable[..., Any], Callable[..., tuple[str, list[str]]]]:
-    """What runs a task, and what checks it alone."""
-    if task == "rl":
-        from quatrain.loop.train import dry_run, train
-
-        return train, dry_run
-    from quatrain.loop.given import dry_run as check
-    from quatrain.loop.given import run_given
-
-    return run_given, check
 
 
 for _task, (_sentence, *_lines) in _TRAINING.items():

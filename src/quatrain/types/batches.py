@@ -114,6 +114,44 @@ class Demonstration(NamedTuple):
     completion_ids: np.ndarray
 
 
+class Example(NamedTuple):
+    """One supervised example: a sequence, and which of its tokens are trained."""
+
+    input_ids: np.ndarray
+    """[T] int32 token ids, at least two."""
+    scored: np.ndarray
+    """[T] bool: True for tokens that are trained; at least one, and never the first."""
+    source: str = ""
+    """The data set that the row comes from."""
+
+
+class Pair(NamedTuple):
+    """One preference: two different answers to a prompt, each with its end token; int32 token ids."""
+
+    prompt_ids: np.ndarray
+    """[P], at least one."""
+    chosen_ids: np.ndarray
+    rejected_ids: np.ndarray
+    margin: float | None
+    """By how much the chosen answer is better, as the row says; None if it does not."""
+    number: int
+    """Number of the pair in the data set, in file order, from 0."""
+    source: str = ""
+
+
+class Judged(NamedTuple):
+    """One answer that was called good or bad, with its prompt; int32 token ids."""
+
+    prompt_ids: np.ndarray
+    """[P], at least one."""
+    completion_ids: np.ndarray
+    label: bool
+    """Whether the answer is good."""
+    number: int
+    """Number of the answer in the data set, in file order, from 0; a pair is two answers."""
+    source: str = ""
+
+
 class Episodes(NamedTuple):
     """Which rows are sequences of one episode: B rows, E episodes."""
 

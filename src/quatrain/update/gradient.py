@@ -102,7 +102,7 @@ def _added(
     objective: Objective,
     gradient: GradientFunction,
     want: bool,
-) -> tuple[tuple[Total, Gathered], Arrays]:
+) -> tuple[tuple[Total, Gathered | None], Arrays]:
     """The sum of `total` and the gradient and metrics of `batch`, what was predicted of it if that is wanted,
     and the arrays that `gradient` returns.
 
@@ -112,14 +112,16 @@ def _added(
 
     # On each shard by itself: XLA's own partitioning would all-gather parameters and sum gradients where it
     # likes.
-    def on_shard(params: Any, total: Total, batch: MicroBatch) -> tuple[tuple[Total, Gathered], Arrays]:
+    def on_shard(
+        params: Any, total: Total, batch: MicroBatch
+    ) -> tuple[tuple[Total, Gathered | None], Arrays]:
         def loss(trained: Any) -> Any:
             predicted = model.predict(model.with_trained(params, trained), batch)
             value, stats = weighted_loss(predicted, batch, model, objective)
             return value, (stats, jax.lax.stop_gradient(predicted.numbers[:1]) if want else ())
 
         grads, (stats, numbers), arrays = gradient(loss, model.trained(params), (params, batch))
-        predictions = gathered(numbers, batch.mask) if want else ()
+        predictions = gathered(numbers, batch.mask) if want else None
         # The metrics of a step are of all data shards; every process must see the same numbers to decide
         # alike.
         peaks = jax.lax.pmax(stats.pop("max"), DATA_AXES)
@@ -148,7 +150,7 @@ def _accumulate(
     objective: Objective,
     gradient: GradientFunction = plain_gradient,
     want: bool = False,
-) -> tuple[tuple[Total, Gathered], Arrays]:
+) -> tuple[tuple[Total, Gathered | None], Arrays]:
     """`_added`; its arrays take the memory of `held`, the same arrays of an earlier micro-batch."""
     return _added(params, total, batch, model=model, objective=objective, gradient=gradient, want=want)
 
@@ -267,7 +269,7 @@ def sum_gradients(
         program = residuals.reused_by(program, model.mesh)
         static["gradient"] = HeldGradient.of(model.arch)
     sums: Total | None = None
-    predictions = []
+    predictions: list[Gathered] = []
     # Asked for one at a time: with a teacher over all words, its hidden states are made just before their
     # pass.
     for batch in batches:
@@ -276,7 +278,8 @@ def sum_gradients(
             sums = _zero_total(params, batch, model, objective, total)
         with trim_after_compiling():
             (sums, predicted), _ = program(params, sums, batch, **static)
-        predictions.append(predicted)
+        if predicted is not None:
+            predictions.append(predicted)
     assert sums is not None, "a mini-batch has at least one micro-batch"
     return Summed(*sums, predictions)
 
