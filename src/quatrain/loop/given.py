@@ -24,8 +24,15 @@ from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, OptimizerConfig
-from quatrain.data.examples import ExampleSource, load_examples
-from quatrain.data.preferences import JudgedSource, PairSource, load_judged, load_pairs
+from quatrain.data.examples import ExampleSource, check_example_columns, load_examples
+from quatrain.data.preferences import (
+    JudgedSource,
+    PairSource,
+    check_judged_columns,
+    check_pair_columns,
+    load_judged,
+    load_pairs,
+)
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec, ModelSpec, PolicySpec
@@ -91,10 +98,21 @@ def _load(config: Config, policy: LoadedPolicy, spec: Any, rows: GivenRows) -> S
     }
     if task in ("rl", "sft"):
         return load_examples(spec, config.data, policy.tokenizer, train_on=config.sft.train_on, **settings)
+    settings["section"] = task
     if task == "dpo" and config.dpo.loss == "kto":
         return load_judged(spec, config.data, policy.tokenizer, **settings)
     margins, by_length = task == "rm", task == "dpo" and config.dpo.loss == "ipo"
     return load_pairs(spec, config.data, policy.tokenizer, margins=margins, by_length=by_length, **settings)
+
+
+def check_columns_of_given(config: Config, spec: Any, rows: GivenRows) -> None:
+    """Raises the ValueError of `GivenData.of` for the columns of `spec`, without a tokenizer."""
+    if config.run.task in ("rl", "sft"):
+        check_example_columns(spec, config.data, config.sft.train_on, rows)
+    elif config.run.task == "dpo" and config.dpo.loss == "kto":
+        check_judged_columns(spec, config.data, rows)
+    else:
+        check_pair_columns(spec, config.data, rows, section=config.run.task)
 
 
 def _limits(config: Config, policy: LoadedPolicy) -> dict[str, int]:
@@ -170,18 +188,7 @@ class Course:
         """What a row is called."""
         if self.task == "sft":
             return "examples"
-        return "answers" if isinstance(self.train, JudgedSource) else "pairs"
-
-    @property
-    def about_data(self) -> list[str]:
-        """How many rows were left out or cut, a sentence for each data set."""
-        return [
-            f"{shown_data_sets(spec)}: {source.skipped} {self.unit} skipped, {source.truncated} truncated, "
-            f"longer than {self.task}.max_length, a micro-batch or the model's positions; {source.filtered} "
-            "left out, as their rows say"
-            for spec, source in self._sources
-            if source.skipped + source.truncated + source.filtered
-        ]
+        return "answers" if self._judges else "pairs"
 
     @property
     def warnings(self) -> list[str]:
@@ -211,27 +218,50 @@ class Course:
         Batch k is the positions from k x batch_size on of the shuffled, endless stream of rows. The last has
         what is missing to `epochs` passes, so that every row is seen as often.
         """
+        rows = self._rows(step)
+        return GivenBatch(rows, self._table(rows, self._known("train", rows, step * self.section.batch_size)))
+
+    def _rows(self, step: int) -> Rows:
         size = self.section.batch_size
         rows = self.train.batch(step, size)
-        if not self.section.steps:
-            rows = rows[: max(1, math.ceil(self.section.epochs * len(self.train)) - step * size)]
-        return GivenBatch(rows, self._table(rows, "train"))
+        if self.section.steps:
+            return rows
+        rest = math.ceil(self.section.epochs * len(self.train)) - step * size
+        return rows[: max(rest, self._least)]
+
+    @property
+    def _least(self) -> int:
+        """Rows that a table has at least: answers are judged by those to other prompts."""
+        return 2 if self._judges else 1
 
     def epoch(self, step: int) -> dict[str, Metric]:
         """How often the rows have been seen after `step` steps."""
         seen = step * self.section.batch_size / len(self.train)
         return {"data/epoch": Metric(seen if self.section.steps else min(seen, self.section.epochs))}
 
-    def _table(self, rows: Rows, part: str, *, with_reference: bool = True) -> TokenTable:
-        """The table of rows of `part` (`train` or `eval`), with the reference's log-probabilities."""
+    @property
+    def _judges(self) -> bool:
+        """Whether rows are single answers that were judged, not pairs."""
+        return self.task == "dpo" and self._config.dpo.loss == "kto"
+
+    def _known(self, part: str, rows: Rows, first: int) -> np.ndarray | None:
+        """[B, 2] float64: the reference's log-probabilities of rows of `part`, the first at place `first`."""
+        return None if self._reference is None else self._reference.of(part, self._keys(rows, first))
+
+    def _keys(self, rows: Rows, first: int) -> list[int]:
+        """What tells the rows of a part apart: with which answers one is judged depends on its place."""
+        return list(range(first, first + len(rows))) if self._judges else [row.number for row in rows]
+
+    def _table(self, rows: Rows, reference: np.ndarray | None = None) -> TokenTable:
+        """The table of rows, with the reference's log-probabilities [B, 2] if they are known."""
         if self.task == "sft":
             return example_table(rows)
-        make = judged_table if isinstance(self.train, JudgedSource) else pair_table
-        table = make(rows, scored_at_end=self.task == "rm")
-        if self._reference is None or not with_reference:
-            return table
-        found = self._reference.of(part, [row.number for row in rows])
-        return replace(table, of_rows={**table.of_rows, "reference": found.T.reshape(-1)})
+        if self.task == "rm":
+            return score_table(rows, self._policy.tokenizer.pad_token_id)
+        if not self._judges:
+            return pair_table(rows, reference)
+        of_rows = None if reference is None else reference.T.reshape(-1)
+        return judged_table(rows, of_rows, max_length=min(_limits(self._config, self._policy).values()))
 
     def evaluate(self, params: Any) -> dict[str, Metric]:
         """The metrics of `params` over all rows of the section's `eval`, without gradient; none without it.
@@ -241,8 +271,8 @@ class Course:
         if self.evaluation is None:
             return {}
         params, found = to_memory("device", params), dict[str, Metric]()
-        for rows in self._chunks(self.evaluation):
-            table = self._table(rows, "eval")
+        for first, rows in self._chunks(self.evaluation):
+            table = self._table(rows, self._known("eval", rows, first))
             predicted = predict_tokens(params, table, model=self.spec, planner=self._forward_planner)
             found = combine(found, self._measured(predicted.astype(np.float64), table))
         named = {f"eval/{name.partition('/')[2]}": metric for name, metric in found.items()}
@@ -262,15 +292,15 @@ class Course:
             return []
         if self._coupled is None:
             return ["eval/loss", "eval/perplexity"]
-        table = self._table(self.evaluation.head(1), "eval", with_reference=False)
-        zeros = np.zeros(table.completion_mask.shape)
-        table = replace(table, of_rows={**table.of_rows, "reference": np.zeros(len(table))})
-        return [f"eval/{name.partition('/')[2]}" for name in self._measured(zeros, table)]
+        table = self._table(self.evaluation.head(self._least))
+        measured = self._measured(np.zeros(table.completion_mask.shape), table)
+        return [f"eval/{name.partition('/')[2]}" for name in measured]
 
-    def _chunks(self, source: Source) -> Iterator[Rows]:
-        """All rows in file order, some at a time."""
+    def _chunks(self, source: Source) -> Iterator[tuple[int, Rows]]:
+        """All rows in file order, some at a time, each time with the place of the first."""
         rows, size = source.head(), max(self.section.batch_size, EVALUATED_ROWS)
-        return (rows[at : at + size] for at in range(0, len(rows), size))
+        starts = range(0, max(len(rows) - self._least, 0) + 1, size)
+        return ((at, rows[at : at + size if at != starts[-1] else None]) for at in starts)
 
     def keep_reference(self, params: Any) -> None:
         """Reads the log-probabilities of the reference, or computes and keeps them, if the loss reads some.
@@ -279,27 +309,29 @@ class Course:
         """
         if self._reference is None:
             return
-        made_of, parts = self._made_of(params), {"train": self.train, "eval": self.evaluation}
+        made_of = self._made_of(params)
         if self._reference.read(made_of):
             return
         weights, spec = self._reference_model(params)
         planner = spec.planner(self._config.logprob, share_prompts=self._config.update.shares_prompts)
         found: dict[str, tuple[list[int], np.ndarray]] = {}
-        for part, source in parts.items():
-            numbers, sums = list[int](), [np.zeros((0, self._answers))]
-            for rows in () if source is None else self._chunks(source):
-                table = self._table(rows, part, with_reference=False)
-                logprobs = predict_tokens(weights, table, model=spec, planner=planner)
+        for part, chunks in self._parts():
+            keys, sums = list[int](), [np.zeros((0, 2))]
+            for first, rows in chunks:
+                logprobs = predict_tokens(weights, self._table(rows), model=spec, planner=planner)
                 # In float64: what is subtracted from it later leaves far smaller numbers.
-                sums.append(logprobs.sum(axis=1, dtype=np.float64).reshape(self._answers, -1).T)
-                numbers += [row.number for row in rows]
-            found[part] = numbers, np.concatenate(sums)
+                sums.append(logprobs.sum(axis=1, dtype=np.float64).reshape(2, -1).T)
+                keys += self._keys(rows, first)
+            found[part] = keys, np.concatenate(sums)
         self._reference.keep(made_of, found)
 
-    @property
-    def _answers(self) -> int:
-        """Rows of a table for each row of data."""
-        return 1 if isinstance(self.train, JudgedSource) else 2
+    def _parts(self) -> Iterator[tuple[str, Iterator[tuple[int, Rows]]]]:
+        """What the reference reads: all rows, or where rows are judged by others the batches that will be."""
+        size = self.section.batch_size
+        batches = ((step * size, self._rows(step)) for step in range(self._steps))
+        yield "train", batches if self._judges else self._chunks(self.train)
+        if self.evaluation is not None:
+            yield "eval", self._chunks(self.evaluation)
 
     def _made_of(self, params: Any) -> dict[str, Any]:
         """What decides the log-probabilities of the reference, by its name in messages."""
@@ -312,6 +344,7 @@ class Course:
             **weights,
             "model.dtype": config.model.dtype,
             "dpo.max_length": self.section.max_length,
+            **({"dpo.batch_size": self.section.batch_size, "steps": self._steps} if self._judges else {}),
         }
 
     def _reference_model(self, params: Any) -> tuple[Any, ModelSpec]:
@@ -330,17 +363,13 @@ class Course:
     @property
     def _longest(self) -> int:
         """Tokens of the longest sequence of all rows."""
-        tables = (
-            self._table(rows, "train", with_reference=False)
-            for _, s in self._sources
-            for rows in self._chunks(s)
-        )
-        return max(int(table.lengths.max()) for table in tables)
+        chunks = (rows for _, source in self._sources for _, rows in self._chunks(source))
+        return max(int(self._table(rows).lengths.max()) for rows in chunks)
 
     def samples(self, batch: GivenBatch, count: int) -> list[dict[str, Any]]:
         """Records of both answers of the pairs with the largest loss, about `count` in all, for readers."""
         coupled, predicted, table = self._coupled, batch.predictions, batch.table
-        if coupled is None or predicted is None or not isinstance(self.train, PairSource):
+        if coupled is None or predicted is None or self._judges:
             return []
         pairs, records = len(batch.rows), list[dict[str, Any]]()
         own = [np.array([pair, pairs + pair]) for pair in range(pairs)]
@@ -365,19 +394,19 @@ class Course:
 
 
 class ReferenceLogprobs:
-    """The log-probabilities of a reference, of each answer the sum over its tokens, kept in a file of a run."""
+    """Log-probabilities of a reference, of each answer the sum over its tokens, kept in a file of a run."""
 
     def __init__(self, path: Path):
         self._path = path
         self._found: dict[str, np.ndarray] = {}
-        """By part, [rows, answers] float64."""
+        """By part, [rows, 2] float64."""
         self._places: dict[str, dict[int, int]] = {}
-        """By part, the place of each row by its number."""
+        """By part, the place of each row by its key."""
 
-    def of(self, part: str, numbers: Sequence[int]) -> np.ndarray:
-        """[n, answers] float64: those of the rows `numbers` of a part."""
+    def of(self, part: str, keys: Sequence[int]) -> np.ndarray:
+        """[n, 2] float64: of both sequences of each of these rows of a part."""
         places = self._places[part]
-        return self._found[part][[places[number] for number in numbers]]
+        return self._found[part][[places[key] for key in keys]]
 
     def read(self, made_of: Mapping[str, Any]) -> bool:
         """Whether there is a file, which is read; raises ValueError if it is of something else."""
@@ -385,7 +414,7 @@ class ReferenceLogprobs:
             return False
         with np.load(self._path) as file:
             before = json.loads(str(file["made_of"]))
-            parts = {part: (file[f"{part}_numbers"].tolist(), file[part]) for part in ("train", "eval")}
+            parts = {part: (file[f"{part}_keys"].tolist(), file[part]) for part in file["parts"].tolist()}
         if changed := differing(before, json.loads(json.dumps(made_of))):
             raise ValueError(
                 "the log-probabilities of the reference must be those of this run's rows and weights; those in "
@@ -396,13 +425,13 @@ class ReferenceLogprobs:
         return True
 
     def keep(self, made_of: Mapping[str, Any], found: Mapping[str, tuple[list[int], np.ndarray]]) -> None:
-        """Holds what was found, by part: numbers of rows, and [rows, answers]; writes it to the file."""
+        """Holds what was found, by part: keys of rows, and [rows, 2]; writes it to the file."""
         self._hold(found)
         if is_main_process():
-            arrays = {f"{part}_numbers": np.array(numbers, np.int64) for part, (numbers, _) in found.items()}
+            arrays = {f"{part}_keys": np.array(keys, np.int64) for part, (keys, _) in found.items()}
             arrays |= {part: sums for part, (_, sums) in found.items()}
             content = io.BytesIO()
-            np.savez(content, made_of=np.array(json.dumps(made_of)), **arrays)
+            np.savez(content, made_of=np.array(json.dumps(made_of)), parts=np.array([*found]), **arrays)
             draft = self._path.with_suffix(".draft")  # replaced at once: nobody reads a part of it
             draft.write_bytes(content.getvalue())
             draft.replace(self._path)
@@ -410,8 +439,7 @@ class ReferenceLogprobs:
     def _hold(self, parts: Mapping[str, tuple[list[int], np.ndarray]]) -> None:
         self._found = {part: sums for part, (_, sums) in parts.items()}
         self._places = {
-            part: {number: place for place, number in enumerate(numbers)}
-            for part, (numbers, _) in parts.items()
+            part: {key: place for place, key in enumerate(keys)} for part, (keys, _) in parts.items()
         }
 
 

@@ -25,7 +25,7 @@ from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
 from quatrain.data.token_table import TokenRow
 from quatrain.episodes.hubs import hub_rows
 from quatrain.loop.evaluate import Evaluator
-from quatrain.loop.given import Course
+from quatrain.loop.given import Course, check_columns_of_given
 from quatrain.loop.policy import LoadedPolicy
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import MADE_UP, RewardScorer
@@ -118,6 +118,8 @@ class Inputs:
         for spec in prompts:
             assert self.imported is not None
             check_columns(spec, config.data, self.imported.required_by, rows=rows)
+        for spec in given:
+            check_columns_of_given(config, spec, rows)
         return rows
 
     def scorer(self, policy: LoadedPolicy) -> RewardScorer:

@@ -79,9 +79,9 @@ class Run(ABC):
         """What there is to train on, in words."""
 
     @property
-    @abstractmethod
     def about_data(self) -> list[str]:
-        """How many rows were left out, cut or filtered, a sentence each."""
+        """What is said of rows that are not trained on, beside the warnings: a sentence each."""
+        return []
 
     @abstractmethod
     def init(self, *, resumed: bool) -> TrainState:
@@ -148,7 +148,7 @@ class RolloutRun(Run):
 
     @property
     def about_data(self) -> list[str]:
-        """Of the prompts of training and evaluation, and of the demonstrations."""
+        """Of the prompts of training and evaluation."""
         data = self.config.data
         train = shown_data_sets(data.train)
         sets = ((shown_data_sets(data.eval_sets[each.name]), each.source) for each in self.evaluator.sets)
@@ -158,7 +158,6 @@ class RolloutRun(Run):
             for spec, source in ((train, self.prompts), *sets)
             if source.skipped + source.truncated
         ]
-        lines += [] if self.demonstrations is None else self.demonstrations.about_data
         if self.prompts.filtered:
             kept = f"{self.prompts.filtered} prompts left out by their pass rates, {len(self.prompts)} kept"
             lines.append(f"{train}: {kept}")
@@ -249,11 +248,6 @@ class GivenRun(Run):
     def rows(self) -> str:
         """The number of rows, by what they are."""
         return f"{len(self.course.train)} {self.course.unit}"
-
-    @property
-    def about_data(self) -> list[str]:
-        """Of the rows of training and evaluation."""
-        return self.course.about_data
 
     def init(self, *, resumed: bool) -> TrainState:
         """As loaded, with the log-probabilities of the reference, if there is one."""
