@@ -28,7 +28,10 @@ TRAINED = ("llama", "qwen3")
 """The families of `trained_classifier`."""
 QUESTION = ({"role": "user", "content": "Tom has 2 coins and finds 3 more. How many now?"},)
 TO_SCORE = (
-    *((QUESTION, answer) for answer in ("<answer>5</answer>", "<think>2+3=6</think>\n<answer>6</answer>", "")),
+    *(
+        (QUESTION, answer)
+        for answer in ("<answer>5</answer>", "<think>2+3=6</think>\n<answer>6</answer>", "")
+    ),
     *(("Tom has 2 coins", more) for more in (" and finds 3 more.", ".", " and finds 3 more. How many now?")),
 )
 """Prompts with completions: of messages, and of text."""
