@@ -114,9 +114,7 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
     checkpointer.close()
     if arch.lora:
-        check_base(
-            host.get("base"), tree_fingerprint(frozen_part(loaded.params)), config.model.path, run
-        )
+        check_base(host.get("base"), tree_fingerprint(frozen_part(loaded.params)), config.model.path, run)
     params = with_trained(loaded.params, arrays["params"], arch)
     export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
     return found

@@ -160,11 +160,10 @@ def _announce(run: Run) -> None:
     """Log a summary of the run, its batch plan, and the numbers of rows that are not trained on."""
     config, event = run.config, run.recorder.report.event
     event(f"run {run.folder.name}: {run.length}")
-    if not config.run.on_given_data:
-        batches = batch_plan(config, devices=jax.device_count(), processes=num_processes())
-        for line in overview(batches):
-            event(line)
-        run.folder.write_plan(batches.to_dict())
+    batches = batch_plan(config, devices=jax.device_count(), processes=num_processes())
+    for line in overview(batches):
+        event(line)
+    run.folder.write_plan(batches.to_dict())
     for line in run.about_data:
         event(line)
 

@@ -130,6 +130,8 @@ def load_policy(
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
     if config.run.task == "rm":
         tokenizer = for_scoring(tokenizer, stop_ids)
+        # The last token of a row is scored, and whoever loads the export pools before this token.
+        model = replace(model, arch=replace(model.arch, pad_token_id=tokenizer.pad_token_id))
     made = _environments(config) if environments else None
     return LoadedPolicy(
         tokenizer,
