@@ -20,6 +20,8 @@ COMMANDS = (
     "train",
     "eval",
     "sft",
+    "dpo",
+    "rm",
     "launch",
     "plan",
     "config",
@@ -538,7 +540,12 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
         lambda resolved: told(accuracy, "eval", resolved.config.seed),
     )
     stand_in(
-        monkeypatch, "loop.train", "train_sft", lambda resolved: told(None, "sft", resolved.config.sft.steps)
+        monkeypatch,
+        "loop.train",
+        "train",
+        lambda resolved, *, resume: told(
+            None, resolved.config.run.task, resolved.config.given.steps, resolved.config.given.data
+        ),
     )
     stand_in(
         monkeypatch, "loop.export", "export", lambda run, output, *, step: told(7, "export", run, output)
@@ -554,6 +561,8 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     )
     assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
+    assert quatrain("dpo", "dpo.data=pairs.jsonl")[0] == 0
+    assert quatrain("rm", "rm.data=pairs.jsonl", "rm.steps=2")[0] == 0
     make_run(Path("runs"), "x")
     assert quatrain("export", "runs/x", "out")[0] == 0
     assert quatrain("bench", "--steps", "2")[0] == 0
@@ -562,7 +571,9 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     exported = ("export", Path("runs/x"), Path("out"))
     assert calls == [
         ("eval", 3),
-        ("sft", 5),
+        ("sft", 5, "builtin:arithmetic"),
+        ("dpo", 0, "pairs.jsonl"),
+        ("rm", 2, "pairs.jsonl"),
         exported,
         ("bench", 2),
         ("serve", "builtin:tiny", "127.0.0.1", 0),
@@ -615,15 +626,15 @@ def test_help_lists_the_commands_with_examples(quatrain):
         assert f"quatrain {command}" in out
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft", "dpo", "rm"])
 def test_a_place_among_processes_is_handed_over(quatrain, monkeypatch, command):
     places = []
     monkeypatch.setattr(hosts, "initialize", lambda *place, **timeouts: places.append((place, timeouts)))
     stand_in(monkeypatch, "loop.train", "train", lambda resolved, *, resume: None)
-    sys.modules["quatrain.loop.train"].train_sft = lambda resolved: None
     stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: {})
     place = ("--coordinator", "10.0.0.2:8476", "--num-processes", "2", "--process-id", "1")
-    assert quatrain(command, *place, "--set", "distributed.start_timeout_s=9")[0] == 0
+    data = [f"{command}.data=pairs.jsonl"] if command in ("dpo", "rm") else []
+    assert quatrain(command, *place, *data, "--set", "distributed.start_timeout_s=9")[0] == 0
     timeouts = {"start_timeout_s": 9, "heartbeat_timeout_s": 60, "shutdown_timeout_s": 600}
     assert places == [(("10.0.0.2:8476", 2, 1), timeouts)]
 
@@ -768,7 +779,7 @@ def test_bare_words_are_overrides_after_those_of_set(quatrain):
     assert (status, err) == (0, "")
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sft", "plan", "config", "serve", "bench"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft", "dpo", "rm", "plan", "config", "serve", "bench"])
 def test_every_command_with_a_configuration_takes_words(quatrain, command):
     status, _, err = quatrain(command, "rollout.nn=4")
     assert (status, "unknown key 'rollout.nn'" in err) == (2, True)
@@ -846,7 +857,9 @@ def test_an_error_in_the_options_is_one_line_and_names_the_key(quatrain):
             "--steps",
             "1",
         ): "error: --steps is not an option of quatrain sft; a key of the "
-        "configuration is given as KEY=VALUE: run.steps=… or sft.steps=…",
+        "configuration is given as KEY=VALUE: sft.steps=…",
+        ("dpo", "--learning_rate", "1"): "error: --learning_rate is not an option of quatrain dpo; a key of "
+        "the configuration is given as KEY=VALUE: dpo.learning_rate=…",
         ("eval", "--num-generations", "8"): "error: --num-generations is not an option of quatrain eval; a "
         "key of the configuration is given as KEY=VALUE: rollout.n=…",
     }
