@@ -639,6 +639,80 @@ def test_a_place_among_processes_is_handed_over(quatrain, monkeypatch, command):
     assert places == [(("10.0.0.2:8476", 2, 1), timeouts)]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("dpo",), "error: dpo.data must name data with the columns `chosen` and `rejected`, or"),
+        (
+            ("dpo", "dpo.data=p.jsonl", "sft.steps=3"),
+            "run quatrain sft first, and set model.path to the final/",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "rollout.n=4"),
+            "error: rollout.n has no effect in quatrain dpo; use quat",
+        ),
+        (
+            ("rm", "rm.data=p.jsonl", "advantage.estimator=gae"),
+            "error: advantage.estimator has no effect in qu",
+        ),
+        (
+            ("rm", "rm.data=p.jsonl", "critic.epochs=2"),
+            "error: critic.epochs has no effect in quatrain rm; use",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "distill.teacher=m"),
+            "error: distill.teacher has no effect in quatrain dpo",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "update.loss=gspo"),
+            "error: update.loss has no effect in quatrain dpo; set ",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "update.kl_coef=1"),
+            "error: update.kl_coef has no effect in quatrain dpo; ",
+        ),
+        (("dpo", "dpo.data=p.jsonl", "dpo.beta=0"), "error: dpo.beta must be greater than 0; got 0"),
+        (
+            ("dpo", "dpo.data=p.jsonl", "dpo.loss=robust", "dpo.label_smoothing=0.5"),
+            "error: dpo.label_smoothing must be less than 0.5",
+        ),
+        (("train", "dpo.data=p.jsonl"), "error: dpo.data has no effect in quatrain train; run quatrain dpo"),
+        (("train", "run.task=rm"), "got 'rm' (from --set); use quatrain rm, or leave it out"),
+        (("plan", "--task", "dpo", "run.task=rm"), "got 'rm' (from --set); use quatrain rm, or leave it out"),
+        (
+            ("config", "--task", "ppo"),
+            "error: task must be one of rl, sft, dpo, rm; got 'ppo'; name one of",
+        ),
+        (("bench", "run.task=sft"), "use quatrain sft, or leave it out"),
+    ],
+)
+def test_what_a_command_does_not_do_is_refused_before_anything_is_made(quatrain, words, message):
+    """Catches a key passed over in silence, and a folder of a run that never began."""
+    for more in ((), ("--dry-run",)) if words[0] in ("train", "dpo", "rm") else ((),):
+        status, out, err = quatrain(*words, *more)
+        assert (status, out, [*Path().iterdir()]) == (2, "", [])
+        assert message in err
+
+
+def test_the_configuration_and_the_plan_of_a_task_are_printed(quatrain):
+    status, out, err = quatrain("config", "--task", "dpo", "dpo.data=p.jsonl", "dpo.eval=e.jsonl", "--json")
+    found = json.loads(out)
+    assert (status, err, found["config"]["run"]["task"]) == (0, "", "dpo")
+    assert found["provenance"]["run.task"] == "quatrain dpo"
+    Path("rm.yaml").write_text("run: {task: rm}\nrm: {data: p.jsonl, eval: e.jsonl, batch_size: 8}\n")
+    status, out, err = quatrain("plan", "rm.yaml", "--json")
+    plan = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (plan["rows_per_step"], plan["unit"]["rows_per_step"], plan["sequences_per_step"]) == (
+        8,
+        "pairs",
+        16,
+    )
+    status, out, _ = quatrain("rm", "rm.yaml", "rm.steps=7", "--print-config")
+    assert (status, "  steps: 7" in out, "task: rm" in out) == (0, True, True)
+    assert [*Path().iterdir()] == [Path("rm.yaml")]
+
+
 def test_half_a_place_is_an_error(quatrain):
     status, _, err = quatrain("train", "--coordinator", "10.0.0.2:8476")
     assert status == 2
