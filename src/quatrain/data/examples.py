@@ -469,6 +469,8 @@ class ExampleForm:
         checked_answer(completion)
         text = prompt_of(prompt, self.data, column)
         ids = [dialogue.prompt(text), dialogue.answer(text, completion)]
+        if self.train_on == "all":
+            ids = [ids[0][:1], ids[0][1:] + ids[1]]
         return [self._row(row, number, text, ids, note_answers(dialogue, text, [completion], row))]
 
     def _is_text(self, row: Row) -> bool:

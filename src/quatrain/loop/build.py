@@ -46,8 +46,7 @@ def rollout_run(inputs: Inputs) -> RolloutRun:
     prompts = inputs.prompts(policy, scorer, evaluator)
     identity = Identity.of(config, folder, prompts, policy, inputs.saved)
     demonstrations = inputs.demonstrations(policy)
-    warnings = inputs.warnings(policy, scorer, prompts, evaluator)
-    warnings += [] if demonstrations is None else demonstrations.warnings
+    warnings = inputs.warnings(policy, scorer, prompts, evaluator, demonstrations)
     steps = inputs.steps(len(prompts))
     recorder = Recorder(config, folder.path, stop, left_out(prompts, "prompts"))
     teacher = inputs.teacher(policy, prompts, evaluator)
@@ -96,7 +95,7 @@ def given_run(inputs: Inputs) -> GivenRun:
         scorer = inputs.scorer(policy)
         evaluator = ended(closing(Evaluator(config, policy, scorer, inputs.rows)))
         names, functions = [*names, *evaluator.metric_names()], scorer.function_names
-        warnings = [*warnings, *inputs.warnings(policy, scorer, None, evaluator)]
+        warnings = inputs.warnings(policy, scorer, None, evaluator, course)
         engine = ended(closing(build_engine(config, policy, scorer, None, recorder.show_decoding)))
         generation = Generation.beside(evaluator, engine)
     best = best_of(config, folder, names)

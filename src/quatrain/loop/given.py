@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,7 +46,7 @@ from quatrain.run.resume import differing
 from quatrain.types.metrics import Metric, Metrics, combine
 from quatrain.update.coupled import Coupled
 from quatrain.update.learner import TooManyBadSteps
-from quatrain.update.preferences import coupled_of, judged_table, pair_table, reads_reference
+from quatrain.update.preferences import coupled_of, judged_table, other_answers, pair_table, reads_reference
 from quatrain.update.supervised import (
     OF_RUNS,
     SFT_LOSS,
@@ -200,6 +201,12 @@ class Course:
         ]
 
     @property
+    def _parts(self) -> list[tuple[str, Source]]:
+        """What is trained on, and what is evaluated, by name."""
+        sets = [("train", self.train), ("eval", self.evaluation)]
+        return [(part, source) for part, source in sets if source is not None]
+
+    @property
     def _sources(self) -> list[tuple[Any, Source]]:
         sets = [(self.section.data, self.train), (self.section.eval, self.evaluation)]
         return [(spec, source) for spec, source in sets if source is not None]
@@ -218,21 +225,11 @@ class Course:
         Batch k is the positions from k x batch_size on of the shuffled, endless stream of rows. The last has
         what is missing to `epochs` passes, so that every row is seen as often.
         """
-        rows = self._rows(step)
-        return GivenBatch(rows, self._table(rows, self._known("train", rows, step * self.section.batch_size)))
-
-    def _rows(self, step: int) -> Rows:
         size = self.section.batch_size
         rows = self.train.batch(step, size)
-        if self.section.steps:
-            return rows
-        rest = math.ceil(self.section.epochs * len(self.train)) - step * size
-        return rows[: max(rest, self._least)]
-
-    @property
-    def _least(self) -> int:
-        """Rows that a table has at least: answers are judged by those to other prompts."""
-        return 2 if self._judges else 1
+        if not self.section.steps:
+            rows = rows[: max(1, math.ceil(self.section.epochs * len(self.train)) - step * size)]
+        return GivenBatch(rows, self._table(rows, "train"))
 
     def epoch(self, step: int) -> dict[str, Metric]:
         """How often the rows have been seen after `step` steps."""
@@ -244,24 +241,24 @@ class Course:
         """Whether rows are single answers that were judged, not pairs."""
         return self.task == "dpo" and self._config.dpo.loss == "kto"
 
-    def _known(self, part: str, rows: Rows, first: int) -> np.ndarray | None:
-        """[B, 2] float64: the reference's log-probabilities of rows of `part`, the first at place `first`."""
-        return None if self._reference is None else self._reference.of(part, self._keys(rows, first))
-
-    def _keys(self, rows: Rows, first: int) -> list[int]:
-        """What tells the rows of a part apart: with which answers one is judged depends on its place."""
-        return list(range(first, first + len(rows))) if self._judges else [row.number for row in rows]
-
-    def _table(self, rows: Rows, reference: np.ndarray | None = None) -> TokenTable:
-        """The table of rows, with the reference's log-probabilities [B, 2] if they are known."""
+    def _table(self, rows: Rows, part: str, *, with_reference: bool = True) -> TokenTable:
+        """The table of rows of `part`, `train` or `eval`, with what the reference says of them."""
         if self.task == "sft":
             return example_table(rows)
-        if self.task == "rm":
-            return score_table(rows, self._policy.tokenizer.pad_token_id)
-        if not self._judges:
-            return pair_table(rows, reference)
-        of_rows = None if reference is None else reference.T.reshape(-1)
-        return judged_table(rows, of_rows, max_length=min(_limits(self._config, self._policy).values()))
+        if self._judges:
+            table = judged_table(rows, self._others[part])
+        else:
+            padding = self._policy.tokenizer.pad_token_id
+            table = pair_table(rows, scored_at_end=self.task == "rm", pad_token_id=padding)
+        if self._reference is None or not with_reference:
+            return table
+        found = self._reference.of(part, [row.number for row in rows])
+        return replace(table, of_rows={**table.of_rows, "reference": found.T.reshape(-1)})
+
+    @cached_property
+    def _others(self) -> dict[str, Mapping[int, np.ndarray]]:
+        """By part, the answers to other prompts by which judged ones are compared."""
+        return {part: other_answers(source.head()) for part, source in self._parts}
 
     def evaluate(self, params: Any) -> dict[str, Metric]:
         """The metrics of `params` over all rows of the section's `eval`, without gradient; none without it.
@@ -271,8 +268,8 @@ class Course:
         if self.evaluation is None:
             return {}
         params, found = to_memory("device", params), dict[str, Metric]()
-        for first, rows in self._chunks(self.evaluation):
-            table = self._table(rows, self._known("eval", rows, first))
+        for rows in self._chunks(self.evaluation):
+            table = self._table(rows, "eval")
             predicted = predict_tokens(params, table, model=self.spec, planner=self._forward_planner)
             found = combine(found, self._measured(predicted.astype(np.float64), table))
         named = {f"eval/{name.partition('/')[2]}": metric for name, metric in found.items()}
@@ -292,15 +289,14 @@ class Course:
             return []
         if self._coupled is None:
             return ["eval/loss", "eval/perplexity"]
-        table = self._table(self.evaluation.head(self._least))
+        table = self._table(self.evaluation.head(1), "eval", with_reference=False)
         measured = self._measured(np.zeros(table.completion_mask.shape), table)
         return [f"eval/{name.partition('/')[2]}" for name in measured]
 
-    def _chunks(self, source: Source) -> Iterator[tuple[int, Rows]]:
-        """All rows in file order, some at a time, each time with the place of the first."""
+    def _chunks(self, source: Source) -> Iterator[Rows]:
+        """All rows in file order, some at a time."""
         rows, size = source.head(), max(self.section.batch_size, EVALUATED_ROWS)
-        starts = range(0, max(len(rows) - self._least, 0) + 1, size)
-        return ((at, rows[at : at + size if at != starts[-1] else None]) for at in starts)
+        return (rows[at : at + size] for at in range(0, len(rows), size))
 
     def keep_reference(self, params: Any) -> None:
         """Reads the log-probabilities of the reference, or computes and keeps them, if the loss reads some.
@@ -315,23 +311,16 @@ class Course:
         weights, spec = self._reference_model(params)
         planner = spec.planner(self._config.logprob, share_prompts=self._config.update.shares_prompts)
         found: dict[str, tuple[list[int], np.ndarray]] = {}
-        for part, chunks in self._parts():
-            keys, sums = list[int](), [np.zeros((0, 2))]
-            for first, rows in chunks:
-                logprobs = predict_tokens(weights, self._table(rows), model=spec, planner=planner)
+        for part, source in self._parts:
+            keys, sums = list[int](), list[np.ndarray]()
+            for rows in self._chunks(source):
+                table = self._table(rows, part, with_reference=False)
+                logprobs = predict_tokens(weights, table, model=spec, planner=planner)
                 # In float64: what is subtracted from it later leaves far smaller numbers.
                 sums.append(logprobs.sum(axis=1, dtype=np.float64).reshape(2, -1).T)
-                keys += self._keys(rows, first)
+                keys += [row.number for row in rows]
             found[part] = keys, np.concatenate(sums)
         self._reference.keep(made_of, found)
-
-    def _parts(self) -> Iterator[tuple[str, Iterator[tuple[int, Rows]]]]:
-        """What the reference reads: all rows, or where rows are judged by others the batches that will be."""
-        size = self.section.batch_size
-        batches = ((step * size, self._rows(step)) for step in range(self._steps))
-        yield "train", batches if self._judges else self._chunks(self.train)
-        if self.evaluation is not None:
-            yield "eval", self._chunks(self.evaluation)
 
     def _made_of(self, params: Any) -> dict[str, Any]:
         """What decides the log-probabilities of the reference, by its name in messages."""
@@ -344,7 +333,7 @@ class Course:
             **weights,
             "model.dtype": config.model.dtype,
             "dpo.max_length": self.section.max_length,
-            **({"dpo.batch_size": self.section.batch_size, "steps": self._steps} if self._judges else {}),
+            "answers of pairs or judged ones": self.unit,
         }
 
     def _reference_model(self, params: Any) -> tuple[Any, ModelSpec]:
@@ -355,16 +344,16 @@ class Course:
         if self._longest > spec.arch.longest:
             raise ValueError(
                 f"the reference must have a position for each token of a row; dpo.reference "
-                f"{self._config.dpo.reference} has {spec.arch.longest}, and a row has {self._longest} tokens; "
-                "lower dpo.max_length, with dpo.on_long skip, or name another model"
+                f"{self._config.dpo.reference} has {spec.arch.longest}, and a row has {self._longest}; lower "
+                "dpo.max_length, with dpo.on_long skip, or name another model"
             )
         return weights, spec
 
     @property
     def _longest(self) -> int:
         """Tokens of the longest sequence of all rows."""
-        chunks = (rows for _, source in self._sources for _, rows in self._chunks(source))
-        return max(int(self._table(rows).lengths.max()) for rows in chunks)
+        chunks = ((rows, part) for part, source in self._parts for rows in self._chunks(source))
+        return max(int(self._table(*each, with_reference=False).lengths.max()) for each in chunks)
 
     def samples(self, batch: GivenBatch, count: int) -> list[dict[str, Any]]:
         """Records of both answers of the pairs with the largest loss, about `count` in all, for readers."""
@@ -404,7 +393,7 @@ class ReferenceLogprobs:
         """By part, the place of each row by its key."""
 
     def of(self, part: str, keys: Sequence[int]) -> np.ndarray:
-        """[n, 2] float64: of both sequences of each of these rows of a part."""
+        """[n, 2] float64: of both sequences of each of these rows of a part, by number."""
         places = self._places[part]
         return self._found[part][[places[key] for key in keys]]
 
@@ -417,7 +406,7 @@ class ReferenceLogprobs:
             parts = {part: (file[f"{part}_keys"].tolist(), file[part]) for part in file["parts"].tolist()}
         if changed := differing(before, json.loads(json.dumps(made_of))):
             raise ValueError(
-                "the log-probabilities of the reference must be those of this run's rows and weights; those in "
+                "the log-probabilities of the reference must be of this run's rows and weights; those in "
                 f"{self._path} are of another {listed(changed)}; set these back, or remove the file, so that "
                 "they are computed again"
             )

@@ -181,24 +181,29 @@ class Inputs:
         return teacher
 
     def warnings(
-        self, policy: LoadedPolicy, scorer: RewardScorer, prompts: PromptSource | None, evaluator: Evaluator
+        self,
+        policy: LoadedPolicy,
+        scorer: RewardScorer,
+        prompts: PromptSource | None,
+        evaluator: Evaluator,
+        given: Course | None,
     ) -> list[str]:
         """Of data that are probably not what is meant, and of functions that fail on a made-up completion.
 
         `prompts`: those of training, if it has some. Raises ValueError if no answer can be judged.
         """
-        data, warnings = self.config.data, []
+        data, warnings = self.config.data, list[str]()
         if prompts is not None:
             name = shown_data_sets(data.train)
             warnings += [f"{name}: {warning}" for warning in prompts.warnings]
             warnings += scorer.check_answers(name, prompts)
             for each in evaluator.sets:
-                warnings += _shared_questions(
-                    shown_data_sets(data.eval_sets[each.name]), prompts, each.source
-                )
-            warnings = [w for w in warnings if w not in evaluator.warnings]  # of the same data
+                of_set = shown_data_sets(data.eval_sets[each.name])
+                warnings += _shared_questions(of_set, prompts, each.source)
+            warnings = [each for each in warnings if each not in evaluator.warnings]  # of the same data
         sources = [*([] if prompts is None else [prompts]), *(each.source for each in evaluator.sets)]
-        return [*warnings, *evaluator.warnings, *_try_rewards(policy, scorer, sources)]
+        warnings += [*evaluator.warnings, *_try_rewards(policy, scorer, sources)]
+        return [*warnings, *([] if given is None else given.warnings)]
 
 
 def _check_given(config: Config, rows: GivenRows) -> None:

@@ -135,7 +135,11 @@ class Recorder:
 
 def left_out(source: Any, rows: str) -> Metrics:
     """Metrics of the `rows` of a source that are not trained on, or not whole: `data/skipped_prompts` …"""
-    counts = {"skipped": source.skipped + source.longer, "truncated": source.truncated, "filtered": source.filtered}
+    counts = {
+        "skipped": source.skipped + source.longer,
+        "truncated": source.truncated,
+        "filtered": source.filtered,
+    }
     return {f"data/{kind}_{rows}": Metric(count, reduction="sum") for kind, count in counts.items()}
 
 

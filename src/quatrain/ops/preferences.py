@@ -21,7 +21,7 @@ class Pairs(NamedTuple):
     """B pairs of answers to one prompt each; all arrays [B] float64."""
 
     chosen: np.ndarray
-    """Of the better answer: the sum of its tokens' log-probabilities in nats; for a reward model its score."""
+    """Of the better answer: the sum of its tokens' log-probabilities in nats; of a reward model its score."""
     rejected: np.ndarray
     """The same of the other answer."""
     ref_chosen: np.ndarray
@@ -170,8 +170,6 @@ PREFERENCE_LOSSES: dict[str, PairLoss] = {
     "simpo": simpo,
 }
 """`dpo.loss`, beside `kto`, which is not of pairs."""
-WITHOUT_REFERENCE = frozenset({"orpo", "simpo"})
-"""The losses that read no log-probabilities of a reference."""
 SCORE_LOSSES: dict[str, PairLoss] = {"bradley_terry": bradley_terry}
 """`rm.loss`."""
 
@@ -199,8 +197,8 @@ def kto(
     """w (1 - σ(±β(ρ - z))), + and `desirable_weight` for good answers, - and `undesirable_weight` for others.
 
     ρ [B] `log_ratios` are log-probabilities of answers under the policy minus those under the reference,
-    `good` [B] says which are good, and z = max(0, mean of `mismatched`) is the KL, estimated by the log-ratios
-    of answers to other prompts; no gradient flows through z. Source: Ethayarajh et al., arXiv 2402.01306,
+    `good` [B] says which are good, and z = max(0, mean of `mismatched`) is the KL, estimated by log-ratios of
+    answers to other prompts; no gradient flows through z. Source: Ethayarajh et al., arXiv 2402.01306,
     equation 7, as TRL has it.
     """
     kl = max(float(mismatched.mean()), 0.0)
