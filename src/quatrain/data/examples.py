@@ -40,7 +40,7 @@ from quatrain.data.prompts import (
 )
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, read_rows
 from quatrain.data.token_table import Table, TokenRow
-from quatrain.data.tokenizer import encode, fill_template, render, stop_token_ids
+from quatrain.data.tokenizer import encode, fill_template, render, render_completed, stop_token_ids
 from quatrain.data.turns import TurnTemplate
 from quatrain.types.batches import Example, PromptText
 
@@ -318,6 +318,11 @@ class Dialogue:
     def answer(self, prompt: PromptText, answer: Any) -> list[int]:
         """The ids of an answer to `prompt`, with its end token."""
         return self.answers.ids(prompt, self.tools, answer)
+
+    def completed(self, prompt: PromptText, answer: Any) -> list[int]:
+        """The ids of a prompt with its answer as a reward model reads them."""
+        given: dict[str, Any] = {"variables": self.variables, "refused": REFUSED_OF_ROWS}
+        return render_completed(self.of.tokenizer, prompt, answer, self.tools, **given)
 
     def parts(self, messages: Messages, trained: Sequence[int]) -> list[list[int]]:
         """The ids of the prompt of the first trained message, its own, those up to the next, and so on.

@@ -71,6 +71,7 @@ def load_pairs(
     section: str = "dpo",
     margins: bool = False,
     by_length: bool = False,
+    scored: bool = False,
 ) -> PairSource:
     """The pairs of the data set `spec`, with ids as a rollout would have them.
 
@@ -82,12 +83,14 @@ def load_pairs(
     token.
 
     `margins` says that the column `margin`, a number or null, is read; `by_length`, that the loss divides by
-    lengths, which the cut of whole texts changes; `section`, where messages say that keys are.
+    lengths, which the cut of whole texts changes; `section`, where messages say that keys are. If the pairs
+    are `scored`, their ids are those that a reward model reads (`render_completed`), with what the template
+    writes behind the answer.
 
     Raises ValueError, with the data set and the row, for answers that are equal or empty, for conversations
     that differ before the last answer, and as `load_examples` does.
     """
-    form = PairForm(data, Dialogues(tokenizer, stop_ids), section, margins, by_length)
+    form = PairForm(data, Dialogues(tokenizer, stop_ids), section, margins, by_length, scored)
     reader = GivenReader(form, rows, most_tokens, on_long)
     return PairSource(spec, reader, _pair, seed=seed, shuffle=data.shuffle)
 
@@ -146,6 +149,7 @@ class PairForm:
     section: str = "dpo"
     margins: bool = False
     by_length: bool = False
+    scored: bool = False
     what: str = "pairs"
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
@@ -196,7 +200,7 @@ class PairForm:
             found = self._of_messages(dialogue, row, chosen, rejected)
         elif self._has_prompt(row):
             text = self._prompt_text(row)
-            found = answered(dialogue, text, [chosen, rejected], (CHOSEN, REJECTED))
+            found = self._to_prompt(dialogue, text, [chosen, rejected])
         else:
             found = self._of_texts(row, chosen, rejected)
         if found is not None and found.answers[0] == found.answers[1]:
@@ -224,7 +228,17 @@ class PairForm:
         if any(is_trained(message) is False for message in last):
             return None
         check_before_answer(before)
-        return answered(dialogue, tuple(before), last, (CHOSEN, REJECTED))
+        return self._to_prompt(dialogue, tuple(before), last)
+
+    def _to_prompt(self, dialogue: Dialogue, text: PromptText, given: list[Any]) -> _Answered:
+        """Both answers to a prompt; for a reward model with what both have in common as the prompt."""
+        found = answered(dialogue, text, given, (CHOSEN, REJECTED))
+        if not self.scored:
+            return found
+        both = [dialogue.completed(text, answer) for answer in given]
+        # Where a tokenizer joins the end of a prompt with an answer, less of the prompt is common.
+        cut = min(len(found.prompt_ids), in_common(both), *(len(ids) - 1 for ids in both))
+        return found._replace(prompt_ids=both[0][:cut], answers=[ids[cut:] for ids in both])
 
     def _whole(self, row: Row, name: str, given: list[Any]) -> Messages:
         """The whole conversation of an answer, which may have its prompt in the column of prompts."""
@@ -263,9 +277,7 @@ class PairForm:
             )
         tokenizer = self.dialogues.tokenizer
         both = [encode(tokenizer, text, closed=False) for text in (chosen, rejected)]
-        shorter = min(map(len, both))
-        first, second = (np.array(ids[:shorter]) for ids in both)
-        common = int(np.logical_and.accumulate(first == second).sum())
+        common, shorter = in_common(both), min(map(len, both))
         if chosen != rejected and common == shorter:
             raise ValueError(
                 f"`{CHOSEN}` and `{REJECTED}` without a `prompt` must differ before one of them ends, which "
@@ -353,6 +365,12 @@ class JudgedForm:
 
     def cut(self, row: TokenRow, limit: int) -> TokenRow | None:
         return self._pairs.cut(row, limit)
+
+
+def in_common(both: Sequence[Sequence[int]]) -> int:
+    """The number of token ids that two texts have in common at the beginning."""
+    first, second = (np.array(ids[: min(map(len, both))]) for ids in both)
+    return int(np.logical_and.accumulate(first == second).sum())
 
 
 def answered(dialogue: Dialogue, text: PromptText, given: list[Any], names: Sequence[str]) -> _Answered:

@@ -102,8 +102,10 @@ def _load(config: Config, policy: LoadedPolicy, spec: Any, rows: GivenRows) -> S
     settings["section"] = task
     if task == "dpo" and config.dpo.loss == "kto":
         return load_judged(spec, config.data, policy.tokenizer, **settings)
-    margins, by_length = task == "rm", task == "dpo" and config.dpo.loss == "ipo"
-    return load_pairs(spec, config.data, policy.tokenizer, margins=margins, by_length=by_length, **settings)
+    by_length, rm = task == "dpo" and config.dpo.loss == "ipo", task == "rm"
+    return load_pairs(
+        spec, config.data, policy.tokenizer, margins=rm, scored=rm, by_length=by_length, **settings
+    )
 
 
 def check_columns_of_given(config: Config, spec: Any, rows: GivenRows) -> None:
