@@ -43,7 +43,7 @@ from quatrain.models.kv_cache import bytes_per_position
 from quatrain.models.params import init_params
 from quatrain.models.probe import trusted_attention
 from quatrain.types.batches import Prompt, RolloutBatch
-from quatrain.update.gradient import init_optimizer, optimizer_step
+from quatrain.update.gradient import Accumulated, init_optimizer, optimizer_step, sum_gradients
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import Optimizer
 
@@ -242,14 +242,14 @@ class Bench:
         objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
         for step in range(self.scale.steps + 1):
             began = time.perf_counter()
+            grads, stats, _ = sum_gradients(params, batches, model=policy, objective=objective)
             params, state, applied, metrics, _ = optimizer_step(
                 params,
                 state,
-                batches,
+                Accumulated(grads, (stats,)),
                 model=policy,
-                objective=objective,
-                optimizer=self.optimizer,
-                schedule_step=step,
+                form=self.optimizer.form,
+                numbers=self.optimizer.numbers(step),
             )
             jax.block_until_ready((params, state))
             seconds.append(time.perf_counter() - began)

@@ -159,6 +159,6 @@ def episode_gradients(aggregation: str, rewarded: RewardedBatch) -> dict[str, np
     planner = MicroBatchPlanner(max_tokens=64, share_prompts=True)
     batches = [batch for _, batch in micro_batches(table, planner, one_device())]
     spec = PolicySpec(arch, temperature=1.0, remat="none")
-    grads, _ = sum_gradients(params, batches, model=spec, objective=objective)
+    grads, *_ = sum_gradients(params, batches, model=spec, objective=objective)
     found = jax.tree.map(lambda gradient: np.asarray(gradient[0]), grads)  # of the one copy of the model
     return {name.name: name.of(leaf_at(found, name.path)) for name in tensor_names(arch)}

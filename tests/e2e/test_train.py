@@ -713,7 +713,7 @@ def test_a_resume_that_does_not_fit_changes_nothing(finished, override, message)
 def test_bad_input_leaves_the_name_free(tmp_path):
     data = tmp_path / "bare.jsonl"
     data.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    with pytest.raises(ValueError, match="the supervised warm start needs the column `completion`"):
+    with pytest.raises(ValueError, match="supervised training needs the columns `prompt` and `completion`"):
         train(small_run(tmp_path, "bad", f"data.train={data}"))
     with pytest.raises(ValueError, match=r"takes it from update\.clip_low; set that instead"):
         train(small_run(tmp_path, "bad", "update.loss_args={clip_low: 0.1}"))

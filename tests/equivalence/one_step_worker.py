@@ -27,7 +27,7 @@ from quatrain.models.architecture import Architecture, LoRA
 from quatrain.models.lora import merged, trained_part, with_adapters, with_trained
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
-from quatrain.update.gradient import init_optimizer, optimizer_step, sum_gradients
+from quatrain.update.gradient import Accumulated, init_optimizer, optimizer_step, sum_gradients
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import Optimizer
 
@@ -74,15 +74,14 @@ def results(shape: MeshShape, arch: Architecture, *, rounded: bool = False) -> d
     planner = MicroBatchPlanner(rows=4, num_shards=shape.num_data_shards)
     batches = [batch for _, batch in micro_batches(table(), planner, mesh)]
     logprobs = predict_tokens(params, table(), model=model, planner=planner)
-    grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
+    grads, stats, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
     engine = RolloutEngine(arch, RolloutConfig(), None, stop_ids=(0,), seed=0, mesh=mesh)
     found = {"logprobs": logprobs}
     found |= _named("gradient", jax.tree.map(lambda g: g.sum(axis=0), grads))
     found |= _named("merged", merged(params, arch)) | _named("placed", engine.copy_weights(params))
     opt_state = init_optimizer(OPTIMIZER.form, trained_part(params, arch))
-    params, *_ = optimizer_step(
-        params, opt_state, batches, model=model, objective=OBJECTIVE, optimizer=OPTIMIZER, schedule_step=0
-    )
+    sums, form, numbers = Accumulated(grads, (stats,)), OPTIMIZER.form, OPTIMIZER.numbers(0)
+    params, *_ = optimizer_step(params, opt_state, sums, model=model, form=form, numbers=numbers)
     return found | _named("params", params)
 
 

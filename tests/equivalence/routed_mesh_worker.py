@@ -63,7 +63,7 @@ def results(shape: MeshShape, forced: TokenTable) -> dict[str, np.ndarray]:
         max_tokens=100 * shape.cp, num_shards=shape.num_data_shards, share_prompts=True
     )
     batches = [batch for _, batch in micro_batches(forced, planner, mesh, model.forms)]
-    grads, stats = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
+    grads, stats, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
     leaves = jax.tree.leaves(jax.tree.map(lambda g: to_host(g).sum(axis=0), grads))
     found = {
         "gradient": np.concatenate([leaf.reshape(-1) for leaf in leaves]),

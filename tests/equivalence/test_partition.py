@@ -85,7 +85,7 @@ def _policy(arch) -> PolicySpec:
 def _gradient(arch, params, table, planner, objective, **settings):
     policy = replace(_policy(arch), **settings)
     batches = (b for _, b in micro_batches(table, planner, one_device(), policy.forms))
-    grads, stats = sum_gradients(params, batches, model=policy, objective=objective)
+    grads, stats, _ = sum_gradients(params, batches, model=policy, objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 
 

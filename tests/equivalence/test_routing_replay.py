@@ -108,7 +108,7 @@ def _objective():
 def _gradient(arch, params, table, planner, **settings):
     policy = replace(PolicySpec(arch, remat="none"), **settings)
     batches = (b for _, b in micro_batches(table, planner, one_device(), policy.forms))
-    grads, stats = sum_gradients(params, batches, model=policy, objective=_objective())
+    grads, stats, _ = sum_gradients(params, batches, model=policy, objective=_objective())
     return jax.tree.map(np.asarray, (grads, stats))
 
 

@@ -64,7 +64,7 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     planner = MicroBatchPlanner(max_tokens=150, num_shards=shape.num_data_shards, share_prompts=True)
     batches = [batch for _, batch in micro_batches(table(), planner, mesh, model.forms)]
     assert all((batch.layout is not None) == (name == "cudnn") for batch in batches)
-    grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
+    grads, *_ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
     engine = local_rollouts(
         ARCH,
         RolloutConfig(n=2, max_new_tokens=8),

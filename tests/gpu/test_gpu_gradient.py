@@ -27,7 +27,7 @@ def _gradient(arch, params, table, planner, attention, dtype="float32"):
     batches = [batch for _, batch in micro_batches(table, planner, policy.mesh, policy.forms)]
     assert len(batches) > 1
     with jax.default_matmul_precision("highest"):
-        grads, stats = sum_gradients(params, batches, model=policy, objective=objective)
+        grads, stats, _ = sum_gradients(params, batches, model=policy, objective=objective)
     leaves = [np.asarray(leaf, np.float64).reshape(-1) for leaf in jax.tree.leaves(grads)]
     return np.concatenate(leaves), float(stats["sum"]["loss"])
 

@@ -30,7 +30,7 @@ from quatrain.models.params import init_params, partition  # noqa: E402
 from quatrain.parallel.mesh import role_mesh, to_host  # noqa: E402
 from quatrain.plan import batch_plan, device_memory  # noqa: E402
 from quatrain.plan.placement import placement  # noqa: E402
-from quatrain.update.gradient import init_optimizer, optimizer_step  # noqa: E402
+from quatrain.update.gradient import Accumulated, init_optimizer, optimizer_step, sum_gradients  # noqa: E402
 from quatrain.update.objective import PolicyObjective  # noqa: E402
 from quatrain.update.optimizer import Optimizer  # noqa: E402
 
@@ -68,14 +68,14 @@ planner = MicroBatchPlanner(max_tokens=40, num_shards=role.mesh.num_data_shards,
 parts = [part for _, part in micro_batches(table(), planner, mesh, model.forms)]
 objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
 optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2), 1)
+grads, stats, _ = sum_gradients(params, parts, model=model, objective=objective)
 new, _, applied, metrics, _ = optimizer_step(
     params,
     init_optimizer(optimizer.form, params),
-    parts,
+    Accumulated(grads, (stats,)),
     model=model,
-    objective=objective,
-    optimizer=optimizer,
-    schedule_step=0,
+    form=optimizer.form,
+    numbers=optimizer.numbers(0),
 )
 assert applied
 planned = batch_plan.plan(config, devices=8)

@@ -76,7 +76,7 @@ def test_another_kind_of_micro_batch_has_memory_of_its_own(small_arch, small_par
     static = {"model": PolicySpec(small_arch), "objective": _surprise}
     memory, params = Watched(), small_params
     kinds = _micro_batches(small_arch, 4, 32)[:2], _micro_batches(small_arch, 2, 48)[:2]
-    got, _ = sum_gradients(params, kinds[0] + kinds[1], **static, residuals=memory)
+    got, *_ = sum_gradients(params, kinds[0] + kinds[1], **static, residuals=memory)
     one, other = (sum_gradients(params, kind, **static, residuals=ResidualMemory())[0] for kind in kinds)
     for a, b, c in zip(*map(jax.tree.leaves, (got, one, other)), strict=True):
         np.testing.assert_allclose(a, b + c, rtol=1e-5, atol=1e-5)

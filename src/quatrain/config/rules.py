@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
+from quatrain.config.sections.given import WITHOUT_REFERENCE
 from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
 from quatrain.config.sections.update import CriticConfig, CriticOptimizerConfig
@@ -549,7 +550,12 @@ RULES: tuple[Rule, ...] = (
     *no_effect(
         ["dpo.label_smoothing"], _is_loss("sigmoid", "robust"), "for dpo.loss {c.dpo.loss}", "take sigmoid"
     ),
-    *no_effect(["dpo.reference"], lambda c: c.dpo.loss != "orpo", "for dpo.loss orpo, which has none"),
+    *no_effect(
+        ["dpo.reference"],
+        lambda c: c.dpo.loss not in WITHOUT_REFERENCE,
+        "for dpo.loss {c.dpo.loss}, which has none",
+    ),
+    *no_effect(["dpo.gamma"], _is_loss("simpo"), "for dpo.loss {c.dpo.loss}", "take simpo"),
     *no_effect(
         ["dpo.desirable_weight", "dpo.undesirable_weight"],
         lambda c: c.dpo.loss == "kto",

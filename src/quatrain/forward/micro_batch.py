@@ -150,12 +150,17 @@ def _fill_buffer(
                 arrays["counts"][(used if length > shared else prompt_end) - 1] -= 1
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
+            # Another predictor would be of another sequence, without an error.
+            assert ((before >= 0) & (before < length)).all(), (
+                "targets are predicted from the tokens of their sequence"
+            )
             # The state before a token may lie in the common prefix, the group's prompt or the sequence's own
             # part.
             ahead = np.select([before < num_common, before < shared], [0, prompt_start - num_common], start)
             here = slice(num_scored, num_scored + len(places))
             arrays["predictors"][here] = before + ahead
-            arrays["targets"][here] = table.input_ids[row, places]
+            targets = table.input_ids if table.targets is None else table.targets
+            arrays["targets"][here] = targets[row, places]
             arrays["mask"][here] = True
             arrays["sequence_ids"][here] = num_sequences
             for name, values in table.columns.items():

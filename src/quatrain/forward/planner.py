@@ -166,8 +166,12 @@ def _num_unsampled(table: TokenTable, rows: np.ndarray) -> int:
 
     A shared prefix ends there: what the policy sampled is scored for each sequence.
     """
-    unsampled = table.attention_mask[rows].all(axis=0) & ~table.completion_mask[rows].any(axis=0)
-    return int(np.logical_and.accumulate(unsampled).sum())
+    attention, scored = table.attention_mask[rows], table.completion_mask[rows]
+    unsampled = attention.all(axis=0) & ~scored.any(axis=0)
+    count = int(np.logical_and.accumulate(unsampled).sum())
+    # A sequence that is scored behind its end too has one scored token more than tokens of its own. With the
+    # token before, of which each then has its own, a buffer's list of scored tokens holds them all.
+    return max(count - 1, 0) if (scored & ~attention).any() else count
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ models. Data flow: `TokenTable` -> packed micro-batches (`planner.py`, `micro_ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,18 +25,43 @@ from quatrain.parallel.collectives import all_gather_shards, from_first_device, 
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 
-Predicted = tuple[tuple[jax.Array, ...], jax.Array]
+Gathered = tuple[tuple[jax.Array, ...], jax.Array]
+"""Predictions [R, K, ...] of the scored tokens of a micro-batch, 0 elsewhere, and its mask [R, K].
+
+They are of all data shards, the same bits on every device.
+"""
 
 
-def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec, count: int = 1) -> Predicted:
-    """[R, K, ...]: the first `count` predictions of `model` for each scored token, and the mask.
+def gathered(numbers: Iterable[jax.Array], mask: jax.Array) -> Gathered:
+    """Predictions `numbers` of a data shard, and those of all others. In a function mapped over the mesh."""
+    found = (of_all_tokens(x, mask) for x in numbers)
+    return all_gather_shards((tuple(from_first_device(x, TP) for x in found), mask))
 
-    All are on every device, the same bits.
+
+def in_rows(table: TokenTable, parts: Iterable[tuple[np.ndarray, Gathered]]) -> list[np.ndarray]:
+    """[B, T, ...] each: the predictions of micro-batches, in the rows of `table`; 0 where nothing is scored.
+
+    `parts` have the sequences of each micro-batch (`MicroBatchPlan.sequences`).
     """
+    results: list[np.ndarray] = []
+    for sequences, on_devices in parts:
+        predicted, mask = jax.device_get(on_devices)
+        shape, scored = table.completion_mask.shape, table.completion_mask[sequences]
+        results = results or [np.zeros((*shape, *x.shape[2:]), x.dtype) for x in predicted]
+        for result, values in zip(results, predicted, strict=True):
+            part = np.zeros((len(sequences), *result.shape[1:]), result.dtype)
+            # Both list the tokens of these sequences in the same order: `cut.sequences` is the order of the
+            # buffers.
+            part[scored] = values[mask]
+            result[sequences] = part
+    return results
 
-    def on_shard(params: Any, batch: MicroBatch) -> Predicted:
-        found = (of_all_tokens(x, batch.mask) for x in model.predict(params, batch).numbers[:count])
-        return all_gather_shards((tuple(from_first_device(x, TP) for x in found), batch.mask))
+
+def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec, count: int = 1) -> Gathered:
+    """The first `count` predictions of `model` for each scored token."""
+
+    def on_shard(params: Any, batch: MicroBatch) -> Gathered:
+        return gathered(model.predict(params, batch).numbers[:count], batch.mask)
 
     in_specs = (model.partition, PartitionSpec(DATA_AXES))
     return shard_mapped(on_shard, model.mesh, in_specs, PartitionSpec())(params, batch)
@@ -76,24 +101,20 @@ def predict_columns(
     params: Any, table: TokenTable, *, model: ModelSpec, planner: MicroBatchPlanner, count: int = 1
 ) -> list[np.ndarray]:
     """[B, T, ...] each: the first `count` predictions of `model`, as `predict_tokens`."""
-    results: list[np.ndarray] = []
-    table = replace(table, columns={})  # so that one program predicts for tables of any columns
+    # So that one program predicts for tables of any columns.
+    table = replace(table, columns={}, balance=None)
     # Sums of routers are for the loss; without them the program of a pass has fewer inputs and outputs.
     forms = model.forms._replace(counted=False)
-    for sequences, batch in micro_batches(table, planner, model.mesh, forms):
-        with trim_after_compiling():
-            predicted, mask = jax.device_get(
-                _predict_program(model.backend)(params, batch, model=model, count=count)
-            )
-        shape, scored = table.completion_mask.shape, table.completion_mask[sequences]
-        results = results or [np.zeros((*shape, *x.shape[2:]), x.dtype) for x in predicted]
-        for result, values in zip(results, predicted, strict=True):
-            part = np.zeros((len(sequences), *result.shape[1:]), result.dtype)
-            # Both list the tokens of these sequences in the same order: `cut.sequences` is the order of the
-            # buffers.
-            part[scored] = values[mask]
-            result[sequences] = part
-    return results
+
+    def parts() -> Iterator[tuple[np.ndarray, Gathered]]:
+        for sequences, batch in micro_batches(table, planner, model.mesh, forms):
+            with trim_after_compiling():
+                found = jax.device_get(
+                    _predict_program(model.backend)(params, batch, model=model, count=count)
+                )
+            yield sequences, found
+
+    return in_rows(table, parts())
 
 
 def sequence_scores(
@@ -101,16 +122,9 @@ def sequence_scores(
 ) -> np.ndarray:
     """[n] float32 scores of n sequences of token ids, as `predict_tokens` computes them.
 
-    The score is that of the last token that is not the padding token of config.json, and of the first token
-    if there is no other, as in transformers. Raises ValueError if a sequence has no token, or more than the
-    token budget of `planner`.
+    The place is that of `TokenTable.scored_at_end`, without the padding token of config.json. Raises
+    ValueError if a sequence has no token, or more than the token budget of `planner`.
     """
-    lengths = np.array([len(ids) for ids in sequences], int)
-    columns = np.arange(lengths.max(initial=0) + 1)  # the value of a last token stands in the column after it
-    attention = columns < lengths[:, None]
-    input_ids = np.zeros(attention.shape, np.int32)
-    input_ids[attention] = np.concatenate([np.zeros(0, np.int32), *map(np.asarray, sequences)])
-    kept = attention & (input_ids != model.arch.pad_token_id)
-    scored = np.where(kept, columns, 0).max(axis=1, initial=0) + 1
-    table = TokenTable(input_ids, attention, columns == scored[:, None], {})
-    return predict_tokens(params, table, model=model, planner=planner)[np.arange(len(lengths)), scored]
+    table = TokenTable.scored_at_end(sequences, model.arch.pad_token_id)
+    # One place of each row is scored, so they are in the order of the rows.
+    return predict_tokens(params, table, model=model, planner=planner)[table.completion_mask]

@@ -7,7 +7,9 @@ so no cut can change the gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 
@@ -39,6 +41,12 @@ class TokenTable:
     balance: np.ndarray | None = None
     """[L, E] float32, of a mini-batch with an auxiliary loss: the loss of a token for each unit of
     probability that a layer's router gives an expert."""
+    targets: np.ndarray | None = None
+    """[B, T] int32: the tokens whose log-probabilities the completion mask asks for; None: those of
+    `input_ids`. The target at place t is predicted from the tokens before t, so no target has place 0; one
+    more place than a sequence has tokens is predicted from all of them."""
+    of_rows: dict[str, np.ndarray] = field(default_factory=dict)
+    """Numbers [B] of each sequence that a coupled objective reads on the host; no program has them."""
 
     @classmethod
     def of(cls, rollouts: RolloutBatch) -> TokenTable:
@@ -57,17 +65,36 @@ class TokenTable:
             arch.check_routes(rollouts.routes)
         return replace(cls.of(rollouts), routes=rollouts.routes)
 
+    @classmethod
+    def scored_at_end(cls, sequences: Sequence[Sequence[int]], pad_token_id: int | None = None) -> Self:
+        """The `sequences` of token ids, each with one scored place: behind its last token.
+
+        So a `CriticSpec` predicts one number from all tokens. Padding tokens at the end are left out, as
+        transformers' classifiers do; of a sequence of padding alone the first token counts.
+        """
+        lengths = np.array([len(ids) for ids in sequences], int)
+        columns = np.arange(lengths.max(initial=0) + 1)
+        attention = columns < lengths[:, None]
+        input_ids = np.zeros(attention.shape, np.int32)
+        input_ids[attention] = np.concatenate([np.zeros(0, np.int32), *map(np.asarray, sequences)])
+        kept = attention & (input_ids != pad_token_id)
+        scored = np.where(kept, columns, 0).max(axis=1, initial=0) + 1
+        return cls(input_ids, attention, columns == scored[:, None], {})
+
     def with_columns(self, **columns: np.ndarray) -> TokenTable:
         """This table with `columns` added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
     def take(self, rows: np.ndarray) -> TokenTable:
         """The sequences `rows` of this table."""
-        optional = self.group_ids, self.episode_ids, self.routes
-        groups, episodes, routes = (None if each is None else each[rows] for each in optional)
+        optional = self.group_ids, self.episode_ids, self.routes, self.targets
+        groups, episodes, routes, targets = (None if each is None else each[rows] for each in optional)
         masks = self.attention_mask[rows], self.completion_mask[rows]
-        columns = {name: values[rows] for name, values in self.columns.items()}
-        return TokenTable(self.input_ids[rows], *masks, columns, groups, episodes, routes)
+        columns, of_rows = (
+            {name: values[rows] for name, values in named.items()} for named in (self.columns, self.of_rows)
+        )
+        ids = self.input_ids[rows]
+        return TokenTable(ids, *masks, columns, groups, episodes, routes, targets=targets, of_rows=of_rows)
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
         """This table with the token weights of `aggregation` over all its sequences."""

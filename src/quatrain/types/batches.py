@@ -28,6 +28,8 @@ FAULTS = ("error", "timeout")
 """Finish reasons of episodes that a fault of the environment ended."""
 EPISODE_COLUMNS = ("messages", "environment_reward", "turn_rewards")
 """Columns that episodes add: the whole dialogue, the environment's reward, and its parts for each turn."""
+ENVIRONMENTS = "environments"
+"""The column that episodes add for reward functions that get their environments."""
 AGENT_SEQUENCE = "agent_sequence"
 """The column of a row of an agent's episode: {"answers": [message, number, trained] of each answer of the
 policy (its place among the messages, its number in the episode, whether this row trains it), "began": why the
@@ -107,11 +109,42 @@ class PromptPosition:
     """Training steps in a row, up to the last one, in which dynamic sampling found no group with signal."""
 
 
-class Demonstration(NamedTuple):
-    """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
+class Example(NamedTuple):
+    """One supervised example: a sequence, and which of its tokens are trained."""
+
+    input_ids: np.ndarray
+    """[T] int32 token ids, at least two."""
+    scored: np.ndarray
+    """[T] bool: True for tokens that are trained; at least one, and never the first."""
+    source: str = ""
+    """The data set that the row comes from."""
+
+
+class Pair(NamedTuple):
+    """One preference: two different answers to a prompt, each with its end token; int32 token ids."""
 
     prompt_ids: np.ndarray
+    """[P], at least one."""
+    chosen_ids: np.ndarray
+    rejected_ids: np.ndarray
+    margin: float | None
+    """By how much the chosen answer is better, as the row says; None if it does not."""
+    number: int
+    """Number of the pair in the data set, in file order, from 0."""
+    source: str = ""
+
+
+class Judged(NamedTuple):
+    """One answer that was called good or bad, with its prompt; int32 token ids."""
+
+    prompt_ids: np.ndarray
+    """[P], at least one."""
     completion_ids: np.ndarray
+    label: bool
+    """Whether the answer is good."""
+    number: int
+    """Number of the answer in the data set, in file order, from 0; a pair is two answers."""
+    source: str = ""
 
 
 class Episodes(NamedTuple):

@@ -1,14 +1,15 @@
-"""Micro-batches in, one optimizer step out: the exact gradient of a weighted token loss, however cut.
+"""The two halves of an optimizer step: micro-batches to an exact gradient, however cut, and that to weights.
 
-Used by the update of the policy (`learner.py`) and of the critic (`critic.py`) and by the supervised warm
-start (`sft.py`). The loss is the sum over tokens of weight x token loss; the gradient is the plain sum over
-micro-batches, and nothing is divided afterwards.
+Used by `trainer.py` alone. The loss is the sum over tokens of weight x token loss; the gradient is the plain
+sum over micro-batches, and nothing is divided afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, reduce
+from operator import add
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from quatrain.forward.micro_batch import MicroBatch
+from quatrain.forward.predict import Gathered, gathered
 from quatrain.forward.specs import ModelSpec, Predicted
 from quatrain.models.blocks.experts import RouterSums
 from quatrain.ops.rounding import round_tree
@@ -27,9 +29,9 @@ from quatrain.parallel.collectives import shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import full, reshard, shardings, to_memory
-from quatrain.types.metrics import Metric
+from quatrain.types.metrics import Metric, combine
 from quatrain.types.routes import live_of
-from quatrain.update.optimizer import Optimizer, OptimizerForm, OptimizerNumbers
+from quatrain.update.optimizer import OptimizerForm, OptimizerNumbers
 from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, per_device_spec
 
 Total = tuple[Any, Any]
@@ -90,7 +92,7 @@ def plain_gradient(loss: Callable[..., Any], params: Any, known: Any) -> tuple[A
     return *jax.grad(loss, has_aux=True)(params), []
 
 
-@partial(jax.jit, static_argnames=("model", "objective", "gradient"))
+@partial(jax.jit, static_argnames=("model", "objective", "gradient", "want"))
 def _added(
     params: Any,
     total: Total,
@@ -99,8 +101,10 @@ def _added(
     model: ModelSpec,
     objective: Objective,
     gradient: GradientFunction,
-) -> tuple[Total, Arrays]:
-    """The sum of `total` and the gradient and metrics of `batch`, and the arrays that `gradient` returns.
+    want: bool,
+) -> tuple[tuple[Total, Gathered | None], Arrays]:
+    """The sum of `total` and the gradient and metrics of `batch`, what was predicted of it if that is wanted,
+    and the arrays that `gradient` returns.
 
     Compiled as a part of `_accumulate` alone. JAX remembers the trace of a jitted function: `ResidualMemory`
     asks for the shapes of the arrays first, and tracing the layers a second time would take seconds.
@@ -108,12 +112,16 @@ def _added(
 
     # On each shard by itself: XLA's own partitioning would all-gather parameters and sum gradients where it
     # likes.
-    def on_shard(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
+    def on_shard(
+        params: Any, total: Total, batch: MicroBatch
+    ) -> tuple[tuple[Total, Gathered | None], Arrays]:
         def loss(trained: Any) -> Any:
             predicted = model.predict(model.with_trained(params, trained), batch)
-            return weighted_loss(predicted, batch, model, objective)
+            value, stats = weighted_loss(predicted, batch, model, objective)
+            return value, (stats, jax.lax.stop_gradient(predicted.numbers[:1]) if want else ())
 
-        grads, stats, arrays = gradient(loss, model.trained(params), (params, batch))
+        grads, (stats, numbers), arrays = gradient(loss, model.trained(params), (params, batch))
+        predictions = gathered(numbers, batch.mask) if want else None
         # The metrics of a step are of all data shards; every process must see the same numbers to decide
         # alike.
         peaks = jax.lax.pmax(stats.pop("max"), DATA_AXES)
@@ -122,13 +130,14 @@ def _added(
         before = dict(total[1])
         peaks = jax.tree.map(jnp.maximum, before.pop("max"), peaks)
         sums = jax.tree.map(jnp.add, before, jax.lax.psum(stats, DATA_AXES))
-        return (grads, {**sums, "max": peaks}), arrays
+        return ((grads, {**sums, "max": peaks}), predictions), arrays
 
     # Summing over `dp` waits for the optimizer step: one all-reduce of a gradient, not one for each micro-
     # batch.
     totals = _copies(model), PartitionSpec()
-    in_specs, out_specs = (model.partition, totals, PartitionSpec(DATA_AXES)), per_device_spec(model.mesh)
-    return shard_mapped(on_shard, model.mesh, in_specs, (totals, out_specs))(params, total, batch)
+    in_specs = model.partition, totals, PartitionSpec(DATA_AXES)
+    out_specs = (totals, PartitionSpec()), per_device_spec(model.mesh)
+    return shard_mapped(on_shard, model.mesh, in_specs, out_specs)(params, total, batch)
 
 
 def _accumulate(
@@ -140,9 +149,10 @@ def _accumulate(
     model: ModelSpec,
     objective: Objective,
     gradient: GradientFunction = plain_gradient,
-) -> tuple[Total, Arrays]:
+    want: bool = False,
+) -> tuple[tuple[Total, Gathered | None], Arrays]:
     """`_added`; its arrays take the memory of `held`, the same arrays of an earlier micro-batch."""
-    return _added(params, total, batch, model=model, objective=objective, gradient=gradient)
+    return _added(params, total, batch, model=model, objective=objective, gradient=gradient, want=want)
 
 
 def _copies(model: ModelSpec) -> Any:
@@ -152,15 +162,20 @@ def _copies(model: ModelSpec) -> Any:
 
 gradient_program = jit_for_backend(
     _accumulate,
-    static_argnames=("model", "objective", "gradient"),
+    static_argnames=("model", "objective", "gradient", "want"),
     donate_argnames=("total", "held"),
     keep_unused=True,  # `held` is donated for its memory and not read
 )
 """`gradient_program(backend)` is the jitted `_accumulate`."""
 
 
-def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Objective) -> Total:
-    """The total before the first micro-batch, so that the first runs the program of all the others."""
+def _zero_total(
+    params: Any, batch: MicroBatch, model: ModelSpec, objective: Objective, grads: Any = None
+) -> Total:
+    """The total before the first micro-batch, so that the first runs the program of all the others.
+
+    With `grads`, a gradient that is there already, only the metrics are zero.
+    """
 
     def floats(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -173,11 +188,12 @@ def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Obj
     summed = partial(weighted_loss, model=model, objective=objective)
     # The names of metrics come from the loss itself, also a user's, and are known without running the model.
     _, stats = jax.eval_shape(summed, predicted, batch)
-    grads = jax.tree.map(
-        lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
-        model.trained(params),
-        shardings(model.mesh, _copies(model)),
-    )
+    if grads is None:
+        grads = jax.tree.map(
+            lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
+            model.trained(params),
+            shardings(model.mesh, _copies(model)),
+        )
     everywhere = NamedSharding(model.mesh, PartitionSpec())
     return grads, {
         kind: {
@@ -219,6 +235,17 @@ def _apply(
     return *jax.lax.cond(finite, apply, leave, params, opt_state, grads), norm, finite
 
 
+class Summed(NamedTuple):
+    """What micro-batches come to, on the devices."""
+
+    total: Any
+    """float32, like what is trained of the parameters (`ModelSpec.trained`) but for a first axis, over the
+    `dp` copies of the model, which is yet to be summed."""
+    stats: Any
+    predictions: list[Gathered]
+    """Of each micro-batch, if they are wanted: the first number that the model predicts of each token."""
+
+
 def sum_gradients(
     params: Any,
     batches: Iterable[MicroBatch],
@@ -226,30 +253,35 @@ def sum_gradients(
     model: ModelSpec,
     objective: Objective,
     residuals: ResidualMemory | None = None,
-) -> Total:
+    total: Any = None,
+    want: bool = False,
+) -> Summed:
     """Gradient of the summed loss, and summed metrics, over all micro-batches and data shards.
 
-    The gradient is float32 and like what is trained of `params` (`ModelSpec.trained`) but for a first axis,
-    over the `dp` copies of the model, which is yet to be summed. `residuals` is memory that the backward pass
-    of each micro-batch uses again.
+    The gradient is added to `total`, an earlier one, which is donated; the metrics are those of `batches`
+    alone. `residuals` is memory that the backward pass of each micro-batch uses again.
     """
     program = gradient_program(model.backend)
-    static: dict[str, Any] = {"model": model, "objective": objective}
+    static: dict[str, Any] = {"model": model, "objective": objective, "want": want}
     if residuals is not None:
         # The same program for every micro-batch of a shape: the memory is lent between calls, not between
         # layers.
         program = residuals.reused_by(program, model.mesh)
         static["gradient"] = HeldGradient.of(model.arch)
-    total: Total | None = None
+    sums: Total | None = None
+    predictions: list[Gathered] = []
     # Asked for one at a time: with a teacher over all words, its hidden states are made just before their
     # pass.
     for batch in batches:
-        if total is None:
-            total = _zero_total(params, batch, model, objective)
+        if sums is None:
+            # Metrics begin anew in each call: another objective has others.
+            sums = _zero_total(params, batch, model, objective, total)
         with trim_after_compiling():
-            total, _ = program(params, total, batch, **static)
-    assert total is not None, "a mini-batch has at least one micro-batch"
-    return total
+            (sums, predicted), _ = program(params, sums, batch, **static)
+        if predicted is not None:
+            predictions.append(predicted)
+    assert sums is not None, "a mini-batch has at least one micro-batch"
+    return Summed(*sums, predictions)
 
 
 def abstract_optimizer(form: OptimizerForm, params: Any) -> Any:
@@ -284,6 +316,22 @@ def _init(params: Any, form: OptimizerForm, places: tuple[NamedSharding, ...] = 
     return jax.tree.unflatten(structure, map(jax.lax.with_sharding_constraint, leaves, places))
 
 
+class Accumulated(NamedTuple):
+    """The sums of all calls of `Trainer.forward_backward` since the last optimizer step."""
+
+    total: Any
+    """`Summed.total`"""
+    stats: tuple[Any, ...]
+    """`Summed.stats` of each call."""
+    predictions: np.ndarray | None = None
+    """[B, T] float32 of the last call, if it wanted them: the log-probability or value of each completion
+    token; 0 elsewhere."""
+    loss: float = 0.0
+    """The sum of the coupled losses, which no program knows; `stats` have the others."""
+    metrics: Mapping[str, Metric] = MappingProxyType({})
+    """Those of the coupled losses."""
+
+
 class Stepped(NamedTuple):
     """What an optimizer step leaves; `applied`: whether it was."""
 
@@ -298,23 +346,19 @@ class Stepped(NamedTuple):
 def optimizer_step(
     params: Any,
     opt_state: Any,
-    batches: Iterable[MicroBatch],
+    accumulated: Accumulated,
     *,
     model: ModelSpec,
-    objective: Objective,
-    optimizer: Optimizer,
-    schedule_step: int,
-    residuals: ResidualMemory | None = None,
+    form: OptimizerForm,
+    numbers: OptimizerNumbers,
     draw: np.ndarray | None = None,
 ) -> Stepped:
-    """One optimizer step. Donates what is trained, and the optimizer's state.
+    """One optimizer step with `numbers`. Donates what is trained, and the optimizer's state.
 
     A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
     in the host's memory is brought to the devices for the step, and back. New bfloat16 parameters are rounded
-    stochastically if there is a `draw` (`ops.rounding.round_tree`), else to the nearest number. The learning
-    rate is that of step `schedule_step` of the optimizer's schedule.
+    stochastically if there is a `draw` (`ops.rounding.round_tree`), else to the nearest number.
     """
-    grads, stats = sum_gradients(params, batches, model=model, objective=objective, residuals=residuals)
     trained = model.trained(params)
     # Read before the step, whose results lie on the devices: they go back to where these were.
     places = jax.tree.map(lambda x: x.sharding, (trained, opt_state))
@@ -322,27 +366,36 @@ def optimizer_step(
         trained, opt_state, norm, finite = _apply(
             trained,
             to_memory("device", opt_state),
-            grads,
-            stats["sum"]["loss"],
-            optimizer.numbers(schedule_step),
+            accumulated.total,
+            reduce(add, (stats["sum"]["loss"] for stats in accumulated.stats)),
+            numbers,
             draw,
-            form=optimizer.form,
+            form=form,
         )
     # Host memory included; from elsewhere, the next step would be another program.
     trained, opt_state = reshard((trained, opt_state), places)
     params = model.with_trained(params, trained)
     # One transfer: the host waits for the device here, once an optimizer step.
-    host = jax.device_get({"stats": stats, "norm": norm, "finite": finite})
-    sums, peaks = dict(host["stats"]["sum"]), host["stats"]["max"]
-    tokens = float(sums.pop("tokens"))
-    metrics = {"loss": Metric(float(sums.pop("loss"))), "update/grad_norm": Metric(float(host["norm"]))}
-    metrics |= {name: Metric(float(value), tokens) for name, value in sums.items()}
-    metrics |= {name: Metric(float(value), reduction="max") for name, value in peaks.items()}
-    routers = host["stats"]["routers"]
-    # An empty dict for models without experts, whose programs then have no further outputs.
+    host = jax.device_get({"stats": accumulated.stats, "norm": norm, "finite": finite})
+    sums = [dict(stats["sum"]) for stats in host["stats"]]
+    loss = sum(float(each.pop("loss")) for each in sums) + accumulated.loss
+    metrics = {"loss": Metric(loss), "update/grad_norm": Metric(float(host["norm"]))}
+    for each, stats in zip(sums, host["stats"], strict=True):
+        tokens = float(each.pop("tokens"))
+        metrics = combine(
+            metrics,
+            {name: Metric(float(value), tokens) for name, value in each.items()},
+            {name: Metric(float(value), reduction="max") for name, value in stats["max"].items()},
+        )
+    routers: dict[str, np.ndarray] = {}
+    for stats in host["stats"]:
+        for name, value in stats["routers"].items():
+            routers[name] = value + routers.get(name, 0)
+    # None for models without experts, whose programs then have no further outputs.
     if routers:
         assert model.arch.routes is not None
         metrics |= _router_metrics(routers, model.arch.routes.experts_per_token)
+    metrics = {**accumulated.metrics, **metrics}
     return Stepped(params, opt_state, bool(host["finite"]), metrics, routers.get("expert_tokens"))
 
 

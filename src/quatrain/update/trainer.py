@@ -16,13 +16,22 @@ import numpy as np
 from quatrain.config.schema import OptimizerConfig
 from quatrain.forward.micro_batch import MicroBatch, fill
 from quatrain.forward.planner import MicroBatchPlanner, describe_plans
+from quatrain.forward.predict import in_rows, predict_tokens
 from quatrain.forward.specs import ModelSpec
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import brief
 from quatrain.types.metrics import Metric, combine
-from quatrain.update.gradient import Objective, abstract_optimizer, init_optimizer, optimizer_step
-from quatrain.update.optimizer import Optimizer
+from quatrain.update.coupled import LINEAR, Coupled, linearized
+from quatrain.update.gradient import (
+    Accumulated,
+    Objective,
+    abstract_optimizer,
+    init_optimizer,
+    optimizer_step,
+    sum_gradients,
+)
+from quatrain.update.optimizer import Optimizer, OptimizerNumbers
 from quatrain.update.residuals import residual_memory
 from quatrain.update.teacher import WordTeacher
 
@@ -126,37 +135,96 @@ class Trainer:
         return ModelState(params, abstract_optimizer(self.optimizer.form, self.model.trained(params)))
 
     def step(
-        self, state: State, mini: TokenTable, objective: Objective, totals: StepTotals, schedule_step: int
+        self,
+        state: State,
+        mini: TokenTable,
+        objective: Objective | Coupled,
+        totals: StepTotals,
+        schedule_step: int,
     ) -> State:
-        """One optimizer step on the mini-batch `mini`, which has token weights. Donates the state's arrays.
+        """One optimizer step on the mini-batch `mini`: `forward_backward`, then `optim_step`."""
+        accumulated = self.forward_backward(state, mini, objective, totals)
+        return self.optim_step(state, accumulated, totals, schedule_step)
 
-        `schedule_step` is its place in the learning-rate schedule, which counts steps that are not applied
-        too. A step with a non-finite loss or gradient is not applied; it is counted in state and `totals`.
+    def forward_backward(
+        self,
+        state: State,
+        table: TokenTable,
+        objective: Objective | Coupled,
+        totals: StepTotals,
+        total: Accumulated | None = None,
+        *,
+        want: bool = False,
+    ) -> Accumulated:
+        """The gradient of the loss of `table`, added to an earlier `total`, whose gradient is donated.
+
+        For an objective of tokens the table has token weights; for a coupled one it needs none. With `want`
+        the predictions are returned too, as `predict_tokens` has them: of an objective of tokens at no
+        further pass. Raises ValueError for a coupled loss that is not one (`check_coupled`); `total` is then
+        as it was.
         """
+        loss, metrics, predictions = 0.0, {}, None
+        if isinstance(objective, Coupled):
+            assert self.teacher is None, "a coupled loss reads the policy alone"
+            predictions = predict_tokens(state.params, table, model=self.model, planner=self.planner)
+            found, table = linearized(objective, predictions, table)
+            objective, loss, metrics = LINEAR, found.loss, found.metrics
         began = time.perf_counter()
-        cuts = self.planner.plans(mini)
+        cuts = self.planner.plans(table)
         model, params = self.model, state.params
         forms = model.forms if self.teacher is None else model.forms.joined(self.teacher.forms)
         # All before the first pass, so that no pass waits for the host to fill buffers.
-        batches: Iterable[MicroBatch] = [fill(cut, mini, model.mesh, forms) for cut in cuts]
-        totals.combine(describe_plans(mini, cuts, self.planner.cost))
+        batches: Iterable[MicroBatch] = [fill(cut, table, model.mesh, forms) for cut in cuts]
+        totals.combine(describe_plans(table, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
         if self.teacher is not None:
             model, params, batches = self.teacher.joined(model, params, batches)
-        params, opt_state, applied, metrics, expert_tokens = optimizer_step(
+        summed = sum_gradients(
             params,
-            state.opt_state,
             batches,
             model=model,
             objective=objective,
-            optimizer=self.optimizer,
             residuals=self.residuals,
+            total=None if total is None else total.total,
+            want=want and predictions is None,
+        )
+        before = total or Accumulated(None, ())
+        if want and predictions is None:
+            sequences = (cut.sequences for cut in cuts)
+            [predictions] = in_rows(table, zip(sequences, summed.predictions, strict=True))
+        return Accumulated(
+            summed.total,
+            (*before.stats, summed.stats),
+            predictions if want else None,
+            before.loss + loss,
+            combine(before.metrics, metrics),
+        )
+
+    def optim_step(
+        self,
+        state: State,
+        accumulated: Accumulated,
+        totals: StepTotals,
+        schedule_step: int,
+        *,
+        numbers: OptimizerNumbers | None = None,
+    ) -> State:
+        """One optimizer step with the sums of `forward_backward`. Donates the state's arrays.
+
+        `schedule_step` is its place in the learning-rate schedule, which counts steps that are not applied
+        too; `numbers` replace those of this place. A step with a non-finite loss or gradient is not applied;
+        it is counted in state and `totals`.
+        """
+        params, opt_state, applied, metrics, expert_tokens = optimizer_step(
+            state.params,
+            state.opt_state,
+            accumulated,
+            model=self.model,
+            form=self.optimizer.form,
+            numbers=numbers or self.optimizer.numbers(schedule_step),
             # From the step, not from a generator that lives on: a resumed run rounds to the same bits.
             draw=None if self._draws is None else np.array([*self._draws, state.step], np.uint32),
-            schedule_step=schedule_step,
         )
-        if self.teacher is not None:
-            params = params["policy"]
         totals.add(metrics, applied, expert_tokens)
         bad = 0 if applied else state.bad_steps + 1
         if bad:

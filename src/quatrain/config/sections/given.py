@@ -20,8 +20,9 @@ from quatrain.config.fields import (
 )
 from quatrain.config.sections.update import Schedule
 
-PREFERENCE_LOSSES = ("sigmoid", "ipo", "robust", "hinge", "orpo", "kto")
-"""Losses of `quatrain dpo`; `orpo` has no reference, and `kto` reads single answers, not pairs."""
+PREFERENCE_LOSSES = ("sigmoid", "ipo", "robust", "hinge", "orpo", "simpo", "kto")
+"""Losses of `quatrain dpo`; `kto` reads single answers, not pairs."""
+WITHOUT_REFERENCE = ("orpo", "simpo")
 SCORE_LOSSES = ("bradley_terry",)
 _OWN = "or a coupled loss of your own as `path/file.py:function` or `package.module:function`"
 
@@ -90,7 +91,7 @@ class DPOConfig(GivenConfig):
     """Arguments of a loss of your own by name; checked when a run starts."""
     beta: Annotated[float, MustAgreeOnResume()] = Field(0.1, gt=0)
     """Weight β of the log-ratio to the reference; the larger, the closer the policy stays to it. For `orpo`:
-    the weight λ of the odds ratio."""
+    the weight λ of the odds ratio; for `simpo`: that of mean log-probabilities, about 2 in its paper."""
     label_smoothing: Annotated[float, MustAgreeOnResume()] = Field(0.0, ge=0, lt=0.5)
     """Fraction ε of pairs whose answers are taken to be the wrong way round (`sigmoid`: cDPO; `robust`:
     unbiased)."""
@@ -98,10 +99,17 @@ class DPOConfig(GivenConfig):
     """The reference: `initial`, the model at the start of the run (with adapters: their frozen base), or
     another model in the forms of `model.path`, whose tokenizer must be the same. Its log-probabilities are
     computed once, before the first step."""
+    gamma: Annotated[float, MustAgreeOnResume()] = Field(0.5, ge=0)
+    """Margin γ of the rewards of a pair in `simpo`."""
     desirable_weight: Annotated[float, MustAgreeOnResume()] = Field(1.0, ge=0)
     """Weight of answers labelled true in `kto`."""
     undesirable_weight: Annotated[float, MustAgreeOnResume()] = Field(1.0, ge=0)
     """Weight of answers labelled false in `kto`."""
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss reads log-probabilities of a frozen reference."""
+        return self.loss != "orpo"
 
 
 class RMConfig(GivenConfig):
