@@ -111,6 +111,7 @@ _NAMES = {
     "dpo.label_smoothing": "label_smoothing",
     "dpo.desirable_weight": "desirable_weight",
     "dpo.undesirable_weight": "undesirable_weight",
+    "dpo.gamma": "simpo_gamma",
     "rm.center": "center_rewards_coefficient",
     "optimizer.learning_rate": "lr actor_optimizer",
     "optimizer.schedule": "warmup_style schedule_type lr_scheduler_type",
@@ -202,6 +203,10 @@ _EXPLAINED = {
     **dict.fromkeys(("max_length", "truncation_mode"), _LENGTH),
     **dict.fromkeys(("packing", "packing_strategy", "padding_free"), _PACKING),
     **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), _ONCE),
+    **dict.fromkeys(
+        ("dataset_config", "dataset_train_split", "dataset_test_split"),
+        "a data set on the Hub is written owner/name:config:split here",
+    ),
     "dataset_text_field": "here plain text stands in the column text",
     **dict.fromkeys(("max_tool_response_length", "tool_response_truncate_side"), _WHOLE),
     **dict.fromkeys(("actor.tau_pos", "actor.tau_neg"), _LOSS_ARGS),
