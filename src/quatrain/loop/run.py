@@ -270,8 +270,8 @@ class GivenRun(Run):
     def record(self, step: int, metrics: Metrics, batch: GivenBatch) -> None:
         """Writes metrics of a training step, and the rows with the largest loss."""
         metrics = {**metrics, **self.course.epoch(step)}
-        loss = metrics[f"{self.config.run.task}/loss"].result()
-        self.recorder.record(step, metrics, batch.num_tokens, accuracy=self.evaluations.accuracy, loss=loss)
+        loss, accuracy = metrics["loss"].result(), self.evaluations.accuracy
+        self.recorder.record(step, metrics, batch.num_tokens, accuracy=accuracy, loss=loss)
         self.recorder.report.rows(step, partial(self.course.samples, batch))
 
 
