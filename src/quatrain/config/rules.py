@@ -572,7 +572,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: ":" in c.rm.loss,
         "for rm.loss {c.rm.loss}, whose arguments are keys of rm",
     ),
-    *no_effect(["rm.center"], lambda c: ":" not in c.rm.loss, "for a loss of your own, which may add it"),
     Rule(
         "checkpoint.best_mode",
         lambda c: smaller_is_better(c.checkpoint.best_metric or "") and c.checkpoint.best_mode == "max",
