@@ -241,10 +241,9 @@ class _OfPairs(Coupled):
 def _made_up_pairs() -> Pairs:
     """Five pairs as a model might score them, for checks of a loss."""
     rng = np.random.default_rng(0)
-    chosen_tokens, rejected_tokens = rng.integers(2, 9, (2, 5)).astype(np.float64)
-    chosen, rejected = -rng.exponential(2.0, 5) * chosen_tokens, -rng.exponential(2.0, 5) * rejected_tokens
-    reference = chosen + rng.normal(size=5), rejected + rng.normal(size=5)
-    return Pairs(chosen, rejected, *reference, chosen_tokens, rejected_tokens, rng.exponential(1.0, 5))
+    tokens = rng.integers(2, 9, (2, 5)).astype(np.float64)
+    sums = -rng.uniform(0.5, 3.0, (2, 5)) * tokens
+    return Pairs(*sums, *(sums + rng.normal(size=(2, 5))), *tokens, rng.exponential(1.0, 5))
 
 
 def _found(key: str, section: DPOConfig | RMConfig, builtin: Mapping[str, Callable[..., Any]]) -> Any:
