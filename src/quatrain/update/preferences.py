@@ -198,8 +198,8 @@ class _OfPairs(Coupled):
         if found is None or any(part.shape != shape for part in found):
             kind = f"a {type(returned).__name__}" if found is None else f"shapes {[p.shape for p in found]}"
             raise ValueError(
-                f"{self.name} must return three arrays with a number for each pair, shape {shape}: losses, "
-                "and their slopes with respect to pairs.chosen and to pairs.rejected; it returned "
+                f"a loss of pairs must return three arrays of a number for each pair, shape {shape}: its "
+                "losses, and their slopes with respect to pairs.chosen and to pairs.rejected; it returned "
                 f"{kind}; return PairLosses(losses, chosen, rejected)"
             )
         return found
@@ -213,7 +213,7 @@ class _OfPairs(Coupled):
         try:
             found = self._losses(pairs)
             if bad := [name for name, part in found._asdict().items() if not np.isfinite(part).all()]:
-                raise ValueError(f"{self.name} must return finite numbers; those of {', '.join(bad)} are not")
+                raise ValueError(f"it must return finite numbers; those of {', '.join(bad)} are not")
             for side, slopes in (("chosen", found.chosen), ("rejected", found.rejected)):
                 changes = self._changes(pairs, side)
                 off = np.abs(slopes - changes).max() / max(np.abs(changes).max(), 1e-3)
