@@ -9,7 +9,8 @@ import pytest
 
 from quatrain.config.schema import DataConfig
 from quatrain.data import prompts, token_table
-from quatrain.data.prompts import load_demonstrations, load_prompts
+from quatrain.data.examples import load_examples
+from quatrain.data.prompts import load_prompts
 
 
 @pytest.fixture
@@ -128,13 +129,13 @@ def test_a_tally_counts_the_rows_of_all_shares(monkeypatch, tokenizer, files):
     assert _together(monkeypatch, 3, work)[0] == [alone] * 3
 
 
-def test_demonstrations_are_shared_out_too(monkeypatch, tokenizer, files):
+def test_examples_are_shared_out_too(monkeypatch, tokenizer, files):
     def work():
-        source = load_demonstrations(files, DataConfig(max_prompt_length=300), tokenizer, seed=1)
-        return [[x.tolist() for x in pair] for pair in source.batch(1, 6)]
+        source = load_examples(files, DataConfig(), tokenizer, train_on="assistant", seed=1)
+        return [[row.input_ids.tolist(), row.scored.tolist()] for row in source.batch(1, 6)]
 
     alone = work()
-    assert len({json.dumps(pair) for pair in alone}) > 3
+    assert len({json.dumps(row) for row in alone}) > 3
     assert _together(monkeypatch, 2, work)[0] == [alone] * 2
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from quatrain.config.schema import Config
 from quatrain.loop.checkpoints import Checkpoints
+from quatrain.loop.stop_when import StopWhen
 from quatrain.run.best import Best
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.types.batches import PromptPosition
@@ -105,6 +106,7 @@ def made(tmp_path, *, every=1, steps=100, keep=1, best=None, reference=None):
                 Recorder(),
                 steps=steps,
                 identity=identity,
+                stop_when=StopWhen(config, (), ()),
             ),
             store,
             evaluations,

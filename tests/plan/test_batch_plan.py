@@ -480,3 +480,43 @@ def test_the_passes_of_a_teacher(overrides, passes, words):
     [row] = [row for row in found.rows if row.key == "teacher_passes"]
     assert row.value == passes
     assert words in row.why
+
+
+def given_plan(task, *values, **layout):
+    data = [] if task == "sft" else [f"{task}.data=pairs.jsonl"]
+    return plan(load_config(None, [*data, *values], {}, task=task).config, **layout)
+
+
+@pytest.mark.parametrize(
+    ("task", "values", "unit", "sequences"),
+    [
+        ("sft", [], "rows", 64),
+        ("dpo", [], "pairs", 128),
+        ("rm", [], "pairs", 128),
+        ("dpo", ["dpo.loss=kto"], "rows", 64),
+    ],
+)
+def test_a_pair_is_two_sequences_of_an_optimizer_step(task, values, unit, sequences):
+    """Catches batches and micro-batches planned as if a pair were one sequence, or a judged answer two."""
+    size = f"{task}.batch_size=64"
+    found = given_plan(task, *values, size, "update.micro_batch_size=8", f"{task}.max_length=300", devices=4)
+    assert (found["rows_per_step"], found["sequences_per_step"]) == (64, sequences)
+    assert found.to_dict()["unit"]["rows_per_step"] == unit
+    assert found["max_sequence_tokens"] == 300
+    assert found["sequences_per_shard"] == sequences // 4
+    assert found["micro_batches_per_optimizer_step"] == sequences // 4 // 8
+    assert ("forward_passes_per_micro_batch" in found.to_dict()) == (task != "sft")
+    assert overview(found)[0] == (f"batch: 64 {unit}, {sequences} sequences of at most 300 tokens")
+
+
+def test_the_plan_of_given_data_knows_what_the_configuration_knows():
+    assert given_plan("rm")["optimizer_steps"] is None
+    assert given_plan("rm", "rm.steps=9")["optimizer_steps"] == 9
+    found = given_plan("sft", "update.max_tokens_per_device=100", "mesh={dp: -1, cp: 2}", devices=4)
+    assert found["max_sequence_tokens"] == 200
+    assert "sft.max_length is null" in found.to_dict()["why"]["max_sequence_tokens"]
+    # Rows of demonstrations share no prompt: 64 of two tokens need one micro-batch of 200 for two shards.
+    assert found["micro_batches_per_optimizer_step"] == {"min": 1, "max": 32}
+    [warning] = given_plan("dpo", "dpo.batch_size=1", devices=4).warnings
+    assert "data shards (4) than sequences of an optimizer step (2)" in warning
+    assert "raise dpo.batch_size, or use fewer devices" in warning

@@ -36,7 +36,6 @@ from quatrain.cli.arguments import (
 )
 from quatrain.cluster.launcher import end_with_launcher
 from quatrain.config.errors import installation
-from quatrain.config.tasks import COMMANDS
 from quatrain.report.start_up import stage, starting
 from quatrain.run.streams import console_messages, fitted, guarded_output
 
@@ -89,7 +88,7 @@ def _options(
 
 
 _TRAINING = {
-    "rl": (
+    "train": (
         "Train a model by reinforcement learning: rollout, reward, advantage, update.",
         "train",
         "train configs/gsm8k_smollm2_cpu.yaml run.steps=5",
@@ -116,11 +115,11 @@ _TRAINING = {
         "rm model.path=runs/chat/final rm.data=pairs.jsonl",
     ),
 }
-"""`run.task` -> what its command does, in a sentence, and examples."""
+"""Commands that train: what each does, in a sentence, and examples."""
 
 
 def _training(task: str) -> Callable[..., None]:
-    """The command that trains by `task`."""
+    """The command that trains, for runs of `task` (`run.task`)."""
 
     def train(
         words: Words = None,
@@ -154,8 +153,11 @@ def _training(task: str) -> Callable[..., None]:
                 _print_config(resolved)
                 return
             with _together(resolved, coordinator, num_processes, process_id) as resolved:
-                run, check = _runs(task)
+                from quatrain.loop.train import train as run
+
                 if dry_run:
+                    from quatrain.loop.train import dry_run as check
+
                     plan, warnings = check(resolved, resume=resume)
                     typer.echo(plan)
                     for warning in warnings:
@@ -166,20 +168,10 @@ def _training(task: str) -> Callable[..., None]:
     return train
 
 
-def _runs(task: str) -> tuple[Callable[..., Any], Callable[..., tuple[str, list[str]]]]:
-    """What runs a task, and what checks it alone."""
-    if task == "rl":
-        from quatrain.loop.train import dry_run, train
-
-        return train, dry_run
-    from quatrain.loop.given import dry_run as check
-    from quatrain.loop.given import run_given
-
-    return run_given, check
-
-
-for _task, (_sentence, *_lines) in _TRAINING.items():
-    app.command(name=COMMANDS[_task], help=_sentence, epilog=examples(*_lines))(_training(_task))
+for _name, (_sentence, *_lines) in _TRAINING.items():
+    app.command(name=_name, help=_sentence, epilog=examples(*_lines))(
+        _training("rl" if _name == "train" else _name)
+    )
 
 
 @app.command(
@@ -685,7 +677,7 @@ def _about_usage(error: Any) -> str:
     It names the key of the configuration that is given as an option, as `--learning_rate`.
     """
     from quatrain.config.aliases import key_for
-    from quatrain.config.schema import valid_keys
+    from quatrain.config.load import keys_read_by
 
     command = error.ctx.command_path if error.ctx else "quatrain"
     params = error.ctx.command.params if error.ctx else ()
@@ -693,8 +685,9 @@ def _about_usage(error: Any) -> str:
     option = getattr(error, "option_name", None)
     if option and "--set" in options and option not in options:
         name = option.lstrip("-").replace("-", "_")
-        same = (key for key in valid_keys() if name in (key, key.rpartition(".")[2]))
-        if keys := [*filter(None, [key_for(name)])] or sorted(same):
+        read = keys_read_by(command.rpartition(" ")[2])
+        same = (key for key in read if name in (key, key.rpartition(".")[2]))
+        if keys := [key for key in [key_for(name)] if key in read] or sorted(same):
             return (
                 f"{option} is not an option of {command}; a key of the configuration is given as KEY=VALUE: "
                 f"{' or '.join(f'{key}=…' for key in keys)}"

@@ -104,6 +104,15 @@ def load_config(
     return Resolved(config, merged.provenance(config), warnings)
 
 
+def keys_read_by(command: str) -> list[str]:
+    """The dotted keys that a command reads, with all others at their defaults; all if it trains nothing."""
+    task = next((task for task, name in COMMANDS.items() if name == command), None)
+    merged = _Merge(trains=False)
+    merged.add([Setting(TASK, task, "the command")] if task else [])
+    config = merged.config(rules=False)
+    return [key for key in valid_keys() if task is None or has_part(config, key)]
+
+
 def check(values: Mapping[str, Any]) -> tuple[str, ...]:
     """What is wrong with these values by dotted key, over the defaults; empty if they load."""
     merged = _Merge(trains=True)

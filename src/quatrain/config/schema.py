@@ -13,7 +13,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from quatrain.config.fields import Mesh, MustAgreeOnResume, Section
+from quatrain.config.fields import Mesh, MustAgreeOnResume, Section, value_at
 from quatrain.config.rules import broken_rule
 from quatrain.config.sections.data import DataConfig
 from quatrain.config.sections.given import DPOConfig, GivenConfig, RMConfig, SFTConfig
@@ -35,9 +35,21 @@ from quatrain.config.sections.whole_run import (
     LoggingConfig,
     RunConfig,
 )
+from quatrain.config.tasks import generates
 
 # Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
 LARGEST_SEED = 2**32 - 1
+
+
+_OF_ROLLOUTS = {
+    "data": "data.train",
+    "steps": "run.steps",
+    "epochs": "run.epochs",
+    "batch_size": "data.batch_size",
+    "max_length": "data.max_prompt_length",
+    "learning_rate": "optimizer.learning_rate",
+}
+"""Key of a section on given data -> what has its place in `quatrain train`."""
 
 
 class Config(Section):
@@ -91,6 +103,31 @@ class Config(Section):
         """The section of what the run trains on, if that is data that exist; in `quatrain train`, `sft`."""
         sections: dict[str, GivenConfig] = {"dpo": self.dpo, "rm": self.rm}
         return sections.get(self.run.task, self.sft)
+
+    @property
+    def given_row(self) -> tuple[str, int]:
+        """What rows of given data are called, and how many sequences one has: both answers of a pair."""
+        if self.run.task in ("rl", "sft"):
+            return "examples", 1
+        return ("answers", 1) if self.run.task == "dpo" and self.dpo.loss == "kto" else ("pairs", 2)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run completes prompts and scores them: in training, or in evaluations alone."""
+        return not self.run.on_given_data or generates(self)
+
+    def key_of(self, name: str) -> str:
+        """The key that is `name` in the section of what the run trains on: `dpo.steps`, or `run.steps`."""
+        return f"{self.run.task}.{name}" if self.run.on_given_data else _OF_ROLLOUTS[name]
+
+    def steps_of(self, num_rows: int) -> int:
+        """Training steps of the run on so many rows: as many as are set, or as its epochs make."""
+        steps, epochs, batch_size = (
+            value_at(self, self.key_of(k)) for k in ("steps", "epochs", "batch_size")
+        )
+        if self.run.on_given_data:  # the last batch has the rest, so that every row is seen as often
+            return steps or max(1, math.ceil(math.ceil(epochs * num_rows) / batch_size))
+        return steps or max(1, math.ceil(epochs * math.ceil(num_rows / batch_size)))
 
     @property
     def keeps_supervised_steps(self) -> bool:

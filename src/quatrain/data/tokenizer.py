@@ -203,36 +203,32 @@ def _numbers(node: Any, name: str) -> Iterator[int]:
         yield from _numbers(value, name)
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, directory: str | Path, *, closed: bool = False
+) -> None:
     """Writes a tokenizer as a folder from which transformers 4 and 5 load a tokenizer with the same ids.
 
     The class in tokenizer_config.json is always `PreTrainedTokenizerFast`, which uses tokenizer.json as it
     is, as `load_tokenizer` does: the classes of model families replace parts of it by their own rules, some
-    in transformers 4 (a BOS in front of Llama's text), others in 5. No token is added behind a text, because
-    a policy continues it. Padding is on the left, as generation needs it, unless the source says otherwise.
+    in transformers 4 (a BOS in front of Llama's text), others in 5. Unless it is `closed` (`for_scoring`), no
+    token is added behind a text, because a policy continues it. Padding is on the left, as generation needs
+    it, unless the source says otherwise.
     """
-    from tokenizers import Tokenizer, processors
+    from tokenizers import Tokenizer
 
     tokenizer.save_pretrained(directory)
     path = Path(directory) / _CONFIG
     config = json.loads(path.read_text("utf-8"))
-    found = tokenizer("a", return_special_tokens_mask=True)
-    added = found["special_tokens_mask"]
-    front = found["input_ids"][: [*added, 0].index(0)]
-    if added and added[-1]:
-        names = tokenizer.convert_ids_to_tokens(front)
+    front, behind = _added_around(tokenizer)
+    if behind and not closed:
         rules = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        rules.post_processor = processors.TemplateProcessing(
-            single=[*names, "$A"],
-            pair=[*names, "$A", *names, "$B:1"],
-            special_tokens=list(zip(names, front, strict=True)),
-        )
+        rules.post_processor = _adding(tokenizer, front, [])
         rules.save(str(Path(directory) / _JSON))
     config |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],  # by default, version 4 has token_type_ids
         "add_bos_token": tokenizer.bos_token_id in front,
-        "add_eos_token": False,
+        "add_eos_token": closed and tokenizer.eos_token_id in behind,
         "padding_side": config.get("padding_side", "left"),
     }
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
@@ -243,6 +239,59 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     for name in ("auto_map", "is_local", "local_files_only"):  # describe the source, not this folder
         config.pop(name, None)
     path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+
+
+def for_scoring(tokenizer: PreTrainedTokenizerFast, stop_ids: Collection[int]) -> PreTrainedTokenizerFast:
+    """`tokenizer` as that of a reward model whose completions end with one of `stop_ids`; changed in place.
+
+    It adds the end token behind every text, where a completion has it: `render_completed` and whoever loads
+    the exported folder then score the token that was scored in training. A classifier of transformers pools
+    before the padding token wherever it stands, so that must be none of `stop_ids`, though many tokenizers
+    pad with an end token: it becomes another special token, the likeliest first, and None if there is none.
+
+    Raises ValueError for template variables, which nobody passes who reads for a reward model.
+    """
+    if variables := getattr(tokenizer, "template_variables", {}):
+        raise ValueError(
+            "a reward model must be trained on what its tokenizer renders by itself, because its scores are "
+            f"computed without data.chat_template_kwargs; got {shown(variables)}; leave the key out, or set "
+            "data.chat_template to a template with these values in it"
+        )
+    front, _ = _added_around(tokenizer)
+    behind = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = _adding(tokenizer, front, behind)
+    special = sorted(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+    padding = [index for index in special if "pad" in str(tokenizer.added_tokens_decoder[index]).lower()]
+    likely = (tokenizer.pad_token_id, *padding, tokenizer.unk_token_id, tokenizer.bos_token_id, *special)
+    taken = {None, *stop_ids, *behind}
+    chosen = next((index for index in likely if index not in taken), None)
+    if chosen is None:
+        logger.warning(
+            "the tokenizer has no special token but those that end a completion, so that the reward model "
+            "has no padding token: transformers scores one sequence at a time with it"
+        )
+    tokenizer.pad_token = None if chosen is None else tokenizer.convert_ids_to_tokens(chosen)
+    return tokenizer
+
+
+def _added_around(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """(ids that the tokenizer adds in front of any text, ids that it adds behind it)."""
+    found = tokenizer("a", return_special_tokens_mask=True)
+    ids, added = found["input_ids"], found["special_tokens_mask"]
+    front = [*added, 0].index(0)
+    return ids[:front], ids[len(ids) - [*reversed(added), 0].index(0) :] if 0 in added else []
+
+
+def _adding(tokenizer: PreTrainedTokenizerFast, front: Sequence[int], behind: Sequence[int]) -> Any:
+    """What adds these ids around any text, for a tokenizer of the library tokenizers."""
+    from tokenizers import processors
+
+    before, after = (tokenizer.convert_ids_to_tokens(list(ids)) for ids in (front, behind))
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B:1", *after],
+        special_tokens=list(dict(zip([*before, *after], [*front, *behind], strict=True)).items()),
+    )
 
 
 def _hub_file(model_id: str, name: str) -> Path | None:

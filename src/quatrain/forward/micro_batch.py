@@ -150,6 +150,10 @@ def _fill_buffer(
                 arrays["counts"][(used if length > shared else prompt_end) - 1] -= 1
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
+            # Another predictor would be of another sequence, without an error.
+            assert ((before >= 0) & (before < length)).all(), (
+                "targets are predicted from the tokens of their sequence"
+            )
             # The state before a token may lie in the common prefix, the group's prompt or the sequence's own
             # part.
             ahead = np.select([before < num_common, before < shared], [0, prompt_start - num_common], start)

@@ -93,6 +93,10 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     """
     roles = resolve_roles(config, devices, processes)
     shards = roles.train.mesh.num_data_shards
+    if config.run.on_given_data:
+        given = chain(_given_rows(config), _device_rows(roles.train.mesh, devices, processes))
+        rows = chain(given, _given_update_rows(config, roles.train.mesh))
+        return BatchPlan(tuple(rows), tuple(_given_warnings(config, shards)))
     rows = chain(
         _step_rows(config),
         _device_rows(roles.train.mesh, devices, processes),
@@ -134,6 +138,27 @@ def _step_rows(config: Config) -> Iterator[PlanRow]:
     if added := environment_tokens(config):
         parts["rollout.max_environment_tokens"] = added
     why = f"L: {' + '.join(parts)} = {' + '.join(map(str, parts.values()))}"
+    yield PlanRow("max_sequence_tokens", longest_sequence(config), "tokens", why)
+
+
+def _given_rows(config: Config) -> Iterator[PlanRow]:
+    """What a step on given data is made of: one optimizer step, however many rows there are."""
+    section, (unit, answers) = config.given, config.given_row
+    key, size = config.key_of("batch_size"), section.batch_size
+    yield PlanRow(f"{unit}_per_step", size, unit, f"R: {key}")
+    why = (
+        f"B: R x {answers}, both answers of a pair = {size} x {answers}" if answers > 1 else f"B: R = {size}"
+    )
+    yield PlanRow("sequences_per_step", size * answers, "sequences", why)
+    why = config.key_of("steps")
+    if not section.steps:
+        why = f"ceil({config.key_of('epochs')} x {unit} of {config.key_of('data')} / R); --dry-run reads them"
+    yield PlanRow("optimizer_steps", section.steps or None, "steps", why)
+    why = f"L: {config.key_of('max_length')}"
+    if section.max_length is None:
+        why = (
+            f"L: what a micro-batch holds, as {config.key_of('max_length')} is null; or the model's positions"
+        )
     yield PlanRow("max_sequence_tokens", longest_sequence(config), "tokens", why)
 
 
@@ -200,6 +225,21 @@ def _update_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     yield from _stage_rows(config, "update.", update, "B", sequences, mesh)
     for name, bounds in sorted(update.reject.items()):
         yield PlanRow(f"reject_{name}", None, "", f"update.reject {_kept(name, bounds)}; {PRECISION}")
+
+
+def _given_update_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
+    """The micro-batches of a step on given data, and its passes without gradient."""
+    number = config.given.batch_size * config.given_row[1]
+    yield from _stage_rows(config, "update.", config.update, "B", _Span(number, number), mesh)
+    coupled = config.run.task != "sft"
+    why = "predictions of all B sequences, in the same micro-batches, of which a loss of pairs is made"
+    yield PlanRow("prediction_passes", int(coupled), "sweeps", why)
+    if config.run.task == "dpo":
+        why = (
+            f"log-probabilities of dpo.reference {config.dpo.reference}, of all rows of dpo.data and dpo.eval, "
+            "once before the first step, in micro-batches of the section logprob"
+        )
+        yield PlanRow("reference_passes", int(config.dpo.reads_reference), "sweeps", why)
 
 
 PRECISION = "rollout/logprob_diff_mean, the mean of |d|, is 1e-6 in float32 and may be 0.01 in bfloat16"
@@ -327,7 +367,8 @@ def _stage_rows(
             why = f"0 to {total} = 0 to {high}; {average}: shards are balanced by cost, not by number"
             shares = replace(shares, value=_Span(0, high).value, why=why)
         held, symbol, number = budget // SHORTEST, f"floor(C / {SHORTEST})", f"floor({budget} / {SHORTEST})"
-        if config.update.shares_prompts:
+        # A row of given data shares its prompt with the other answer of its pair, or with none.
+        if config.update.shares_prompts and config.run.task != "sft":
             held, symbol, number = budget - 1, "(C - 1)", f"({budget} - 1)"
         fewest, fewest_number = budget // longest, f"floor({budget} / {longest})"
         counts = _Span(_ceil(low, shards * held), _ceil(high, shards * fewest))
@@ -346,31 +387,41 @@ def _stage_rows(
     yield PlanRow(passes, counts.value, "passes", counts_why)
 
 
-def _warnings(config: Config, shards: int, replicas: int) -> Iterator[str]:
-    sequences = _mini_batches(config, config.update)[1].times(config.rollout.n)
-    fleet = config.rollout.workers or len(config.rollout.servers)
-    n, prompts, size = config.rollout.n, config.data.batch_size, config.update.micro_batch_size
+def _too_many(count: int, name: str, least: int, than: str, idle: str, remedy: str) -> Iterator[str]:
+    if least < count:
+        idle = f"{count - least} of {count} {idle}"
+        yield f"there are more {name} ({count}) than {than} ({least}): {idle}; {remedy}"
 
-    def too_many(count: int, name: str, least: int, than: str, idle: str, remedy: str) -> Iterator[str]:
-        if least < count:
-            idle = f"{count - least} of {count} {idle}"
-            yield f"there are more {name} ({count}) than {than} ({least}): {idle}; {remedy}"
 
-    remedy = "raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices"
-    step = "sequences of an optimizer step"
-    yield from too_many(shards, "data shards", sequences.low, step, "shards compute only padding", remedy)
+def _given_warnings(config: Config, shards: int) -> Iterator[str]:
+    number = config.given.batch_size * config.given_row[1]
+    remedy = f"raise {config.key_of('batch_size')}, or use fewer devices"
+    yield from _warnings_of_shards(config, shards, _Span(number, number), remedy)
+
+
+def _warnings_of_shards(config: Config, shards: int, sequences: _Span, remedy: str) -> Iterator[str]:
+    size, step = config.update.micro_batch_size, "sequences of an optimizer step"
+    yield from _too_many(shards, "data shards", sequences.low, step, "shards compute only padding", remedy)
     share = _ceil(sequences.high, shards)
     if size is not None and size > share:
         yield (
             f"update.micro_batch_size ({size}) is larger than the number of sequences per shard ({share}): a "
             f"micro-batch has {share} sequences"
         )
+
+
+def _warnings(config: Config, shards: int, replicas: int) -> Iterator[str]:
+    sequences = _mini_batches(config, config.update)[1].times(config.rollout.n)
+    fleet = config.rollout.workers or len(config.rollout.servers)
+    n, prompts = config.rollout.n, config.data.batch_size
+    remedy = "raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices"
+    yield from _warnings_of_shards(config, shards, sequences, remedy)
     name, remedy = "rollout workers or servers", "raise data.batch_size, or use fewer of them"
-    yield from too_many(fleet, name, prompts, "prompts of a training step", "are idle", remedy)
+    yield from _too_many(fleet, name, prompts, "prompts of a training step", "are idle", remedy)
     if not fleet:
         name, remedy = "rollout replicas", "raise data.batch_size or rollout.n, or use fewer devices"
         step = "sequences of a training step"
-        yield from too_many(replicas, name, prompts * n, step, "replicas are idle", remedy)
+        yield from _too_many(replicas, name, prompts * n, step, "replicas are idle", remedy)
 
 
 def _ceil(number: int, parts: int) -> int:
@@ -385,7 +436,6 @@ def overview(result: BatchPlan) -> list[str]:
     """The plan in sentences of less than 80 columns; `render` has every number with its formula."""
 
     keys = {row.key for row in result.rows}
-    sampler = next(name for name in ("replica", "worker", "server", "sampler") if f"rollout_{name}s" in keys)
 
     def some(key: str, noun: str, plural: str = "s") -> str:
         return f"{_format_value(result[key])} {noun}{plural * (result[key] != 1)}"
@@ -395,21 +445,45 @@ def overview(result: BatchPlan) -> list[str]:
         of = some(size, "sequence") if result[budget] is None else some(budget, "token")
         return f"  on each data shard in {some(passes, 'micro-batch', 'es')} of at most {of}"
 
+    def devices() -> str:
+        return (
+            f"devices: {some('devices', 'device')} in {some('processes', 'process', 'es')}; "
+            f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}"
+        )
+
+    def longest(sequences: str) -> str:
+        return f"{some(sequences, 'sequence')} of at most {some('max_sequence_tokens', 'token')}"
+
+    formulas = "every number with its formula: plan.json, or quatrain plan"
+    if given := next((unit for unit in ("example", "pair", "answer") if f"{unit}s_per_step" in keys), None):
+        rows = some(f"{given}s_per_step", given)
+        predicted = ["  after a pass without gradient in the same ones"] * bool(result["prediction_passes"])
+        once = "reference: log-probabilities of all rows, once before the first step"
+        reference = [once] * bool("reference_passes" in keys and result["reference_passes"])
+        return [
+            f"batch: {rows} = {longest('sequences_per_step')}",
+            devices(),
+            f"update: one optimizer step of {some('sequences_per_step', 'sequence')},",
+            micro_batches("micro_batches_per_optimizer_step"),
+            *predicted,
+            *reference,
+            formulas,
+        ]
+    sampler = next(name for name in ("replica", "worker", "server", "sampler") if f"rollout_{name}s" in keys)
     before = [
         f"log-probabilities before it: {some('logprob_passes', 'sweep')} of the batch,",
         micro_batches("logprob_forward_passes", "logprob_"),
     ] * bool(result["logprob_passes"])
     return [
         f"batch: {some('prompts_per_step', 'prompt')} x {some('samples_per_prompt', 'sample')} = "
-        f"{some('sequences_per_step', 'sequence')} of at most {some('max_sequence_tokens', 'token')}",
-        f"devices: {some('devices', 'device')} in {some('processes', 'process', 'es')}; "
-        f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}",
+        f"{longest('sequences_per_step')}",
+        devices(),
         f"rollout: {some(f'rollout_{sampler}s', sampler)} of {some(f'sequences_per_{sampler}', 'sequence')}",
         f"update: {some('optimizer_steps_per_train_step', 'optimizer step')} of "
         f"{some('mini_batch_sequences', 'sequence')},",
         micro_batches("micro_batches_per_optimizer_step"),
         *before,
-        "every number with its formula: plan.json, or quatrain plan",
+        formulas,
     ]
 
 

@@ -330,7 +330,8 @@ time/update_s | s | sum | Seconds of the update stage.
 time/update_logprobs_s | s | sum | Seconds of the update stage spent on old and reference log-probabilities.
 time/eval_s | s | sum | Seconds of an evaluation.
 time/checkpoint_s | s | sum | Seconds to start a checkpoint: waiting for the previous one, copying arrays.
-time/step_s | s | sum | Seconds of the training step: rollout, reward, advantage and update.
+time/step_s | s | sum |
+    Seconds of the training step: rollout, reward, advantage and update; on given data, batch and update.
 time/compile_s | s | sum |
     Seconds of the training step spent compiling programs, or reading them from the compilation cache.
 time/sft_s | s | sum | Seconds of the supervised warm start.
@@ -370,10 +371,67 @@ eval/num_prompts | prompts | sum | Number of prompts evaluated.
 eval/skipped_prompts | prompts | sum |
     Evaluation prompts skipped because they are longer than `data.max_prompt_length`.
 eval/truncated_prompts | prompts | sum | Evaluation prompts cut to their last `data.max_prompt_length` tokens.
+eval/loss | nats | mean |
+    Loss of the rows of `sft.eval`, `dpo.eval` or `rm.eval`, all of them, without gradient; of `sft.eval` the
+    mean over trained tokens.
+eval/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+eval/perplexity | 1 | mean | exp of `eval/loss` of `quatrain sft`.
+eval/accuracy | fraction | mean | As `dpo/accuracy` or `rm/accuracy`, of these rows.
+eval/accuracy/<source> | fraction | mean |
+    The same over the rows of this data set, where there are 2 to 16 of them.
+eval/margin | 1 | mean | As `dpo/margin` or `rm/margin`, of these rows.
+eval/reward_chosen | 1 | mean | As `dpo/reward_chosen`, of these rows.
+eval/reward_rejected | 1 | mean | As `dpo/reward_rejected`, of these rows.
+eval/logprob_chosen | nats | mean | As `dpo/logprob_chosen`, of these rows.
+eval/logprob_rejected | nats | mean | As `dpo/logprob_rejected`, of these rows.
+eval/kl | nats | mean | As `dpo/kl`, of these rows.
+eval/kl_chosen | nats | mean | As `dpo/kl_chosen`, of these rows.
+eval/reward_mean | 1 | mean | As `rm/reward_mean`, of these rows.
+eval/reward_min | 1 | min | As `rm/reward_min`, of these rows.
+eval/reward_max | 1 | max | As `rm/reward_max`, of these rows.
+eval/reward_std | 1 | mean |
+    As `rm/reward_std`, of these rows: mean over the parts in which they are evaluated, a batch or 64 pairs.
 sft/loss | nats | mean |
-    Warm start: negative log-likelihood, mean over the tokens of the demonstrated completions.
-sft/entropy | nats | mean |
-    Warm start: entropy of the model, mean over the tokens of the demonstrated completions.
+    Negative log-likelihood, mean over the trained tokens of the batch; of a warm start, that of its last
+    step.
+sft/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+sft/perplexity | 1 | mean | exp of `sft/loss`.
+sft/entropy | nats | mean | Entropy of the model, mean over the same tokens.
+sft/tokens | tokens | sum | Trained tokens of the batch.
+dpo/loss | nats | mean | Loss of preferences (`dpo.loss`), mean over pairs, or with `kto` over answers.
+dpo/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+dpo/accuracy | fraction | mean |
+    Pairs whose chosen answer has the larger reward, before the step; ties count half.
+dpo/accuracy/<source> | fraction | mean |
+    The same over the rows of this data set, where there are 2 to 16 of them.
+dpo/margin | 1 | mean | Reward of the chosen answer minus that of the rejected one.
+dpo/reward_chosen | 1 | mean |
+    Reward of the chosen answer: `dpo.beta` times its log-probability under the policy minus that under the
+    reference; for losses without a reference, `dpo.beta` times its mean log-probability. With `kto`, of the
+    answers labelled true.
+dpo/reward_rejected | 1 | mean | The same of the rejected answer, or of those labelled false.
+dpo/logprob_chosen | nats | mean | Log-probability of the chosen answer, the sum over its tokens.
+dpo/logprob_rejected | nats | mean | The same of the rejected answer.
+dpo/kl_chosen | nats | mean |
+    Log-probability of a token of the chosen answers under the policy minus that under the reference.
+dpo/kl | nats | mean |
+    Estimate of the KL of the policy to the reference, at least 0, by which `kto` judges answers.
+rm/loss | nats | mean | Loss of the reward model (`rm.loss`), mean over pairs.
+rm/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+rm/accuracy | fraction | mean |
+    Pairs whose chosen answer has the larger score, before the step; ties count half.
+rm/accuracy/<source> | fraction | mean |
+    The same over the rows of this data set, where there are 2 to 16 of them.
+rm/margin | 1 | mean | Score of the chosen answer minus that of the rejected one.
+rm/reward_mean | 1 | mean | Mean score of an answer.
+rm/reward_min | 1 | min | Smallest score of an answer.
+rm/reward_max | 1 | max | Largest score of an answer.
+rm/reward_std | 1 | mean | Standard deviation of the scores of the batch.
+data/epoch | epochs | mean | How often the rows have been trained on, counted in rows.
+data/skipped_rows | rows | sum | Rows of given data left out, because they are too long (`on_long: skip`).
+data/truncated_rows | rows | sum | Rows of given data whose end was cut off (`on_long: truncate`).
+data/filtered_rows | rows | sum | Rows of given data left out by a flag such as `weight: 0`.
+time/data_s | s | sum | Seconds spent making the batch of rows of given data.
 """
 
 

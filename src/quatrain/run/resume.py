@@ -19,9 +19,11 @@ from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
 from quatrain.config.schema import Config, fields, sections
 from quatrain.config.secrets import REDACTED, comparable, redact, same
+from quatrain.data.examples import ExampleSource
 from quatrain.data.policy import Policy
+from quatrain.data.preferences import JudgedSource, PairSource
 from quatrain.data.prompts import PromptSource
-from quatrain.models.lora import without_adapters
+from quatrain.models.lora import frozen_part
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
@@ -44,6 +46,13 @@ class _Place(Description):
     steps_without_signal: Number
 
 
+class _Patience(Description):
+    model_config = ConfigDict(extra="forbid")
+
+    best: float | None
+    without_better: Number
+
+
 class _SavedState(Description):
     step: Number
     bad_steps: Number
@@ -58,6 +67,7 @@ class _SavedState(Description):
     accuracy: float | None
     evaluation_due: bool
     best: dict[str, Any] | None = None
+    stop_when: _Patience | None = None
     base: str | None = None
     base_form: str | None = None
 
@@ -95,7 +105,7 @@ def _as_json(value: Any) -> Any:
 class Identity:
     """What of a run in `folder` must be the same when it is resumed.
 
-    `data`: the digests of its `num_prompts` training prompts. `base`: the fingerprint of the frozen base;
+    `data`: the digests of its `num_prompts` rows to train on. `base`: the fingerprint of the frozen base;
     None without adapters, or if no weights are read. `base_form`: what `checkpoint.form` says of the base;
     None without adapters.
     """
@@ -112,16 +122,16 @@ class Identity:
         cls,
         config: Config,
         folder: RunDir,
-        prompts: PromptSource,
+        source: PromptSource | ExampleSource | PairSource | JudgedSource,
         policy: Policy,
         saved: Mapping[str, Any] | None,
     ) -> Self:
-        """That of a run on `prompts`; raises ValueError if the checkpoint `saved` is of another run."""
+        """That of a run on `source`; raises ValueError if the checkpoint `saved` is of another run."""
         base, base_form = None, None
         if policy.arch.lora is not None:
-            base_form = form(without_adapters(policy.abstract(config.model.param_dtype)[0]))
-            base = None if policy.params is None else tree_fingerprint(without_adapters(policy.params))
-        identity = cls(config, folder, len(prompts), prompts.digests(), base, base_form)
+            base_form = form(frozen_part(policy.abstract(config.model.param_dtype)[0]))
+            base = None if policy.params is None else tree_fingerprint(frozen_part(policy.params))
+        identity = cls(config, folder, len(source), source.digests(), base, base_form)
         if saved is not None:
             identity.check(saved)
         return identity
@@ -179,31 +189,34 @@ def check_form(config: Config, form: str | None, saved: Mapping[str, Any], folde
 def check_prompts(
     config: Config, num_prompts: int, data: Mapping[str, str], saved: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError if `data.train` does not have the rows that the checkpoint `saved` had."""
-    spec, before = shown_data_sets(config.data.train), saved["num_prompts"]
+    """Raises ValueError if the data to train on do not have the rows that the checkpoint `saved` had."""
+    key = config.key_of("data")
+    spec, before = shown_data_sets(value_at(config, key)), saved["num_prompts"]
+    rows = "rows" if config.run.on_given_data else "prompts"
     if num_prompts != before:
         raise ValueError(
-            f"data.train of a resumed run must not change: {spec} had {before} prompts that were not "
-            f"skipped, and has {num_prompts}; restore the data and data.max_prompt_length, or start another "
-            "run"
+            f"{key} of a resumed run must not change: {spec} had {before} {rows} that were not skipped, and "
+            f"has {num_prompts}; restore the data and {config.key_of('max_length')}, or start "
+            "another run"
         )
     digests = saved.get("data", data)  # a checkpoint of an earlier version has none
     changed = [] if same(digests, data) else differing(digests, data)
     if changed:
         raise ValueError(
-            f"data.train of a resumed run must not change: {spec} has as many rows as before, and "
+            f"{key} of a resumed run must not change: {spec} has as many rows as before, and "
             f"{listed(changed)} differ; restore the data, and the keys of data, the tokenizer and the "
-            "chat template that prompts are made with, or start another run"
+            f"chat template that {rows} are made with, or start another run"
         )
 
 
-def check_steps(steps: int, done: int, run: Path) -> None:
+def check_steps(config: Config, steps: int, done: int, run: Path) -> None:
     """Raises ValueError if the run has fewer steps than its newest checkpoint, that of step `done`."""
     if steps < done:
+        key = config.key_of("steps")
         raise ValueError(
-            f"run.steps of a resumed run must not be below the step of its newest checkpoint: {run} has one "
-            f"of step {done}, got {steps} steps; raise run.steps (or run.epochs), or export an earlier "
-            "checkpoint with `quatrain export RUN OUTPUT --step N`"
+            f"{key} of a resumed run must not be below the step of its newest checkpoint: {run} has one "
+            f"of step {done}, got {steps} steps; raise {key} (or {config.key_of('epochs')}), or export an "
+            "earlier checkpoint with `quatrain export RUN OUTPUT --step N`"
         )
 
 

@@ -28,6 +28,8 @@ FAULTS = ("error", "timeout")
 """Finish reasons of episodes that a fault of the environment ended."""
 EPISODE_COLUMNS = ("messages", "environment_reward", "turn_rewards")
 """Columns that episodes add: the whole dialogue, the environment's reward, and its parts for each turn."""
+ENVIRONMENTS = "environments"
+"""The column that episodes add for reward functions that get their environments."""
 AGENT_SEQUENCE = "agent_sequence"
 """The column of a row of an agent's episode: {"answers": [message, number, trained] of each answer of the
 policy (its place among the messages, its number in the episode, whether this row trains it), "began": why the
@@ -105,13 +107,6 @@ class PromptPosition:
     """The first position that no training step has used."""
     steps_without_signal: int = 0
     """Training steps in a row, up to the last one, in which dynamic sampling found no group with signal."""
-
-
-class Demonstration(NamedTuple):
-    """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
-
-    prompt_ids: np.ndarray
-    completion_ids: np.ndarray
 
 
 class Example(NamedTuple):

@@ -145,7 +145,8 @@ def save_hf(
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files that transformers can load.
 
-    generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`). Weights
+    generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`); a model
+    with a score head, which is written as a classifier of one label, generates nothing and has none. Weights
     keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an index.
     Weights of an earlier save in `directory` are replaced. In a run of several processes, all must call this,
     and the main process writes. It needs memory for one file, the others for one parameter; if parameters are
@@ -160,9 +161,10 @@ def save_hf(
         dtype = params["embed"].dtype.name
         config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
         _write_json(directory / CONFIG, config)
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        ids = {key: value for key, value in ids.items() if value is not None}
-        _write_json(directory / GENERATION, {**sampling, **ids})
+        if arch.head == "lm_head":
+            ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            ids = {key: value for key, value in ids.items() if value is not None}
+            _write_json(directory / GENERATION, {**sampling, **ids})
     _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
 
 

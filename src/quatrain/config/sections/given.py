@@ -106,6 +106,11 @@ class DPOConfig(GivenConfig):
     undesirable_weight: Annotated[float, MustAgreeOnResume()] = Field(1.0, ge=0)
     """Weight of answers labelled false in `kto`."""
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss reads log-probabilities of a frozen reference."""
+        return self.loss != "orpo"
+
 
 class RMConfig(GivenConfig):
     """Training a reward model on preferences: `quatrain rm`."""
