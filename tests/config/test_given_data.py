@@ -150,8 +150,8 @@ def test_prompts_to_complete_bring_the_keys_of_rollouts_and_rewards():
         ),
         (
             "dpo",
-            ("dpo.loss=simpo",),
-            "dpo.loss must be one of sigmoid, ipo, robust, hinge, orpo, kto, or a fu",
+            ("dpo.loss=listwise",),
+            "dpo.loss must be one of sigmoid, ipo, robust, hinge, orpo, simpo, kto, or a fu",
         ),
         ("rm", ("rm.loss_args={x: 1}",), "rm.loss_args has no effect for rm.loss bradley_terry"),
         ("rm", ("rm.loss=a.py:f", "rm.center=0.1"), "rm.center has no effect for a loss of your own"),

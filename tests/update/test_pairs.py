@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from quatrain.update.preferences import (
     pair_table,
     reads_reference,
 )
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def ids(*words):
@@ -283,6 +286,13 @@ def test_a_reward_model_may_have_a_loss_of_ones_own(own):
 def test_a_loss_that_cannot_be_used_is_an_error_before_anything_is_computed(own, name, keys, message):
     with pytest.raises(ValueError, match=message):
         Preference.of(own(name, **keys))
+
+
+def test_the_loss_of_the_page_is_one(tmp_path, caplog):
+    section = (DOCS / "library.md").read_text().partition("## A loss on preferences")[2]
+    (tmp_path / "page.py").write_text(section.partition("```python")[2].partition("```")[0])
+    Preference.of(DPOConfig(loss=f"{tmp_path / 'page.py'}:exponential"))
+    assert not caplog.text
 
 
 def test_slopes_that_are_not_those_of_the_losses_are_said(own, caplog):
