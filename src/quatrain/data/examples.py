@@ -328,9 +328,8 @@ class Dialogue:
         parts = [self.prompt(prompt)]
         for last, at in zip((None, *trained), trained, strict=False):
             if last is not None:
-                between = messages[last + 1 : at]
-                check_before_answer(between)
-                parts.append(self.turns.suffix(prompt, parts[-1], between))
+                check_before_answer(messages[:at])
+                parts.append(self.turns.suffix(prompt, parts[-1], messages[last + 1 : at]))
             parts.append(self.answer(tuple(messages[:at]), messages[at]))
         if len(trained) > 1:
             self._check_kept(messages[: trained[-1]], [index for part in parts[:-1] for index in part])
@@ -341,11 +340,12 @@ class Dialogue:
         written = self._squeezed(self.turns.prompt(tuple(messages)))
         trained = self._squeezed(ids)
         if written != trained:
-            same = next(at for at in range(len(written) + 1) if written[: at + 1] != trained[: at + 1])
+            same = [one == other for one, other in zip(written, trained, strict=False)]
+            at = max(0, [*same, False].index(False) - 10)
             raise ValueError(
                 "where several answers of a conversation are trained, the chat template must write earlier "
-                f"turns as they were trained; where {shown(trained[same:])} was, it writes later "
-                f"{shown(written[same:])}; set sft.train_on=completion, which trains the last answer behind "
+                f"turns as they were trained; where {shown(trained[at:])} was, it writes later "
+                f"{shown(written[at:])}; set sft.train_on=completion, which trains the last answer behind "
                 "the others as the template writes them, or set data.chat_template to one that changes none"
             )
 
