@@ -20,7 +20,12 @@ import grain
 import numpy as np
 
 from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
-from quatrain.config.data_sets import data_set_list, data_sets, shown_data_sets
+from quatrain.config.data_sets import (
+    TrainingSpec,
+    data_set_list,
+    shown_data_sets,
+    training_sets,
+)
 from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
@@ -158,7 +163,7 @@ class DemonstrationSource(_Source):
 
 
 def load_prompts(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -201,7 +206,7 @@ def load_prompts(
 
 
 def check_columns(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     required_columns: Mapping[str, str] | Collection[str],
     *,
@@ -212,7 +217,7 @@ def check_columns(
     reader = _RowReader(
         data, lambda row, text: [], required_columns, demonstrations=demonstrations, given=rows
     )
-    for each in dict.fromkeys(data_set_list(data_sets(spec))):  # type: ignore[arg-type]
+    for each in dict.fromkeys(data_set_list(training_sets(spec))):  # type: ignore[arg-type]
         reader.check_columns(each, list(reader.rows(each)[0]))
 
 
@@ -225,7 +230,7 @@ def _by_turns(turns: TurnsOfRow) -> _Encode:
 
 
 def load_demonstrations(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -389,12 +394,12 @@ def _named(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _load(spec: str | Sequence[str], reader: _RowReader) -> Table:
+def _load(spec: TrainingSpec | Sequence[str], reader: _RowReader) -> Table:
     """The tokenised rows of one or several data sets, numbered consecutively.
 
     In a run of several processes, process i of N reads the files i, i + N, ... if there are several.
     """
-    specs: tuple[str, ...] = data_set_list(data_sets(spec))  # type: ignore[arg-type]
+    specs: tuple[str, ...] = data_set_list(training_sets(spec))  # type: ignore[arg-type]
     name = shown_data_sets(specs)
     parts = [(each, each) for each in specs]
     patterns = {each: [] if each in reader.given else data_files(each) for each in specs}

@@ -7,13 +7,13 @@ declared (`MustAgreeOnResume`); what else must agree has a check here.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
 
-from quatrain.config.data_sets import shown_data_sets
+from quatrain.config.data_sets import MixedSet, shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
@@ -88,7 +88,9 @@ def _is_kept(config: Config, key: str) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [asdict(each) if isinstance(each, MixedSet) else each for each in value]
+    return value
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from quatrain.config.data_sets import data_sets
 from quatrain.config.fields import (
     NOT_SET,
     Count,
-    DataSets,
     Derived,
     Fraction,
     MustAgreeOnResume,
@@ -20,6 +19,7 @@ from quatrain.config.fields import (
     PlainValue,
     Section,
     Text,
+    TrainingSets,
 )
 
 RESERVED_SETS = ("final", "reward")
@@ -49,12 +49,13 @@ EvaluationSets = Annotated[
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
-    train: Annotated[DataSets, MustAgreeOnResume()] = "builtin:arithmetic"
+    train: Annotated[TrainingSets, MustAgreeOnResume()] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`) or of reasoning-gym
     (`reasoning_gym:chain_sum?size=2000`), or a .jsonl, .json, .parquet or .csv file; all forms:
-    [data.md](data.md#where-rows-come-from). A list of data sets is read as one, in its order."""
+    [data.md](data.md#where-rows-come-from). A list of data sets is read as one, in its order; a list of
+    `{path: a.jsonl, weight: 3}` is a [mixture](data.md#mixtures), drawn in the proportions of its weights."""
     eval: EvaluationSets | None = None
-    """Evaluation prompts, in the form of `data.train`, or a mapping from names to such forms, whose results
+    """Evaluation prompts, a data set or a list of them, or a mapping from names to such forms, whose results
     are reported apart: `{gsm8k: gsm8k.jsonl, math: math.jsonl}`; the first is shown during training. Derived:
     the held-out part if `data.train` is built in; further entries if it is of reasoning-gym."""
     batch_size: Annotated[Count, MustAgreeOnResume()] = 16
@@ -104,9 +105,9 @@ class SFTConfig(Section):
 
     steps: Annotated[NonNegative, MustAgreeOnResume(where="lora.rank")] = 0
     """Optimizer steps of the warm start; 0: no warm start."""
-    data: Derived[DataSets] = NOT_SET
+    data: Derived[TrainingSets] = NOT_SET
     """Demonstrations: rows with a column `completion`, or with `messages` that end with the assistant's; a
-    data set or a list of them, as `data.train`; derived: `data.train`."""
+    data set, a list of them or a mixture, as `data.train`; derived: `data.train`."""
     batch_size: Count = 64
     """Demonstrations per optimizer step, over all devices."""
     learning_rate: Derived[float] = Field(NOT_SET, ge=0)
