@@ -2,10 +2,14 @@
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import unquote
 
@@ -44,7 +48,7 @@ def data_sets(spec: object) -> object:
 
 
 def training_sets(spec: object) -> object:
-    """As `data_sets`; or a mixture, a list of mappings `{path, weight}`, as a tuple of `MixedSet`."""
+    """As `data_sets`; or a mixture, a list of mappings `{path, weight}`, as a tuple of `MixedSet`s."""
     entries = spec if isinstance(spec, list | tuple) else ()
     mixed = [isinstance(entry, Mapping | MixedSet) for entry in entries]
     if not any(mixed):
@@ -63,7 +67,7 @@ def training_sets(spec: object) -> object:
             "must have weights in the proportions of whole numbers whose sum is at most "
             f"{MOST_PARTS:,}; these need larger ones; round the weights, as 0.333 and 0.667"
         )
-    return sets
+    return sets if len(sets) > 1 else sets[0].path
 
 
 def _mixed_set(entry: Any) -> MixedSet:
@@ -106,6 +110,33 @@ def data_set_list(spec: TrainingSpec) -> tuple[str, ...]:
 def shown_data_sets(spec: TrainingSpec) -> str:
     """The data sets of a value that `data_sets` or `training_sets` returned, as text for messages."""
     return ", ".join(data_set_list(spec))
+
+
+def source_names(spec: TrainingSpec) -> dict[str, str]:
+    """By data set, a short name that no other of `spec` has, for metrics: letters, digits, '_', '.' and '-'.
+
+    The name of a file without its ending, or what a name of another kind says after `builtin:` and the like.
+    """
+    every = list(dict.fromkeys(data_set_list(spec)))
+    short = {each: _plain(_short(each)) for each in every}
+    used = Counter(short.values())
+    names: dict[str, str] = {}
+    for each in every:
+        name = short[each] if used[short[each]] == 1 else _plain(each)
+        numbered = (f"{name}-{number}" for number in count(2))
+        names[each] = (
+            name if name not in names.values() else next(n for n in numbered if n not in names.values())
+        )
+    return names
+
+
+def _short(spec: str) -> str:
+    name = re.sub(r"^[a-z_]+:", "", spec.partition("?")[0])
+    return PurePath(name).stem if re.search(r"\.(jsonl?|parquet|csv)$", name) else name
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data"
 
 
 def is_gym(spec: TrainingSpec) -> bool:

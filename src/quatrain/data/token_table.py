@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class TokenRow:
     input_ids: np.ndarray
     columns: Mapping[str, Any]
     completion_ids: np.ndarray | None = None
+    source: str = ""
+    """Name of its data set (`source_names`); empty where there is no other."""
 
     @property
     def size(self) -> int:
@@ -42,20 +44,20 @@ class TokenRow:
 
     def prompt(self, group_id: int) -> Prompt:
         """The row as a `Prompt`, the input of the rollout."""
-        return Prompt(group_id=group_id, input_ids=self.input_ids, text=self.text, columns=self.columns)
+        return Prompt(group_id, self.input_ids, self.text, self.columns, self.source)
 
     def packed(self) -> list[Any]:
         """The row as a list that `unpacked` restores; JSON-serialisable if its columns are."""
         completion = None if self.completion_ids is None else self.completion_ids.tolist()
-        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), completion]
+        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), completion, self.source]
 
     @classmethod
     def unpacked(cls, content: list[Any]) -> TokenRow:
         """The row that `packed` turned into `content`, for example in another process."""
-        number, text, ids, columns, completion = content
+        number, text, ids, columns, completion, source = content
         own = None if completion is None else np.array(completion, np.int32)
         prompt = text if isinstance(text, str) else tuple(text)
-        return cls(number, prompt, np.array(ids, np.int32), columns, own)
+        return cls(number, prompt, np.array(ids, np.int32), columns, own, source)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class Table:
     filtered: int = 0
     longer: int = 0
     spread: bool = False
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """The rows of each data set of a mixture, in the order of their numbers; empty for other tables."""
+    weights: tuple[int, ...] = ()
+    """The weights of `sources`, whole numbers."""
 
     def take(self, numbers: Sequence[int]) -> list[TokenRow]:
         """The rows with these numbers; if the table is spread, every process must pass the same numbers."""
@@ -100,6 +106,8 @@ class Table:
     def digests(self, first: int | None = None) -> dict[str, str]:
         """A digest of the prompts, of their tokens and of each column, of the `first` rows (None: all).
 
+        A mixture has one more, of the weights and sizes of its data sets.
+
         Each is the sum modulo 2^64 of the hashes of every row's number and value, so that it does not depend
         on which process has a row.
         """
@@ -113,6 +121,8 @@ class Table:
         sums: Counter[str] = Counter()
         for part in gather_objects(here) if self.spread else [here]:
             sums.update(part)
+        if self.weights:
+            sums["the data sets of the mixture"] = _hash([list(self.weights), list(self.sources.values())])
         return {name: f"{total % 2**64:016x}" for name, total in sums.items()}
 
 

@@ -42,6 +42,7 @@ class _Place(Description):
 
     next_prompt: Number
     steps_without_signal: Number
+    rates: list[float | None] = Field([])
 
 
 class _SavedState(Description):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.data_sets import data_sets
+from quatrain.config.errors import rule
 from quatrain.config.fields import (
     NOT_SET,
     Count,
@@ -46,6 +47,35 @@ EvaluationSets = Annotated[
 ]
 
 
+class CurriculumValues(Section):
+    """The entries of `data.curriculum`."""
+
+    reward: Text = "correct"
+    low: float = 0.1
+    high: float = 0.9
+    outside: float = Field(0.1, gt=0, le=1)
+    prior: float = 0.5
+    newest: float = Field(0.5, gt=0, le=1)
+
+
+def _curriculum(values: object) -> object:
+    """The entries that are given, and the defaults of others; empty for no curriculum."""
+    if not isinstance(values, dict) or not values:
+        return values
+    try:
+        found = CurriculumValues.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = ", ".join(CurriculumValues.model_fields)
+        name = ".".join(map(str, first["loc"]))
+        text = f"must have entries of {names}; {name}: {rule(first)}"
+    else:
+        if found.low <= found.high:
+            return found.model_dump()
+        text = "must have low at most high, the ends of the band of pass rates"
+    raise PydanticCustomError("rule", "{rule}", {"rule": text})
+
+
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
@@ -74,6 +104,15 @@ class DataConfig(Section):
     no lower bound."""
     max_pass_rate: Annotated[Fraction | None, MustAgreeOnResume()] = None
     """Train on prompts with at most this pass rate; null: no upper bound."""
+    curriculum: Annotated[dict[Text, float | Text], BeforeValidator(_curriculum), MustAgreeOnResume()] = (
+        Field({})
+    )
+    """Draw training prompts by their running pass rates, as `{low: 0.1, high: 0.9}`; empty: off, each as
+    often as the others. Entries: `reward` (`correct`), the reward function whose mean over a prompt's samples
+    is the rate; `low` (0.1) and `high` (0.9), between which prompts are drawn with the weight 1; `outside`
+    (0.1), the weight of other prompts, above 0; `prior` (0.5), what counts as the rate of a prompt before it
+    is drawn; `newest` (0.5), the weight of the newest mean in the rate:
+    [data.md](data.md#a-curriculum-by-pass-rates)."""
     question_column: Text | None = None
     """Column with a plain question, which becomes a user message; null: the prompt is in the column `prompt`
     or, if there is none, in the column `messages`."""
@@ -93,6 +132,11 @@ class DataConfig(Section):
     of the files, the same in every epoch."""
 
     @property
+    def difficulty(self) -> CurriculumValues | None:
+        """The values of `curriculum`; None if it is off."""
+        return CurriculumValues.model_validate(self.curriculum) if self.curriculum else None
+
+    @property
     def eval_sets(self) -> dict[str, str | tuple[str, ...]]:
         """The evaluation sets by name; the name of a single source is empty."""
         if self.eval is None:
@@ -107,7 +151,7 @@ class SFTConfig(Section):
     """Optimizer steps of the warm start; 0: no warm start."""
     data: Derived[TrainingSets] = NOT_SET
     """Demonstrations: rows with a column `completion`, or with `messages` that end with the assistant's; a
-    data set, a list of them or a mixture, as `data.train`; derived: `data.train`."""
+    data set, a list of them, or a mixture, as `data.train`; derived: `data.train`."""
     batch_size: Count = 64
     """Demonstrations per optimizer step, over all devices."""
     learning_rate: Derived[float] = Field(NOT_SET, ge=0)
