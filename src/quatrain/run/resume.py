@@ -155,7 +155,8 @@ def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> No
         # The default for keys that are newer than the checkpoint.
         before = saved["config"].get(key, comparable(value_at(Config(), key), os.environ))
         if not same(before, value):
-            known = before[REDACTED] if isinstance(before, dict) else before
+            secret = isinstance(before, dict) and REDACTED in before
+            known = before[REDACTED] if secret else before
             raise ValueError(
                 f"{key} of a resumed run must not change: {run} has {known}, got "
                 f"{redact(str(value), os.environ)}; set {key} back, or start another run"
