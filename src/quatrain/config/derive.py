@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
-from quatrain.config.data_sets import data_set_list, heldout_gym, is_gym
+from quatrain.config.data_sets import TrainingSpec, data_set_list, heldout_gym, is_gym
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
 from quatrain.config.mesh import axis_sizes
@@ -175,7 +175,7 @@ def _folder_name(stem: str) -> str:
     return re.sub(r"[^\w.-]+", "-", stem).lstrip(".-") or "run"
 
 
-def _heldout(train: str | tuple[str, ...]) -> str | tuple[str, ...] | None:
+def _heldout(train: TrainingSpec) -> str | tuple[str, ...] | None:
     if is_gym(train):
         with suppress(ValueError):  # the reader of the data raises it
             sets = tuple(map(heldout_gym, data_set_list(train)))

@@ -181,6 +181,12 @@ def _announce(run: Run) -> None:
                 f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
                 f"data.max_prompt_length={data.max_prompt_length} tokens"
             )
+    if run.inputs.teaches:
+        for line in run.prompts.mixture(run.steps * data.batch_size):
+            event(line)
+    if run.demonstrations is not None:
+        for line in run.demonstrations.mixture(sft.steps * sft.batch_size):
+            event(f"demonstrations, {line}")
     if run.prompts.filtered:
         event(
             f"{train}: {run.prompts.filtered} prompts left out by their pass rates, {len(run.prompts)} kept"

@@ -157,6 +157,7 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
                 lines = [
                     *filter(None, [folder.note]),
                     f"{run.length}, {len(run.prompts)} training prompts",
+                    *run.prompts.mixture(run.steps * config.data.batch_size),
                     render(batch_plan(config, devices=jax.device_count())),
                     *device_memory.totals_table(placed),
                 ]
