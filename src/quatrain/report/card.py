@@ -71,7 +71,9 @@ def model_card(run: Path, step: int, name: str) -> str:
     local = _local_paths(run)
     if _on_the_hub(base, local):
         about["base_model"] = base
-    specs = [spec.partition(":")[0] for spec in (train if isinstance(train, list) else [train])]
+    sets = train if isinstance(train, list) else [train]
+    names = [each["path"] if isinstance(each, Mapping) else each for each in sets]  # of a mixture, or plain
+    specs = [name.partition(":")[0] for name in names]
     if datasets := [spec for spec in specs if _on_the_hub(spec, local)]:
         about["datasets"] = datasets
     training, tag = _KINDS[task]
