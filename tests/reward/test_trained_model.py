@@ -83,5 +83,5 @@ def test_a_padding_token_ends_no_completion_or_there_is_none(caplog):
 def test_variables_of_the_template_that_scoring_would_lack_are_refused():
     template = "{% for m in messages %}{{ m['content'] }}{{ mood }}{% endfor %}"
     data = DataConfig(chat_template=template, chat_template_kwargs={"mood": "!"})
-    with pytest.raises(ValueError, match="without data.chat_template_kwargs; got .*; leave the key out"):
+    with pytest.raises(ValueError, match=r"without data\.chat_template_kwargs; got .*; leave the key out"):
         for_scoring(with_chat_template(builtin_tokenizer(), data), (1,))
