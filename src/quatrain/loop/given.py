@@ -380,7 +380,7 @@ class Course:
                         "prompt": decode(row.prompt_ids),
                         "completion": decode(ids),
                         "columns": {"answer": answer, "loss": found[pair].loss, "data": row.source},
-                        "rewards": {},
+                        "rewards": {answer: score},  # which tells readers the two apart
                         "reward": score,
                         "completion_tokens": len(ids),
                     }
