@@ -1,4 +1,4 @@
-"""Small runs on data that exist: sums, as demonstrations and as pairs of a right and a wrong answer."""
+"""Small runs on data that exist: sums, as demonstrations and as pairs of an answer and its opposite."""
 
 import json
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ TASKS = ("sft", "dpo", "rm")
 
 
 def write_sums(path, first, count):
-    """Sums that are all different, each with its right answer and one that is off by one."""
+    """Sums that are all different, each with its answer, and with one that denies it."""
     numbers = [(number, 3 * number % 17) for number in range(first, first + count)]
     rows = [
         {
             "prompt": f"{a} + {b} =",
             "completion": f" {a + b}",
             "chosen": f" {a + b}",
-            "rejected": f" {a + b + 1}",
+            "rejected": f" not {a + b}",
         }
         for a, b in numbers
     ]

@@ -292,7 +292,7 @@ def test_stopped_in_the_warm_start_says_how_to_start_again(tmp_path):
         ),
     ):
         train(small_run(tmp_path, "warm", "sft.steps=5"))
-    assert _checkpoints(tmp_path / "warm") == []
+    assert not (tmp_path / "warm" / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")
