@@ -150,11 +150,11 @@ def test_prompts_to_complete_bring_the_keys_of_rollouts_and_rewards():
         ),
         (
             "dpo",
-            ("dpo.loss=simpo",),
-            "dpo.loss must be one of sigmoid, ipo, robust, hinge, orpo, kto, or a fu",
+            ("dpo.loss=apo",),
+            "dpo.loss must be one of sigmoid, ipo, robust, hinge, orpo, simpo, kto, o",
         ),
         ("rm", ("rm.loss_args={x: 1}",), "rm.loss_args has no effect for rm.loss bradley_terry"),
-        ("rm", ("rm.loss=a.py:f", "rm.center=0.1"), "rm.center has no effect for a loss of your own"),
+        ("dpo", ("dpo.gamma=0.1",), "dpo.gamma has no effect for dpo.loss sigmoid; take simpo"),
         ("sft", ("sft.train_on=answers",), "sft.train_on must be 'completion', 'assistant' or 'all'"),
         ("sft", ("sft.on_long=drop",), "sft.on_long must be 'error', 'skip' or 'truncate'"),
         (
@@ -321,6 +321,7 @@ def test_what_must_agree_on_resume_is_of_the_task():
         "beta",
         "label_smoothing",
         "reference",
+        "gamma",
         "desirable_weight",
         "undesirable_weight",
     )

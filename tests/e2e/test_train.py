@@ -26,7 +26,7 @@ from quatrain.loop.evaluate import evaluate_run, finite_numbers
 from quatrain.loop.export import export
 from quatrain.loop.prompts import NoSignal
 from quatrain.loop.recorder import logprob_diff_warning
-from quatrain.loop.train import train, train_sft
+from quatrain.loop.train import train
 from quatrain.report import progress
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.catalogue import unknown_metrics
@@ -35,7 +35,7 @@ from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import LOCK_FILES
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
-from quatrain.update.supervised import SupervisedLearner
+from quatrain.update.supervised import GivenLearner
 from quatrain.update.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -282,13 +282,17 @@ def test_stopped_while_it_is_loaded_leaves_no_folder(tmp_path):
     assert not (tmp_path / "early").exists()
 
 
-def test_stopped_in_the_warm_start_of_sft(tmp_path):
-    steps = (SupervisedLearner, "step", lambda *arguments: True)
+def test_stopped_in_the_warm_start_says_how_to_start_again(tmp_path):
+    """Nothing of a warm start is kept."""
+    steps = (GivenLearner, "step", lambda *arguments: True)
     with (
         _signalled(signal.SIGTERM, *steps),
-        pytest.raises(Stopped, match="SIGTERM; nothing was saved; remove"),
+        pytest.raises(
+            Stopped, match=r"SIGTERM; before its first step; start it again with:\n.* train --resume auto"
+        ),
     ):
-        train_sft(small_run(tmp_path, "sft", "sft.steps=5"))
+        train(small_run(tmp_path, "warm", "sft.steps=5"))
+    assert _checkpoints(tmp_path / "warm") == []
 
 
 @pytest.fixture(scope="module")
@@ -774,23 +778,6 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
     assert "TooManyBadSteps: update.max_bad_steps=2" in (run / "run.log").read_text()
     assert rows[-1]["update/bad_steps"] == 1
     assert "loss" in rows[-1]["non_finite"]
-
-
-def test_supervised_command(tmp_path):
-    summary = train_sft(small_run(tmp_path, "sft", "sft.steps=5"))
-    assert not (summary.run / "plan.json").exists()
-    assert "rollout: " not in (summary.run / "run.log").read_text()
-    rows = read_metrics(summary.run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert rows[5]["sft/loss"] < rows[1]["sft/loss"]
-    assert (summary.run / "final" / "model.safetensors").exists()
-    with pytest.raises(ValueError, match=r"sft\.steps is 0"):
-        train_sft(small_run(tmp_path, "none", "sft.steps=0"))
-    refused = {"run.profile_steps": "[2]", "checkpoint.best_metric": "eval/reward", "hub.push": "a/b"}
-    for key, value in refused.items():
-        with pytest.raises(ValueError, match=f"{key} must not be set for quatrain sft"):
-            train_sft(small_run(tmp_path, "none", "sft.steps=1", f"{key}={value}"))
-    assert not (tmp_path / "none").exists()
 
 
 def test_steps_follow_from_epochs(tmp_path):

@@ -269,7 +269,10 @@ def convert_(
         ),
     ] = None,
     from_: Annotated[
-        str | None, option("verl, trl or tunix; default: by its keys.", "LIBRARY", "--from")
+        str | None,
+        option(
+            "verl, trl, tunix, or trl-sft, -dpo, -rm, -kto, -orpo; default: by its keys.", "LIBRARY", "--from"
+        ),
     ] = None,
     devices: Annotated[
         int | None,

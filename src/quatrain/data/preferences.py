@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from quatrain.config.data_sets import TrainingSpec
 from quatrain.config.errors import listed, shown
 from quatrain.config.schema import DataConfig
 from quatrain.data.answers import checked_answer, is_trained
@@ -50,16 +51,16 @@ JudgedSource = GivenSource[Judged]
 
 def _pair(row: TokenRow, number: int) -> Pair:
     chosen, rejected = row.parts
-    return Pair(row.input_ids, chosen, rejected, row.columns.get(MARGIN), number)
+    return Pair(row.input_ids, chosen, rejected, row.columns.get(MARGIN), number, row.source)
 
 
 def _judged(row: TokenRow, number: int) -> Judged:
     (completion,) = row.parts
-    return Judged(row.input_ids, completion, row.columns[LABEL], number)
+    return Judged(row.input_ids, completion, row.columns[LABEL], number, row.source)
 
 
 def load_pairs(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -96,7 +97,7 @@ def load_pairs(
 
 
 def load_judged(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -117,14 +118,14 @@ def load_judged(
 
 
 def check_pair_columns(
-    spec: str | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
+    spec: TrainingSpec | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
 ) -> None:
     """Raises the ValueError of `load_pairs` for columns, without a tokenizer."""
     check_columns_of(spec, GivenReader(PairForm(data, section=section), rows))
 
 
 def check_judged_columns(
-    spec: str | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
+    spec: TrainingSpec | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
 ) -> None:
     """Raises the ValueError of `load_judged` for columns, without a tokenizer."""
     check_columns_of(spec, GivenReader(JudgedForm(data, section=section), rows))
@@ -187,7 +188,7 @@ class PairForm:
             )
         notes |= note_answers(dialogue, found.text, found.given, row)
         answers = tuple(map(int32, found.answers))
-        return [TokenRow(number, found.text, int32(found.prompt_ids), columns, answers, notes)]
+        return [TokenRow(number, found.text, int32(found.prompt_ids), columns, answers, notes=notes)]
 
     def _has_prompt(self, row: Row) -> bool:
         return row.get(self.data.question_column or "prompt") is not None
@@ -364,7 +365,7 @@ class JudgedForm:
         notes = note_answers(dialogue, text, [given], row)
         columns = {**kept_columns(row), LABEL: bool(label)}
         parts = tuple(map(int32, found.answers))
-        return [TokenRow(number, text, int32(found.prompt_ids), columns, parts, notes)]
+        return [TokenRow(number, text, int32(found.prompt_ids), columns, parts, notes=notes)]
 
     def size(self, row: TokenRow) -> int:
         return self._pairs.size(row)

@@ -54,6 +54,7 @@ def rollout_run(inputs: Inputs) -> RolloutRun:
     engine = ended(closing(build_engine(config, policy, scorer, prompts, recorder.show_decoding)))
     stages = Stages(engine, scorer, AdvantageEstimator.of(config), learner, as_stage(teacher))
     batches = AsyncRollouts(config, stages, prompts, steps, recorder.show_sampling)
+    assert inputs.imported is not None
     for each in (batches, inputs.imported, evaluator):  # the last first: the thread may wait for the others
         ended(closing(each))
     reference = Reference(config, policy, learner, folder.reference)
@@ -90,7 +91,8 @@ def given_run(inputs: Inputs) -> GivenRun:
     course = Course(config, policy, data, steps=steps, reference_file=folder.reference_logprobs)
     identity = Identity.of(config, folder, data.train, policy, inputs.saved)
     recorder = Recorder(config, folder.path, stop, left_out(data.train, "rows"))
-    names, functions, warnings, generation = course.metric_names(), (), course.warnings, None
+    names, warnings, generation = course.metric_names(), course.warnings, None
+    functions: tuple[str, ...] = ()
     if config.generates:
         scorer = inputs.scorer(policy)
         evaluator = ended(closing(Evaluator(config, policy, scorer, inputs.rows)))

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
-from quatrain.config.data_sets import shown_data_sets
+from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, OptimizerConfig
@@ -49,10 +49,10 @@ from quatrain.update.learner import TooManyBadSteps
 from quatrain.update.preferences import coupled_of, judged_table, other_answers, pair_table, reads_reference
 from quatrain.update.supervised import (
     OF_RUNS,
-    SFT_LOSS,
     GivenBatch,
     GivenLearner,
     example_table,
+    log_likelihoods,
     negative_log_likelihood,
     perplexity,
 )
@@ -83,9 +83,9 @@ class GivenData:
         those longer than a micro-batch, than `max_length` or than the model has positions, unless `on_long`
         says what to do with them.
         """
-        section = config.given
-        sets = [section.data, section.eval if config.run.on_given_data else None]
-        return cls(*(None if spec is None else _load(config, policy, spec, rows) for spec in sets))
+        held_out = config.given.eval if config.run.on_given_data else None
+        train = _load(config, policy, config.given.data, rows)
+        return cls(train, None if held_out is None else _load(config, policy, held_out, rows))
 
 
 def _load(config: Config, policy: LoadedPolicy, spec: Any, rows: GivenRows) -> Source:
@@ -173,6 +173,7 @@ class Course:
             stream=WARM_START_STREAM if warm else POLICY_STREAM,
             optimizer_memory="host" if config.offload.optimizer else "device",
             policy_memory="host" if config.offload.policy and not warm else "device",
+            by_source=not warm and len(data_set_list(self.section.data)) > 1,
         )
         self._reference: ReferenceLogprobs | None = None
         if self._coupled is not None and reads_reference(config):
@@ -219,6 +220,7 @@ class Course:
         if self.evaluation is None:
             return {}
         key = f"{self.task}.eval"
+        assert self.section.eval is not None
         return {key: shown_data_sets(self.section.eval), f"the rows of {key}": self.evaluation.digests()}
 
     def batch(self, step: int) -> GivenBatch:
@@ -260,7 +262,7 @@ class Course:
     @cached_property
     def _others(self) -> dict[str, Mapping[int, np.ndarray]]:
         """By part, the answers to other prompts by which judged ones are compared."""
-        return {part: other_answers(source.head()) for part, source in self._parts}
+        return {part: other_answers(cast("JudgedSource", source).head()) for part, source in self._parts}
 
     def evaluate(self, params: Any) -> dict[str, Metric]:
         """The metrics of `params` over all rows of the section's `eval`, without gradient; none without it.
@@ -275,15 +277,16 @@ class Course:
             predicted = predict_tokens(params, table, model=self.spec, planner=self._forward_planner)
             found = combine(found, self._measured(predicted.astype(np.float64), table))
         named = {f"eval/{name.partition('/')[2]}": metric for name, metric in found.items()}
-        if self.task == "sft":
+        if self._coupled is None:
             named["eval/perplexity"] = Metric(perplexity(named["eval/loss"]))
         return named
 
     def _measured(self, predicted: np.ndarray, table: TokenTable) -> Metrics:
         """The loss of predictions [B, T] float64, and what else there is to say of them."""
         if self._coupled is not None:
-            return self._coupled(predicted, table).metrics
-        return {SFT_LOSS: Metric(float(-predicted.sum()), float(table.completion_mask.sum()))}
+            with np.errstate(invalid="ignore"):  # of weights that gave no numbers, whose loss is none either
+                return self._coupled(predicted, table).metrics
+        return log_likelihoods(predicted, table)
 
     def metric_names(self) -> list[str]:
         """The names of the metrics of every evaluation."""
@@ -326,12 +329,13 @@ class Course:
 
     def _made_of(self, params: Any) -> dict[str, Any]:
         """What decides the log-probabilities of the reference, by its name in messages."""
+        names = {"train": "data", "eval": "eval"}
         config, named = self._config, self._config.dpo.reference
         weights = {"dpo.reference": named}
         if named == INITIAL:
             weights["the weights of model.path"] = tree_fingerprint(without_adapters(params))
         return {
-            **{f"the rows of {shown_data_sets(spec)}": source.digests() for spec, source in self._sources},
+            **{f"the rows of dpo.{names[part]}": source.digests() for part, source in self._parts},
             **weights,
             "model.dtype": config.model.dtype,
             "dpo.max_length": self.section.max_length,
@@ -360,7 +364,7 @@ class Course:
     def samples(self, batch: GivenBatch, count: int) -> list[dict[str, Any]]:
         """Records of both answers of the pairs with the largest loss, about `count` in all, for readers."""
         coupled, predicted, table = self._coupled, batch.predictions, batch.table
-        if coupled is None or predicted is None or self._judges:
+        if coupled is None or predicted is None or self._judges or not np.isfinite(predicted).all():
             return []
         pairs, records = len(batch.rows), list[dict[str, Any]]()
         own = [np.array([pair, pairs + pair]) for pair in range(pairs)]
@@ -376,7 +380,7 @@ class Course:
                         "prompt": decode(row.prompt_ids),
                         "completion": decode(ids),
                         "columns": {"answer": answer, "loss": found[pair].loss, "data": row.source},
-                        "rewards": {},
+                        "rewards": {answer: score},  # which tells readers the two apart
                         "reward": score,
                         "completion_tokens": len(ids),
                     }
@@ -419,7 +423,7 @@ class ReferenceLogprobs:
         """Holds what was found, by part: keys of rows, and [rows, 2]; writes it to the file."""
         self._hold(found)
         if is_main_process():
-            arrays = {f"{part}_keys": np.array(keys, np.int64) for part, (keys, _) in found.items()}
+            arrays: dict[str, Any] = {f"{part}_keys": np.array(keys) for part, (keys, _) in found.items()}
             arrays |= {part: sums for part, (_, sums) in found.items()}
             content = io.BytesIO()
             np.savez(content, made_of=np.array(json.dumps(made_of)), parts=np.array([*found]), **arrays)
@@ -478,7 +482,7 @@ def _optimizer(config: Config) -> OptimizerConfig:
     section, optimizer = config.given, config.optimizer
     if not config.run.on_given_data:
         # Of a warm start: `optimizer` is set for the rewards, whose gradients are of another kind.
-        kept = {"state_dtype": optimizer.state_dtype, "stochastic_rounding": optimizer.stochastic_rounding}
-        optimizer = OptimizerConfig(**kept)
+        kept = ("state_dtype", "stochastic_rounding")
+        optimizer = OptimizerConfig().model_copy(update={name: getattr(optimizer, name) for name in kept})
     own = {name: getattr(section, name) for name in ("learning_rate", "schedule", "warmup_steps")}
     return optimizer.model_copy(update={**own, "final_fraction": 0.0})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -74,6 +75,28 @@ def train(
             after = run.evaluations.last(state.params, state.train_step, version=state.step)
             export(run, state.params, state.train_step)
         return conclude(run, state.train_step, after)
+
+
+def _of_task(
+    task: str,
+    resolved: Resolved,
+    *,
+    resume: str | None = None,
+    reward_functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    rows: GivenRows = NO_ROWS,
+    on_step: OnStep | None = None,
+) -> Summary:
+    """As `train`, of a configuration with this `run.task`; raises ValueError for one with another."""
+    if isinstance(resolved, Resolved) and resolved.config.run.task != task:
+        raise ValueError(
+            f"quatrain.{task} runs what quatrain.load_config('my.yaml', task='{task}') returns; got a "
+            f"configuration with run.task {resolved.config.run.task}; load it with that task"
+        )
+    return train(resolved, resume=resume, reward_functions=reward_functions, rows=rows, on_step=on_step)
+
+
+sft, dpo, rm = (partial(_of_task, task) for task in ("sft", "dpo", "rm"))
+"""The commands of these names."""
 
 
 def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:

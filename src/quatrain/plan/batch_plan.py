@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from quatrain.config.data_sets import source_names, whole_weights
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.mesh_axes import AXES, CP, DATA_AXES, NUM_IN_TEXT, TP
@@ -131,6 +132,7 @@ def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[i
 def _step_rows(config: Config) -> Iterator[PlanRow]:
     whole, n, rounds = config.data.batch_size, config.rollout.n, config.rollout.dynamic_sampling_rounds
     yield PlanRow("prompts_per_step", whole, "prompts", "P: data.batch_size")
+    yield from _mixture_rows(config)
     yield PlanRow("samples_per_prompt", n, "sequences", "G: rollout.n")
     yield PlanRow("sequences_per_step", whole * n, "sequences", f"P x G = {whole} x {n}")
     if rounds > 1:
@@ -181,6 +183,19 @@ def _pass_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     key = "max_tokens_per_device" if sizes.micro_batch_size is None else "micro_batch_size"
     unit = "tokens" if sizes.micro_batch_size is None else "sequences"
     yield PlanRow(f"logprob_{key}", getattr(sizes, key), unit, f"logprob.{key}, of {of}")
+
+
+def _mixture_rows(config: Config) -> Iterator[PlanRow]:
+    """Of a mixture, the prompts of a step from each data set: its share, to less than `off` prompts."""
+    whole, weights = config.data.batch_size, whole_weights(config.data.train)
+    total, off = sum(weights), 1 if len(weights) == 2 else 2
+    for name, weight in zip(source_names(config.data.train).values(), weights, strict=False):
+        share = whole * weight
+        span = _Span(max(share // total - off + 1, 0), min(_ceil(share, total) + off - 1, whole))
+        exact = _Span(share // total, share // total)
+        value = (exact if whole % total == 0 else span).value
+        why = f"P x weight / weights of all = {whole} x {weight} / {total}"
+        yield PlanRow(f"prompts_per_step_of_{name}", value, "prompts", why)
 
 
 def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[PlanRow]:

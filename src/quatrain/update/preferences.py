@@ -198,8 +198,8 @@ class _OfPairs(Coupled):
         if found is None or any(part.shape != shape for part in found):
             kind = f"a {type(returned).__name__}" if found is None else f"shapes {[p.shape for p in found]}"
             raise ValueError(
-                f"{self.name} must return three arrays with a number for each pair, shape {shape}: losses, "
-                "and their slopes with respect to pairs.chosen and to pairs.rejected; it returned "
+                f"a loss of pairs must return three arrays of a number for each pair, shape {shape}: its "
+                "losses, and their slopes with respect to pairs.chosen and to pairs.rejected; it returned "
                 f"{kind}; return PairLosses(losses, chosen, rejected)"
             )
         return found
@@ -213,7 +213,7 @@ class _OfPairs(Coupled):
         try:
             found = self._losses(pairs)
             if bad := [name for name, part in found._asdict().items() if not np.isfinite(part).all()]:
-                raise ValueError(f"{self.name} must return finite numbers; those of {', '.join(bad)} are not")
+                raise ValueError(f"it must return finite numbers; those of {', '.join(bad)} are not")
             for side, slopes in (("chosen", found.chosen), ("rejected", found.rejected)):
                 changes = self._changes(pairs, side)
                 off = np.abs(slopes - changes).max() / max(np.abs(changes).max(), 1e-3)
@@ -241,10 +241,9 @@ class _OfPairs(Coupled):
 def _made_up_pairs() -> Pairs:
     """Five pairs as a model might score them, for checks of a loss."""
     rng = np.random.default_rng(0)
-    chosen_tokens, rejected_tokens = rng.integers(2, 9, (2, 5)).astype(np.float64)
-    chosen, rejected = -rng.exponential(2.0, 5) * chosen_tokens, -rng.exponential(2.0, 5) * rejected_tokens
-    reference = chosen + rng.normal(size=5), rejected + rng.normal(size=5)
-    return Pairs(chosen, rejected, *reference, chosen_tokens, rejected_tokens, rng.exponential(1.0, 5))
+    tokens = rng.integers(2, 9, (2, 5)).astype(np.float64)
+    sums = -rng.uniform(0.5, 3.0, (2, 5)) * tokens
+    return Pairs(*sums, *(sums + rng.normal(size=(2, 5))), *tokens, rng.exponential(1.0, 5))
 
 
 def _found(key: str, section: DPOConfig | RMConfig, builtin: Mapping[str, Callable[..., Any]]) -> Any:

@@ -27,6 +27,7 @@ from quatrain.types.metrics import Metric
 from quatrain.update.coupled import Coupled
 from quatrain.update.gradient import Objective
 from quatrain.update.learner import TooManyBadSteps, TrainState
+from quatrain.update.teacher import MOST_SOURCES
 from quatrain.update.trainer import POLICY_STREAM, StepTotals, Trainer
 
 SFT_LOSS = "sft/loss"
@@ -47,7 +48,21 @@ def example_table(examples: Sequence[Example]) -> TokenTable:
     input_ids, scored = np.zeros(attention.shape, np.int32), np.zeros(attention.shape, bool)
     input_ids[attention] = np.concatenate([each.input_ids for each in examples])
     scored[attention] = np.concatenate([each.scored for each in examples])
-    return TokenTable(input_ids, attention, scored, {}).weighted("token_mean", max_new_tokens=1)
+    of_rows = {"source": np.array([each.source for each in examples])}
+    return TokenTable(input_ids, attention, scored, {}, of_rows=of_rows).weighted(
+        "token_mean", max_new_tokens=1
+    )
+
+
+def log_likelihoods(predicted: np.ndarray, table: TokenTable) -> dict[str, Metric]:
+    """`sft/loss` of log-probabilities [B, T] of an `example_table`; of each source too if it has 2 to 16."""
+    losses, tokens = -predicted.sum(axis=1, dtype=np.float64), table.completion_mask.sum(axis=1)
+    of_row = table.of_rows["source"]
+    sources = np.unique(of_row)
+    rows = {SFT_LOSS: np.ones(len(table), bool)}
+    for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
+        rows[f"{SFT_LOSS}/{source}"] = of_row == source
+    return {name: Metric(float(losses[own].sum()), float(tokens[own].sum())) for name, own in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,7 @@ class GivenBatch:
     rows: Sequence[Any]
     table: TokenTable
     predictions: np.ndarray | None = None
-    """[B, T] float32, before the step; None with an objective of tokens."""
+    """[B, T] float32, before the step; None where nobody asked for them."""
 
     __repr__ = brief
 
@@ -73,6 +88,7 @@ class GivenLearner:
     One training step is one optimizer step on its batch with `objective`, of tokens or coupled. `total_steps`
     and `stream` are those of `Trainer`. The optimizer's state waits in `optimizer_memory` between steps, the
     parameters in `policy_memory`. `rate_key` is named where `max_bad_steps` steps in a row are not applied.
+    With `by_source`, the loss of the examples of each data set is logged too.
     """
 
     def __init__(
@@ -89,6 +105,7 @@ class GivenLearner:
         stream: int = POLICY_STREAM,
         optimizer_memory: Literal["device", "host"] = "device",
         policy_memory: Literal["device", "host"] = "device",
+        by_source: bool = False,
     ):
         self.model, self.objective, self.max_bad_steps, self.rate_key = (
             model,
@@ -96,7 +113,7 @@ class GivenLearner:
             max_bad_steps,
             rate_key,
         )
-        self.policy_memory = policy_memory
+        self.policy_memory, self.by_source = policy_memory, by_source
         self.trainer = Trainer(
             model,
             planner,
@@ -128,13 +145,16 @@ class GivenLearner:
         waiting, place = state.params, state.train_step
         state = replace(state, params=to_memory("device", waiting))
         coupled = isinstance(self.objective, Coupled)
-        summed = self.trainer.forward_backward(state, batch.table, self.objective, totals, want=coupled)
+        want = coupled or self.by_source
+        summed = self.trainer.forward_backward(state, batch.table, self.objective, totals, want=want)
         state = self.trainer.optim_step(state, summed, totals, place)
         batch = replace(batch, predictions=summed.predictions)
         if self.policy_memory != "device":  # a base under adapters goes on waiting where it is
             trained = to_memory(self.policy_memory, self.model.trained(state.params))
             state = replace(state, params=self.model.with_trained(waiting, trained))
         metrics = totals.metrics | totals.load_metrics
+        if self.by_source and not coupled and summed.predictions is not None:
+            metrics = log_likelihoods(summed.predictions, batch.table) | metrics
         if SFT_LOSS in metrics:
             loss = metrics[SFT_LOSS]
             metrics |= {
