@@ -253,7 +253,7 @@ class GivenReader:
         return found
 
 
-NOTES = ("begun", "fields", "flags", "first", "variables", "margin", "cut")
+NOTES = ("begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
 """What notes of rows are about, in the order of their warnings."""
 
 

@@ -175,12 +175,18 @@ class PairForm:
             columns[MARGIN] = _margin(row)
         elif row.get(MARGIN) is not None:
             notes["margin"] = f"have a `{MARGIN}`, which only `quatrain rm` reads"
+        dialogue = self.dialogues.of(row)
+        if self.scored and (dialogue.tools or dialogue.variables):
+            notes["given"] = (
+                "have `tools` or `chat_template_kwargs`, which are trained on; a reward model gets neither "
+                "where it scores completions (`model:` in reward.functions)"
+            )
         if self.by_length and not self._has_prompt(row) and isinstance(found.text, str):
             notes["cut"] = (
                 "have no `prompt`, so it ends where the tokens of both texts differ first; the loss divides "
                 "by the lengths of what follows; give the prompts, if the answers begin earlier"
             )
-        notes |= note_answers(self.dialogues.of(row), found.text, found.given, row)
+        notes |= note_answers(dialogue, found.text, found.given, row)
         answers = tuple(map(int32, found.answers))
         return [TokenRow(number, found.text, int32(found.prompt_ids), columns, answers, notes=notes)]
 
