@@ -184,9 +184,9 @@ def _announce(run: Run) -> None:
     if run.inputs.teaches:
         for line in run.prompts.mixture(run.steps * data.batch_size):
             event(line)
-    if run.demonstrations is not None:
-        for line in run.demonstrations.mixture(sft.steps * sft.batch_size):
-            event(f"demonstrations, {line}")
+    if run.examples is not None:
+        for line in run.examples.mixture(sft.steps * sft.batch_size):
+            event(f"examples, {line}")
     if run.prompts.filtered:
         event(
             f"{train}: {run.prompts.filtered} prompts left out by their pass rates, {len(run.prompts)} kept"
