@@ -105,6 +105,7 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python -m pip install --quiet -c constraints.txt -e '.[gguf]' accelerate peft sentencepiece trl==1.16.0 datasets
 	$(ORACLES)/bin/python scripts/fetch_smollm2.py
 	$(ORACLES)/bin/python tests/oracles/make_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_preparation_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_gradient_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_score_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_trainer_goldens.py

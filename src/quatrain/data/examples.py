@@ -387,8 +387,7 @@ def check_before_answer(messages: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             "the message before an answer that is trained must be another than the assistant's; "
             + ("it is the assistant's" if messages else "there is none")
-            + "; join the messages of the assistant that follow each other, or give the first of them the "
-            "flag weight: 0"
+            + "; join the messages of the assistant that follow each other, or remove the row"
         )
 
 

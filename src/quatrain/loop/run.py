@@ -155,7 +155,7 @@ class RolloutRun(Run):
         lines = self.prompts.mixture(self.steps * data.batch_size)
         if self.demonstrations is not None:
             drawn = self.demonstrations.train.mixture(sft.steps * sft.batch_size)
-            lines += [f"demonstrations, {line}" for line in drawn]
+            lines += [f"examples, {line}" for line in drawn]
         lines += [
             f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
             f"data.max_prompt_length={data.max_prompt_length} tokens"
