@@ -71,7 +71,7 @@ def test_each_step_has_its_shares_and_metrics_of_each_data_set(whole):
         assert lengths / 16 == pytest.approx(row["length/completion/mean"])
     log = (run / "run.log").read_text()
     assert "mixture: plus, weight 3 of 4: " in log
-    assert "demonstrations, mixture: minus, weight 1 of 4: " in log
+    assert "examples, mixture: minus, weight 1 of 4: " in log
 
 
 def test_the_rates_are_those_of_the_samples(whole):
