@@ -16,7 +16,7 @@ from typing import Any
 
 from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.cluster.stop import Stop
-from quatrain.config.data_sets import data_set_list, shown_data_sets
+from quatrain.config.data_sets import TrainingSpec, data_set_list, shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
@@ -104,8 +104,8 @@ class Inputs:
     def _read_data(self) -> GivenRows:
         """The rows of each data set of the run; prompts must have the columns that rewards need."""
         config, rows = self.config, self.rows
-        prompts = [] if self.imported is None else [*config.data.eval_sets.values()]
-        given = [config.sft.data] if self.starts_warm else []
+        prompts: list[TrainingSpec] = [] if self.imported is None else [*config.data.eval_sets.values()]
+        given: list[TrainingSpec] = [config.sft.data] if self.starts_warm else []
         if config.run.on_given_data:
             given += [spec for spec in (config.given.data, config.given.eval) if spec is not None]
         else:
@@ -217,15 +217,16 @@ def _check_given(config: Config, rows: GivenRows) -> None:
         named += [
             name for spec in (config.given.data, config.given.eval) if spec for name in data_set_list(spec)
         ]
+    names = f"{', '.join(keys[:-1])} or {keys[-1]}"
     if not isinstance(rows, Mapping):
         raise ValueError(
-            f"rows must be a mapping from names in {listed(keys)} to lists of dicts; got "
+            f"rows must be a mapping from names in {names} to lists of dicts; got "
             f"{type(rows).__name__}; give rows={{'people': [{{'prompt': …}}]}} and {keys[0]}=people"
         )
     for name in rows:
         if name not in named:
             raise ValueError(
-                f"rows that are given from Python must be named in {listed(keys)}, which "
+                f"rows that are given from Python must be named in {names}, which "
                 f"have {listed(dict.fromkeys(named))}; rows has {name!r}; name it, as load_config(overrides="
                 f"['{keys[0]}={name}'])"
             )

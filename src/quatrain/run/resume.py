@@ -19,6 +19,7 @@ from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
 from quatrain.config.schema import Config, fields, sections
 from quatrain.config.secrets import REDACTED, comparable, redact, same
+from quatrain.config.tasks import has_part
 from quatrain.data.examples import ExampleSource
 from quatrain.data.policy import Policy
 from quatrain.data.preferences import JudgedSource, PairSource
@@ -95,7 +96,11 @@ def _is_kept(config: Config, key: str) -> bool:
     marks = [mark for mark in fields()[key].metadata if isinstance(mark, MustAgreeOnResume)]
     section = sections().get(key.partition(".")[0], Config)
     conditions = [section.part_of_a_run_with, *(mark.where for mark in marks)]
-    return bool(marks) and all(value_at(config, condition) for condition in conditions if condition)
+    return (
+        bool(marks)
+        and has_part(config, key)
+        and all(value_at(config, condition) for condition in conditions if condition)
+    )
 
 
 def _as_json(value: Any) -> Any:
