@@ -1,4 +1,4 @@
-"""Reinforcement-learning post-training of language models in JAX: rollout, reward, advantages, update.
+"""Post-training of language models in JAX: reinforcement learning, supervised, and on preferences.
 
 The names below are what a training loop of one's own needs; docs/library.md shows one. Importing the package
 imports nothing else: a name brings its module, and JAX, when it is used.
@@ -27,8 +27,13 @@ if TYPE_CHECKING:
     from quatrain.loop.stages import build_stages as build_stages
     from quatrain.loop.step import collect as collect
     from quatrain.loop.step import learn as learn
+    from quatrain.loop.train import dpo as dpo
+    from quatrain.loop.train import rm as rm
+    from quatrain.loop.train import sft as sft
     from quatrain.loop.train import train as train
     from quatrain.ops.advantages import TokenAdvantages as TokenAdvantages
+    from quatrain.ops.preferences import PairLosses as PairLosses
+    from quatrain.ops.preferences import Pairs as Pairs
     from quatrain.ops.tokens import ScoredTokens as ScoredTokens
     from quatrain.ops.tokens import TokenLoss as TokenLoss
     from quatrain.ops.tokens import with_mini_batch_columns as with_mini_batch_columns
@@ -58,8 +63,9 @@ _MODULES = {
     "loop.policy": ("LoadedPolicy", "load_policy"),
     "loop.stages": ("Stages", "build_stages"),
     "loop.step": ("collect", "learn"),
-    "loop.train": ("train",),
+    "loop.train": ("dpo", "rm", "sft", "train"),
     "ops.advantages": ("TokenAdvantages",),
+    "ops.preferences": ("PairLosses", "Pairs"),
     "ops.tokens": ("ScoredTokens", "TokenLoss", "with_mini_batch_columns"),
     "types.batches": ("AdvantagedBatch", "Prompt", "RewardedBatch", "RolloutBatch"),
     "types.metrics": ("Metric",),

@@ -20,6 +20,8 @@ COMMANDS = (
     "train",
     "eval",
     "sft",
+    "dpo",
+    "rm",
     "launch",
     "plan",
     "config",
@@ -538,7 +540,12 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
         lambda resolved: told(accuracy, "eval", resolved.config.seed),
     )
     stand_in(
-        monkeypatch, "loop.train", "train_sft", lambda resolved: told(None, "sft", resolved.config.sft.steps)
+        monkeypatch,
+        "loop.train",
+        "train",
+        lambda resolved, *, resume: told(
+            None, resolved.config.run.task, resolved.config.given.steps, resolved.config.given.data
+        ),
     )
     stand_in(
         monkeypatch, "loop.export", "export", lambda run, output, *, step: told(7, "export", run, output)
@@ -554,6 +561,8 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     )
     assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
+    assert quatrain("dpo", "dpo.data=pairs.jsonl")[0] == 0
+    assert quatrain("rm", "rm.data=pairs.jsonl", "rm.steps=2")[0] == 0
     make_run(Path("runs"), "x")
     assert quatrain("export", "runs/x", "out")[0] == 0
     assert quatrain("bench", "--steps", "2")[0] == 0
@@ -562,7 +571,9 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     exported = ("export", Path("runs/x"), Path("out"))
     assert calls == [
         ("eval", 3),
-        ("sft", 5),
+        ("sft", 5, "builtin:arithmetic"),
+        ("dpo", 0, "pairs.jsonl"),
+        ("rm", 2, "pairs.jsonl"),
         exported,
         ("bench", 2),
         ("serve", "builtin:tiny", "127.0.0.1", 0),
@@ -615,17 +626,87 @@ def test_help_lists_the_commands_with_examples(quatrain):
         assert f"quatrain {command}" in out
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft", "dpo", "rm"])
 def test_a_place_among_processes_is_handed_over(quatrain, monkeypatch, command):
     places = []
     monkeypatch.setattr(hosts, "initialize", lambda *place, **timeouts: places.append((place, timeouts)))
     stand_in(monkeypatch, "loop.train", "train", lambda resolved, *, resume: None)
-    sys.modules["quatrain.loop.train"].train_sft = lambda resolved: None
     stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: {})
     place = ("--coordinator", "10.0.0.2:8476", "--num-processes", "2", "--process-id", "1")
-    assert quatrain(command, *place, "--set", "distributed.start_timeout_s=9")[0] == 0
+    data = [f"{command}.data=pairs.jsonl"] if command in ("dpo", "rm") else []
+    assert quatrain(command, *place, *data, "--set", "distributed.start_timeout_s=9")[0] == 0
     timeouts = {"start_timeout_s": 9, "heartbeat_timeout_s": 60, "shutdown_timeout_s": 600}
     assert places == [(("10.0.0.2:8476", 2, 1), timeouts)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("dpo",), "error: dpo.data must name data with the columns `chosen` and `rejected`, or"),
+        (
+            ("dpo", "dpo.data=p.jsonl", "sft.steps=3"),
+            "run quatrain sft first, and set model.path to the final/",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "rollout.n=4"),
+            "error: rollout.n has no effect in quatrain dpo; use quat",
+        ),
+        (
+            ("rm", "rm.data=p.jsonl", "advantage.estimator=gae"),
+            "error: advantage.estimator has no effect in qu",
+        ),
+        (
+            ("rm", "rm.data=p.jsonl", "critic.epochs=2"),
+            "error: critic.epochs has no effect in quatrain rm; use",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "distill.teacher=m"),
+            "error: distill.teacher has no effect in quatrain dpo",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "update.loss=gspo"),
+            "error: update.loss has no effect in quatrain dpo; set ",
+        ),
+        (
+            ("dpo", "dpo.data=p.jsonl", "update.kl_coef=1"),
+            "error: update.kl_coef has no effect in quatrain dpo; ",
+        ),
+        (("dpo", "dpo.data=p.jsonl", "dpo.beta=0"), "error: dpo.beta must be greater than 0; got 0"),
+        (
+            ("dpo", "dpo.data=p.jsonl", "dpo.loss=robust", "dpo.label_smoothing=0.5"),
+            "error: dpo.label_smoothing must be less than 0.5",
+        ),
+        (("train", "dpo.data=p.jsonl"), "error: dpo.data has no effect in quatrain train; run quatrain dpo"),
+        (("train", "run.task=rm"), "got 'rm' (from --set); use quatrain rm, or leave it out"),
+        (("plan", "--task", "dpo", "run.task=rm"), "got 'rm' (from --set); use quatrain rm, or leave it out"),
+        (
+            ("config", "--task", "ppo"),
+            "error: task must be one of rl, sft, dpo, rm; got 'ppo'; name one of",
+        ),
+        (("bench", "run.task=sft"), "use quatrain sft, or leave it out"),
+    ],
+)
+def test_what_a_command_does_not_do_is_refused_before_anything_is_made(quatrain, words, message):
+    """Catches a key passed over in silence, and a folder of a run that never began."""
+    for more in ((), ("--dry-run",)) if words[0] in ("train", "dpo", "rm") else ((),):
+        status, out, err = quatrain(*words, *more)
+        assert (status, out, [*Path().iterdir()]) == (2, "", [])
+        assert message in err
+
+
+def test_the_configuration_and_the_plan_of_a_task_are_printed(quatrain):
+    status, out, err = quatrain("config", "--task", "dpo", "dpo.data=p.jsonl", "dpo.eval=e.jsonl", "--json")
+    found = json.loads(out)
+    assert (status, err, found["config"]["run"]["task"]) == (0, "", "dpo")
+    assert found["provenance"]["run.task"] == "quatrain dpo"
+    Path("rm.yaml").write_text("run: {task: rm}\nrm: {data: p.jsonl, eval: e.jsonl, batch_size: 8}\n")
+    status, out, err = quatrain("plan", "rm.yaml", "--json")
+    plan = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (plan["pairs_per_step"], plan["sequences_per_step"], plan["optimizer_steps"]) == (8, 16, None)
+    status, out, _ = quatrain("rm", "rm.yaml", "rm.steps=7", "--print-config")
+    assert (status, "  steps: 7" in out, "task: rm" in out) == (0, True, True)
+    assert [*Path().iterdir()] == [Path("rm.yaml")]
 
 
 def test_half_a_place_is_an_error(quatrain):
@@ -768,7 +849,7 @@ def test_bare_words_are_overrides_after_those_of_set(quatrain):
     assert (status, err) == (0, "")
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sft", "plan", "config", "serve", "bench"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft", "dpo", "rm", "plan", "config", "serve", "bench"])
 def test_every_command_with_a_configuration_takes_words(quatrain, command):
     status, _, err = quatrain(command, "rollout.nn=4")
     assert (status, "unknown key 'rollout.nn'" in err) == (2, True)
@@ -846,7 +927,9 @@ def test_an_error_in_the_options_is_one_line_and_names_the_key(quatrain):
             "--steps",
             "1",
         ): "error: --steps is not an option of quatrain sft; a key of the "
-        "configuration is given as KEY=VALUE: run.steps=… or sft.steps=…",
+        "configuration is given as KEY=VALUE: sft.steps=…",
+        ("dpo", "--learning_rate", "1"): "error: --learning_rate is not an option of quatrain dpo; a key of "
+        "the configuration is given as KEY=VALUE: dpo.learning_rate=…",
         ("eval", "--num-generations", "8"): "error: --num-generations is not an option of quatrain eval; a "
         "key of the configuration is given as KEY=VALUE: rollout.n=…",
     }

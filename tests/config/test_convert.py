@@ -151,9 +151,68 @@ TUNIX = {
 }
 
 
+SFT = {
+    "run.task": "sft",
+    "sft.data": "trl-lib/Capybara",
+    "sft.eval": "trl-lib/Capybara:default:test",
+    "sft.epochs": 1,
+    "sft.batch_size": 32,  # 2 rows x 2 devices x 8 steps
+    "sft.learning_rate": 2e-5,
+    "sft.schedule": "linear",
+    "sft.max_length": 1024,
+    "sft.on_long": "truncate",
+    "sft.train_on": "assistant",
+    "update.max_tokens_per_device": 2048,
+    "update.micro_batch_size": None,
+    "lora.rank": 32,
+    "checkpoint.best_metric": "eval/loss",
+    "checkpoint.best_mode": "min",
+    "eval.every_steps": 100,
+}
+DPO = {
+    "run.task": "dpo",
+    "dpo.data": "trl-lib/ultrafeedback_binarized:default:train_prefs",
+    "dpo.eval": "trl-lib/ultrafeedback_binarized:default:test_prefs",
+    "dpo.steps": 100,
+    "dpo.epochs": 1.0,
+    "dpo.batch_size": 8,
+    "dpo.loss": "robust",
+    "dpo.label_smoothing": 0.1,
+    "dpo.beta": 0.2,
+    "dpo.max_length": 2048,
+    "dpo.on_long": "truncate",
+    "dpo.learning_rate": 5e-7,
+    "dpo.warmup_steps": 10,
+    "dpo.schedule": "cosine",
+    "update.micro_batch_size": 8,  # sequences, 4 pairs
+    "optimizer.weight_decay": 0.01,
+    "model.remat": "none",
+}
+REWARDS = {
+    "run.task": "rm",
+    "rm.data": "trl-lib/ultrafeedback_binarized",
+    "rm.epochs": 2,
+    "rm.batch_size": 16,
+    "rm.center": 0.01,
+    "rm.max_length": 512,
+    "rm.on_long": "skip",
+    "rm.learning_rate": 1e-4,
+    "rm.schedule": "cosine",
+    "rm.warmup_steps": 30,
+    "model.param_dtype": "bfloat16",
+    "checkpoint.best_metric": "eval/accuracy",
+    "checkpoint.best_mode": "max",
+    "checkpoint.keep": 2,
+    "seed": 3,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "expected"),
     [
+        ("trl_sft.yaml", 2, SFT),
+        ("trl_dpo.yaml", 2, DPO),
+        ("trl_rm.yaml", None, REWARDS),
         ("verl_grpo.yaml", None, GRPO),
         ("verl_ppo.sh", None, PPO),
         ("trl_grpo.yaml", 4, TRL),
@@ -238,6 +297,59 @@ def test_values_whose_meaning_depends_on_others(text, key, value, tmp_path):
     assert value_at(converted(text, tmp_path)[1], key) == value
 
 
+GIVEN_ = "model_name_or_path: m\ndataset_name: a/b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "library", "values"),
+    [
+        ("", "trl-sft", {"sft.learning_rate": 2e-5, "sft.epochs": 3.0, "sft.train_on": "assistant"}),
+        ("completion_only_loss: true", None, {"sft.train_on": "completion"}),
+        ("completion_only_loss: false", None, {"sft.train_on": "all", "update.micro_batch_size": 8}),
+        ("max_length: null\npacking: true", None, {"sft.max_length": None, "sft.on_long": "error"}),
+        ("", "trl-dpo", {"dpo.learning_rate": 1e-6, "dpo.loss": "sigmoid", "dpo.beta": 0.1}),
+        ("loss_type: ipo", None, {"run.task": "dpo", "dpo.loss": "ipo", "update.micro_batch_size": 16}),
+        ("loss_type: sigmoid\nlabel_smoothing: 0.1", None, {"dpo.label_smoothing": 0.0}),
+        ("loss_type: [sigmoid, sft]", None, {"dpo.loss": "sigmoid"}),
+        ("loss_type: apo_zero", None, {"run.task": "dpo"}),
+        ("", "trl-rm", {"rm.learning_rate": 1e-4, "rm.center": 0.0, "rm.on_long": "skip"}),
+        (
+            "desirable_weight: 1.5\nbeta: 0.3",
+            None,
+            {"dpo.loss": "kto", "dpo.desirable_weight": 1.5, "dpo.beta": 0.3, "update.micro_batch_size": 8},
+        ),
+        ("beta: 0.3", "trl-orpo", {"dpo.loss": "orpo", "dpo.beta": 0.3}),
+        ("lr_scheduler_type: constant", "trl-orpo", {"dpo.schedule": "constant", "dpo.warmup_steps": 0}),
+    ],
+)
+def test_each_trainer_of_trl_on_given_data_has_its_section_and_its_defaults(text, library, values, tmp_path):
+    """Catches the defaults of another trainer, and output that the command it is for refuses."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(convert(GIVEN_ + text, "theirs.yaml", library=library).text)
+    config = load_config(path, [], {}).config
+    assert {key: value_at(config, key) for key in values} == values
+    assert config.given.data == "a/b"
+
+
+def test_losses_of_trl_that_are_not_here_are_named(tmp_path):
+    for loss in ("loss_type: apo_zero", "loss_type: [sigmoid, sft]"):
+        made = convert(GIVEN_ + loss, "theirs.yaml").text
+        assert "dpo.loss is one of sigmoid, ipo, robust, hinge, orpo, simpo, kto, or a" in made
+    made = re.sub(r"\n#\s+", " ", of_sample("trl_dpo.yaml", tmp_path)[0])
+    assert "sync_ref_model: true ^ the reference stays what it was at the start here" in made
+    made = re.sub(r"\n#\s+", " ", of_sample("trl_rm.yaml", tmp_path)[0])
+    assert "min_lr_rate: 0.1 ^ rm.schedule cosine ends at 0 here" in made
+
+
+def test_data_to_fill_in_do_not_stop_a_conversion():
+    converted = convert("model_name_or_path: m\n", "theirs.yaml", library="trl-rm")
+    assert "# To fill in: rm.data, what it is trained on." in converted.text
+    assert converted.warnings == [
+        "theirs.yaml does not say rm.data, what it is trained on: the default of quatrain stands until you "
+        "set it"
+    ]
+
+
 def test_overrides_of_hydra_come_after_the_file_and_need_none(tmp_path):
     """Catches `+key=`, `++key=` and `~key`, which are Hydra's and no key of the file."""
     overrides = ("actor_rollout_ref.rollout.n=5", "+data.train_batch_size=64", "~algorithm.gamma")
@@ -301,7 +413,8 @@ def test_what_is_missing_is_said(tmp_path):
             r"must be a configuration of verl, TRL, Tunix; .*\(a\); name the library, as --from verl",
         ),
         ("", {}, "found no keys in it"),
-        (TRL_, {"library": "trlx"}, "--from must be verl or trl or tunix; got 'trlx'"),
+        (TRL_, {"library": "trlx"}, "--from must be verl or trl or tunix or trl-sft or .*; got 'trlx'"),
+        (GIVEN_ + "max_length: 9", {}, "has keys of several trainers of TRL .*; name the trainer, as --from"),
         ("num_generations: four", {}, "num_generations must be a number to be translated; got 'four'"),
         ("num_generations: [", {}, "not valid YAML"),
     ],

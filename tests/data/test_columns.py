@@ -4,7 +4,8 @@ import pytest
 
 from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
-from quatrain.data.prompts import load_demonstrations, load_prompts
+from quatrain.data.examples import load_examples
+from quatrain.data.prompts import load_prompts
 
 USER = {"role": "user", "content": "Max has 3"}
 SYSTEM = {"role": "system", "content": "How many"}
@@ -69,11 +70,17 @@ def test_an_error_names_the_file_of_a_list(write, tokenizer, rows, data, message
         load([good, write("b.jsonl", rows)], tokenizer, ["answer"], **data)
 
 
-def test_demonstrations_come_from_several_files(write, tokenizer):
-    specs = [write(f"{name}.jsonl", {"prompt": "a", "completion": name}) for name in "bc"]
-    source = load_demonstrations(specs, DataConfig(shuffle=False), tokenizer, seed=0)
-    texts = [tokenizer.decode(ids[:-1]) for _, ids in source.batch(0, 4)]
-    assert texts == ["b", "c", "b", "c"]
+def answer_of(example, tokenizer):
+    return tokenizer.decode(example.input_ids[example.scored])
+
+
+def test_examples_come_from_several_files_in_several_forms(write, tokenizer):
+    one = write("b.jsonl", {"prompt": "a", "completion": "b"})
+    two = write("c.jsonl", {"messages": [USER, ASSISTANT | {"content": "c"}]})
+    data = DataConfig(shuffle=False)
+    source = load_examples([one, two], data, tokenizer, train_on="assistant", seed=0)
+    texts = [answer_of(example, tokenizer) for example in source.batch(0, 4)]
+    assert texts == ["b<|end|>", "c<|end|>"] * 2
 
 
 def test_the_answer_column_becomes_answer_and_stays(write, tokenizer):
@@ -99,20 +106,20 @@ def test_messages_without_the_last_answer_are_the_prompt(write, tokenizer):
     assert first.columns == {"messages": answered}
 
 
-def test_the_last_answer_of_messages_is_the_demonstration(write, tokenizer):
+def test_the_last_answer_of_messages_is_trained_behind_the_prompt(write, tokenizer):
     spec = write("a.jsonl", {"messages": [SYSTEM, USER, ASSISTANT]})
-    ((prompt, completion),) = load_demonstrations(spec, DataConfig(), tokenizer, seed=0).batch(0, 1)
+    (example,) = load_examples(spec, DataConfig(), tokenizer, train_on="assistant", seed=0).head()
     (same,) = load(spec, tokenizer).head()
-    assert prompt.tolist() == same.input_ids.tolist()
-    assert tokenizer.decode(completion[:-1]) == "3+4=7"
-    assert completion[-1] == tokenizer.eos_token_id
+    assert example.input_ids[~example.scored].tolist() == same.input_ids.tolist()
+    assert answer_of(example, tokenizer) == "3+4=7<|end|>"
+    assert example.input_ids[-1] == tokenizer.eos_token_id
 
 
-def test_a_demonstration_in_parts_is_one_text(write, tokenizer):
+def test_an_answer_in_parts_is_one_text(write, tokenizer):
     parts = [{"type": "text", "text": "3+4"}, {"type": "text", "text": "=7"}]
     spec = write("a.jsonl", {"messages": [USER, {"role": "assistant", "content": parts}]})
-    ((_, completion),) = load_demonstrations(spec, DataConfig(), tokenizer, seed=0).batch(0, 1)
-    assert tokenizer.decode(completion[:-1]) == "3+4=7"
+    (example,) = load_examples(spec, DataConfig(), tokenizer, train_on="assistant", seed=0).head()
+    assert answer_of(example, tokenizer) == "3+4=7<|end|>"
 
 
 def test_a_prompt_column_comes_before_messages(write, tokenizer):
@@ -128,15 +135,21 @@ def test_a_prompt_column_comes_before_messages(write, tokenizer):
         (None, "row 2: the column `messages` must be a non-empty list"),
         ([ASSISTANT], "row 2: the column `messages` must have a message before the assistant's"),
         ([SYSTEM, USER], "row 2: .*must end with the assistant's message.*ends with the role 'user'"),
-        ([USER, {"role": "assistant", "content": ""}], "row 2: the column `completion` must be a string"),
+        (
+            [USER, {"role": "assistant", "content": ""}],
+            "row 2: the column `messages` must be .* answers have text",
+        ),
         (
             [USER, ASSISTANT | {"tool_calls": [{"function": {"name": "f"}}]}],
-            "row 2: the demonstration .* must be text without tool_calls",
+            "row 2: the chat template rejects .*: it leaves out the call of 'f'",
         ),
-        ([USER, ASSISTANT, ASSISTANT], "row 2: the last message of a prompt must not be the assistant's"),
+        (
+            [USER, ASSISTANT, ASSISTANT],
+            "row 2: the message before an answer .* must be another than the assist",
+        ),
     ],
 )
 def test_bad_messages_name_the_row(write, tokenizer, messages, message):
     spec = write("a.jsonl", {"messages": [USER, ASSISTANT]}, {"messages": messages})
     with pytest.raises(ValueError, match=message):
-        load_demonstrations(spec, DataConfig(), tokenizer, seed=0)
+        load_examples(spec, DataConfig(), tokenizer, train_on="assistant", seed=0)

@@ -10,7 +10,8 @@ from pyarrow import parquet
 from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.chat_template import with_chat_template
-from quatrain.data.prompts import load_demonstrations, load_prompts
+from quatrain.data.examples import load_examples
+from quatrain.data.prompts import load_prompts
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 USER = [{"role": "user", "content": "hi 1"}]
@@ -54,8 +55,8 @@ def test_rows_of_a_program_are_data_sets_by_their_names(dataset, tokenizer):
     file = dataset({"prompt": "1+1", "answer": "2"})
     source = load_prompts(["part-*", file], DataConfig(), tokenizer, seed=0, rows=rows)
     assert [prompt.columns["answer"] for prompt in source.head()] == ["7", "2"]
-    given = load_demonstrations("shown", DataConfig(), tokenizer, seed=0, rows=rows).batch(0, 1)
-    read = load_demonstrations(dataset(shown), DataConfig(), tokenizer, seed=0).batch(0, 1)
+    given = load_examples("shown", DataConfig(), tokenizer, train_on="assistant", seed=0, rows=rows).head()
+    read = load_examples(dataset(shown), DataConfig(), tokenizer, train_on="assistant", seed=0).head()
     np.testing.assert_equal(given, read)
     with pytest.raises(ValueError, match="data set 'other' has none of the supported forms"):
         load_prompts("other", DataConfig(), tokenizer, seed=0, rows=rows)
@@ -359,14 +360,15 @@ def test_the_built_in_task(tokenizer):
     assert set(prompt.columns) == {"answer", "completion"}
 
 
-def test_demonstrations(tokenizer):
+def test_examples(tokenizer):
     data = DataConfig()
-    source = load_demonstrations("builtin:arithmetic", data, tokenizer, seed=1)
+    source = load_examples("builtin:arithmetic", data, tokenizer, train_on="assistant", seed=1)
     prompts = load_prompts("builtin:arithmetic", data, tokenizer, seed=1)
-    for demonstration, prompt in zip(source.batch(7, 4), prompts.batch(7, 4), strict=True):
-        np.testing.assert_array_equal(demonstration.prompt_ids, prompt.input_ids)
-        assert demonstration.completion_ids.dtype == np.int32
-        assert tokenizer.decode(demonstration.completion_ids) == prompt.columns["completion"] + "<|end|>"
+    for example, prompt in zip(source.batch(7, 4), prompts.batch(7, 4), strict=True):
+        np.testing.assert_array_equal(example.input_ids[~example.scored], prompt.input_ids)
+        assert example.input_ids.dtype == np.int32
+        answer = tokenizer.decode(example.input_ids[len(prompt.input_ids) :])
+        assert answer == prompt.columns["completion"] + "<|end|>"
     assert len(source) == 1088
 
 
@@ -375,38 +377,40 @@ def test_demonstrations(tokenizer):
     [
         (
             {"prompt": "a", "answer": 1},
-            "warm start needs the column `completion`; the columns beside the prompt are answer",
+            "needs the columns `prompt` and `completion`, .*; the columns are prompt, answer",
         ),
         ({"prompt": "a", "completion": ""}, "row 1: the column `completion` must be a string with text"),
         ({"prompt": "a", "completion": 3}, "row 1: the column `completion` must be .* it is int 3"),
     ],
 )
-def test_bad_demonstrations(dataset, tokenizer, row, message):
+def test_bad_examples(dataset, tokenizer, row, message):
     with pytest.raises(ValueError, match=message):
-        load_demonstrations(dataset(row), DataConfig(), tokenizer, seed=0)
+        load_examples(dataset(row), DataConfig(), tokenizer, train_on="assistant", seed=0)
 
 
-def test_a_demonstration_that_a_template_ended_gets_no_second_end(dataset, tokenizer):
+def test_an_answer_that_a_template_ended_gets_no_second_end(dataset, tokenizer):
     spec = dataset(
         {"prompt": "1", "completion": f"2{tokenizer.eos_token}"}, {"prompt": "1", "completion": "2"}
     )
-    source = load_demonstrations(spec, DataConfig(shuffle=False), tokenizer, seed=0)
-    (_, ended), (_, plain) = source.batch(0, 2)
-    assert ended.tolist() == plain.tolist()
+    source = load_examples(spec, DataConfig(shuffle=False), tokenizer, train_on="assistant", seed=0)
+    ended, plain = source.batch(0, 2)
+    assert ended.input_ids.tolist() == plain.input_ids.tolist()
 
 
-def test_demonstrations_need_an_end_token(dataset):
+def test_examples_need_an_end_token(dataset):
     tokenizer = builtin_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos_token"):
-        load_demonstrations(dataset({"prompt": "a", "completion": "b"}), DataConfig(), tokenizer, seed=0)
+        load_examples(
+            dataset({"prompt": "a", "completion": "b"}), DataConfig(), tokenizer, train_on="assistant", seed=0
+        )
 
 
-def test_long_demonstrations_follow_the_same_rule(dataset, tokenizer):
-    rows = ({"prompt": "1234", "completion": "a"}, {"prompt": "12", "completion": "b"})
-    data = DataConfig(max_prompt_length=3, on_long_prompt="skip")
-    source = load_demonstrations(dataset(*rows), data, tokenizer, seed=0)
-    assert (len(source), source.skipped, source.truncated) == (1, 1, 0)
+def test_the_limit_of_prompts_is_none_of_examples(dataset, tokenizer):
+    """`data.max_prompt_length` is for what a rollout continues; the default refused long examples."""
+    spec = dataset({"prompt": "1234", "completion": "a"})
+    data = DataConfig(max_prompt_length=3)
+    assert len(load_examples(spec, data, tokenizer, train_on="assistant", seed=0)) == 1
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K files are not beside the repository")

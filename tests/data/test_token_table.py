@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from quatrain.config.data_sets import MixedSet
 from quatrain.config.schema import DataConfig
 from quatrain.data import prompts, token_table
-from quatrain.data.prompts import load_demonstrations, load_prompts
+from quatrain.data.examples import load_examples
+from quatrain.data.prompts import load_prompts
 
 
 @pytest.fixture
@@ -128,13 +130,13 @@ def test_a_tally_counts_the_rows_of_all_shares(monkeypatch, tokenizer, files):
     assert _together(monkeypatch, 3, work)[0] == [alone] * 3
 
 
-def test_demonstrations_are_shared_out_too(monkeypatch, tokenizer, files):
+def test_examples_are_shared_out_too(monkeypatch, tokenizer, files):
     def work():
-        source = load_demonstrations(files, DataConfig(max_prompt_length=300), tokenizer, seed=1)
-        return [[x.tolist() for x in pair] for pair in source.batch(1, 6)]
+        source = load_examples(files, DataConfig(), tokenizer, train_on="assistant", seed=1)
+        return [[row.input_ids.tolist(), row.scored.tolist()] for row in source.batch(1, 6)]
 
     alone = work()
-    assert len({json.dumps(pair) for pair in alone}) > 3
+    assert len({json.dumps(row) for row in alone}) > 3
     assert _together(monkeypatch, 2, work)[0] == [alone] * 2
 
 
@@ -181,6 +183,25 @@ def test_a_list_of_data_sets_is_shared_by_file_and_checked_by_data_set(
         _together(
             monkeypatch, 2, lambda: load_prompts(specs, data, tokenizer, seed=3, required_columns=needed)
         )
+
+
+def test_processes_draw_a_mixture_alike(monkeypatch, tokenizer, files, tmp_path):
+    """Each reads a share of the files; the row at a position, its source and the digests are the same."""
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"prompt": f"{i} - 1"}) for i in range(16)))
+    data, mixture = DataConfig(max_prompt_length=300), (MixedSet(files, 1), MixedSet(str(other), 3))
+
+    def work():
+        source = load_prompts(mixture, data, tokenizer, seed=3)
+        drawn = [(_plain(prompt), prompt.source) for prompt in source.take(20, 8)]
+        return drawn, source.digests(), source.rows_of(0), source.rows_of(1)
+
+    alone = work()
+    assert [source for _, source in alone[0]].count("other") == 6
+    assert alone[2:] == (range(8), range(8, 24))
+    together, reads = _together(monkeypatch, 2, work)
+    assert together == [alone] * 2
+    assert sorted(map(len, reads)) == [2, 2]
 
 
 def _digests(*rows, first=None):

@@ -19,6 +19,7 @@ from quatrain.data import tokenizer as module
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
 from quatrain.data.messages import checked_messages
 from quatrain.data.tokenizer import (
+    for_scoring,
     load_tokenizer,
     render,
     render_completed,
@@ -276,6 +277,25 @@ def test_transformers_loads_what_is_saved_to_the_same_ids(pre: str, model_type: 
     for text in ("I'LL hi  1234(\nx", "<|im_end|><tool> hi\n\n", " 1\n"):
         assert again.encode(text) == tokenizer.encode(text)
     assert again.apply_chat_template(HI, tokenize=False) == tokenizer.apply_chat_template(HI, tokenize=False)
+
+
+@pytest.mark.parametrize(("pre", "model_type"), [("qwen2", "qwen2"), ("llama-bpe", "llama")])
+def test_a_tokenizer_for_scoring_ends_texts_in_transformers_too(
+    pre: str, model_type: str, tmp_path: Path
+) -> None:
+    """As where the rule of a family's class in transformers replaced that of the file."""
+    tokenizer = gguf_tokenizer(byte_level(pre))
+    plain, end = tokenizer.encode("hi 12"), tokenizer.eos_token_id
+    for_scoring(tokenizer, (end,))
+    assert tokenizer.encode("hi 12") == render_completed(tokenizer, "hi", " 12") == [*plain, end]
+    assert render(tokenizer, "hi 12") == plain
+    save_tokenizer(tokenizer, tmp_path, closed=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for again in (transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
+        assert again.encode("hi 12") == [*plain, end]
+        assert again.encode("hi", "12") == tokenizer.encode("hi", "12")
+    save_tokenizer(tokenizer, tmp_path / "policy")
+    assert load_tokenizer(str(tmp_path / "policy")).encode("hi 12") == plain
 
 
 def test_builtin() -> None:

@@ -10,7 +10,7 @@ from resumed_runs import resumed_copy
 from runs import small_run, steady_metrics
 from teachers import save_policy
 
-from quatrain.loop.train import dry_run, train, train_sft
+from quatrain.loop.train import dry_run, train
 from quatrain.models.families import builtin_architecture
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
@@ -138,16 +138,6 @@ def test_a_critic_and_a_divergence_from_a_teacher(teacher, tmp_path):
     steps = [row for row in read_metrics(run / "metrics.jsonl") if "distill/loss" in row]
     assert [row["update/optimizer_steps"] for row in steps] == [1, 1]
     assert all(np.isfinite([row["distill/loss"], row["critic/loss"]]).all() for row in steps)
-
-
-def test_supervised_training_loads_no_teacher(teacher, tmp_path, monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("a teacher is loaded")
-
-    monkeypatch.setattr("quatrain.update.teacher.TeacherLoader.load", never)
-    run = train_sft(small_run(tmp_path, "sft", f"distill.teacher={teacher}", "sft.steps=1")).run
-    rows = read_metrics(run / "metrics.jsonl")
-    assert not any(name.startswith(("distill/", "eval/teacher_kl")) for row in rows for name in row)
 
 
 def test_samples_have_the_teachers_log_probabilities_of_their_tokens(teacher, tmp_path):

@@ -81,15 +81,13 @@ def test_answers_prompts_and_formats_are_checked(tmp_path):
         (16384, 500, "the 2048 positions of builtin:tiny, in"),
     ],
 )
-def test_a_demonstration_that_is_too_long_is_found_with_its_row(tmp_path, budget, size, limit):
+def test_an_example_that_is_too_long_is_found_with_its_row(tmp_path, budget, size, limit):
     """The warm start ended at the step that drew it, or trained beyond the positions."""
     path = tmp_path / "demos.jsonl"
     rows = [{"prompt": "3+4?", "completion": "3+4=7 " * count} for count in (1, 1, size)]
     path.write_text("\n".join(map(json.dumps, rows)))
     options = (f"sft.data={path}", f"update.max_tokens_per_device={budget}", "rollout.max_new_tokens=12")
-    message = (
-        rf"demos\.jsonl: 1 of 3 demonstrations are longer, with their prompts, than {limit} tokens \(row 3"
-    )
+    message = rf"demos\.jsonl: 1 of 3 examples are longer than {limit} tokens \(row 3"
     with pytest.raises(ValueError, match=message):
         dry_run(small_run(tmp_path / "runs", "dry", *options, "data.max_prompt_length=32"))
 

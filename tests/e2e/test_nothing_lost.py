@@ -4,7 +4,7 @@ import pytest
 from resumed_runs import killed_copy
 from runs import small_run, steady_metrics
 
-from quatrain.loop.train import train, train_sft
+from quatrain.loop.train import train
 from quatrain.run.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, SaveFailed
 from quatrain.run.metrics import read_metrics
 
@@ -67,10 +67,10 @@ def test_a_ruined_state_does_not_displace_a_good_one(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_weights_that_supervised_training_ruins_are_not_exported(tmp_path):
+def test_weights_that_a_warm_start_ruins_are_not_trained(tmp_path):
     ruin = ("sft.steps=1", "sft.learning_rate=1e39", "sft.warmup_steps=0")
     with pytest.raises(ValueError, match=r"must leave weights that are finite; after 1 steps .* 1e\+39"):
-        train_sft(small_run(tmp_path, "ruined", *ruin, "eval.final_num_prompts=2"))
+        train(small_run(tmp_path, "ruined", *ruin))
     assert not (tmp_path / "ruined" / "final").exists()
 
 

@@ -26,7 +26,7 @@ from quatrain.loop.evaluate import evaluate_run, finite_numbers
 from quatrain.loop.export import export
 from quatrain.loop.prompts import NoSignal
 from quatrain.loop.recorder import logprob_diff_warning
-from quatrain.loop.train import train, train_sft
+from quatrain.loop.train import train
 from quatrain.report import progress
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.catalogue import unknown_metrics
@@ -35,7 +35,7 @@ from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import LOCK_FILES
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
-from quatrain.update.supervised import SupervisedLearner
+from quatrain.update.supervised import GivenLearner
 from quatrain.update.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -282,13 +282,17 @@ def test_stopped_while_it_is_loaded_leaves_no_folder(tmp_path):
     assert not (tmp_path / "early").exists()
 
 
-def test_stopped_in_the_warm_start_of_sft(tmp_path):
-    steps = (SupervisedLearner, "step", lambda *arguments: True)
+def test_stopped_in_the_warm_start_says_how_to_start_again(tmp_path):
+    """Nothing of a warm start is kept."""
+    steps = (GivenLearner, "step", lambda *arguments: True)
     with (
         _signalled(signal.SIGTERM, *steps),
-        pytest.raises(Stopped, match="SIGTERM; nothing was saved; remove"),
+        pytest.raises(
+            Stopped, match=r"SIGTERM; before its first step; start it again with:\n.* train --resume auto"
+        ),
     ):
-        train_sft(small_run(tmp_path, "sft", "sft.steps=5"))
+        train(small_run(tmp_path, "warm", "sft.steps=5"))
+    assert not (tmp_path / "warm" / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")
@@ -713,7 +717,7 @@ def test_a_resume_that_does_not_fit_changes_nothing(finished, override, message)
 def test_bad_input_leaves_the_name_free(tmp_path):
     data = tmp_path / "bare.jsonl"
     data.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    with pytest.raises(ValueError, match="the supervised warm start needs the column `completion`"):
+    with pytest.raises(ValueError, match="supervised training needs the columns `prompt` and `completion`"):
         train(small_run(tmp_path, "bad", f"data.train={data}"))
     with pytest.raises(ValueError, match=r"takes it from update\.clip_low; set that instead"):
         train(small_run(tmp_path, "bad", "update.loss_args={clip_low: 0.1}"))
@@ -750,7 +754,7 @@ def test_no_signal_in_five_steps_stops_dynamic_sampling_with_a_checkpoint(tmp_pa
         train(small_run(tmp_path, "silent", *options))
     host = Checkpointer(tmp_path / "silent" / "checkpoints").read_host()
     assert host["train_step"] == 4
-    assert host["place"] == {"next_prompt": 32, "steps_without_signal": 4}
+    assert host["place"] == {"next_prompt": 32, "steps_without_signal": 4, "rates": []}
     with pytest.raises(NoSignal):
         train(small_run(tmp_path, "silent", *options), resume="silent")
 
@@ -774,23 +778,6 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
     assert "TooManyBadSteps: update.max_bad_steps=2" in (run / "run.log").read_text()
     assert rows[-1]["update/bad_steps"] == 1
     assert "loss" in rows[-1]["non_finite"]
-
-
-def test_supervised_command(tmp_path):
-    summary = train_sft(small_run(tmp_path, "sft", "sft.steps=5"))
-    assert not (summary.run / "plan.json").exists()
-    assert "rollout: " not in (summary.run / "run.log").read_text()
-    rows = read_metrics(summary.run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert rows[5]["sft/loss"] < rows[1]["sft/loss"]
-    assert (summary.run / "final" / "model.safetensors").exists()
-    with pytest.raises(ValueError, match=r"sft\.steps is 0"):
-        train_sft(small_run(tmp_path, "none", "sft.steps=0"))
-    refused = {"run.profile_steps": "[2]", "checkpoint.best_metric": "eval/reward", "hub.push": "a/b"}
-    for key, value in refused.items():
-        with pytest.raises(ValueError, match=f"{key} must not be set for quatrain sft"):
-            train_sft(small_run(tmp_path, "none", "sft.steps=1", f"{key}={value}"))
-    assert not (tmp_path / "none").exists()
 
 
 def test_steps_follow_from_epochs(tmp_path):

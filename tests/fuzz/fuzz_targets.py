@@ -66,14 +66,15 @@ def data(folder: Path) -> None:
     """A data file, with the prompts of its rows, and what a run writes of them."""
     from quatrain.config.schema import DataConfig
     from quatrain.data.builtin import builtin_tokenizer
-    from quatrain.data.prompts import load_demonstrations, load_prompts
+    from quatrain.data.examples import load_examples
+    from quatrain.data.prompts import load_prompts
 
     (path,) = folder.iterdir()
     prompts = load_prompts(str(path), DataConfig(), builtin_tokenizer(), seed=0)
     for prompt in prompts.head(None):
         json.dumps(prompt.text, allow_nan=False, ensure_ascii=False).encode()
     if "completion" in prompts.head(1)[0].columns:
-        load_demonstrations(str(path), DataConfig(), builtin_tokenizer(), seed=0).batch(0, 4)
+        load_examples(str(path), DataConfig(), builtin_tokenizer(), train_on="assistant", seed=0).batch(0, 4)
 
 
 def config(folder: Path) -> None:

@@ -147,9 +147,9 @@ def _late_lines_first(function):
 def test_the_order_of_lines_that_use_nothing_of_each_other_has_no_meaning(tmp_path, monkeypatch):
     """A part that changes another, or counts on one that it does not name, would fail or plan otherwise."""
     resolved = small_run(tmp_path, "a", "advantage.estimator=gae", "data.eval=builtin:arithmetic-heldout")
-    code, own = _late_lines_first(build.build_run), dict(vars(build))
+    code, own = _late_lines_first(build.rollout_run), dict(vars(build))
     assert code.index("Reference(") < code.index("StopWhen(")
     exec(compile(code, "reordered", "exec"), own)
     expected = dry_run(resolved)
-    monkeypatch.setattr("quatrain.loop.train.build_run", own["build_run"])
+    monkeypatch.setattr(build, "rollout_run", own["rollout_run"])
     assert dry_run(resolved) == expected

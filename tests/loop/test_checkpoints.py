@@ -10,6 +10,7 @@ import pytest
 
 from quatrain.config.schema import Config
 from quatrain.loop.checkpoints import Checkpoints
+from quatrain.loop.stop_when import StopWhen
 from quatrain.run.best import Best
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.types.batches import PromptPosition
@@ -69,7 +70,7 @@ def trained_state():
         train_step=4,
         critic=critic,
         reward_kl_coef=0.25,
-        position=PromptPosition(48, 3),
+        position=PromptPosition(48, 3, (None, 1 / 3, 0.0)),
         metrics={"loss": None},
     )
 
@@ -105,6 +106,7 @@ def made(tmp_path, *, every=1, steps=100, keep=1, best=None, reference=None):
                 Recorder(),
                 steps=steps,
                 identity=identity,
+                stop_when=StopWhen(config, (), ()),
             ),
             store,
             evaluations,
@@ -129,7 +131,7 @@ def test_a_resumed_run_has_the_whole_state_again(tmp_path):
                 now, then = (tree.get("mu", tree)["w"] for tree in (now, then))
                 np.testing.assert_array_equal(now, then)
     assert (restored.train_step, restored.reward_kl_coef) == (4, 0.25)
-    assert restored.position == PromptPosition(next_prompt=48, steps_without_signal=3)
+    assert restored.position == PromptPosition(48, 3, (None, 1 / 3, 0.0))
     np.testing.assert_array_equal(reference.value, numbers(40)["w"])
     assert evaluations.restored == (0.5, 4, [4])
 

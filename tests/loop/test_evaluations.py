@@ -21,8 +21,8 @@ def made(every=2, steps=6, digest="0a", best=None, **sections):
     data = {"eval": "builtin:arithmetic"}
     config = Config(data=data, eval={"every_steps": every, "num_prompts": 4}, **sections)
     sets = [SimpleNamespace(name="", source=Source(digest))]
-    evaluator = SimpleNamespace(sets=sets)
-    return Evaluations(config, evaluator, best, None, None, None, None, steps=steps)
+    generation = SimpleNamespace(evaluator=SimpleNamespace(sets=sets))
+    return Evaluations(config, best, None, None, steps=steps, generation=generation)
 
 
 def due(evaluations, steps=8):

@@ -30,6 +30,23 @@ def test_each_panel_has_the_lines_that_were_logged():
     }
 
 
+def test_a_run_on_pairs_has_loss_accuracy_and_margin_and_a_warm_start_none():
+    """A panel of the wrong metric, or one for the loss that a warm start logs at step 0."""
+    rows = [
+        {"step": 0, "eval/loss": 0.7, "eval/accuracy": 0.5},
+        {"step": 1, "loss": 0.69, "dpo/loss": 0.69, "dpo/accuracy": 0.25, "dpo/margin": 0.1},
+    ]
+    panels = plotted(rows)
+    assert panels["Loss on given data, nats"] == {"training": ([1], [0.69]), "held out": ([0], [0.7])}
+    assert panels["Pairs whose better answer has the larger reward"] == {
+        "training": ([1], [0.25]),
+        "held out": ([0], [0.5]),
+    }
+    assert panels["Margin of rewards"] == {"training": ([1], [0.1])}
+    warm = plotted([{"step": 0, "sft/loss": 2.0}, {"step": 1, "reward/mean": 0.5}])
+    assert "Loss on given data, nats" not in warm
+
+
 def test_steps_are_whole_and_the_run_is_named(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
@@ -49,7 +66,7 @@ def test_steps_are_whole_and_the_run_is_named(tmp_path, monkeypatch):
 def test_a_run_without_either_is_an_error(tmp_path):
     pytest.importorskip("matplotlib")
     MetricsFile(tmp_path / "metrics.jsonl").write(1, {"loss": 1.0})
-    with pytest.raises(ValueError, match="has neither"):
+    with pytest.raises(ValueError, match="has none"):
         plot_run(tmp_path, tmp_path / "plot.png")
 
 

@@ -71,10 +71,10 @@ def test_a_checkpoint_without_digests_says_nothing_of_the_rows(identity):
 
 
 def test_a_run_may_end_at_its_newest_checkpoint_and_not_before():
-    check_steps(4, 4, Path("run"))
-    check_steps(5, 4, Path("run"))
+    check_steps(Config(), 4, 4, Path("run"))
+    check_steps(Config(), 5, 4, Path("run"))
     with pytest.raises(ValueError, match="run has one of step 4, got 3 steps"):
-        check_steps(3, 4, Path("run"))
+        check_steps(Config(), 3, 4, Path("run"))
 
 
 def test_what_differs_between_digests():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -154,5 +153,5 @@ def _settings_of_runs(overrides: Sequence[str]) -> Resolved:
 
     load_dotenv(os.environ)
     # Other overrides may need the run's own configuration to be valid.
-    own = [each for each in overrides if re.split(r"[.=]", each)[0].strip() == "run"]
+    own = [each for each in overrides if each.partition("=")[0].strip() in ("run.dir", "run.name")]
     return load_config(None, own, os.environ)

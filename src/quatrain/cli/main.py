@@ -1,4 +1,4 @@
-"""The command line: `quatrain train | eval | sft | launch | plan | config | report | samples | …`.
+"""The command line: `quatrain train | sft | dpo | rm | eval | launch | plan | config | report | samples | …`.
 
 Data flow: arguments and `.env` -> `config.load` -> the command's function. Modules that need JAX are imported
 inside the commands, so that `--help` and `config` are fast.
@@ -66,6 +66,10 @@ _COORDINATOR = "Address of process 0, if several processes run together and no c
 CoordinatorOption = Annotated[str | None, option(_COORDINATOR, "HOST:PORT")]
 NumProcessesOption = Annotated[int | None, option("Number of processes that run together.", "N")]
 ProcessIdOption = Annotated[int | None, option("Number of this process, from 0.", "I")]
+TaskOption = Annotated[
+    str | None,
+    option("What is run: rl, sft, dpo or rm; default: as run.task says, else rl.", "TASK", "--task"),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -83,59 +87,91 @@ def _options(
     pass
 
 
-@app.command(
-    epilog=examples(
+_TRAINING = {
+    "train": (
+        "Train a model by reinforcement learning: rollout, reward, advantage, update.",
         "train",
         "train configs/gsm8k_smollm2_cpu.yaml run.steps=5",
         "train configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl",
         "train --print-config",
         "train --resume runs/quickstart-20260101-120000",
+    ),
+    "sft": (
+        "Train a model on demonstrations: supervised training.",
+        "sft",
+        "sft --set sft.steps=400 --set sft.learning_rate=5e-4",
+        "sft chat.yaml --dry-run",
+        "sft --resume runs/chat-20260101-120000",
+    ),
+    "dpo": (
+        "Train a model on preferences, which of two answers is the better one: DPO.",
+        "dpo pairs.yaml",
+        "dpo pairs.yaml dpo.loss=ipo dpo.beta=0.2",
+        "dpo model.path=runs/chat/final dpo.data=pairs.jsonl",
+    ),
+    "rm": (
+        "Train a reward model on preferences.",
+        "rm pairs.yaml",
+        "rm model.path=runs/chat/final rm.data=pairs.jsonl",
+    ),
+}
+"""Commands that train: what each does, in a sentence, and examples."""
+
+
+def _training(task: str) -> Callable[..., None]:
+    """The command that trains, for runs of `task` (`run.task`)."""
+
+    def train(
+        words: Words = None,
+        set_: SetOption = None,
+        print_config: Annotated[
+            bool, flag("--print-config", "Print the resolved configuration and exit.")
+        ] = False,
+        dry_run: Annotated[
+            bool,
+            flag("--dry-run", "Check all that the run is made from, print the plan, and exit."),
+        ] = False,
+        resume: Annotated[
+            str | None,
+            option(
+                "Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
+                "begun if there is none, or without a run.name the run with the newest checkpoint.",
+                "RUN|auto",
+            ),
+        ] = None,
+        coordinator: CoordinatorOption = None,
+        num_processes: NumProcessesOption = None,
+        process_id: ProcessIdOption = None,
+    ) -> None:
+        with starting(speaks=process_id in (None, 0) and not print_config):
+            stage("configuration")
+            config, overrides, _ = given(words, set_)
+            if config is None and resume is not None:
+                config, resume = run_to_resume(resume, overrides)
+            resolved = _resolve(Given(config, overrides), task=task)
+            if print_config:
+                _print_config(resolved)
+                return
+            with _together(resolved, coordinator, num_processes, process_id) as resolved:
+                from quatrain.loop.train import train as run
+
+                if dry_run:
+                    from quatrain.loop.train import dry_run as check
+
+                    plan, warnings = check(resolved, resume=resume)
+                    typer.echo(plan)
+                    for warning in warnings:
+                        _complain("warning", warning)
+                else:
+                    run(resolved, resume=resume)
+
+    return train
+
+
+for _name, (_sentence, *_lines) in _TRAINING.items():
+    app.command(name=_name, help=_sentence, epilog=examples(*_lines))(
+        _training("rl" if _name == "train" else _name)
     )
-)
-def train(
-    words: Words = None,
-    set_: SetOption = None,
-    print_config: Annotated[
-        bool, flag("--print-config", "Print the resolved configuration and exit.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        flag("--dry-run", "Check configuration, data, model and reward functions, print the plan, and exit."),
-    ] = False,
-    resume: Annotated[
-        str | None,
-        option(
-            "Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
-            "begun if there is none, or without a run.name the run with the newest checkpoint.",
-            "RUN|auto",
-        ),
-    ] = None,
-    coordinator: CoordinatorOption = None,
-    num_processes: NumProcessesOption = None,
-    process_id: ProcessIdOption = None,
-) -> None:
-    """Train a model by reinforcement learning: rollout, reward, advantage, update."""
-    with starting(speaks=process_id in (None, 0) and not print_config):
-        stage("configuration")
-        config, overrides, _ = given(words, set_)
-        if config is None and resume is not None:
-            config, resume = run_to_resume(resume, overrides)
-        resolved = _resolve(Given(config, overrides))
-        if print_config:
-            _print_config(resolved)
-            return
-        with _together(resolved, coordinator, num_processes, process_id) as resolved:
-            from quatrain.loop.train import train as run
-
-            if dry_run:
-                from quatrain.loop.train import dry_run as check
-
-                plan, warnings = check(resolved, resume=resume)
-                typer.echo(plan)
-                for warning in warnings:
-                    _complain("warning", warning)
-            else:
-                run(resolved, resume=resume)
 
 
 @app.command(
@@ -173,24 +209,6 @@ def evaluate(
                 _print_numbers(numbers)
 
 
-@app.command(epilog=examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
-def sft(
-    words: Words = None,
-    set_: SetOption = None,
-    coordinator: CoordinatorOption = None,
-    num_processes: NumProcessesOption = None,
-    process_id: ProcessIdOption = None,
-) -> None:
-    """Train on demonstrations: run only the supervised warm start."""
-    with starting(speaks=process_id in (None, 0)):
-        stage("configuration")
-        resolved = _resolve(given(words, set_))
-        with _together(resolved, coordinator, num_processes, process_id) as resolved:
-            from quatrain.loop.train import train_sft
-
-            train_sft(resolved)
-
-
 @app.command(
     epilog=examples(
         "launch --processes 2 --devices-per-process 4 -- train",
@@ -199,7 +217,7 @@ def sft(
 )
 def launch(
     command: Annotated[
-        list[str] | None, argument("train, eval or sft, with its arguments.", "-- COMMAND …")
+        list[str] | None, argument("train, eval, sft, dpo or rm, with its arguments.", "-- COMMAND …")
     ] = None,
     processes: Annotated[int, option("Number of processes to start.", "N", shown=True)] = 2,
     devices_per_process: Annotated[
@@ -228,9 +246,10 @@ def config(
         bool, flag("--json", "Print JSON: configuration, origin of each value, warnings.")
     ] = False,
     changed: Annotated[bool, flag("--changed", "Print only values that are not the defaults.")] = False,
+    task: TaskOption = None,
 ) -> None:
     """Print the resolved configuration, each value with the layer it came from."""
-    _print_config(_resolve(given(words, set_)), as_json=as_json, changed=changed)
+    _print_config(_resolve(given(words, set_), task=task), as_json=as_json, changed=changed)
 
 
 @app.command(
@@ -250,7 +269,10 @@ def convert_(
         ),
     ] = None,
     from_: Annotated[
-        str | None, option("verl, trl or tunix; default: by its keys.", "LIBRARY", "--from")
+        str | None,
+        option(
+            "verl, trl, tunix, or trl-sft, -dpo, -rm, -kto, -orpo; default: by its keys.", "LIBRARY", "--from"
+        ),
     ] = None,
     devices: Annotated[
         int | None,
@@ -318,6 +340,7 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print JSON: values, units, formulas, warnings.")] = False,
+    task: TaskOption = None,
 ) -> None:
     """Print every batch size of a training step, with unit and formula; or the memory on each device."""
     params = params or (device_memory is not None and not fit)
@@ -326,7 +349,7 @@ def plan(
             "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
         )
     config, overrides, _ = given(words, set_)
-    resolved = _resolve(Given(config, overrides))
+    resolved = _resolve(Given(config, overrides), task=task)
     if not (params or fit):
         from quatrain.plan.batch_plan import plan as plan_batches
         from quatrain.plan.batch_plan import render
@@ -340,7 +363,7 @@ def plan(
     from quatrain.plan.placement import placement
 
     def with_further(further: Sequence[str]) -> Config:
-        return load_config(config, [*overrides, *further], os.environ).config
+        return load_config(config, [*overrides, *further], os.environ, task=task).config
 
     last = time.monotonic()
 
@@ -445,7 +468,7 @@ def bench(
     steps: Annotated[int, option("Number of training steps to time.", shown=True, min=1)] = 5,
 ) -> None:
     """Time the stages of the training step on this machine."""
-    resolved = _resolve(given(words, set_))
+    resolved = _resolve(given(words, set_), task="rl")
     from quatrain.cli.bench import bench as run
 
     with _cached(resolved):
@@ -483,14 +506,17 @@ def _print_numbers(numbers: dict[str, float]) -> None:
     typer.echo(json.dumps({name: round(value, 3) for name, value in numbers.items()}, indent=2))
 
 
-def _resolve(what: Given, *, trains: bool = True) -> Resolved:
-    """The final configuration; its warnings go to stderr, here and nowhere else."""
+def _resolve(what: Given, *, task: str | None = None, trains: bool = True) -> Resolved:
+    """The final configuration of a command; its warnings go to stderr, here and nowhere else.
+
+    `task` is that of the command; None if it is for runs of any task, which `run.task` says.
+    """
     from quatrain.config.dotenv import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
     dotenv = load_dotenv(os.environ)
     readable = warn_if_others_can_read(dotenv) if dotenv else None
-    resolved = load_config(what.config, what.overrides, os.environ, trains=trains)
+    resolved = load_config(what.config, what.overrides, os.environ, task=task, trains=trains)
     for warning in filter(None, (readable, *resolved.warnings)):
         _complain("warning", warning)
     return resolved
@@ -654,7 +680,7 @@ def _about_usage(error: Any) -> str:
     It names the key of the configuration that is given as an option, as `--learning_rate`.
     """
     from quatrain.config.aliases import key_for
-    from quatrain.config.schema import valid_keys
+    from quatrain.config.load import keys_read_by
 
     command = error.ctx.command_path if error.ctx else "quatrain"
     params = error.ctx.command.params if error.ctx else ()
@@ -662,8 +688,9 @@ def _about_usage(error: Any) -> str:
     option = getattr(error, "option_name", None)
     if option and "--set" in options and option not in options:
         name = option.lstrip("-").replace("-", "_")
-        same = (key for key in valid_keys() if name in (key, key.rpartition(".")[2]))
-        if keys := [*filter(None, [key_for(name)])] or sorted(same):
+        read = keys_read_by(command.rpartition(" ")[2])
+        same = (key for key in read if name in (key, key.rpartition(".")[2]))
+        if keys := [key for key in [key_for(name)] if key in read] or sorted(same):
             return (
                 f"{option} is not an option of {command}; a key of the configuration is given as KEY=VALUE: "
                 f"{' or '.join(f'{key}=…' for key in keys)}"

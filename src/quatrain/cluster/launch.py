@@ -26,7 +26,7 @@ from quatrain.cluster.rendezvous import ANOTHER_FAILED, TOKEN
 from quatrain.cluster.start_thread import start_thread
 from quatrain.cluster.stop import Signals
 
-COMMANDS = ("train", "eval", "sft")
+COMMANDS = ("train", "eval", "sft", "dpo", "rm")
 # Options that `launch` adds to the command of each process.
 OWN_OPTIONS = ("--coordinator", "--num-processes", "--process-id")
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")
@@ -55,7 +55,7 @@ def launch(
     program: Sequence[str] = QUATRAIN,
     grace_s: float = GRACE_S,
 ) -> int:
-    """Runs `command` (`train …`, `eval …` or `sft …`) in `processes` processes; returns an exit status.
+    """Runs `command`, one of `COMMANDS` with arguments, in `processes` processes; returns an exit status.
 
     The status is 0 if all processes end with 0. Otherwise the other processes are ended, and the status is
     that of the process that failed first. SIGTERM, SIGHUP and SIGINT are passed on to all processes, which

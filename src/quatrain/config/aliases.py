@@ -106,6 +106,13 @@ _NAMES = {
     "critic.warmup_steps": "critic_warmup",
     "critic_optimizer.learning_rate": "critic.optim.lr critic.lr critic.learning_rate critic_optimizer",
     "sft.learning_rate": "sft.lr",
+    "sft.train_on": "assistant_only_loss completion_only_loss",
+    "dpo.reference": "ref_model",
+    "dpo.label_smoothing": "label_smoothing",
+    "dpo.desirable_weight": "desirable_weight",
+    "dpo.undesirable_weight": "undesirable_weight",
+    "dpo.gamma": "simpo_gamma",
+    "rm.center": "center_rewards_coefficient",
     "optimizer.learning_rate": "lr actor_optimizer",
     "optimizer.schedule": "warmup_style schedule_type lr_scheduler_type",
     "optimizer.final_fraction": "min_lr_ratio",
@@ -168,6 +175,14 @@ _LOGGING = "here it is 'logging.wandb', 'logging.trackio' or 'logging.tensorboar
 _REWARD_MODEL = "here a reward model is an entry 'model:PATH' of 'reward.functions'"
 _CRITIC = "here a critic is trained if 'critic.enabled' is true, as derived from 'advantage.estimator: gae'"
 _LOSS_ARGS = "here it is an argument of the loss, in 'update.loss_args'"
+_LENGTH = (
+    "here it is 'sft.max_length', 'dpo.max_length' or 'rm.max_length', with on_long beside it for longer rows"
+)
+_PACKING = "rows are always packed here where micro-batches have a budget, 'update.max_tokens_per_device'"
+_ONCE = (
+    "the log-probabilities of the reference are always computed once here, before the first step, so there "
+    "is no such key"
+)
 _KL_PENALTY = (
     "the KL in the reward ('reward.kl_coef') is always estimated by k1 here, so there is no such key"
 )
@@ -185,6 +200,14 @@ _EXPLAINED = {
     **dict.fromkeys(("rollout.name", "use_vllm", "rollout_engine"), _ENGINE),
     **dict.fromkeys(("reward_model.enable", "reward_model.model_path"), _REWARD_MODEL),
     **dict.fromkeys(("kl_penalty", "kl_method"), _KL_PENALTY),
+    **dict.fromkeys(("max_length", "truncation_mode"), _LENGTH),
+    **dict.fromkeys(("packing", "packing_strategy", "padding_free"), _PACKING),
+    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), _ONCE),
+    **dict.fromkeys(
+        ("dataset_config", "dataset_train_split", "dataset_test_split"),
+        "a data set on the Hub is written owner/name:config:split here",
+    ),
+    "dataset_text_field": "here plain text stands in the column text",
     **dict.fromkeys(("max_tool_response_length", "tool_response_truncate_side"), _WHOLE),
     **dict.fromkeys(("actor.tau_pos", "actor.tau_neg"), _LOSS_ARGS),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), f"{_LOSS_ARGS}: tau_pos, tau_neg"),
@@ -275,7 +298,8 @@ _SIGNS = {
         *("per_device_train_batch_size", "model_name_or_path", "num_generations", "max_completion_length"),
         *("gradient_accumulation_steps", "use_vllm", "vllm_mode", "scale_rewards", "reward_funcs"),
         *("steps_per_generation", "generation_batch_size", "num_train_epochs", "lr_scheduler_type"),
-        *("dataset_name", "lora_r", "use_peft", "report_to"),
+        *("dataset_name", "lora_r", "use_peft", "report_to", "assistant_only_loss", "completion_only_loss"),
+        *("precompute_ref_log_probs", "center_rewards_coefficient"),
     },
 }
 """Keys at the top of a file that say whose it is; quatrain has none of these."""

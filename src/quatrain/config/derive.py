@@ -7,51 +7,54 @@ queries no device, so `run.steps` stays null if it depends on the length of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
-from quatrain.config.data_sets import data_set_list, heldout_gym, is_gym
+from quatrain.config.data_sets import is_gym
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
 from quatrain.config.mesh import axis_sizes
 from quatrain.config.mesh_axes import CP
 from quatrain.config.schema import Config, fields
-from quatrain.config.warnings import LORA_RATE, RATE, SFT_LORA_RATE, SFT_RATE, WANDB_MODES
+from quatrain.config.tasks import BUILTIN, generates, has_part, heldout
+from quatrain.config.warnings import GIVEN_RATES, LORA_RATE, RATE, WANDB_MODES
 
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
-BUILTIN = "builtin:"
 GYM_REWARD, AGENT_REWARD = "reasoning_gym", "environment"
 """The only reward function, if none is set, with data of reasoning-gym, and with an agent."""
-HELDOUT = "-heldout"
 PREFIX_SHARE = 0.5
 """Where requests come with contexts that grow, half of the KV cache's memory is for what is kept of them."""
-RANDOM_RATE, RANDOM_LORA_RATE = 1e-3, 1e-2
-"""Learning rates of a warm start of a built-in model, whose weights are random."""
+RANDOM_RATES = (1e-3, 1e-2)
+"""Learning rates on given data of a built-in model, whose weights are random: of all weights, of adapters."""
 
 
-def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: datetime) -> dict[str, Any]:
+def derived_values(
+    config: Config, stem: str, environ: Mapping[str, str], now: datetime, *, trains: bool = True
+) -> dict[str, Any]:
     """Values by dotted key, for every null of `config` that can be derived from its other values.
 
-    `run.name` is made of `stem`, the configuration file's name without extension, and the time `now`. Raises
-    ConfigError if a token budget set by the user cannot hold the longest possible sequence.
+    `run.name` is made of `stem`, the configuration file's name without extension, and the time `now`. If the
+    command `trains`, keys without a part in the run stay null. Raises ConfigError if a token budget set by
+    the user cannot hold the longest possible sequence.
     """
     _budgets_hold_a_sequence(config)
     estimator, loss = ESTIMATORS.get(config.advantage.estimator), LOSSES.get(config.update.loss)
     adapters, random = config.lora.rank > 0, config.model.path.startswith(BUILTIN)
-    sft_rates = (RANDOM_RATE, RANDOM_LORA_RATE) if random else (SFT_RATE, SFT_LORA_RATE)
     masks = config.update.correction == "mask"
     values = {
         "run.name": f"{_folder_name(stem)}-{now:%Y%m%d-%H%M%S}",
         "model.tokenizer": config.model.path,
         "lora.alpha": float(config.lora.rank) or None,
-        "data.eval": _heldout(config.data.train),
+        "data.eval": heldout(config),
         "sft.data": config.data.train,
         "optimizer.learning_rate": (RATE, LORA_RATE)[adapters],
-        "sft.learning_rate": sft_rates[adapters],
+        **{
+            f"{name}.learning_rate": (RANDOM_RATES if random else rates)[adapters]
+            for name, rates in GIVEN_RATES.items()
+        },
         "advantage.scale": estimator.scales[0] if estimator else None,
         "rollout.max_environment_tokens": environment_tokens(config) or None,
         "rollout.prefix_share": PREFIX_SHARE if config.rollout.has_episodes else None,
@@ -69,12 +72,16 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
     if "overlong" in config.reward.functions:
         values["reward.overlong_limit"] = config.overlong_limit
         values["reward.overlong_buffer"] = max(config.overlong_limit // 5, 1)
-    sets = config.data.eval_sets.values() or filter(None, [values["data.eval"]])
-    if all(map(is_gym, sets)) and is_gym(config.data.train):
+    sets = [*(config.data.eval_sets.values() or filter(None, [values["data.eval"]]))]
+    # What is rewarded in evaluations is what training rewards; without rollouts there are evaluations alone.
+    rewarded = sets if config.run.on_given_data else [config.data.train]
+    gym = bool(rewarded) and all(map(is_gym, rewarded))
+    if gym and all(map(is_gym, sets)):
         values["eval.accuracy"] = GYM_REWARD
-    derived = {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
+    read = {key: value for key, value in values.items() if not trains or has_part(config, key)}
+    derived = {k: v for k, v in read.items() if v is not None and value_at(config, k) is None}
     if "functions" not in config.reward.model_fields_set:
-        if is_gym(config.data.train):
+        if gym:
             derived["reward.functions"] = {GYM_REWARD: 1.0}
         elif config.rollout.agent is not None:
             derived["reward.functions"] = {AGENT_REWARD: 1.0}
@@ -96,14 +103,28 @@ def environment_tokens(config: Config) -> int:
 
 
 def longest_sequence(config: Config) -> int:
-    """Length in tokens of the longest possible sequence: prompt, completion and an environment's tokens."""
+    """Length in tokens of the longest possible sequence in training.
+
+    In `quatrain train`: prompt, completion and an environment's tokens. On given data, whose lengths the
+    configuration does not know: `max_length`, or what a micro-batch holds.
+    """
+    if config.run.on_given_data:
+        budget = config.update.max_tokens_per_device or MICRO_BATCH_TOKENS
+        return config.given.max_length or budget * _devices_of_a_sequence(config)
+    return _longest_rollout(config)
+
+
+def _longest_rollout(config: Config) -> int:
     return config.data.max_prompt_length + config.rollout.max_new_tokens + environment_tokens(config)
 
 
 def longest_of_run(config: Config) -> int:
     """Length in tokens of the longest sequence in training and evaluation."""
+    if config.run.on_given_data and not generates(config):
+        return longest_sequence(config)
     new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
-    return config.data.max_prompt_length + new + environment_tokens(config)
+    evaluated = config.data.max_prompt_length + new + environment_tokens(config)
+    return max(longest_sequence(config), evaluated) if config.run.on_given_data else evaluated
 
 
 class _Size(NamedTuple):
@@ -128,12 +149,14 @@ def _sizes(config: Config) -> dict[str, Any]:
     Forward-only passes get twice the size.
     """
     update, logprob, critic = config.update, config.logprob, config.critic
-    budget = max(MICRO_BATCH_TOKENS, -(-longest_sequence(config) // _devices_of_a_sequence(config)))
+    longest = max((longest for longest, _ in _longest_of_budget(config, "update")), default=0)
+    budget = max(MICRO_BATCH_TOKENS, -(-longest // _devices_of_a_sequence(config)))
     size = _Size(update.micro_batch_size, update.max_tokens_per_device).or_like(_Size(None, budget))
     forward = _Size(logprob.micro_batch_size, logprob.max_tokens_per_device).or_like(size, 2)
     values: dict[str, Any] = size.by_key("update.") | forward.by_key("logprob.")
     if config.reward.models:
-        values["reward.model_max_tokens_per_device"] = forward.tokens or 2 * budget
+        scored = max((longest for longest, _ in _longest_of_budget(config, "reward")), default=0)
+        values["reward.model_max_tokens_per_device"] = max(forward.tokens or 2 * budget, scored)
     if config.distill.models:
         values["distill.max_tokens_per_device"] = forward.tokens or 2 * budget
     values["critic.enabled"] = enabled = critic.enabled or (
@@ -154,17 +177,32 @@ def _devices_of_a_sequence(config: Config) -> int:
     return 1 if config.mesh == "auto" else max(axis_sizes(config.mesh)[CP], 1)
 
 
+def _longest_of_budget(config: Config, section: str) -> Iterator[tuple[int, str]]:
+    """The longest sequences that a section's token budget must hold, in tokens, and what each is of."""
+    given, on_given_data = config.given, config.run.on_given_data
+    read_by = ("update", "logprob") if on_given_data else ("update",) if given.steps else ()
+    if given.max_length and section in read_by:
+        name = config.run.task if on_given_data else "sft"
+        yield given.max_length, f"{name}.max_length = {given.max_length} tokens"
+    if not on_given_data or (section == "reward" and generates(config)):
+        longest, added = _longest_rollout(config), environment_tokens(config)
+        more = f" + rollout.max_environment_tokens ({added})" if added else ""
+        yield (
+            longest,
+            f"data.max_prompt_length ({config.data.max_prompt_length}) + rollout.max_new_tokens "
+            f"({config.rollout.max_new_tokens}){more} = {longest} tokens",
+        )
+
+
 def _budgets_hold_a_sequence(config: Config) -> None:
     devices = _devices_of_a_sequence(config)
-    longest, added = longest_sequence(config), environment_tokens(config)
-    more = f" + rollout.max_environment_tokens ({added})" if added else ""
     budgets = {key: value_at(config, key) for key in fields() if key.endswith("max_tokens_per_device")}
     problems = [
-        f"{key}={budget} cannot hold one sequence of data.max_prompt_length "
-        f"({config.data.max_prompt_length}) + rollout.max_new_tokens ({config.rollout.max_new_tokens}){more} "
-        f"= {longest} tokens{f' on {devices} devices ({CP} of mesh)' * (devices > 1)}; set it to at least "
+        f"{key}={budget} cannot hold one sequence of {what}"
+        f"{f' on {devices} devices ({CP} of mesh)' * (devices > 1)}; set it to at least "
         f"{-(-longest // devices)}"
         for key, budget in budgets.items()
+        for longest, what in _longest_of_budget(config, key.partition(".")[0])
         if budget is not None and budget * devices < longest
     ]
     if problems:
@@ -173,17 +211,6 @@ def _budgets_hold_a_sequence(config: Config) -> None:
 
 def _folder_name(stem: str) -> str:
     return re.sub(r"[^\w.-]+", "-", stem).lstrip(".-") or "run"
-
-
-def _heldout(train: str | tuple[str, ...]) -> str | tuple[str, ...] | None:
-    if is_gym(train):
-        with suppress(ValueError):  # the reader of the data raises it
-            sets = tuple(map(heldout_gym, data_set_list(train)))
-            return sets[0] if isinstance(train, str) else sets
-        return None
-    if isinstance(train, str) and train.startswith(BUILTIN) and not train.endswith(HELDOUT):
-        return train + HELDOUT
-    return None
 
 
 def _wandb(environ: Mapping[str, str]) -> str:

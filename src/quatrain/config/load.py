@@ -31,12 +31,14 @@ from quatrain.config.settings import (
     file_layer,
     override_layer,
 )
+from quatrain.config.tasks import COMMANDS, has_part
 from quatrain.config.warnings import warnings_about
 
 DEFAULT = "default"
 DERIVED = "derived"
 MODEL, RANK = ("model", "path"), ("lora", "rank")
 OPTIMIZER, BETA2 = ("optimizer", "name"), ("optimizer", "beta2")
+TASK = ("run", "task")
 SFT_STEPS, SFT_RATE = ("sft", "steps"), ("sft", "learning_rate")
 ITS_SECTIONS, ITS_KEYS = ("sft", "optimizer"), (("model", "remat"),)
 """What the quickstart sets for a small model with random weights, and no other should have."""
@@ -64,14 +66,16 @@ def load_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     *,
+    task: str | None = None,
     now: datetime | None = None,
     trains: bool = True,
 ) -> Resolved:
     """The configuration of a YAML file (None: the embedded quickstart), `--set` overrides and environment.
 
     `environ` is the process's environment unless given, `now` the present unless given (it names the run).
-    Unless it `trains`, there are no warnings about training. Raises ConfigError with one message per bad key:
-    the rule, the value received and its layer.
+    `task` is that of the command, `rl`, `sft`, `dpo` or `rm`; None: what `run.task` says. Unless it `trains`,
+    there are no warnings about training, and keys without a part in the training of `run.task` may be set.
+    Raises ConfigError with one message per bad key: the rule, the value received and its layer.
     """
     environ = os.environ if environ is None else environ
     if not isinstance(path, str | Path | None):
@@ -83,12 +87,16 @@ def load_config(
     # Before the file: whether the quickstart's settings suit depends on the model that these choose.
     from_overrides, from_environment = override_layer(overrides), environment_layer(environ)
     from_file, unsuitable = file_layer(file), list[str]()
+    later = [*from_overrides, *from_environment]
+    if task is not None:
+        _check_task(task, [*from_file, *later])
+        if task != "rl":
+            later.append(Setting(TASK, task, f"quatrain {COMMANDS[task]}"))
     if file is None:
-        from_file, unsuitable = _for_the_model(from_file, [*from_overrides, *from_environment])
-    merged = _Merge()
+        from_file, unsuitable = _for_the_model(_for_the_task(from_file, later), later)
+    merged = _Merge(trains)
     merged.add(from_file)
-    merged.add(from_overrides)
-    merged.add(from_environment)
+    merged.add(later)
     # Before types are checked, which would complain of `[redacted]` without saying what it is.
     merged.refuse_redacted()
     config = merged.resolved((file or QUICKSTART).stem, environ, now or datetime.now(UTC))
@@ -98,15 +106,46 @@ def load_config(
     return Resolved(config, merged.provenance(config), warnings)
 
 
+def keys_read_by(command: str) -> list[str]:
+    """The dotted keys that a command reads, with all others at their defaults; all if it trains nothing."""
+    task = next((task for task, name in COMMANDS.items() if name == command), None)
+    merged = _Merge(trains=False)
+    merged.add([Setting(TASK, task, "the command")] if task else [])
+    config = merged.config(rules=False)
+    return [key for key in valid_keys() if task is None or has_part(config, key)]
+
+
 def check(values: Mapping[str, Any]) -> tuple[str, ...]:
     """What is wrong with these values by dotted key, over the defaults; empty if they load."""
-    merged = _Merge()
+    merged = _Merge(trains=True)
     merged.add(Setting(tuple(key.split(".")), value, "the file") for key, value in values.items())
     try:
         merged.resolved(QUICKSTART.stem, {}, datetime.now(UTC))
     except ConfigError as error:
         return error.problems
     return ()
+
+
+def _check_task(task: str, settings: Sequence[Setting]) -> None:
+    """Raises ConfigError for a layer that sets `run.task` for another command than that of `task`."""
+    if task not in COMMANDS:
+        raise ConfigError(f"task must be one of {listed(COMMANDS)}; got {shown(task)}; name one of them")
+    for other in settings:
+        if other.path == TASK and other.value is not None and other.value != task:
+            command = COMMANDS.get(str(other.value))
+            remedy = f"use quatrain {command}, or " if command else ""
+            raise ConfigError(
+                f"run.task is that of the command, {task} for quatrain {COMMANDS[task]}; got "
+                f"{shown(other.value)} (from {other.layer}); {remedy}leave it out"
+            )
+
+
+def _for_the_task(quickstart: Sequence[Setting], later: Sequence[Setting]) -> list[Setting]:
+    """The quickstart's settings that have a part in a run of the task of the `later` layers."""
+    merged = _Merge(trains=False)
+    merged.add([*quickstart, *later])
+    config = merged.config(rules=False)
+    return [setting for setting in quickstart if has_part(config, setting.key)]
 
 
 def _for_the_model(
@@ -119,15 +158,17 @@ def _for_the_model(
     values = {setting.path: setting.value for setting in (*quickstart, *later)}
     model = next(setting.value for setting in quickstart if setting.path == MODEL)
     if values[MODEL] != model:
-        used = [s for s in quickstart if s.path[0] not in ITS_SECTIONS and s.path not in ITS_KEYS]
-        return used, [
+        its = [s for s in quickstart if s.path[0] in ITS_SECTIONS or s.path in ITS_KEYS]
+        theirs = [name for name in ITS_SECTIONS if any(s.path[0] == name for s in its)]
+        rate = f"{values.get(TASK, 'optimizer')}.learning_rate"
+        return [s for s in quickstart if s not in its], [
             f"model.path is not the quickstart's {model}, and without a CONFIG the defaults hold for "
-            f"{listed([*ITS_SECTIONS, *map('.'.join, ITS_KEYS)])}, whose values in the quickstart suit that "
-            "model alone; set what you need, as --set optimizer.learning_rate=…"
+            f"{listed([*theirs, *map('.'.join, ITS_KEYS)])}, whose values in the quickstart suit that model "
+            f"alone; set what you need, as --set {rate}=…"
         ]
     if values.get(OPTIMIZER, HAVE_BETA2[0]) not in HAVE_BETA2:
         quickstart = [s for s in quickstart if s.path != BETA2]  # else refused, though nobody asked for it
-    idle = {setting.path for setting in later} | ({SFT_RATE} if not values[SFT_STEPS] else set())
+    idle = {setting.path for setting in later} | ({SFT_RATE} if not values.get(SFT_STEPS) else set())
     rates = [s for s in quickstart if s.path[-1] == "learning_rate" and s.path not in idle]
     return list(quickstart), [
         f"lora.rank is {shown(values[RANK])} and {rate.key} is the quickstart's {rate.value:g}, for training "
@@ -140,7 +181,8 @@ def _for_the_model(
 class _Merge:
     """The merged values of the layers added so far, and the layer that set each; later layers override."""
 
-    def __init__(self) -> None:
+    def __init__(self, trains: bool) -> None:
+        self._trains = trains
         self._values: dict[KeyPath, Any] = {}
         self._layers: dict[str, str] = {}
 
@@ -189,13 +231,13 @@ class _Merge:
 
     def resolved(self, stem: str, environ: Mapping[str, str], now: datetime) -> Config:
         """The validated configuration, with what is derived (`derived_values`) as one more layer."""
-        derived = derived_values(self.config(), stem, environ, now)
+        derived = derived_values(self.config(), stem, environ, now, trains=self._trains)
         self.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
         # Validated again: rules across sections hold for derived values as for given ones.
         return self.config()
 
-    def config(self) -> Config:
-        """The validated configuration; raises ConfigError."""
+    def config(self, *, rules: bool = True) -> Config:
+        """The validated configuration, perhaps without the rules across sections; raises ConfigError."""
         nested: dict[str, Any] = {}
         for path, value in self._values.items():
             if len(path) == 1:
@@ -203,7 +245,7 @@ class _Merge:
             else:
                 nested.setdefault(path[0], {})[path[1]] = value
         try:
-            return Config.model_validate(nested)
+            return Config.model_validate(nested, context={"trains": self._trains, "rules": rules})
         except ValidationError as error:
             raise ConfigError([self._problem(detail) for detail in error.errors()]) from None
 

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
+from quatrain.config.sections.given import WITHOUT_REFERENCE
 from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
 from quatrain.config.sections.update import HAVE_BETA2, HAVE_EPS, CriticConfig, CriticOptimizerConfig
+from quatrain.config.sections.whole_run import smaller_is_better
+from quatrain.config.tasks import has_part, without_part
 
 
 class Rule(NamedTuple):
@@ -23,8 +26,14 @@ class Rule(NamedTuple):
     sentence: str
 
 
-def broken_rule(config: Any) -> tuple[str, Any, str] | None:
-    """Key, value and sentence of the first rule that the `Config` breaks; None if it breaks none."""
+def broken_rule(config: Any, keys: Iterable[str] = ()) -> tuple[str, Any, str] | None:
+    """Key, value and sentence of the first rule that the `Config` breaks; None if it breaks none.
+
+    Those of `keys` that have no part in the run must have their defaults.
+    """
+    for key in keys:
+        if not has_part(config, key) and not is_default(config, key):
+            return key, value_at(config, key), without_part(config, key)
     for rule in RULES:
         if rule.broken(config):
             return rule.key, value_at(config, rule.key), rule.sentence.format(c=config)
@@ -99,6 +108,19 @@ def _of_other_engines(key: str, none: str) -> Rule:
     return Rule(key, lambda c: _filters(c) and value_at(c, key), sentence)
 
 
+def _of_curriculum(key: str) -> Rule:
+    why = {
+        "data.shuffle": "it draws prompts at random",
+        "rollout.dynamic_sampling_rounds": "which prompts are drawn again changes with the rates",
+        "rollout.in_flight": "prompts are drawn by the rewards of all batches before",
+    }
+    default = {"data.shuffle": "true", "rollout.dynamic_sampling_rounds": "1", "rollout.in_flight": "false"}
+    sentence = (
+        f"must be {default[key]} with data.curriculum: {why[key]}; set that, or leave data.curriculum out"
+    )
+    return Rule(key, lambda c: c.data.curriculum and not is_default(c, key), sentence)
+
+
 def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
     sentence = f"needs {needed}; set that, or false"
     return Rule("rollout.in_flight", lambda c: c.rollout.in_flight and lacking(c), sentence)
@@ -135,6 +157,18 @@ def _of_optimizer(section: str) -> list[Rule]:
     ]
 
 
+def _of_pairs(task: str, columns: str) -> Rule:
+    return Rule(
+        f"{task}.data",
+        lambda c: c.run.task == task and getattr(c, task).data is None,
+        f"must name data with {columns}; set it, as {task}.data=pairs.jsonl",
+    )
+
+
+def _is_loss(*names: str) -> Callable[[Any], object]:
+    return lambda c: c.dpo.loss in names or ":" in c.dpo.loss
+
+
 def _of_estimator(name: str, scales: Sequence[str]) -> Rule:
     return Rule(
         "advantage.scale",
@@ -150,6 +184,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.data.max_pass_rate is not None and (c.data.min_pass_rate or 0) > c.data.max_pass_rate,
         "must be at most data.max_pass_rate ({c.data.max_pass_rate}); lower it, or raise data.max_pass_rate",
     ),
+    *map(_of_curriculum, ("data.shuffle", "rollout.dynamic_sampling_rounds", "rollout.in_flight")),
     *no_effect(
         ["eval.temperature", "eval.top_p"],
         lambda c: c.eval.n,
@@ -533,6 +568,39 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.update.share_prompts is True and c.update.micro_batch_size is not None,
         "needs a token budget, and update.micro_batch_size is {c.update.micro_batch_size}: a padded row "
         "holds one sequence; set update.max_tokens_per_device instead, or update.share_prompts to auto",
+    ),
+    _of_pairs("dpo", "the columns `chosen` and `rejected`, or `completion` and `label` for dpo.loss kto"),
+    _of_pairs("rm", "the columns `chosen` and `rejected`"),
+    *no_effect(
+        ["dpo.label_smoothing"], _is_loss("sigmoid", "robust"), "for dpo.loss {c.dpo.loss}", "take sigmoid"
+    ),
+    *no_effect(
+        ["dpo.reference"],
+        lambda c: c.dpo.loss not in WITHOUT_REFERENCE,
+        "for dpo.loss {c.dpo.loss}, which has none",
+    ),
+    *no_effect(["dpo.gamma"], _is_loss("simpo"), "for dpo.loss {c.dpo.loss}", "take simpo"),
+    *no_effect(
+        ["dpo.desirable_weight", "dpo.undesirable_weight"],
+        lambda c: c.dpo.loss == "kto",
+        "for dpo.loss {c.dpo.loss}, which reads pairs",
+        "set dpo.loss to kto",
+    ),
+    *no_effect(
+        ["dpo.loss_args"],
+        lambda c: ":" in c.dpo.loss,
+        "for dpo.loss {c.dpo.loss}, whose arguments are keys of dpo",
+    ),
+    *no_effect(
+        ["rm.loss_args"],
+        lambda c: ":" in c.rm.loss,
+        "for rm.loss {c.rm.loss}, whose arguments are keys of rm",
+    ),
+    Rule(
+        "checkpoint.best_mode",
+        lambda c: smaller_is_better(c.checkpoint.best_metric or "") and c.checkpoint.best_mode == "max",
+        "must be min for checkpoint.best_metric {c.checkpoint.best_metric}, whose smaller value is the "
+        "better; set min",
     ),
     *(_of_estimator(name, estimator.scales) for name, estimator in ESTIMATORS.items()),
     *_of_optimizer("optimizer"),

@@ -9,13 +9,14 @@ import functools
 import math
 from typing import Annotated, Self, get_origin
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from quatrain.config.fields import Mesh, MustAgreeOnResume, Section
+from quatrain.config.fields import Mesh, MustAgreeOnResume, Section, value_at
 from quatrain.config.rules import broken_rule
-from quatrain.config.sections.data import DataConfig, SFTConfig
+from quatrain.config.sections.data import DataConfig
+from quatrain.config.sections.given import DPOConfig, GivenConfig, RMConfig, SFTConfig
 from quatrain.config.sections.model_on_devices import LoraConfig, ModelConfig, OffloadConfig, PlacementConfig
 from quatrain.config.sections.reward import AdvantageConfig, DistillConfig, RewardConfig
 from quatrain.config.sections.rollout import RolloutConfig
@@ -34,9 +35,21 @@ from quatrain.config.sections.whole_run import (
     LoggingConfig,
     RunConfig,
 )
+from quatrain.config.tasks import generates
 
 # Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
 LARGEST_SEED = 2**32 - 1
+
+
+_OF_ROLLOUTS = {
+    "data": "data.train",
+    "steps": "run.steps",
+    "epochs": "run.epochs",
+    "batch_size": "data.batch_size",
+    "max_length": "data.max_prompt_length",
+    "learning_rate": "optimizer.learning_rate",
+}
+"""Key of a section on given data -> what has its place in `quatrain train`."""
 
 
 class Config(Section):
@@ -55,6 +68,8 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     sft: SFTConfig = SFTConfig()
+    dpo: DPOConfig = DPOConfig()
+    rm: RMConfig = RMConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -73,12 +88,44 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> Self:
-        if broken := broken_rule(self):
+    def _keys_agree(self, info: ValidationInfo) -> Self:
+        context = info.context or {}
+        # Commands that train nothing read what they need of a run's configuration, whatever its task.
+        keys = fields() if context.get("trains", True) else ()
+        if context.get("rules", True) and (broken := broken_rule(self, keys)):
             key, value, sentence = broken
             context = {"key": key, "value": value, "sentence": sentence}
             raise PydanticCustomError("across_sections", "{sentence}", context)
         return self
+
+    @property
+    def given(self) -> GivenConfig:
+        """The section of what the run trains on, if that is data that exist; in `quatrain train`, `sft`."""
+        sections: dict[str, GivenConfig] = {"dpo": self.dpo, "rm": self.rm}
+        return sections.get(self.run.task, self.sft)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run completes prompts and scores them: in training, or in evaluations alone."""
+        return not self.run.on_given_data or generates(self)
+
+    def key_of(self, name: str) -> str:
+        """The key that is `name` in the section of what the run trains on: `dpo.steps`, or `run.steps`."""
+        return f"{self.run.task}.{name}" if self.run.on_given_data else _OF_ROLLOUTS[name]
+
+    def steps_of(self, num_rows: int) -> int:
+        """Training steps of the run on so many rows: as many as are set, or as its epochs make."""
+        steps, epochs, batch_size = (
+            value_at(self, self.key_of(k)) for k in ("steps", "epochs", "batch_size")
+        )
+        if self.run.on_given_data:  # the last batch has the rest, so that every row is seen as often
+            return steps or max(1, math.ceil(math.ceil(epochs * num_rows) / batch_size))
+        return steps or max(1, math.ceil(epochs * math.ceil(num_rows / batch_size)))
+
+    @property
+    def keeps_supervised_steps(self) -> bool:
+        """Whether a resumed run must have the same `sft.steps`: its adapters' reference is their outcome."""
+        return self.run.task == "sft" or self.lora.rank > 0
 
     @property
     def needs_reference(self) -> bool:

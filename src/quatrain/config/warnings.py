@@ -13,7 +13,8 @@ from quatrain.config.schema import Config
 WANDB_MODES = ("disabled", "offline", "online")
 RATE, LORA_RATE = 1e-6, 1e-5
 """Learning rates of all weights, and of adapters: about ten times as much, as in LoRA Without Regret."""
-SFT_RATE, SFT_LORA_RATE = 1e-5, 1e-4
+GIVEN_RATES = {"sft": (1e-5, 1e-4), "dpo": (5e-7, 5e-6), "rm": (1e-5, 1e-4)}
+"""The same two on data that exist."""
 # bfloat16 has 8 bits of precision: adding less than 1/512 of a weight rounds back to the weight. Weights are
 # around 0.02, and an adamw update is about as large as the learning rate.
 LEAST_BFLOAT16_RATE = 1e-4
@@ -109,12 +110,29 @@ WARNINGS: tuple[tuple[Callable[[Config], object], str], ...] = (
         "(model:PATH)",
     ),
 )
+ON_GIVEN_DATA: tuple[tuple[Callable[[Config], object], str], ...] = (
+    (
+        lambda c: c.given.learning_rate == 0,
+        "{c.run.task}.learning_rate is 0: training does not change the weights",
+    ),
+    (
+        lambda c: c.given.steps and not is_default(c, f"{c.run.task}.epochs"),
+        "{c.run.task}.epochs ({c.given.epochs:g}) has no effect, because {c.run.task}.steps is set",
+    ),
+    (
+        lambda c: c.given.eval is None and c.data.eval is None,
+        "{c.run.task}.eval is null: there is no evaluation before, during or after training",
+    ),
+)
+"""Those of `quatrain sft`, `dpo` and `rm`, in place of the table above."""
 
 
 def warnings_about(config: Config, environ: Mapping[str, str]) -> list[str]:
     """One warning for each setting that is valid but probably not intended."""
-    warnings = [sentence.format(c=config) for holds, sentence in WARNINGS if holds(config)]
-    warnings += [*_about_rates(config), *_about_filters(config)]
+    table = ON_GIVEN_DATA if config.run.on_given_data else WARNINGS
+    warnings = [sentence.format(c=config) for holds, sentence in table if holds(config)]
+    warnings += _about_rates(config)
+    warnings += [] if config.run.on_given_data else _about_filters(config)
     mode = environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES and config.logging.wandb == "disabled":
         known = ", ".join(WANDB_MODES)
@@ -125,8 +143,11 @@ def warnings_about(config: Config, environ: Mapping[str, str]) -> list[str]:
 def _about_rates(config: Config) -> Iterator[str]:
     rates: dict[str, tuple[Any, float]] = {
         "optimizer.learning_rate": (config.optimizer.learning_rate, LORA_RATE),
-        "sft.learning_rate": (config.sft.steps and config.sft.learning_rate, SFT_LORA_RATE),
+        "sft.learning_rate": (config.sft.steps and config.sft.learning_rate, GIVEN_RATES["sft"][1]),
     }
+    if config.run.on_given_data:
+        task = config.run.task
+        rates = {f"{task}.learning_rate": (config.given.learning_rate, GIVEN_RATES[task][1])}
     rounds = config.model.param_dtype == "bfloat16" and not config.optimizer.stochastic_rounding
     for key, (rate, usual) in rates.items():
         if rate and rounds and not config.lora.rank and rate < LEAST_BFLOAT16_RATE:

@@ -5,19 +5,25 @@ Data flow: tokenizer (`tokenizer.py`) -> `with_chat_template` -> prompts, and th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import listed, shown
 from quatrain.config.places import local_path
 from quatrain.config.schema import DataConfig
+from quatrain.data.messages import without_nulls
 from quatrain.data.tokenizer import fill_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_CHARS = 1_000_000
+VARIABLES = "chat_template_kwargs"
+"""The column with the variables that the chat template gets for a row."""
 RESERVED = frozenset(
     (
         *("conversation", "messages", "chat_template", "tools", "documents", "add_generation_prompt"),
@@ -78,6 +84,35 @@ def _template(value: str) -> str:
         raise ValueError(f"{name} must be a chat template in Jinja; it has neither {{{{ nor {{%")
     _variables(text, name)
     return text
+
+
+def variables_of(columns: Mapping[str, Any], template: Any) -> dict[str, Any]:
+    """The variables for the chat template that the column `chat_template_kwargs` of a row has.
+
+    A mapping, or its JSON text; null: none. Raises ValueError for others, and as `check_variables` does.
+    """
+    given = columns.get(VARIABLES)
+    if given is None:
+        return {}
+    with suppress(ValueError, RecursionError):
+        given = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"the column `{VARIABLES}` must be a mapping of variables that the chat template reads, as "
+            f"{{enable_thinking: false}}, or null; it is {shown(given)}; correct the row"
+        )
+    variables: dict[str, Any] = without_nulls(given)
+    if variables:
+        texts = tuple(template.values()) if isinstance(template, dict) else template
+        _check_names(tuple(variables), texts)
+    return variables
+
+
+@lru_cache(maxsize=256)
+def _check_names(names: tuple[str, ...], template: Any) -> None:
+    """`check_variables` for the column of rows, of which many have the same names."""
+    texts = dict(enumerate(template)) if isinstance(template, tuple) else template
+    check_variables(dict.fromkeys(names), texts, f"the column `{VARIABLES}`")
 
 
 def check_variables(variables: Mapping[str, Any], template: Any, key: str) -> None:

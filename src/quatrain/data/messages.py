@@ -20,6 +20,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields with the thought of an assistant's message, as templates and servers name them."""
 INSTRUCTIONS = ("system", "developer")
 """Roles of the instructions of an application."""
+MESSAGES = "messages"
 TOOLS = "tools"
 """The column with the descriptions of functions that the model may call in a row."""
 

@@ -1,50 +1,47 @@
-"""Tokenised prompts and demonstrations, addressed by their index in an endless shuffled stream.
+"""Tokenised prompts, addressed by their index in an endless shuffled stream; what all readers of rows share.
 
-Second step of the data flow: rows (`rows.py`) -> `Prompt`s for rollout and evaluation, token pairs for
-the supervised warm start.
+Second step of the data flow: rows (`rows.py`) -> `Prompt`s for rollout and evaluation. `examples.py` and
+`preferences.py` read rows that have answers with `load_table` too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import numpy as np
 
 from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
-from quatrain.config.data_sets import data_set_list, data_sets, shown_data_sets
+from quatrain.config.data_sets import (
+    TrainingSpec,
+    data_set_list,
+    shown_data_sets,
+    source_names,
+    training_sets,
+    whole_weights,
+)
 from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
-from quatrain.data.demonstration import (
-    ENVIRONMENTS,
-    MESSAGES,
-    Answers,
-    asks_for_more,
-    checked_completion,
-    is_trained,
-    prepared,
-    unread_fields,
-)
+from quatrain.data.chat_template import variables_of
 from quatrain.data.left_out import REFUSED_OF_ROWS
-from quatrain.data.messages import INSTRUCTIONS, TOOLS, checked_messages, tools_of, without_nulls
+from quatrain.data.messages import INSTRUCTIONS, MESSAGES, TOOLS, checked_messages, tools_of, without_nulls
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
+from quatrain.data.stream import RowStream
 from quatrain.data.token_table import Table, TokenRow
 from quatrain.data.tokenizer import render
 from quatrain.types.batches import (
     AGENT_ROLE,
     AGENT_SEQUENCE,
+    ENVIRONMENTS,
     EPISODE_COLUMNS,
     REWARD_ARGUMENTS,
-    Demonstration,
     Prompt,
     PromptText,
 )
@@ -61,36 +58,52 @@ USUAL_BATCHES = 0.95
 _JSON_OF_MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|messages|from|value)["']\s*:""")
 
 
-class _Source:
-    """A table, and the endless stream of its rows, reshuffled in each epoch by `seed`.
+class Source:
+    """A table, and the endless stream of its rows (`RowStream`), reshuffled in each epoch by `seed`.
 
-    Without `shuffle` they are in order in every epoch. What is taken depends only on the seed and the
-    position, so a checkpoint needs to store one number to resume.
+    What is taken depends only on the seed and the position, so a checkpoint needs to store one number to
+    resume.
     """
 
     def __init__(self, table: Table, *, seed: int, shuffle: bool = True):
         self._table = table
-        rows = grain.MapDataset.range(table.size)
-        # grain accepts 32-bit seeds only.
-        self._stream = (rows.shuffle(seed=seed % 2**32) if shuffle else rows).repeat()
+        sizes = list(table.sources.values()) or [table.size]
+        self._stream = RowStream(sizes, table.weights, seed=seed, shuffle=shuffle)
         self.skipped = table.skipped
         """Number of rows skipped because their prompt is longer than `data.max_prompt_length`."""
         self.truncated = table.truncated
-        """Number of rows whose prompt was cut to its last `data.max_prompt_length` tokens."""
+        """Number of rows whose prompt was cut to its last `data.max_prompt_length` tokens; of rows with
+        answers, of those whose end was cut."""
         self.filtered = table.filtered
-        """Number of rows left out by `data.min_pass_rate` and `data.max_pass_rate`; of demonstrations, by a
-        flag such as `weight: 0`."""
+        """Number of rows left out by `data.min_pass_rate` and `data.max_pass_rate`; of rows with answers, by
+        a flag such as `weight: 0`."""
+        self.longer = table.longer
+        """Number of rows with answers that are left out because of their length."""
         self.warnings = [*_about_json(table), *_about_tools(table)]
         """What is probably not intended, for the log."""
 
     def __len__(self) -> int:
         return self._table.size
 
-    def _rows(self, first: int, count: int) -> list[TokenRow]:
-        return self._table.take([int(self._stream[at]) for at in range(first, first + count)])
+    def digests(self, first: int | None = None) -> dict[str, str]:
+        """`Table.digests`: of the prompts, of their tokens and of each column, of the `first` rows."""
+        return self._table.digests(first)
+
+    def mixture(self, draws: int) -> list[str]:
+        """What `draws` rows of a mixture take of each data set, in words; empty for others."""
+        table, parts = self._table, sum(self._table.weights)
+        return [
+            f"mixture: {name}, weight {weight} of {parts}: {size} rows, "
+            f"{weight * draws / parts / size:.3g} epochs of them"
+            for (name, size), weight in zip(table.sources.items(), table.weights, strict=True)
+        ]
+
+    def _numbers(self, first: int, count: int) -> list[int]:
+        """The numbers of the rows at `count` positions of the stream."""
+        return [self._stream[at] for at in range(first, first + count)]
 
 
-class PromptSource(_Source):
+class PromptSource(Source):
     """Tokenised prompts: `take` by stream position for training, `head` in file order for evaluation."""
 
     def batch(self, index: int, size: int) -> list[Prompt]:
@@ -99,16 +112,26 @@ class PromptSource(_Source):
 
     def take(self, first: int, count: int) -> list[Prompt]:
         """`count` prompts from position `first` on; a prompt's `group_id` is its position in the stream."""
-        return [row.prompt(at) for at, row in enumerate(self._rows(first, count), start=first)]
+        return self.rows(self._numbers(first, count), first)
+
+    def rows(self, numbers: Sequence[int], first: int) -> list[Prompt]:
+        """The prompts of the rows with these numbers, as if they stood at the positions from `first` on."""
+        return [row.prompt(at) for at, row in enumerate(self._table.take(numbers), start=first)]
+
+    def source_of(self, position: int) -> int:
+        """The number of the data set that the prompt at `position` is of; 0 unless they are a mixture."""
+        return self._stream.source(position)
+
+    def rows_of(self, source: int) -> range:
+        """The numbers of the rows of a data set of a mixture; of others, 0 has all."""
+        sizes = list(self._table.sources.values()) or [self._table.size]
+        start = sum(sizes[:source])
+        return range(start, start + sizes[source])
 
     def head(self, count: int | None = None) -> list[Prompt]:
         """The first `count` prompts in file order (None: all); a prompt's `group_id` is its row number."""
         numbers = range(self._table.size)[:count]
         return [row.prompt(number) for number, row in enumerate(self._table.take(numbers))]
-
-    def digests(self, first: int | None = None) -> dict[str, str]:
-        """`Table.digests`: of the prompts, of their tokens and of each column, of the `first` rows."""
-        return self._table.digests(first)
 
     def tally(self, kind: Callable[[TokenRow], str | None]) -> dict[str, tuple[int, int]]:
         """`Table.tally`: by kind of row, the number of rows and of the first."""
@@ -144,21 +167,8 @@ class PromptSource(_Source):
         return max(gather_objects(int(usual)))
 
 
-class DemonstrationSource(_Source):
-    """Tokenised demonstrations, addressed by index as in `PromptSource`."""
-
-    def __init__(self, table: Table, answers: Answers, *, seed: int, shuffle: bool = True):
-        super().__init__(table, seed=seed, shuffle=shuffle)
-        self.warnings += _about_demonstrations(table, answers)
-
-    def batch(self, index: int, size: int) -> list[Demonstration]:
-        """`size` demonstrations from stream position index * size on."""
-        rows = self._rows(index * size, size)
-        return [Demonstration(row.input_ids, ids) for row in rows if (ids := row.completion_ids) is not None]
-
-
 def load_prompts(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -197,114 +207,92 @@ def load_prompts(
         episodes=turns is not None,
         given=rows,
     )
-    return PromptSource(_load(spec, reader), seed=seed, shuffle=data.shuffle)
+    return PromptSource(load_table(spec, reader), seed=seed, shuffle=data.shuffle)
 
 
 def check_columns(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     required_columns: Mapping[str, str] | Collection[str],
     *,
-    demonstrations: bool = False,
     rows: GivenRows = NO_ROWS,
 ) -> None:
-    """Raises the ValueError of `load_prompts` or `load_demonstrations` for columns, without a tokenizer."""
-    reader = _RowReader(
-        data, lambda row, text: [], required_columns, demonstrations=demonstrations, given=rows
-    )
-    for each in dict.fromkeys(data_set_list(data_sets(spec))):  # type: ignore[arg-type]
+    """Raises the ValueError of `load_prompts` for columns, without a tokenizer."""
+    check_columns_of(spec, _RowReader(data, lambda row, text: [], required_columns, given=rows))
+
+
+def check_columns_of(spec: TrainingSpec | Sequence[str], reader: Reader) -> None:
+    """Raises ValueError for columns of the data sets `spec` that `reader` cannot read."""
+    for each in dict.fromkeys(data_set_list(training_sets(spec))):  # type: ignore[arg-type]
         reader.check_columns(each, list(reader.rows(each)[0]))
 
 
 def _by_template(tokenizer: PreTrainedTokenizerFast) -> _Encode:
-    return lambda row, text: render(tokenizer, text, tools_of(row), refused=REFUSED_OF_ROWS)
+    def encode(row: Row, text: PromptText) -> list[int]:
+        variables = variables_of(row, tokenizer.chat_template)
+        return render(tokenizer, text, tools_of(row), variables=variables, refused=REFUSED_OF_ROWS)
+
+    return encode
 
 
 def _by_turns(turns: TurnsOfRow) -> _Encode:
     return lambda row, text: turns(row).prompt(text)
 
 
-def load_demonstrations(
-    spec: str | Sequence[str],
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int,
-    rows: GivenRows = NO_ROWS,
-    most_tokens: Mapping[str, int] = MappingProxyType({}),
-) -> DemonstrationSource:
-    """The demonstrations of `spec`: prompts as in `load_prompts`, and the text column `completion`.
-
-    Without these columns, the messages of the column `messages`, of which the last of the assistant's that
-    may be trained (`weight`, `train`) is the completion, with its thought; rows without one are left out.
-    Completion ids end with the tokenizer's end token. No demonstration has more tokens, with its prompt, than
-    the least of `most_tokens`, limits by what messages call them: longer ones are an error, or left out with
-    `data.on_long_prompt=skip`. `rows` and errors are as in `load_prompts`.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
-    required = {"completion": "the supervised warm start"}
-    answers = Answers(tokenizer)
-    reader = _RowReader(
-        data,
-        _by_template(tokenizer),
-        required,
-        demonstrations=True,
-        answers=answers,
-        most_tokens=most_tokens,
-        given=rows,
-    )
-    return DemonstrationSource(_load(spec, reader), answers, seed=seed, shuffle=data.shuffle)
-
-
 _Encode = Callable[["Row", PromptText], list[int]]
 """The ids of the prompt of a row."""
-_TokenRows = tuple[list[TokenRow], int, int, int, int]
-"""Rows, and the numbers of those skipped, truncated, filtered and left out with their completions."""
+TokenRows = tuple[list[TokenRow], int, int, int, int]
+"""Rows, and the numbers of those skipped, truncated, filtered and left out with their answers."""
+
+
+class Reader(Protocol):
+    """How the rows of a kind are read, checked and tokenised; `spec` is a file or data set."""
+
+    @property
+    def given(self) -> GivenRows: ...
+
+    def rows(self, spec: str) -> list[Row]: ...
+
+    def check_columns(self, spec: str, columns: Collection[str]) -> None: ...
+
+    def tokenised(self, spec: str, rows: list[Row]) -> TokenRows: ...
+
+    def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
+        """Raises ValueError if no row of all data sets is left."""
 
 
 @dataclass(frozen=True)
 class _RowReader:
-    """How prompts or demonstrations are read, checked and tokenised; `spec` is a file or data set."""
+    """How prompts are read, checked and tokenised."""
 
     data: DataConfig
     encode: _Encode
     required: Mapping[str, str] | Collection[str]
-    demonstrations: bool = False
-    answers: Answers | None = None
-    """Of demonstrations: what makes their completions; None where their columns alone are checked."""
-    most_tokens: Mapping[str, int] = field(default_factory=dict)
     check_prompt: Callable[[PromptText], None] | None = None
     by_pass_rate: bool = False
     episodes: bool = False
     given: GivenRows = field(default_factory=dict)
 
     def rows(self, spec: str) -> list[Row]:
+        """With the columns `prompt` and `answer`, if they come from others, which stay."""
         rows = read_rows(spec, self.given)
-        return prepared(spec, rows, self.data, demonstrations=self.demonstrations)
+        has = rows[0]
+        if self.data.answer_column in has:
+            rows = [row | {"answer": row[self.data.answer_column]} for row in rows]
+        if self.data.question_column is not None or "prompt" in has or MESSAGES not in has:
+            return rows
+        return [_with_prompt(f"{spec}, row {number}", row) for number, row in enumerate(rows, start=1)]
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
         """Raises ValueError if the columns of a data set lack one, or have one that must not be."""
         data, has = self.data, f"the columns are {listed(columns)}"
-        question = data.question_column
-        if question is None and "prompt" not in columns:
-            raise ValueError(
-                f"{spec}: no column `prompt`; {has}. Name the one with the question in data.question_column, "
-                "or give messages in the column `messages`"
-            )
-        if question is not None and question not in columns:
-            raise ValueError(f"{spec}: no column `{question}`, which data.question_column names; {has}")
-        if question not in (None, "prompt") and "prompt" in columns:
-            raise ValueError(
-                f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
-                "needed; unset data.question_column or rename a column"
-            )
+        check_prompt_column(spec, columns, data)
         if reserved := [name for name in (*REWARD_ARGUMENTS, AGENT_SEQUENCE, AGENT_ROLE) if name in columns]:
             raise ValueError(
                 f"{spec}: a column is called `{reserved[0]}`, the name of another argument of reward "
                 "functions; rename the column"
             )
-        answer = None if self.demonstrations else data.answer_column
+        answer = data.answer_column
         if answer is not None and answer not in columns:
             raise ValueError(
                 f"{spec}: no column `{answer}`, which data.answer_column names; {has}; name another column, "
@@ -327,7 +315,7 @@ class _RowReader:
                 "these keys"
             )
 
-    def tokenised(self, spec: str, rows: list[Row]) -> _TokenRows:
+    def tokenised(self, spec: str, rows: list[Row]) -> TokenRows:
         """The rows as tokens, checked; of those that the pass rates and the length of prompts leave."""
         for name in (*EPISODE_COLUMNS, ENVIRONMENTS) if self.episodes else ():
             if name in rows[0] and name != MESSAGES:  # the dialogue begins with these messages
@@ -342,46 +330,89 @@ class _RowReader:
         }
         tokenised = [self._token_row(spec, number, row) for number, row in kept.items()]
         tokenised, skipped, truncated = _within_length(spec, tokenised, self.data)
-        tokenised, longer = _within_limits(spec, tokenised, self.data, self.most_tokens)
         for token_row in tokenised:
-            with _named(f"{spec}, row {token_row.number}"):
+            with named(f"{spec}, row {token_row.number}"):
                 if self.check_prompt is not None:
                     self.check_prompt(token_row.text)
-        return tokenised, skipped, truncated, len(rows) - len(kept), longer
+        return tokenised, skipped, truncated, len(rows) - len(kept), 0
 
     def _is_kept(self, where: str, row: Row) -> bool:
-        """Whether a row is used, by its pass rate or flag; raises ValueError for one that is malformed."""
-        if self.answers is None:
-            _check_answer(where, row)
-            return not self.by_pass_rate or _pass_rate_within(where, row, self.data)
-        completion = row["completion"]
-        with _named(where):
-            if isinstance(completion, Mapping) and is_trained(completion) is False:
-                return False
-            checked_completion(completion)
-        return True
+        """Whether a row is used, by its pass rate; raises ValueError for one that is malformed."""
+        _check_answer(where, row)
+        return not self.by_pass_rate or _pass_rate_within(where, row, self.data)
 
     def _token_row(self, spec: str, number: int, row: Row) -> TokenRow:
-        deep = [name for name, value in row.items() if too_deep(value)]
-        with _named(f"{spec}, row {number}"):
-            if deep:
-                raise ValueError(
-                    f"columns must not be nested deeper than {MAX_DEPTH} levels, as {listed(deep)} is; "
-                    "flatten the column or remove it"
-                )
+        with named(f"{spec}, row {number}"):
+            check_depth(row)
             text = _prompt_text(row, self.data)
             ids = np.asarray(self.encode(row, text), dtype=np.int32)
-            completion_ids = None
-            if self.answers is not None:
-                completion = self.answers.ids(text, tools_of(row), row["completion"])
-                completion_ids = np.asarray(completion, dtype=np.int32)
         ids.setflags(write=False)
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return TokenRow(number, text, ids, columns, completion_ids)
+        return TokenRow(number, text, ids, columns)
+
+    def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
+        data = self.data
+        if size == 0 and filtered:
+            raise ValueError(
+                f"{spec}: no prompt is left: {filtered} have a pass rate below data.min_pass_rate="
+                f"{data.min_pass_rate} or above data.max_pass_rate={data.max_pass_rate}, and {skipped} are "
+                f"longer than data.max_prompt_length={data.max_prompt_length} tokens; widen the range, or "
+                "raise data.max_prompt_length"
+            )
+        if size == 0:
+            raise ValueError(
+                f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
+                "and data.on_long_prompt=skip leaves none; raise data.max_prompt_length"
+            )
+
+
+def _with_prompt(where: str, row: Row) -> Row:
+    """A row with `messages`, of which those before the assistant's last are the prompt."""
+    messages = row[MESSAGES]
+    check_message_list(f"{where}: ", messages)
+    role = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
+    return row | {"prompt": messages[:-1] if role == "assistant" else messages}
+
+
+def check_message_list(where: str, messages: Any) -> None:
+    """Raises ValueError, which begins with `where`, unless `messages` is a list with a prompt."""
+    column, remedy = f"{where}the column `{MESSAGES}`", "correct the row or remove it"
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{column} must be a non-empty list of messages; it is {shown(messages)}; {remedy}")
+    role = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
+    if role == "assistant" and len(messages) == 1:
+        raise ValueError(f"{column} must have a message before the assistant's; it has none; {remedy}")
+
+
+def check_prompt_column(spec: str, columns: Collection[str], data: DataConfig) -> None:
+    """Raises ValueError unless a data set with these columns has one column with a prompt."""
+    question, has = data.question_column, f"the columns are {listed(columns)}"
+    if question is None and "prompt" not in columns:
+        raise ValueError(
+            f"{spec}: no column `prompt`; {has}. Name the one with the question in data.question_column, "
+            "or give messages in the column `messages`"
+        )
+    if question is not None and question not in columns:
+        raise ValueError(f"{spec}: no column `{question}`, which data.question_column names; {has}")
+    if question not in (None, "prompt") and "prompt" in columns:
+        raise ValueError(
+            f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
+            "needed; unset data.question_column or rename a column"
+        )
+
+
+def check_depth(row: Row) -> None:
+    """Raises ValueError for a row with a column that is nested too deep."""
+    deep = [name for name, value in row.items() if too_deep(value)]
+    if deep:
+        raise ValueError(
+            f"columns must not be nested deeper than {MAX_DEPTH} levels, as {listed(deep)} is; flatten the "
+            "column or remove it"
+        )
 
 
 @contextmanager
-def _named(where: str) -> Iterator[None]:
+def named(where: str) -> Iterator[None]:
     """A ValueError of the block says where it is: in which row of which data set."""
     try:
         yield
@@ -389,13 +420,13 @@ def _named(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _load(spec: str | Sequence[str], reader: _RowReader) -> Table:
-    """The tokenised rows of one or several data sets, numbered consecutively.
+def load_table(spec: TrainingSpec | Sequence[str], reader: Reader) -> Table:
+    """The tokenised rows of one or several data sets, or of a mixture, numbered consecutively.
 
     In a run of several processes, process i of N reads the files i, i + N, ... if there are several.
     """
-    specs: tuple[str, ...] = data_set_list(data_sets(spec))  # type: ignore[arg-type]
-    name = shown_data_sets(specs)
+    sets: TrainingSpec = training_sets(spec)  # type: ignore[assignment]
+    specs, name = data_set_list(sets), shown_data_sets(sets)
     parts = [(each, each) for each in specs]
     patterns = {each: [] if each in reader.given else data_files(each) for each in specs}
     files = [(each, file) for each in specs for file in [*map(str, patterns[each])] or [each]]
@@ -415,15 +446,30 @@ def _load(spec: str | Sequence[str], reader: _RowReader) -> Table:
         _check_serialisable(file, part[0])
     found = {i: tokenised[parts[i][1]] for i in here}
     counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
-    size, skipped, truncated, filtered, longer = (sum(each) for each in zip(*counts.values(), strict=True))
-    _check_not_empty(name, size, skipped, filtered, reader.data, demonstrations=reader.demonstrations)
+    totals = {each: _totals(counts[i] for i, (of, _) in enumerate(parts) if of == each) for each in specs}
+    size, skipped, truncated, filtered, longer = _totals(counts.values())
+    weights = whole_weights(sets)
+    # Of a mixture, every data set must have rows to draw; of others, all together.
+    for each, own in totals.items() if weights else [(name, [size, skipped, truncated, filtered])]:
+        reader.check_not_empty(each, own[0], own[1], own[3])
+    names = source_names(sets) if len(totals) > 1 else dict.fromkeys(specs, "")
     starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
-    rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part[0])}
-    table = Table(rows_here, size, skipped, truncated, filtered, longer, spread)
+    rows_here = {
+        starts[i] + k: replace(row, source=names[parts[i][0]])
+        for i, part in found.items()
+        for k, row in enumerate(part[0])
+    }
+    sources = {names[each]: own[0] for each, own in totals.items()} if weights else {}
+    table = Table(rows_here, size, skipped, truncated, filtered, longer, spread, sources, weights)
     if joined() and not spread:
         digests = {f"{name}, {part}": digest for part, digest in table.digests().items()}
         assert_same("data set", {name: f"{size} rows", **digests})
     return table
+
+
+def _totals(counts: Iterable[Sequence[int]]) -> list[int]:
+    """The numbers of `_TokenRows` of several parts, summed."""
+    return [sum(each) for each in zip(*counts, strict=True)]
 
 
 def _of_all_parts(here: dict[int, list], spread: bool) -> dict[int, list]:
@@ -431,29 +477,6 @@ def _of_all_parts(here: dict[int, list], spread: bool) -> dict[int, list]:
     if not spread:
         return here
     return {int(i): value for part in gather_objects(here) for i, value in part.items()}
-
-
-def _check_not_empty(
-    spec: str, size: int, skipped: int, filtered: int, data: DataConfig, *, demonstrations: bool
-) -> None:
-    if size == 0 and demonstrations:
-        raise ValueError(
-            f"{spec}: no demonstration is left: {filtered} have a flag (weight, train) that is 0, and the "
-            "others are too long and left out by data.on_long_prompt=skip; give others, or raise "
-            f"data.max_prompt_length={data.max_prompt_length} or update.max_tokens_per_device"
-        )
-    if size == 0 and filtered:
-        raise ValueError(
-            f"{spec}: no prompt is left: {filtered} have a pass rate below data.min_pass_rate="
-            f"{data.min_pass_rate} or above data.max_pass_rate={data.max_pass_rate}, and {skipped} are "
-            f"longer than data.max_prompt_length={data.max_prompt_length} tokens; widen the range, or raise "
-            "data.max_prompt_length"
-        )
-    if size == 0:
-        raise ValueError(
-            f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
-            "and data.on_long_prompt=skip leaves none; raise data.max_prompt_length"
-        )
 
 
 def _check_serialisable(spec: str, rows: Sequence[TokenRow]) -> None:
@@ -501,54 +524,12 @@ def _about_tools(table: Table) -> list[str]:
     ]
 
 
-def _about_demonstrations(table: Table, answers: Answers) -> list[str]:
-    """Warnings about what is not trained of demonstrations, and about what their prompts have begun."""
-
-    def of(row: TokenRow) -> Any:
-        return row.columns["completion"]
-
-    def begun(row: TokenRow) -> str | None:
-        if answers.repeats(row.text, of(row)):
-            return "repeat what their prompt has begun of the answer, as <think>, which is trained once"
-        if answers.leaves_open(row.text, of(row)):
-            return "do not end the thought that their prompt has begun, with </think>"
-        return None
-
-    def unread(row: TokenRow) -> str | None:
-        fields = unread_fields(of(row))
-        what = f"have the fields {listed(fields)}, which are not trained; write what is into `content`"
-        return what if fields else None
-
-    def flags(row: TokenRow) -> str | None:
-        more = isinstance(of(row), Mapping) and asks_for_more(row.columns.get(MESSAGES))
-        return (
-            "have further messages with a weight or a flag that asks to train them; only the last of the "
-            "assistant's is trained, so make a row of each"
-            if more
-            else None
-        )
-
-    found = [
-        f"{count} of {table.size} demonstrations (the first is row {row}) {what}"
-        for kind in (begun, unread, flags)
-        for what, (count, row) in table.tally(kind).items()
-    ]
-    if table.filtered:
-        found.append(f"{table.filtered} demonstrations are left out, because their flag (weight, train) is 0")
-    if table.longer:
-        found.append(
-            f"{table.longer} demonstrations are left out (data.on_long_prompt=skip), because with their "
-            "prompts they are longer than a micro-batch may be, or than the model has positions"
-        )
-    return found
-
-
 def _check_answer(where: str, row: Row) -> None:
     answer = row.get("answer")
     if isinstance(answer, str) and not answer.rpartition("####")[2].strip():
         raise ValueError(
             f"{where}: the column `answer` must have text (after its last ####, if any), or be null in a row "
-            f"that is not scored for correctness; it is {_shown(answer)}; give the answer or remove the row"
+            f"that is not scored for correctness; it is {typed(answer)}; give the answer or remove the row"
         )
 
 
@@ -561,7 +542,7 @@ def _pass_rate_within(where: str, row: Row, data: DataConfig) -> bool:
         raise ValueError(
             f"{where}: the column `{data.pass_rate_column}` must be a pass rate from 0 to 1, because "
             f"data.min_pass_rate or data.max_pass_rate is set; "
-            f"{'there is none' if rate is None else f'it is {_shown(rate)}'}; give the rate, remove the row, "
+            f"{'there is none' if rate is None else f'it is {typed(rate)}'}; give the rate, remove the row, "
             "or unset these keys"
         )
     low, high = data.min_pass_rate, data.max_pass_rate
@@ -584,53 +565,48 @@ def _within_length(spec: str, rows: list[TokenRow], data: DataConfig) -> tuple[l
     return [row for row in rows if len(row.input_ids) <= limit], len(long), 0
 
 
-def _within_limits(
-    spec: str, rows: list[TokenRow], data: DataConfig, limits: Mapping[str, int]
-) -> tuple[list[TokenRow], int]:
-    """The demonstrations with at most as many tokens as the least limit, and how many were left out."""
-    if not limits:
-        return rows, 0
-    name, limit = min(limits.items(), key=lambda each: each[1])
-    long = [row for row in rows if row.size > limit]
-    longest = max((row.size for row in long), default=0)
-    if long and data.on_long_prompt != "skip":
-        raise ValueError(
-            f"{spec}: {len(long)} of {len(rows)} demonstrations are longer, with their prompts, than {name} "
-            f"tokens (row {long[0].number} has {long[0].size}; the longest has {longest}); "
-            "shorten them, or set data.on_long_prompt to skip, which leaves them out"
-        )
-    return [row for row in rows if row.size <= limit], len(long)
-
-
 def _prompt_text(row: Row, data: DataConfig) -> PromptText:
-    """The prompt of one row: text, or messages with the system message first; `render` validates messages."""
+    """The prompt of one row."""
     column = data.question_column or "prompt"
-    value = row[column]
+    return prompt_of(row[column], data, column)
+
+
+def prompt_of(value: Any, data: DataConfig, column: str = "prompt") -> PromptText:
+    """The prompt of `column`: text, or messages with the system message first; `render` validates messages.
+
+    Raises ValueError for a value that is neither.
+    """
+    is_question = column == data.question_column
     if isinstance(value, str):
-        if data.question_column is None and data.system_prompt is None:
+        if not is_question and data.system_prompt is None:
             return value
         messages = [{"role": "user", "content": value}]
-    elif data.question_column is None and isinstance(value, list):
+    elif not is_question and isinstance(value, list):
         messages = [without_nulls(message) for message in value]
     else:
-        wanted = "a string" if data.question_column else "a string or a list of messages"
-        raise ValueError(f"the column `{column}` must be {wanted}; it is {_shown(value)}")
+        wanted = "a string" if is_question else "a string or a list of messages"
+        raise ValueError(f"the column `{column}` must be {wanted}; it is {typed(value)}")
     messages = checked_messages(messages)
-    roles = [message["role"] for message in messages]
-    if roles[-1] == "assistant":
+    if messages[-1]["role"] == "assistant":
         raise ValueError(
             "the last message of a prompt must not be the assistant's, because the model writes the "
             "assistant's next turn; end the prompt with another message"
         )
+    return tuple(with_system(messages, data))
+
+
+def with_system(messages: list[dict[str, Any]], data: DataConfig) -> list[dict[str, Any]]:
+    """Checked messages behind `data.system_prompt`; raises ValueError if they have a system message."""
     if data.system_prompt is None:
-        return tuple(messages)
-    if not set(INSTRUCTIONS).isdisjoint(roles):
+        return messages
+    if not set(INSTRUCTIONS).isdisjoint(message["role"] for message in messages):
         raise ValueError(
             "the prompt has a system message and data.system_prompt adds another; unset data.system_prompt "
             "or remove the message"
         )
-    return ({"role": "system", "content": data.system_prompt}, *messages)
+    return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _shown(value: object) -> str:
+def typed(value: object) -> str:
+    """A value of the wrong type, for messages."""
     return f"{type(value).__name__} {shown(value)}"

@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,39 +23,37 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row: its prompt as text and as [P] int32 tokens, and its other columns.
-
-    That of a demonstration also has the [C] int32 tokens of its completion.
-    """
+    """A row: its prompt as text and as [P] int32 tokens, its other columns, and the tokens of its answers."""
 
     number: int
     """Number of the row in its file, counting from 1."""
     text: PromptText
     input_ids: np.ndarray
     columns: Mapping[str, Any]
-    completion_ids: np.ndarray | None = None
-
-    @property
-    def size(self) -> int:
-        """Tokens of the prompt and, of a demonstration, its completion."""
-        return len(self.input_ids) + (0 if self.completion_ids is None else len(self.completion_ids))
+    parts: tuple[np.ndarray, ...] = ()
+    """int32 tokens behind the prompt. Of an example: an answer, what stands before the next, the next answer,
+    and so on. Of a pair: the chosen and the rejected answer."""
+    source: str = ""
+    """Name of its data set (`source_names`); empty where there is no other."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What a warning says of this row, by what it is about; only where the row was read."""
 
     def prompt(self, group_id: int) -> Prompt:
         """The row as a `Prompt`, the input of the rollout."""
-        return Prompt(group_id=group_id, input_ids=self.input_ids, text=self.text, columns=self.columns)
+        return Prompt(group_id, self.input_ids, self.text, self.columns, self.source)
 
     def packed(self) -> list[Any]:
         """The row as a list that `unpacked` restores; JSON-serialisable if its columns are."""
-        completion = None if self.completion_ids is None else self.completion_ids.tolist()
-        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), completion]
+        parts = [part.tolist() for part in self.parts]
+        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), parts, self.source]
 
     @classmethod
     def unpacked(cls, content: list[Any]) -> TokenRow:
         """The row that `packed` turned into `content`, for example in another process."""
-        number, text, ids, columns, completion = content
-        own = None if completion is None else np.array(completion, np.int32)
+        number, text, ids, columns, parts, source = content
         prompt = text if isinstance(text, str) else tuple(text)
-        return cls(number, prompt, np.array(ids, np.int32), columns, own)
+        behind = tuple(np.array(part, np.int32) for part in parts)
+        return cls(number, prompt, np.array(ids, np.int32), columns, behind, source)
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class Table:
     """A table of `size` rows; `own` holds, by number, those stored in this process.
 
     If `spread` is false, `own` holds all rows. `skipped`, `truncated` and `filtered` count the skipped rows,
-    the truncated prompts and the rows left out by their pass rates or flags, and `longer` the demonstrations
-    left out because of their length with the completion, of all processes.
+    the truncated ones and those left out by their pass rates or flags, and `longer` the rows with answers
+    left out because of their length, of all processes.
     """
 
     own: Mapping[int, TokenRow]
@@ -74,6 +72,10 @@ class Table:
     filtered: int = 0
     longer: int = 0
     spread: bool = False
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """The rows of each data set of a mixture, in the order of their numbers; empty for other tables."""
+    weights: tuple[int, ...] = ()
+    """The weights of `sources`, whole numbers."""
 
     def take(self, numbers: Sequence[int]) -> list[TokenRow]:
         """The rows with these numbers; if the table is spread, every process must pass the same numbers."""
@@ -100,6 +102,8 @@ class Table:
     def digests(self, first: int | None = None) -> dict[str, str]:
         """A digest of the prompts, of their tokens and of each column, of the `first` rows (None: all).
 
+        A mixture has one more, of the weights and sizes of its data sets.
+
         Each is the sum modulo 2^64 of the hashes of every row's number and value, so that it does not depend
         on which process has a row.
         """
@@ -108,11 +112,15 @@ class Table:
             if first is None or number < first:
                 here["the prompts"] += _hash([number, row.text])
                 here["the tokens of the prompts"] += _hash([number, row.input_ids.tolist()])
+                if row.parts:
+                    here["the tokens of the answers"] += _hash([number, [p.tolist() for p in row.parts]])
                 for name, value in row.columns.items():
                     here[f"the column `{name}`"] += _hash([number, value])
         sums: Counter[str] = Counter()
         for part in gather_objects(here) if self.spread else [here]:
             sums.update(part)
+        if self.weights:
+            sums["the data sets of the mixture"] = _hash([list(self.weights), list(self.sources.values())])
         return {name: f"{total % 2**64:016x}" for name, total in sums.items()}
 
 

@@ -203,36 +203,32 @@ def _numbers(node: Any, name: str) -> Iterator[int]:
         yield from _numbers(value, name)
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, directory: str | Path, *, closed: bool = False
+) -> None:
     """Writes a tokenizer as a folder from which transformers 4 and 5 load a tokenizer with the same ids.
 
     The class in tokenizer_config.json is always `PreTrainedTokenizerFast`, which uses tokenizer.json as it
     is, as `load_tokenizer` does: the classes of model families replace parts of it by their own rules, some
-    in transformers 4 (a BOS in front of Llama's text), others in 5. No token is added behind a text, because
-    a policy continues it. Padding is on the left, as generation needs it, unless the source says otherwise.
+    in transformers 4 (a BOS in front of Llama's text), others in 5. Unless it is `closed` (`for_scoring`), no
+    token is added behind a text, because a policy continues it. Padding is on the left, as generation needs
+    it, unless the source says otherwise.
     """
-    from tokenizers import Tokenizer, processors
+    from tokenizers import Tokenizer
 
     tokenizer.save_pretrained(directory)
     path = Path(directory) / _CONFIG
     config = json.loads(path.read_text("utf-8"))
-    found = tokenizer("a", return_special_tokens_mask=True)
-    added = found["special_tokens_mask"]
-    front = found["input_ids"][: [*added, 0].index(0)]
-    if added and added[-1]:
-        names = tokenizer.convert_ids_to_tokens(front)
+    front, behind = _added_around(tokenizer)
+    if behind and not closed:
         rules = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        rules.post_processor = processors.TemplateProcessing(
-            single=[*names, "$A"],
-            pair=[*names, "$A", *names, "$B:1"],
-            special_tokens=list(zip(names, front, strict=True)),
-        )
+        rules.post_processor = _adding(tokenizer, front, [])
         rules.save(str(Path(directory) / _JSON))
     config |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],  # by default, version 4 has token_type_ids
         "add_bos_token": tokenizer.bos_token_id in front,
-        "add_eos_token": False,
+        "add_eos_token": closed and tokenizer.eos_token_id in behind,
         "padding_side": config.get("padding_side", "left"),
     }
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
@@ -243,6 +239,59 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     for name in ("auto_map", "is_local", "local_files_only"):  # describe the source, not this folder
         config.pop(name, None)
     path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+
+
+def for_scoring(tokenizer: PreTrainedTokenizerFast, stop_ids: Collection[int]) -> PreTrainedTokenizerFast:
+    """`tokenizer` as that of a reward model whose completions end with one of `stop_ids`; changed in place.
+
+    It adds the end token behind every text, where a completion has it: `render_completed` and whoever loads
+    the exported folder then score the token that was scored in training. A classifier of transformers pools
+    before the padding token wherever it stands, so that must be none of `stop_ids`, though many tokenizers
+    pad with an end token: it becomes another special token, the likeliest first, and None if there is none.
+
+    Raises ValueError for template variables, which nobody passes who reads for a reward model.
+    """
+    if variables := getattr(tokenizer, "template_variables", {}):
+        raise ValueError(
+            "a reward model must be trained on what its tokenizer renders by itself, because its scores are "
+            f"computed without data.chat_template_kwargs; got {shown(variables)}; leave the key out, or set "
+            "data.chat_template to a template with these values in it"
+        )
+    front, _ = _added_around(tokenizer)
+    behind = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = _adding(tokenizer, front, behind)
+    special = sorted(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+    padding = [index for index in special if "pad" in str(tokenizer.added_tokens_decoder[index]).lower()]
+    likely = (tokenizer.pad_token_id, *padding, tokenizer.unk_token_id, tokenizer.bos_token_id, *special)
+    taken = {None, *stop_ids, *behind}
+    chosen = next((index for index in likely if index not in taken), None)
+    if chosen is None:
+        logger.warning(
+            "the tokenizer has no special token but those that end a completion, so that the reward model "
+            "has no padding token: transformers scores one sequence at a time with it"
+        )
+    tokenizer.pad_token = None if chosen is None else tokenizer.convert_ids_to_tokens(chosen)
+    return tokenizer
+
+
+def _added_around(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """(ids that the tokenizer adds in front of any text, ids that it adds behind it)."""
+    found = tokenizer("a", return_special_tokens_mask=True)
+    ids, added = found["input_ids"], found["special_tokens_mask"]
+    front = [*added, 0].index(0)
+    return ids[:front], ids[len(ids) - [*reversed(added), 0].index(0) :] if 0 in added else []
+
+
+def _adding(tokenizer: PreTrainedTokenizerFast, front: Sequence[int], behind: Sequence[int]) -> Any:
+    """What adds these ids around any text, for a tokenizer of the library tokenizers."""
+    from tokenizers import processors
+
+    before, after = (tokenizer.convert_ids_to_tokens(list(ids)) for ids in (front, behind))
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B:1", *after],
+        special_tokens=list(dict(zip([*before, *after], [*front, *behind], strict=True)).items()),
+    )
 
 
 def _hub_file(model_id: str, name: str) -> Path | None:
@@ -309,19 +358,33 @@ def render(
 
 
 def render_completed(
-    tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Mapping[str, str]], completion: str
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: PromptText | Sequence[Mapping[str, str]],
+    completion: str | Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    variables: Mapping[str, Any] | None = None,
+    refused: Collection[Kind] = REFUSED - {"text"},
 ) -> list[int]:
     """The token ids of a prompt followed by its completion, as a reward model reads them.
 
     A string prompt and the completion are joined and tokenised with the special tokens that the tokenizer
     adds around any text. Messages and the completion, as the assistant's message, are rendered with the chat
-    template, which writes all special tokens. Raises ValueError for messages that `render` refuses, but only
-    warns of texts that the template leaves out: a run cannot give a reward model another template.
+    template, which writes all special tokens; it also gets `tools` and `variables`. Raises ValueError for
+    messages that `render` refuses, but by default only warns of texts that the template leaves out: a run
+    cannot give a reward model another template.
     """
     if isinstance(prompt, str):
-        return encode(tokenizer, prompt + completion)
-    messages = [*checked_messages(prompt), {"role": "assistant", "content": completion}]
-    text = fill_template(tokenizer, messages, add_generation_prompt=False, refused=REFUSED - {"text"})
+        return encode(tokenizer, f"{prompt}{completion}")
+    answer = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
+    text = fill_template(
+        tokenizer,
+        [*checked_messages(prompt), dict(answer)],
+        add_generation_prompt=False,
+        tools=tools,
+        variables=variables,
+        refused=refused,
+    )
     return encode(tokenizer, text, add_special_tokens=False)
 
 
@@ -426,8 +489,8 @@ def encode(
     """The token ids of a text; raises ValueError for text that is too long or no valid Unicode.
 
     Special tokens are those that the tokenizer adds around any text. Those in front are not added to a text
-    that begins with them, as one that a chat template has written does; without `closed`, none are added at
-    the end.
+    that begins with them, as one that a chat template has written does, nor those behind to one that ends
+    with them; without `closed`, none are added at the end.
     """
     reason = unfit_text(text)
     if reason:
@@ -441,7 +504,8 @@ def encode(
     of_text = [at for at, added in enumerate(found["special_tokens_mask"]) if not added] or [len(ids)]
     front, inner, behind = ids[: of_text[0]], ids[of_text[0] : of_text[-1] + 1], ids[of_text[-1] + 1 :]
     inner = inner if text else []
-    return [*([] if inner[: len(front)] == front else front), *inner, *(behind if closed else ())]
+    ends = not closed or inner[len(inner) - len(behind) :] == behind
+    return [*([] if inner[: len(front)] == front else front), *inner, *([] if ends else behind)]
 
 
 _BEFORE = ("\n", ".", "a", "0")

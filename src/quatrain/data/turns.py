@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import shown
+from quatrain.data.chat_template import variables_of
 from quatrain.data.left_out import REFUSED, REFUSED_OF_ROWS
 from quatrain.data.messages import TOOLS, checked_messages, tools_of
 from quatrain.data.tokenizer import encode_further, fill_template, render
@@ -80,12 +81,14 @@ class TurnTemplate:
     def of_row(self, columns: Mapping[str, Any]) -> TurnTemplate:
         """What renders the episodes of a row with these columns: also its own tools, in the column `tools`.
 
-        The tools of an environment come first, because no others can be called; a warning says so.
+        And with its variables, in the column `chat_template_kwargs`. The tools of an environment come first,
+        because no others can be called; a warning says so.
         """
         tools = tools_of(columns)
-        if not tools:
+        variables = variables_of(columns, self._tokenizer.chat_template)
+        if not tools and not variables:
             return self
-        if self._tools:
+        if tools and self._tools:
             if not self._warned:
                 self._warned = True
                 logger.warning(
@@ -93,9 +96,11 @@ class TurnTemplate:
                     "own, which are; remove or rename the column",
                     TOOLS,
                 )
-            return self
+            tools = []
         template = copy.copy(self)
-        template._tools, template._refused = tuple(tools), REFUSED_OF_ROWS
+        template._variables = {**self._variables, **variables}
+        if tools:
+            template._tools, template._refused = tuple(tools), REFUSED_OF_ROWS
         return template
 
     def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:

@@ -25,12 +25,11 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import is_main_process
-from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
 from quatrain.episodes.environment import InitialObservation, StepResult, with_opening
 from quatrain.episodes.environment_workers import EnvironmentCalls
 from quatrain.types.answer_text import AnswerTokens
-from quatrain.types.batches import Message, Prompt, PromptText
+from quatrain.types.batches import ENVIRONMENTS, Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.player import Player, Playing, Row
 from quatrain.types.rollouts import Completion, Sampling, context_of

@@ -19,6 +19,7 @@ from quatrain.config.schema import Config
 from quatrain.loop.evaluations import Evaluations
 from quatrain.loop.recorder import Recorder
 from quatrain.loop.reference import Reference
+from quatrain.loop.stop_when import StopWhen
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.run.checkpoint import Checkpointer, NonFiniteState, SaveFailed, abstract
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Saves the state of a run of `steps` training steps, with its reference and its evaluations.
+    """Saves the state of a run of `steps` training steps, with a reference of its own and its evaluations.
 
     `identity` is what must agree when the run is resumed.
     """
@@ -43,16 +44,18 @@ class Checkpoints:
         folder: RunDir,
         store: Checkpointer,
         arch: Architecture,
-        reference: Reference,
+        reference: Reference | None,
         evaluations: Evaluations,
         recorder: Recorder,
         *,
         steps: int,
         identity: Identity,
+        stop_when: StopWhen,
     ):
         self._every, self._folder, self._store = config.checkpoint.every_steps, folder, store
         self._arch, self._reference, self._evaluations = arch, reference, evaluations
         self._recorder, self._steps, self._identity = recorder, steps, identity
+        self._stop_when, self._rate = stop_when, config.key_of("learning_rate")
         self._ahead = config.rollout.max_staleness > 0
         self._failure: SaveFailed | None = None
         """Why the last checkpoint could not be written."""
@@ -121,7 +124,7 @@ class Checkpoints:
                 before = "there is no checkpoint before it"
                 if latest is not None:
                     before = f"continue from step {latest} with `--resume {self._folder.name}`"
-                raise NonFiniteState(f"{error}; lower optimizer.learning_rate; {before}") from error
+                raise NonFiniteState(f"{error}; lower {self._rate}; {before}") from error
 
     def holds(self, state: TrainState) -> bool:
         """Whether a checkpoint of `state` can be saved: no array of it was given away to an update."""
@@ -148,8 +151,11 @@ class Checkpoints:
 
     def check(self, state: TrainState) -> None:
         """Raises ValueError if the newest checkpoint has other arrays than the abstract `state`."""
-        self._reference.check(state.params)
-        self._store.check(self._trained(state) | self._reference.arrays(state.params))
+        arrays = self._trained(state)
+        if self._reference is not None:
+            self._reference.check(state.params)
+            arrays |= self._reference.arrays(state.params)
+        self._store.check(arrays)
 
     def restore(self, state: TrainState) -> TrainState:
         """The state of the newest checkpoint that is not damaged; `state` is given up for it."""
@@ -170,7 +176,10 @@ class Checkpoints:
                 f"the checkpoint of step {step} is not one of checkpoint.every_steps: the next batches are "
                 "sampled by newer weights than in a run that was not stopped there"
             )
+        if "stop_when" in host:  # a checkpoint of an earlier version has none
+            self._stop_when.restore(host["stop_when"])
         if "reference" in arrays:
+            assert self._reference is not None
             self._reference.restore(arrays.pop("reference"))
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         counters = {name: host[name] for name in ("step", "bad_steps", "train_step", "reward_kl_coef")}
@@ -178,7 +187,7 @@ class Checkpoints:
 
     def _arrays(self, state: TrainState) -> dict[str, Any]:
         """The arrays of a checkpoint."""
-        return self._trained(state) | self._reference.arrays()
+        return self._trained(state) | ({} if self._reference is None else self._reference.arrays())
 
     def _trained(self, state: TrainState) -> dict[str, Any]:
         """The arrays of a checkpoint that are of `state`: what is trained, not a frozen base."""
@@ -197,6 +206,7 @@ class Checkpoints:
             "critic": None if state.critic is None else _counts(state.critic),
             **self._identity.to_save(),
             **self._evaluations.to_save(state.train_step),
+            "stop_when": self._stop_when.to_save(),
         }
 
     @contextmanager

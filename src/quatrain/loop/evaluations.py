@@ -1,44 +1,51 @@
 """The evaluations of a run: before training, every `eval.every_steps` steps, and after the last one.
 
-Used by `train.py` between two steps. Data flow: weights -> `evaluate.Evaluator`, in the rollout's turn ->
-metrics, completions, the accuracy that progress lines show, and the best evaluation so far.
+Used by `train.py` between two steps. Data flow: weights -> the loss on given data (`given.Course`), and
+`evaluate.Evaluator` in the rollout's turn -> metrics, completions, the accuracy that progress lines show, and
+the best evaluation so far.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from quatrain.cluster.stop import Stop
 from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed, of_which_nearest
 from quatrain.config.schema import Config
 from quatrain.config.secrets import comparable, same
-from quatrain.loop.asynchronous import AsyncRollouts
-from quatrain.loop.evaluate import Evaluation, Evaluator, finite_numbers, result
+from quatrain.loop.evaluate import Evaluation, Evaluator, TeacherKL, finite_numbers, result, results
+from quatrain.loop.given import Course
 from quatrain.loop.recorder import Recorder
-from quatrain.loop.stages import Stages
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.best import Best
 from quatrain.run.resume import differing
 from quatrain.run.run_dir import RunDir
+from quatrain.types.metrics import Metric
 from quatrain.update.learner import TrainState
 
 logger = logging.getLogger(__name__)
 
 
-def best_of(config: Config, folder: RunDir, evaluator: Evaluator) -> Best | None:
-    """The best evaluation by `checkpoint.best_metric`, or None; raises ValueError if no evaluation has it."""
+def best_of(config: Config, folder: RunDir, names: Sequence[str]) -> Best | None:
+    """The best evaluation by `checkpoint.best_metric`, or None.
+
+    `names`: the metrics of every evaluation. Raises ValueError if the metric is none of them.
+    """
     metric = config.checkpoint.best_metric
     if metric is None:
         return None
-    if config.data.eval is None:
+    if not names:
+        task = config.run.task
+        keys = {"rl": "data.eval", "sft": "sft.eval or data.eval", "dpo": "dpo.eval or data.eval"}
         raise ValueError(
-            f"checkpoint.best_metric needs evaluations; got {metric} and data.eval null; set data.eval, or "
-            "checkpoint.best_metric to null"
+            f"checkpoint.best_metric needs evaluations; got {metric} and nothing to evaluate on; set "
+            f"{keys.get(task, f'{task}.eval')}, or checkpoint.best_metric to null"
         )
-    names = evaluator.metric_names()
     if metric not in names:
         raise ValueError(
             "checkpoint.best_metric must be a metric that every evaluation has"
@@ -47,23 +54,50 @@ def best_of(config: Config, folder: RunDir, evaluator: Evaluator) -> Best | None
     return Best(folder.path, metric, config.checkpoint.best_mode)
 
 
+InTurn = Callable[[Callable[[], Evaluation]], Evaluation]
+"""Runs a job that samples, when it is its turn to."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What generates completions for evaluations, and what judges them."""
+
+    evaluator: Evaluator
+    engine: Rollouts
+    in_turn: InTurn
+    teacher_kl: Callable[[Any], TeacherKL | None] = lambda params: None
+    """Of the policy with these parameters."""
+
+    @classmethod
+    def beside(cls, evaluator: Evaluator, engine: Rollouts) -> Self:
+        """With an engine of its own, whose memory is the update's between evaluations."""
+
+        def in_turn(job: Callable[[], Evaluation]) -> Evaluation:
+            try:
+                return job()
+            finally:
+                engine.release()
+
+        return cls(evaluator, engine, in_turn)
+
+
 class Evaluations:
-    """Evaluates a run of `steps` training steps with the engine of its rollout, in turn with `batches`."""
+    """Evaluates a run of `steps` training steps: on given data by `course`, and by `generation`."""
 
     def __init__(
         self,
         config: Config,
-        evaluator: Evaluator,
         best: Best | None,
-        stages: Stages,
-        batches: AsyncRollouts,
         recorder: Recorder,
         stop: Stop,
         *,
         steps: int,
+        generation: Generation | None = None,
+        course: Course | None = None,
     ):
-        self._config, self._evaluator, self._stages = config, evaluator, stages
-        self._batches, self._recorder, self._stop, self._steps = batches, recorder, stop, steps
+        self._config, self._generation, self._course = config, generation, course
+        self._recorder, self._stop, self._steps = recorder, stop, steps
+        self._sets = [] if generation is None else generation.evaluator.sets
         self._done_as = self._what_decides()
         self.best = best
         self.before: dict[str, float] = {}
@@ -78,10 +112,11 @@ class Evaluations:
         if self._config.eval.before:
             self.before = self._evaluate(params, 0, 0, "evaluation before training")
 
-    def when_due(self, state: TrainState) -> None:
-        """Evaluate every `eval.every_steps` training steps, except after the last."""
-        if self._is_due(state.train_step):
-            self._evaluate(state.params, state.train_step, state.step, "evaluation")
+    def when_due(self, state: TrainState) -> dict[str, float]:
+        """The metrics every `eval.every_steps` training steps, except after the last; else none."""
+        if not self._is_due(state.train_step):
+            return {}
+        return self._evaluate(state.params, state.train_step, state.step, "evaluation")
 
     def last(self, params: Any, step: int, *, version: int) -> dict[str, float]:
         """The metrics of `params`, after so many optimizer steps, on `eval.final_num_prompts`."""
@@ -94,39 +129,57 @@ class Evaluations:
     def _evaluate(
         self, params: Any, step: int, version: int, name: str, *, last: bool = False
     ) -> dict[str, float]:
-        sets = self._evaluator.sets
-        if not sets:
+        recorder, course = self._recorder, self._course
+        if not self._sets and (course is None or course.evaluation is None):
             return {}
-        config, recorder = self._config.eval, self._recorder
-        first = config.usual_num_prompts
-        count = config.final_num_prompts if last else first
-        engine = self._stages.rollout
-        total = self._evaluator.num_completions(engine, count)
         recorder.progress.stage(name)
-
-        def job() -> Evaluation:
-            engine.sync_weights(params, version)
-            return self._evaluator.evaluate(
-                engine,
-                first=first,
-                count=count,
-                teacher_kl=self._stages.teacher_kl(params),
-                on_progress=lambda done: recorder.progress.stage(f"{name} {done}/{total}"),
-            )
-
+        metrics: dict[str, Metric] = {}
         with self._stop.interruptible(), recorder.timer.stage("eval"):
-            evaluation = self._batches.run(job)
+            if course is not None:
+                metrics |= course.evaluate(params)
+            generated = self._generate(params, version, name, last=last)
+        metrics |= generated.metrics
         self._evaluated = step
-        recorder.log(step, evaluation.metrics)
-        recorder.report.evaluation(step, evaluation.samples)
+        recorder.log(step, metrics)
+        recorder.report.evaluation(step, generated.samples)
         recorder.report.page()
-        numbers = finite_numbers(evaluation.metrics)
-        for of_set in () if last else result(sets, numbers):
-            recorder.report.event(f"evaluation at step {step}: {of_set}")
+        numbers = finite_numbers(metrics)
+        for line in () if last else (*losses(numbers), *result(self._sets, numbers)):
+            recorder.report.event(f"evaluation at step {step}: {line}")
         if self.best is not None:
             self.best.note(step, numbers)
-        self.accuracy = numbers.get(f"{sets[0].prefix}accuracy_lenient")
+        shown = f"{self._sets[0].prefix}accuracy_lenient" if self._sets else "eval/accuracy"
+        self.accuracy = numbers.get(shown)
         return numbers
+
+    def _generate(self, params: Any, version: int, name: str, *, last: bool) -> Evaluation:
+        """The evaluation of completions, if there is one."""
+        generation, config, progress = self._generation, self._config.eval, self._recorder.progress
+        if generation is None or not self._sets:
+            return Evaluation()
+        first = config.usual_num_prompts
+        count = config.final_num_prompts if last else first
+        total = generation.evaluator.num_completions(generation.engine, count)
+
+        def job() -> Evaluation:
+            generation.engine.sync_weights(params, version)
+            return generation.evaluator.evaluate(
+                generation.engine,
+                first=first,
+                count=count,
+                teacher_kl=generation.teacher_kl(params),
+                on_progress=lambda done: progress.stage(f"{name} {done}/{total}"),
+            )
+
+        return generation.in_turn(job)
+
+    def results(self, after: Mapping[str, float]) -> Iterator[str]:
+        """Sentences that compare the evaluations before and after training."""
+        for key in LOSSES:
+            if key in after:
+                values = [f"{self.before[key]:.4f} before"] if key in self.before else []
+                yield f"{key}: {', '.join([*values, f'{after[key]:.4f} after training'])}"
+        yield from results(self._sets, self.before, after)
 
     def to_save(self, step: int) -> dict[str, Any]:
         """What a checkpoint of `step` keeps of the evaluations so far."""
@@ -164,12 +217,13 @@ class Evaluations:
             "max_environment_tokens": rollout.max_environment_tokens,
         }
         return {
+            **({} if self._course is None else self._course.evaluated_as),
             "data.eval": {name: shown_data_sets(spec) for name, spec in config.data.eval_sets.items()},
             "num_prompts": count,
             "accuracy": config.eval.accuracy,
             "max_new_tokens": config.eval.max_new_tokens or rollout.max_new_tokens,
             **(episodes if rollout.has_episodes else {}),
-            "rows": {each.name: each.source.digests(count) for each in self._evaluator.sets},
+            "rows": {each.name: each.source.digests(count) for each in self._sets},
         }
 
     def _changed(self, saved: Mapping[str, Any]) -> list[str]:
@@ -186,3 +240,13 @@ class Evaluations:
             for name, digests in now["rows"].items()
             for part in differing(before["rows"].get(name, {}), digests)
         ]
+
+
+LOSSES = ("eval/loss", "eval/accuracy")
+"""The metrics of given data that are said in sentences."""
+
+
+def losses(numbers: Mapping[str, float]) -> Iterator[str]:
+    """What an evaluation on given data found, in words."""
+    if found := [f"{key.removeprefix('eval/')} {numbers[key]:.4f}" for key in LOSSES if key in numbers]:
+        yield ", ".join(found)

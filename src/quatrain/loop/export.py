@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
+
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.load import load_config
 from quatrain.config.places import HUB_ID, local_path
@@ -18,7 +20,8 @@ from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
 from quatrain.loop.policy import load_policy
 from quatrain.models.families import Architecture
-from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
+from quatrain.models.lora import frozen_part, merged, trained_part, with_trained, without_adapters
+from quatrain.models.params import SCORE
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.run.best import best_step
@@ -59,6 +62,9 @@ def export_policy(
     policy with adapters is written with its adapters merged, and the adapters apart, in the folder `adapter`
     in `directory`, as those of the model `base`. If this is neither a folder nor a hub id (a GGUF file, a
     built-in model), peft cannot load it, and it is written into the folder `base` in `directory`.
+
+    A model with a score head is written as a classifier of one label, which `model:` in `reward.functions`
+    and transformers read; its tokenizer must have been made ready for that (`data.tokenizer.for_scoring`).
     """
     check_held(params, "the parameters to export", "give those of the newest state")
     params = to_memory("device", params)
@@ -69,11 +75,12 @@ def export_policy(
         if base and own.is_dir():
             base = str(own.resolve())
         elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
-            save_hf(directory / BASE, plain, without_adapters(params), sampling=sampling)
+            unscored = {name: jnp.zeros_like(leaf) for name, leaf in params.items() if name == SCORE}
+            save_hf(directory / BASE, plain, without_adapters(params) | unscored, sampling=sampling)
             base = str((directory / BASE).resolve())
         save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():
-        save_tokenizer(tokenizer, directory)
+        save_tokenizer(tokenizer, directory, closed=arch.head == "value_head")
 
 
 def check_export(run: Path, output: Path, *, step: int | str | None) -> int | None:
@@ -107,9 +114,7 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
     checkpointer.close()
     if arch.lora:
-        check_base(
-            host.get("base"), tree_fingerprint(without_adapters(loaded.params)), config.model.path, run
-        )
+        check_base(host.get("base"), tree_fingerprint(frozen_part(loaded.params)), config.model.path, run)
     params = with_trained(loaded.params, arrays["params"], arch)
     export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
     return found

@@ -7,8 +7,7 @@ read and tried with the tokenizer. What a user may have mistaken is found before
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -17,17 +16,17 @@ from typing import Any
 
 from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.cluster.stop import Stop
-from quatrain.config.data_sets import data_set_list, shown_data_sets
+from quatrain.config.data_sets import TrainingSpec, data_set_list, shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.data.prompts import DemonstrationSource, PromptSource, check_columns
+from quatrain.data.prompts import PromptSource, check_columns
 from quatrain.data.rows import NO_ROWS, GivenRows, read_rows
 from quatrain.data.token_table import TokenRow
 from quatrain.episodes.hubs import hub_rows
 from quatrain.loop.evaluate import Evaluator
+from quatrain.loop.given import Course, check_columns_of_given
 from quatrain.loop.policy import LoadedPolicy
-from quatrain.loop.sft import warm_start_data
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.run import resume
@@ -49,8 +48,7 @@ class Inputs:
 
     Configuration and checkpoint agree, reward functions can be called, data have their columns: raises
     ValueError where they do not. `parts` ends what is made from it, in reverse order. Without `weights` the
-    run is checked and cannot begin: no weights are read, nor reward models. Without `teaches` it has no
-    training steps, and no teacher is made.
+    run is checked and cannot begin: no weights are read, nor reward models.
     """
 
     def __init__(
@@ -63,10 +61,9 @@ class Inputs:
         rows: GivenRows = NO_ROWS,
         *,
         weights: bool = True,
-        teaches: bool = True,
     ):
         self.resolved, self.folder, self.stop, self.parts = resolved, folder, stop, parts
-        self._functions, self.rows, self.weights, self.teaches = functions, rows, weights, teaches
+        self._functions, self.rows, self.weights = functions, rows, weights
         config = resolved.config
         _check_given(config, rows)
         self.store = Checkpointer(folder.checkpoints, config.checkpoint.keep)
@@ -77,16 +74,18 @@ class Inputs:
             check_saved_state(self.saved, folder.checkpoints)
             resume.check_config(config, self.saved, folder)
         _refuse_staleness_in_several_processes(config)
-        stage("reward functions")
-        self.imported = RewardScorer(  # before there is a tokenizer, or a reward model
-            config.reward,
-            models=None,
-            functions=functions,
-            decide=decided_by_main,
-            episodes=config.rollout.has_episodes,
-        )
-        """The reward functions, in whose worker processes they are called."""
-        parts.callback(self.imported.close)
+        self.imported: RewardScorer | None = None
+        """The reward functions, in whose worker processes they are called; None where nothing is scored."""
+        if config.generates:
+            stage("reward functions")
+            self.imported = RewardScorer(  # before there is a tokenizer, or a reward model
+                config.reward,
+                models=None,
+                functions=functions,
+                decide=decided_by_main,
+                episodes=config.rollout.has_episodes,
+            )
+            parts.callback(self.imported.close)
         # Several processes read a part of the files each, and say what is wrong together, with the tokenizer.
         if num_processes() == 1:
             self.rows = self._read_data()
@@ -97,26 +96,36 @@ class Inputs:
         return self.resolved.config
 
     @property
-    def _starts_warm(self) -> bool:
-        return bool(self.config.sft.steps and not self.folder.resumed)
+    def starts_warm(self) -> bool:
+        """Whether training begins with a warm start."""
+        config = self.config
+        return bool(not config.run.on_given_data and config.sft.steps and not self.folder.resumed)
 
     def _read_data(self) -> GivenRows:
-        """The rows of each data set of the run, which must have the columns that rewards need."""
-        data, rows = self.config.data, self.rows
-        sets = [(spec, False) for spec in (data.train, *data.eval_sets.values())]
-        sets += [(self.config.sft.data, True)] if self._starts_warm else []
-        for spec, shows in sets:
+        """The rows of each data set of the run; prompts must have the columns that rewards need."""
+        config, rows = self.config, self.rows
+        prompts: list[TrainingSpec] = [] if self.imported is None else [*config.data.eval_sets.values()]
+        given: list[TrainingSpec] = [config.sft.data] if self.starts_warm else []
+        if config.run.on_given_data:
+            given += [spec for spec in (config.given.data, config.given.eval) if spec is not None]
+        else:
+            prompts.insert(0, config.data.train)
+        for spec in (*prompts, *given):
             if any(each not in rows for each in data_set_list(spec)):
                 stage(f"data: {shown_data_sets(spec)}")
-            rows = hub_rows(self.config, spec, rows)
+            rows = hub_rows(config, spec, rows)
             rows = {**rows, **{each: read_rows(each) for each in data_set_list(spec) if each not in rows}}
-            needed = {"completion": "the supervised warm start"} if shows else self.imported.required_by
-            check_columns(spec, data, needed, demonstrations=shows, rows=rows)
+        for spec in prompts:
+            assert self.imported is not None
+            check_columns(spec, config.data, self.imported.required_by, rows=rows)
+        for spec in given:
+            check_columns_of_given(config, spec, rows)
         return rows
 
     def scorer(self, policy: LoadedPolicy) -> RewardScorer:
         """The reward stage, of the functions that were imported."""
         stage("prompts and reward models" if self.weights and self.config.reward.models else "prompts")
+        assert self.imported is not None
         return RewardScorer.of(
             self.config, policy, self._functions, imported=self.imported, weights=self.weights
         )
@@ -130,21 +139,20 @@ class Inputs:
             needed[DATA_SOURCE] = "distill.teacher"
         return policy.prompts(config, config.data.train, scorer, self.rows, needed, by_pass_rate=True)
 
-    def demonstrations(self, policy: LoadedPolicy) -> DemonstrationSource | None:
-        """Those of the warm start; None if there is none."""
-        return warm_start_data(self.config, policy, self.rows) if self._starts_warm else None
+    def demonstrations(self, policy: LoadedPolicy) -> Course | None:
+        """The supervised steps of the warm start; None if there is none."""
+        return Course.warm_start(self.config, policy, self.rows) if self.starts_warm else None
 
-    def steps(self, prompts: PromptSource) -> int:
-        """The training steps of the run; raises ValueError for keys that name others."""
-        run = self.config.run
-        per_epoch = math.ceil(len(prompts) / self.config.data.batch_size)
-        steps = run.steps or max(1, math.ceil(run.epochs * per_epoch))
+    def steps(self, num_rows: int) -> int:
+        """The training steps of the run on so many rows; raises ValueError for keys that name others."""
+        config = self.config
+        steps = config.steps_of(num_rows)
         if self.saved is not None:
-            resume.check_steps(steps, self.saved["train_step"], self.folder.path)
-        if beyond := [step for step in run.profile_steps if step > steps]:
+            resume.check_steps(config, steps, self.saved["train_step"], self.folder.path)
+        if beyond := [step for step in config.run.profile_steps if step > steps]:
             raise ValueError(
                 f"run.profile_steps must be steps of the run, which has {steps}; got {beyond[0]}; name other "
-                "steps, or raise run.steps"
+                f"steps, or raise {config.key_of('steps')}"
             )
         return steps
 
@@ -161,8 +169,6 @@ class Inputs:
             if config.distill.teacher is None
             else "teacher, rollout and update"
         )
-        if not self.teaches:
-            return None
         if reads is not None:
             taught = [each for each in evaluator.sets if evaluator.taught(each)]
             sets = [(config.data.train, prompts)]
@@ -178,42 +184,51 @@ class Inputs:
         self,
         policy: LoadedPolicy,
         scorer: RewardScorer,
-        prompts: PromptSource,
+        prompts: PromptSource | None,
         evaluator: Evaluator,
-        demonstrations: DemonstrationSource | None,
+        given: Course | None,
     ) -> list[str]:
         """Of data that are probably not what is meant, and of functions that fail on a made-up completion.
 
-        Raises ValueError if no answer can be judged.
+        `prompts`: those of training, if it has some. Raises ValueError if no answer can be judged.
         """
-        data, sft = self.config.data, shown_data_sets(self.config.sft.data)
-        name = shown_data_sets(data.train)
-        warnings = [f"{name}: {warning}" for warning in prompts.warnings]
-        warnings += scorer.check_answers(name, prompts)
-        for each in evaluator.sets:
-            warnings += _shared_questions(shown_data_sets(data.eval_sets[each.name]), prompts, each.source)
-        warnings = [warning for warning in warnings if warning not in evaluator.warnings]  # of the same data
-        warnings += [*evaluator.warnings, *_try_rewards(policy, scorer, prompts, evaluator)]
-        shown = [] if demonstrations is None else demonstrations.warnings
-        return [*warnings, *(f"demonstrations of {sft}: {warning}" for warning in shown)]
+        data, warnings = self.config.data, list[str]()
+        if prompts is not None:
+            name = shown_data_sets(data.train)
+            warnings += [f"{name}: {warning}" for warning in prompts.warnings]
+            warnings += scorer.check_answers(name, prompts)
+            for each in evaluator.sets:
+                of_set = shown_data_sets(data.eval_sets[each.name])
+                warnings += _shared_questions(of_set, prompts, each.source)
+            warnings = [each for each in warnings if each not in evaluator.warnings]  # of the same data
+        sources = [*([] if prompts is None else [prompts]), *(each.source for each in evaluator.sets)]
+        warnings += [*evaluator.warnings, *_try_rewards(policy, scorer, sources)]
+        return [*warnings, *([] if given is None else given.warnings)]
 
 
 def _check_given(config: Config, rows: GivenRows) -> None:
     """Raises ValueError for rows given from Python that no key of the configuration names."""
-    if not isinstance(rows, Mapping):
-        raise ValueError(
-            "rows must be a mapping from names in data.train, data.eval or sft.data to lists of dicts; got "
-            f"{type(rows).__name__}; give rows={{'people': [{{'prompt': …}}]}} and data.train=people"
-        )
-    data = config.data
+    task, data = config.run.task, config.data
+    keys = ["data.train", "data.eval", "sft.data"]
     named = [*data_set_list(data.train), *chain(*map(data_set_list, data.eval_sets.values()))]
     named += data_set_list(config.sft.data) if config.sft.data else ()
+    if config.run.on_given_data:
+        keys = [f"{task}.data", f"{task}.eval", "data.eval"]
+        named += [
+            name for spec in (config.given.data, config.given.eval) if spec for name in data_set_list(spec)
+        ]
+    names = f"{', '.join(keys[:-1])} or {keys[-1]}"
+    if not isinstance(rows, Mapping):
+        raise ValueError(
+            f"rows must be a mapping from names in {names} to lists of dicts; got "
+            f"{type(rows).__name__}; give rows={{'people': [{{'prompt': …}}]}} and {keys[0]}=people"
+        )
     for name in rows:
         if name not in named:
             raise ValueError(
-                "rows that are given from Python must be named in data.train, data.eval or sft.data, which "
+                f"rows that are given from Python must be named in {names}, which "
                 f"have {listed(dict.fromkeys(named))}; rows has {name!r}; name it, as load_config(overrides="
-                f"['data.train={name}'])"
+                f"['{keys[0]}={name}'])"
             )
 
 
@@ -253,15 +268,12 @@ def _shared_questions(name: str, train: PromptSource, evaluation: PromptSource) 
     return [f"{name}: {shared} of {len(evaluation)} are questions of data.train too"] if shared else []
 
 
-def _try_rewards(
-    policy: LoadedPolicy, scorer: RewardScorer, prompts: PromptSource, evaluator: Evaluator
-) -> list[str]:
+def _try_rewards(policy: LoadedPolicy, scorer: RewardScorer, sources: Sequence[PromptSource]) -> list[str]:
     """Calls users' reward functions once, and checks the data sources that they name; their warnings."""
     if scorer.routes:
-        sources = [prompts, *(data_set.source for data_set in evaluator.sets)]
         scorer.check_sources([value for source in sources for value in source.values_of(DATA_SOURCE)])
     stage("a first call of each reward function")
-    tokenizer, first = policy.tokenizer, prompts.first_by(DATA_SOURCE)
+    tokenizer, first = policy.tokenizer, sources[0].first_by(DATA_SOURCE)
     answers = AnswerTokens(tokenizer)
 
     def said(text: str) -> str:

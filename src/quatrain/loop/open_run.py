@@ -21,14 +21,14 @@ import jax
 
 from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
-from quatrain.config.data_sets import data_set_list, shown_data_sets
+from quatrain.config.data_sets import data_set_list
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact, redactor
+from quatrain.config.tasks import COMMANDS
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import build_run
-from quatrain.loop.evaluate import results
 from quatrain.loop.export import ADAPTER, export_policy
 from quatrain.loop.hub import make_repository, push
 from quatrain.loop.inputs import NO_FUNCTIONS, Inputs, RewardFunctions
@@ -55,8 +55,6 @@ def open_run(
     resume: str | None,
     reward_functions: RewardFunctions = NO_FUNCTIONS,
     rows: GivenRows = NO_ROWS,
-    *,
-    teaches: bool = True,
 ) -> Iterator[Run]:
     """Creates the run's folder, the `Run` and its report; closes them at the end.
 
@@ -77,7 +75,7 @@ def open_run(
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
             with stop.interruptible(), starting(), waiting(), _loading:
-                inputs = Inputs(resolved, folder, stop, parts, reward_functions, rows, teaches=teaches)
+                inputs = Inputs(resolved, folder, stop, parts, reward_functions, rows)
                 run = build_run(inputs)
                 if repository := config.hub.push:  # last, so that invalid input leaves no repository
                     make = partial(make_repository, repository, private=config.hub.private)
@@ -145,46 +143,29 @@ def _conclude_beside(run: Run, stopped: Stopped) -> None:
 def how_to_go_on(run: Run) -> str:
     """What a run that was stopped has saved, and the command that goes on with it."""
     steps = checkpoint_steps(run.folder.path)
-    before = f"cd {shlex.quote(os.getcwd())} && "  # for relative paths, and `.env`
-    if not run.resumable:
-        return f"nothing was saved; remove {run.folder.path}, or choose another run.name, to start again"
+    command = COMMANDS[run.config.run.task]
+    # In its folder, for relative paths, and `.env`.
+    resume = f"cd {shlex.quote(os.getcwd())} && quatrain {command} --resume"
     if steps:
-        command = f"{before}quatrain train --resume {shlex.quote(str(run.folder.path))}"
-        return f"step {max(steps)} is saved; go on with:\n  {command}"
+        return f"step {max(steps)} is saved; go on with:\n  {resume} {shlex.quote(str(run.folder.path))}"
     done = "before its first step"
     if run.state is not None and run.state.train_step:  # a second signal
         done = f"step {run.state.train_step} is not saved"
     where = [f"run.name={run.folder.name}", f"run.dir={run.folder.path.parent}"]
     options = " ".join(f"--set {shlex.quote(option)}" for option in where)
-    return f"{done}; start it again with:\n  {before}quatrain train --resume auto {options}"
+    return f"{done}; start it again with:\n  {resume} auto {options}"
 
 
 def _announce(run: Run) -> None:
-    """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
+    """Log a summary of the run, its batch plan, and the numbers of rows that are not trained on."""
     config, event = run.config, run.recorder.report.event
-    data, sft = config.data, config.sft
-    supervised = f"{sft.steps} supervised steps of {sft.batch_size} demonstrations"
-    event(f"run {run.folder.name}: {run.length if run.inputs.teaches else supervised}")
-    if run.inputs.teaches:
-        batches = batch_plan(config, devices=jax.device_count(), processes=num_processes())
-        for line in overview(batches):
-            event(line)
-        run.folder.write_plan(batches.to_dict())
-    train = shown_data_sets(data.train)
-    for spec, source in (
-        (train, run.prompts),
-        *((shown_data_sets(data.eval_sets[each.name]), each.source) for each in run.evaluator.sets),
-        (f"demonstrations of {shown_data_sets(sft.data)}", run.demonstrations),
-    ):
-        if source is not None and source.skipped + source.truncated:
-            event(
-                f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
-                f"data.max_prompt_length={data.max_prompt_length} tokens"
-            )
-    if run.prompts.filtered:
-        event(
-            f"{train}: {run.prompts.filtered} prompts left out by their pass rates, {len(run.prompts)} kept"
-        )
+    event(f"run {run.folder.name}: {run.length}")
+    batches = batch_plan(config, devices=jax.device_count(), processes=num_processes())
+    for line in overview(batches):
+        event(line)
+    run.folder.write_plan(batches.to_dict())
+    for line in run.about_data:
+        event(line)
 
 
 @dataclass(frozen=True)
@@ -205,8 +186,7 @@ def export(run: Run, params: Any, step: int) -> None:
     run.recorder.progress.stage("export")
     loaded, base = run.loaded, run.config.model.path
     export_policy(run.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling, base=base)
-    if run.resumable:
-        run.checkpoints.check_last()
+    run.checkpoints.check_last()
     if (repository := run.config.hub.push) and is_main_process():
         try:
             address = push(run.folder.final, repository, run=run.folder.path, step=step)
@@ -219,7 +199,7 @@ def export(run: Run, params: Any, step: int) -> None:
 def conclude(run: Run, steps: int, after: Mapping[str, float]) -> Summary:
     """Log the results of the run."""
     event = run.recorder.report.event
-    for line in results(run.evaluator.sets, run.evaluations.before, after):
+    for line in run.evaluations.results(after):
         event(line)
     if run.evaluations.best is not None:
         event(str(run.evaluations.best))
@@ -236,7 +216,8 @@ def conclude(run: Run, steps: int, after: Mapping[str, float]) -> Summary:
 
 def _next_command(config: Config) -> str:
     """How to train a real model, on the data of `config` if it is the user's own."""
-    if not any(name.startswith("builtin:") for name in data_set_list(config.data.train)):
+    own_data = not any(name.startswith("builtin:") for name in data_set_list(config.data.train))
+    if own_data or config.run.on_given_data:
         return " set model.path to a folder, a .gguf file or a model on the Hub"
     if NEXT_CONFIG.is_file() and Path("Makefile").is_file():
         return f"\n  make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"

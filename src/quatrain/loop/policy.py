@@ -13,13 +13,14 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
+from quatrain.config.data_sets import TrainingSpec
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.policy import Meshes, Policy
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import GivenRows
-from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
+from quatrain.data.tokenizer import for_scoring, load_tokenizer, stop_token_ids
 from quatrain.data.vocabulary import check_same_tokens
 from quatrain.episodes.hubs import hub_rows
 from quatrain.episodes.load_environment import AnyEnvironments, load_environments, load_tools
@@ -49,7 +50,7 @@ class LoadedPolicy(Policy):
     def prompts(
         self,
         config: Config,
-        spec: str | tuple[str, ...],
+        spec: TrainingSpec,
         scorer: RewardScorer,
         rows: GivenRows,
         needed: Mapping[str, str],
@@ -85,6 +86,8 @@ def load_policy(
     the configuration has any, as they are before training. With `environments`, what makes the environments
     of `rollout.environment` or `rollout.tools` is imported.
 
+    The policy of `quatrain rm` has a score head, and a tokenizer that closes texts as completions end.
+
     Parameters are sharded by `mesh` over the devices of all processes. Raises ValueError if a mesh does not
     match the number of devices or cannot shard the model, the devices lack pinned host memory needed for
     offloading, the tokenizer has more tokens than the model's vocabulary, the longest sequence has more
@@ -106,6 +109,7 @@ def load_policy(
         vocab_size=len(tokenizer),
         eos_token_ids=own_eos,
         mesh=meshes.train,
+        head="value_head" if config.run.task == "rm" else "lm_head",
         weights=weights,
     )
     check_policy(model.arch, mesh_shape(meshes.train), mesh_shape(meshes.rollout))
@@ -125,6 +129,10 @@ def load_policy(
     if config.lora.rank and adapters:
         model = _with_lora(config, model, meshes.train)
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
+    if config.run.task == "rm":
+        tokenizer = for_scoring(tokenizer, stop_ids)
+        # The last token of a row is scored, and whoever loads the export pools before this token.
+        model = replace(model, arch=replace(model.arch, pad_token_id=tokenizer.pad_token_id))
     made = _environments(config) if environments else None
     return LoadedPolicy(
         tokenizer,
@@ -160,6 +168,9 @@ def _with_lora(config: Config, base: Model, mesh: Mesh) -> Model:
 
 
 def _check_positions(config: Config, arch: Architecture) -> None:
+    """Of what is sampled; rows of given data are read for their lengths (`loop/given.py`)."""
+    if not config.generates:
+        return
     lengths = {"rollout": config.rollout.max_new_tokens, "eval": config.eval.max_new_tokens or 0}
     for section, length in lengths.items():
         longest = config.data.max_prompt_length + length

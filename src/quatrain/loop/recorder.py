@@ -9,20 +9,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.cluster.stop import Stop
 from quatrain.config.schema import Config
-from quatrain.data.prompts import PromptSource
 from quatrain.loop.asynchronous import TrainBatch
 from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.host_memory import peak_bytes
 from quatrain.report.progress import Progress
 from quatrain.report.writer import Report
 from quatrain.run.metrics import StageTimer, reduce_metrics
-from quatrain.types.batches import AdvantagedBatch
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.rollouts import RolloutProgress
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Shows and times the stages of a run on `prompts` in `folder`, and writes what its steps gave.
+    """Shows and times the stages of a run in `folder`, and writes what its steps gave.
 
     `report` is open, and `progress` shown, as long as the run is in progress.
     """
@@ -38,13 +37,10 @@ class Recorder:
     report: Report
     progress: Progress
 
-    def __init__(self, config: Config, folder: Path, stop: Stop, prompts: PromptSource):
+    def __init__(self, config: Config, folder: Path, stop: Stop, left_out: Metrics):
         self._config, self._folder, self._stop = config, folder, stop
-        self._left_out = {
-            f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
-            for what in ("skipped", "truncated", "filtered")
-        }
-        """Metrics of the prompts that are not trained on, which every step has."""
+        self._left_out = left_out
+        """Metrics of the rows that are not trained on, which every step has."""
         self._tracing = False
         self.timer = StageTimer()
         self.numbers: dict[str, float] = {}
@@ -105,29 +101,46 @@ class Recorder:
         if step == self._last:
             self.numbers |= numbers
 
-    def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch, accuracy: float | None) -> None:
-        """Writes metrics, samples and warnings of a training step, and moves the progress display on."""
-        rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
-        tokens_per_s = float(rollouts.attention_mask.sum()) / self.timer.seconds("step")
-        metrics = {
-            **rollouts.metrics,
-            **rewarded.metrics,
-            **advantaged.metrics,
-            **update,
-            **self.timer.metrics(),
-            **peak_memory(),
-            "throughput/tokens_per_s": Metric(tokens_per_s),
-            **self._left_out,
-        }
-        self._last, self.numbers = step, reduce_metrics(metrics)
+    def record(
+        self,
+        step: int,
+        metrics: Metrics,
+        num_tokens: float,
+        *,
+        accuracy: float | None,
+        loss: float | None = None,
+    ) -> None:
+        """Writes metrics, hints and warnings of a step on `num_tokens`, and moves the progress display on."""
+        tokens_per_s = num_tokens / self.timer.seconds("step")
+        self._last, self.numbers = (
+            step,
+            reduce_metrics(
+                {
+                    **metrics,
+                    **self.timer.metrics(),
+                    **peak_memory(),
+                    "throughput/tokens_per_s": Metric(tokens_per_s),
+                    **self._left_out,
+                }
+            ),
+        )
         self.report.log(step, self.numbers)
-        self.report.samples(step, advantaged)
         self.report.hint(step, self.numbers)
-        mismatch = logprob_diff_warning(self._config, update)
+        mismatch = logprob_diff_warning(self._config, metrics)
         if mismatch is not None:
             logger.warning("step %d: %s", step, mismatch)
         reward = metrics["reward/mean"].result() if "reward/mean" in metrics else None
-        self.progress.step(step, reward=reward, accuracy=accuracy, tokens_per_s=tokens_per_s)
+        self.progress.step(step, reward=reward, loss=loss, accuracy=accuracy, tokens_per_s=tokens_per_s)
+
+
+def left_out(source: Any, rows: str) -> Metrics:
+    """Metrics of the `rows` of a source that are not trained on, or not whole: `data/skipped_prompts` …"""
+    counts = {
+        "skipped": source.skipped + source.longer,
+        "truncated": source.truncated,
+        "filtered": source.filtered,
+    }
+    return {f"data/{kind}_{rows}": Metric(count, reduction="sum") for kind, count in counts.items()}
 
 
 def logprob_diff_warning(config: Config, update: Metrics) -> str | None:

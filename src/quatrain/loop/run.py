@@ -1,34 +1,40 @@
-"""A run: its parts, and what it does before and after training.
+"""A run: its parts, and what it does before, in and after each training step.
 
 Data flow: `Inputs` -> `build_run` (`build.py`) -> `Run` -> the loop of `train.py`. Each part has a file of
-its own: `recorder.py`, `evaluations.py`, `checkpoints.py`, `reference.py`, `asynchronous.py`.
+its own: `recorder.py`, `evaluations.py`, `checkpoints.py`, `reference.py`, `asynchronous.py`, `given.py`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.dump import dump_yaml
 from quatrain.config.schema import Config
-from quatrain.data.prompts import DemonstrationSource, PromptSource
+from quatrain.data.prompts import PromptSource
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.checkpoints import Checkpoints
 from quatrain.loop.evaluate import Evaluator
 from quatrain.loop.evaluations import Evaluations
+from quatrain.loop.given import Course, warm_start
 from quatrain.loop.inputs import Inputs
 from quatrain.loop.policy import LoadedPolicy
 from quatrain.loop.recorder import Recorder, peak_memory
 from quatrain.loop.reference import Reference
-from quatrain.loop.sft import warm_start
 from quatrain.loop.stages import Stages
+from quatrain.loop.step import learn
 from quatrain.loop.stop_when import StopWhen
 from quatrain.rollout.fleet import Fleet, OneWorker
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.run_dir import RunDir
+from quatrain.types.batches import AdvantagedBatch
 from quatrain.types.metrics import Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+from quatrain.update.supervised import GivenBatch
 
 PROBES = 4
 """Prompts for each inference server on which it is compared with the trainer before training begins."""
@@ -36,34 +42,21 @@ SERVER_TOLERANCE = 4
 """How many times `rollout.logprob_diff_warning` a server may differ from the trainer then."""
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Run(ABC):
     """The parts of one run of `steps` training steps; `build_run` makes them."""
 
     inputs: Inputs
     loaded: LoadedPolicy
-    prompts: PromptSource
-    demonstrations: DemonstrationSource | None
-    evaluator: Evaluator
-    stages: Stages
-    batches: AsyncRollouts
     recorder: Recorder
-    reference: Reference
     evaluations: Evaluations
     checkpoints: Checkpoints
     stop_when: StopWhen
     steps: int
     warnings: list[str]
     """Of data that are probably not what is meant, and of rewards that fail on a made-up completion."""
-    resumable: bool = True
-    """Whether `quatrain train` goes on with the run after it was stopped."""
     state: TrainState | None = None
     """After the last finished step, while the run trains."""
-
-    def __post_init__(self) -> None:
-        if self.inputs.saved is not None:
-            abstract = self.loaded.abstract(self.config.model.param_dtype)
-            self.checkpoints.check(self.stages.update.abstract(*abstract))
 
     @property
     def config(self) -> Config:
@@ -76,33 +69,120 @@ class Run:
         return self.inputs.folder
 
     @property
+    @abstractmethod
     def length(self) -> str:
-        """Its training steps, and their prompts and samples, in words."""
-        data, rollout = self.config.data, self.config.rollout
-        return f"{self.steps} steps of {data.batch_size} prompts x {rollout.n} samples"
+        """Its training steps, and what each trains on, in words."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> str:
+        """What there is to train on, in words."""
+
+    @property
+    def about_data(self) -> list[str]:
+        """What is said of rows that are not trained on, beside the warnings: a sentence each."""
+        return []
+
+    @abstractmethod
+    def init(self, *, resumed: bool) -> TrainState:
+        """The state before the first step, with the reference; a resumed run replaces its numbers."""
+
+    @abstractmethod
+    def step(self, state: TrainState) -> tuple[TrainState, Any]:
+        """The state after one training step from `state`, whose arrays it takes over, and its batch."""
+
+    @abstractmethod
+    def record(self, step: int, metrics: Metrics, batch: Any) -> None:
+        """Writes what training step `step` gave on its batch."""
 
     def begin(self) -> TrainState:
         """The initial training state: after the warm start, or from a checkpoint."""
         if self.folder.restarted:
             self.folder.start_over()
             self.folder.write_config(dump_yaml(self.inputs.resolved))
-        params = self.loaded.params if self.folder.resumed else self.warm_start()
+        state = self.init(resumed=self.folder.resumed)
+        if self.folder.resumed:
+            self.recorder.progress.stage("reading the checkpoint")
+            state = self.checkpoints.restore(state)
+            self.folder.write_config(dump_yaml(self.inputs.resolved))
+        self.check_begun(state)
+        if not self.folder.resumed:
+            self.evaluations.first(state.params)
+        return state
+
+    def check_begun(self, state: TrainState) -> None:  # noqa: B027
+        """Raises ValueError if the run cannot go on from `state`."""
+
+    def save(self) -> None:
+        """Save a checkpoint of the last finished step, if the run trains."""
+        if self.state is not None:
+            self.checkpoints.save_before_end(self.state)
+
+
+@dataclass(kw_only=True)
+class RolloutRun(Run):
+    """`quatrain train`: steps on what is sampled for prompts, after a warm start if there is one."""
+
+    evaluator: Evaluator
+    prompts: PromptSource
+    demonstrations: Course | None
+    stages: Stages
+    batches: AsyncRollouts
+    reference: Reference
+
+    def __post_init__(self) -> None:
+        if self.inputs.saved is not None:
+            abstract = self.loaded.abstract(self.config.model.param_dtype)
+            self.checkpoints.check(self.stages.update.abstract(*abstract))
+
+    @property
+    def length(self) -> str:
+        """Its training steps, and their prompts and samples, in words."""
+        data, rollout = self.config.data, self.config.rollout
+        return f"{self.steps} steps of {data.batch_size} prompts x {rollout.n} samples"
+
+    @property
+    def rows(self) -> str:
+        """The number of prompts."""
+        return f"{len(self.prompts)} training prompts"
+
+    @property
+    def about_data(self) -> list[str]:
+        """Of the prompts of training and evaluation, and of mixtures."""
+        data, sft = self.config.data, self.config.sft
+        train = shown_data_sets(data.train)
+        sets = ((shown_data_sets(data.eval_sets[each.name]), each.source) for each in self.evaluator.sets)
+        lines = self.prompts.mixture(self.steps * data.batch_size)
+        if self.demonstrations is not None:
+            drawn = self.demonstrations.train.mixture(sft.steps * sft.batch_size)
+            lines += [f"examples, {line}" for line in drawn]
+        lines += [
+            f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
+            f"data.max_prompt_length={data.max_prompt_length} tokens"
+            for spec, source in ((train, self.prompts), *sets)
+            if source.skipped + source.truncated
+        ]
+        if self.prompts.filtered:
+            kept = f"{self.prompts.filtered} prompts left out by their pass rates, {len(self.prompts)} kept"
+            lines.append(f"{train}: {kept}")
+        return lines
+
+    def init(self, *, resumed: bool) -> TrainState:
+        """After the warm start, with the reference."""
+        params = self.loaded.params if resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
         show = self.recorder.progress.stage
         show("optimizer state")
         state = self.stages.update.init(params, self._critic_params(params))
         del params  # they may wait in the host's memory from here on
         show("reference")
-        self.reference.begin(state.params, resumed=self.folder.resumed)
-        if self.folder.resumed:
-            show("reading the checkpoint")
-            state = self.checkpoints.restore(state)
-            self.folder.write_config(dump_yaml(self.inputs.resolved))
+        self.reference.begin(state.params, resumed=resumed)
+        return state
+
+    def check_begun(self, state: TrainState) -> None:
+        """Raises ValueError if a server and the trainer disagree."""
         if self.config.rollout.servers:
             compare_servers(self, state)
-        if not self.folder.resumed:
-            self.evaluations.first(state.params)
-        return state
 
     def _critic_params(self, params: Any) -> Any:
         """The critic's parameters at the start: as loaded, or copies of the policy's `params`; else None."""
@@ -112,7 +192,7 @@ class Run:
         self.loaded = replace(self.loaded, critic_params=None)
         return critic_params(params, arch, self.loaded.meshes.critic) if loaded is None else loaded
 
-    def warm_start(self, *, log_every_step: bool = False) -> Any:
+    def warm_start(self) -> Any:
         """The parameters after the supervised steps, or the loaded parameters if there is no warm start."""
         if self.demonstrations is None:
             return self.loaded.params
@@ -122,23 +202,89 @@ class Run:
         def on_step(step: int, metrics: Metrics) -> None:
             self.inputs.stop.safe_point()
             recorder.progress.step(step)
-            metrics = {**metrics, **peak_memory()}
-            if log_every_step:
-                recorder.report.log(step, metrics)
-            elif step == steps:
-                recorder.report.log(0, metrics)
+            if step == steps:
+                recorder.report.log(0, {**metrics, **peak_memory()})
 
         # Nothing of a warm start is kept when it is stopped.
         with self.inputs.stop.interruptible(), recorder.timer.stage("sft"):
-            return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
+            return warm_start(self.demonstrations, self.loaded.params, on_step)
 
-    def save(self) -> None:
-        """Save a checkpoint of the last finished step, if the run trains."""
-        if self.state is not None:
-            self.checkpoints.save_before_end(self.state)
+    def step(self, state: TrainState) -> tuple[TrainState, AdvantagedBatch]:
+        """A batch of rollouts, and what is learnt from it."""
+        stop, recorder = self.inputs.stop, self.recorder
+        with stop.interruptible():
+            batch = self.batches.take(state)
+        recorder.took(batch)
+        # Until the first optimizer step takes over the arrays of `state`. Another name for what comes out: a
+        # signal right after it finds the old state given away, and waits until it is recorded.
+        with stop.interruptible_while(partial(self.checkpoints.holds, state)):
+            updated, advantaged = learn(self.stages, state, batch.rewarded, timed=recorder.timed)
+        updated = replace(updated, position=batch.position)
+        self.reference.move_when_due(updated)
+        return updated, advantaged
+
+    def record(self, step: int, metrics: Metrics, batch: AdvantagedBatch) -> None:
+        """Writes metrics, samples and warnings of a training step."""
+        rollouts, rewarded = batch.rollouts, batch.rewarded
+        metrics = {**rollouts.metrics, **rewarded.metrics, **batch.metrics, **metrics}
+        num_tokens = float(rollouts.attention_mask.sum())
+        self.recorder.record(step, metrics, num_tokens, accuracy=self.evaluations.accuracy)
+        self.recorder.report.samples(step, batch)
 
 
-def compare_servers(run: Run, state: TrainState) -> None:
+@dataclass(kw_only=True)
+class GivenRun(Run):
+    """`quatrain sft`, `dpo` and `rm`: steps on data that exist."""
+
+    course: Course
+
+    def __post_init__(self) -> None:
+        if self.inputs.saved is not None:
+            params, _ = self.loaded.abstract(self.config.model.param_dtype)
+            self.checkpoints.check(self.course.learner.abstract(params))
+
+    @property
+    def length(self) -> str:
+        """Its training steps, and the rows of each, in words."""
+        return f"{self.steps} steps of {self.course.section.batch_size} {self.course.unit}"
+
+    @property
+    def rows(self) -> str:
+        """The number of rows, by what they are."""
+        return f"{len(self.course.train)} {self.course.unit}"
+
+    @property
+    def about_data(self) -> list[str]:
+        """How often the data sets of a mixture are drawn."""
+        return self.course.train.mixture(self.steps * self.course.section.batch_size)
+
+    def init(self, *, resumed: bool) -> TrainState:
+        """As loaded, with the log-probabilities of the reference, if there is one."""
+        params, show = self.loaded.params, self.recorder.progress.stage
+        self.loaded = replace(self.loaded, params=None)
+        show("reference")
+        with self.inputs.stop.interruptible():
+            self.course.keep_reference(params)
+        show("optimizer state")
+        return self.course.learner.init(params)
+
+    def step(self, state: TrainState) -> tuple[TrainState, GivenBatch]:
+        """One optimizer step on the rows of its number."""
+        stop, timed = self.inputs.stop, self.recorder.timed
+        with stop.interruptible(), timed("data"):
+            batch = self.course.batch(state.train_step)
+        with stop.interruptible_while(partial(self.checkpoints.holds, state)), timed("update"):
+            return self.course.learner.step(state, batch)
+
+    def record(self, step: int, metrics: Metrics, batch: GivenBatch) -> None:
+        """Writes metrics of a training step, and the rows with the largest loss."""
+        metrics = {**metrics, **self.course.epoch(step)}
+        loss, accuracy = metrics["loss"].result(), self.evaluations.accuracy
+        self.recorder.record(step, metrics, batch.num_tokens, accuracy=accuracy, loss=loss)
+        self.recorder.report.rows(step, partial(self.course.samples, batch))
+
+
+def compare_servers(run: RolloutRun, state: TrainState) -> None:
     """Raises ValueError if a server and the trainer give the same tokens other log-probabilities."""
     limit = run.config.rollout.logprob_diff_warning
     if limit is None:

@@ -1,4 +1,4 @@
-"""`run.stop_when`: ends a run before `run.steps` when a metric of a training step reaches a bound.
+"""`run.stop_when`: ends a run early when a metric reaches a bound, or has not become better for some time.
 
 Data flow: the numbers that a step logged, its evaluation's among them -> `StopWhen.reached` -> `train.py`.
 """
@@ -8,26 +8,33 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quatrain.config.errors import of_which_nearest, shown
 from quatrain.config.schema import Config
-from quatrain.loop.evaluate import Evaluator
+from quatrain.config.sections.whole_run import smaller_is_better
 from quatrain.run.catalogue import CATALOGUE, pattern_of
 
-PATIENCE = 50
+PATIENCE = "patience"
+WAITS = 50
 """Steps without the metric after which the run says that it waits for it."""
 logger = logging.getLogger(__name__)
 
 
 class StopWhen:
-    """The condition of one run; raises ValueError if the run never has the metric while it trains."""
+    """The condition of one run, whose evaluations have the metrics `evaluated`, and its reward `functions`.
 
-    def __init__(self, config: Config, evaluator: Evaluator, functions: Sequence[str]):
+    Raises ValueError if the run never has the metric while it trains.
+    """
+
+    def __init__(self, config: Config, evaluated: Sequence[str], functions: Sequence[str]):
         self._condition = config.run.stop_when
         self._waited: float = 0
+        self._best: float | None = None
+        self._without_better = 0
         if not self._condition:
             return
-        metric, evaluated = str(self._condition["metric"]), evaluator.metric_names()
+        metric = str(self._condition["metric"])
         listed = [name for name in CATALOGUE if not name.startswith("eval/")]
         trained = [name.replace("<name>", function) for name in listed for function in functions]
         if metric in evaluated and not config.eval.every_steps:
@@ -53,10 +60,34 @@ class StopWhen:
         value = numbers.get(metric)
         if value is None:
             self._waited += 1
-            if self._waited == PATIENCE:
-                logger.warning("run.stop_when: none of %d steps has logged %s", PATIENCE, metric)
+            if self._waited == WAITS:
+                logger.warning("run.stop_when: none of %d steps has logged %s", WAITS, metric)
             return None
         self._waited = -math.inf
+        if bound == PATIENCE:
+            return self._out_of_patience(metric, value, int(limit))
         if not (value >= limit if bound == "at_least" else value <= limit):
             return None
         return f"{metric} is {value:.4g}, {bound.replace('_', ' ')} {limit:g} (run.stop_when)"
+
+    def _out_of_patience(self, metric: str, value: float, patience: int) -> str | None:
+        sign = -1 if smaller_is_better(metric) else 1
+        # A value that is not finite is no better one.
+        if math.isfinite(value) and (self._best is None or sign * value > sign * self._best):
+            self._best, self._without_better = value, 0
+            return None
+        self._without_better += 1
+        if self._without_better < patience:
+            return None
+        return (
+            f"{metric} is {value:.4g}, the {self._without_better}. value in a row that is not better than "
+            f"{self._best if self._best is None else format(self._best, '.4g')} (run.stop_when)"
+        )
+
+    def to_save(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run ends with the same step."""
+        return {"best": self._best, "without_better": self._without_better}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from what a checkpoint kept."""
+        self._best, self._without_better = saved["best"], saved["without_better"]

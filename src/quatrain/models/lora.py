@@ -24,7 +24,7 @@ from quatrain.config.sections.model_on_devices import ALL_LINEAR, MODULES
 from quatrain.models.architecture import Architecture, LayerKind, LoRA
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_run import OF_EXPERTS
-from quatrain.models.params import Params, draw_params, param_specs, partition
+from quatrain.models.params import SCORE, Params, draw_params, param_specs, partition
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
@@ -76,9 +76,12 @@ def check_lora(arch: Architecture, lora: LoRA) -> None:
 def adapter_names(arch: Architecture) -> list[TensorName]:
     """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix.
 
-    Those of experts' matrices are stacked: A [E, r, in] and B [E, out, r].
+    Those of experts' matrices are stacked: A [E, r, in] and B [E, out, r]. The score head [1, D] of a reward
+    model, which is trained beside them, is one of its tensors.
     """
     names = []
+    if arch.head == "value_head":
+        names.append(TensorName(f"base_model.model.{SCORE}.weight", (SCORE,), vector=False))
     targets = arch.lora.targets if arch.lora else ()
     for i, kind in enumerate(arch.layers):
         layer = f"base_model.model.model.layers.{i}"
@@ -109,17 +112,25 @@ def _of_experts(module: str, layer: int, kind: LayerKind, targets: Sequence[str]
 
 
 def with_adapters(params: Params, arch: Architecture, key: jax.Array, mesh: Mesh | None = None) -> Params:
-    """`params` of a base with new adapters of `arch.lora`, which change nothing yet: A is random, B zero."""
+    """`params` of a base with new adapters of `arch.lora`, which change nothing yet: A is random, B zero.
+
+    A score head keeps its numbers, in float32 as what is trained beside it.
+    """
     mesh = mesh or one_device()
-    specs = trained_part(param_specs(arch), arch)
-    places = trained_part(partition(arch, mesh_shape(mesh)), arch)
-    key = jax.random.fold_in(key, STREAM)
-    return with_trained(params, draw_params(specs, places, key, jnp.float32, mesh), arch)
+    specs, places = adapters_of(param_specs(arch)), adapters_of(partition(arch, mesh_shape(mesh)))
+    drawn = draw_params(specs, places, jax.random.fold_in(key, STREAM), jnp.float32, mesh)
+    head = {name: leaf.astype(jnp.float32) for name, leaf in params.items() if name == SCORE}
+    return with_trained(params, drawn | head, arch)
 
 
 def trained_part(tree: Any, arch: Architecture) -> Any:
-    """Of a tree like the parameters of `arch`, what is trained: `{"layers": [...]}` of adapters, or all."""
-    return adapters_of(tree) if arch.lora else tree
+    """Of a tree like the parameters of `arch`, what is trained: all, or `{"layers": [...]}` of adapters.
+
+    With adapters a score head is trained too, `{"layers": [...], "score": …}`: at the start it is zero.
+    """
+    if arch.lora is None:
+        return tree
+    return adapters_of(tree) | {name: leaf for name, leaf in tree.items() if name == SCORE}
 
 
 def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
@@ -127,7 +138,12 @@ def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
     if arch.lora is None:
         return trained
     layers = zip(tree["layers"], trained["layers"], strict=True)
-    return {**tree, "layers": [layer | adapters for layer, adapters in layers]}
+    return {**tree, **trained, "layers": [layer | adapters for layer, adapters in layers]}
+
+
+def frozen_part(tree: Any) -> Any:
+    """Of a tree like the parameters of a model with adapters, what is not trained."""
+    return {name: leaf for name, leaf in without_adapters(tree).items() if name != SCORE}
 
 
 def adapters_of(tree: Any) -> Any:
@@ -170,7 +186,8 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     """The parameters of a model without adapters that computes what `params` of `arch` compute.
 
     A matrix W with adapters becomes W + (alpha / rank) B A in `dtype` (default: that of W), on the devices:
-    W as a model of that dtype has it, and the sum in float32, rounded once. The other arrays are not copied.
+    W as a model of that dtype has it, and the sum in float32, rounded once. A score head gets the dtype of
+    its base. The other arrays are not copied.
 
     The sum is rounded to bfloat16 stochastically (`ops.rounding`): the nearest number is W itself for changes
     of less than half the spacing there, which would be lost. The random bits of an element depend on its
@@ -192,7 +209,8 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
             layer[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
             if matrix is not whole[name]:
                 jax.block_until_ready(layer[name])  # the device has room for one such copy at a time
-    return {**base, "layers": layers}
+    head = {name: leaf.astype(base["embed"].dtype) for name, leaf in base.items() if name == SCORE}
+    return {**base, **head, "layers": layers}
 
 
 @partial(jax.jit, static_argnames=("scale", "dtype", "sharding", "stacked", "experts"))

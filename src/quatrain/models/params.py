@@ -32,6 +32,8 @@ whose layers have inputs of their own also have `layer_embed` [V, L P], `layer_p
 `layer_norm` [P].
 """
 
+SCORE = "score"
+"""The name of the head that makes one number of a hidden state (`Architecture.head` is `value_head`)."""
 MAX_TP = 2**12
 """The largest `tp` that an error names: as many heads as config.json may have."""
 XLA_ALIGNMENT = 64
@@ -48,8 +50,8 @@ def param_specs(arch: Architecture) -> Params:
 
     Weights are initialised with standard deviation in**-0.5. The standard deviation of matrices that write
     to the residual stream is divided by sqrt(2 * layers), so that the variance of the residual stream does
-    not grow with depth (Radford et al. 2019). A `score` head is zero. The adapters of `Architecture.lora` are
-    parameters of their layers (`models.lora`).
+    not grow with depth (Radford et al. 2019). A `score` head is zero, and in float32 beside adapters, with
+    which it is trained. The adapters of `Architecture.lora` are parameters of their layers (`models.lora`).
     """
     d, residual = arch.hidden_size, (2 * arch.num_layers) ** -0.5
     specs: Params = {
@@ -66,7 +68,7 @@ def param_specs(arch: Architecture) -> Params:
             "layer_projection": ParamSpec.matrix((inputs, d), ("group", "embed")),
             "layer_norm": arch.norm.spec(block.width),
         }
-    score = ParamSpec((1, d), ("norm", "norm"), "constant", 0.0)
+    score = ParamSpec((1, d), ("norm", "norm"), "constant", 0.0, "float32" if arch.lora else None)
     specs[output_head_name(arch)] = score if arch.head == "value_head" else specs["embed"]
     return specs
 
@@ -74,7 +76,7 @@ def param_specs(arch: Architecture) -> Params:
 def output_head_name(arch: Architecture) -> str:
     """The name of the output head's parameter: `score`, `embed` if the embeddings are tied, or `lm_head`."""
     if arch.head == "value_head":
-        return "score"
+        return SCORE
     return "embed" if arch.tie_embeddings else "lm_head"
 
 

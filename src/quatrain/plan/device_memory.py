@@ -19,8 +19,12 @@ from quatrain.plan.tables import table, warning_lines, wrapped
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
 LEAST_BYTES = 10**6
 RoleName = Literal["train", "rollout", "reference", "critic", "reward", "teacher"]
-Phase = Literal["rollout", "gradient", "optimizer_step", "critic_gradient", "critic_optimizer_step"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+Phase = Literal[
+    "reference_pass", "rollout", "gradient", "optimizer_step", "critic_gradient", "critic_optimizer_step"
+]
+REFERENCE_PASS: Phase = "reference_pass"
+"""What comes before the first step on preferences; the stages of a training step are `PHASES`."""
+PHASES: tuple[Phase, ...] = get_args(Phase)[1:]
 CRITIC_PHASES: tuple[Phase, Phase] = ("critic_gradient", "critic_optimizer_step")
 
 PROCESS_BYTES = 350 * 2**20
@@ -71,6 +75,8 @@ class Placement:
     """Who samples, in words, if these devices do not."""
     host: tuple[MemoryPart, ...] = ()
     """Items in the memory of each process's host."""
+    samples: bool = True
+    """Whether the run has a rollout; one on given data has none, unless evaluations sample."""
 
     @property
     def role_groups(self) -> tuple[tuple[RoleName, ...], ...]:
@@ -88,9 +94,13 @@ class Placement:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The stages of a training step; without a critic, none of its stages."""
-        critic = any(part.role == "critic" for part in self.parts)
-        return tuple(phase for phase in PHASES if critic or phase not in CRITIC_PHASES)
+        """The stages of a training step of this run, after that before the first step if it needs memory."""
+        has = {
+            REFERENCE_PASS: any(part.phases == (REFERENCE_PASS,) for part in self.parts),
+            "rollout": self.samples,
+            **dict.fromkeys(CRITIC_PHASES, any(part.role == "critic" for part in self.parts)),
+        }
+        return tuple(phase for phase in get_args(Phase) if has.get(phase, True))
 
     def parts_of(self, phase: Phase, roles: tuple[RoleName, ...]) -> list[MemoryPart]:
         """The parts on the devices of `roles` in `phase`."""

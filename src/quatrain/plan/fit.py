@@ -81,6 +81,8 @@ class Fits:
     devices: int
     found: tuple[Combination, ...]
     smallest: Combination | None
+    lengths: str
+    """The keys by which sequences become shorter."""
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON."""
@@ -124,7 +126,7 @@ def fit(
         if combination and not combination.warns and combination.peak <= usable:
             found[cost] = combination
     smallest = None if found else search.smallest()
-    return Fits(device_memory, devices, tuple(found.values()), smallest)
+    return Fits(device_memory, devices, tuple(found.values()), smallest, search.lengths)
 
 
 class _Search:
@@ -141,6 +143,8 @@ class _Search:
         self.meshes = [MeshShape(n // (f * t), f, t) for t in sizes for f in sizes if n % (f * t) == 0]
         """All meshes of the training devices that differ in dp, fsdp and tp."""
         config, update, rollout = self._config, self._config.update, self._config.rollout
+        of_rollouts = "rollout.max_new_tokens or data.max_prompt_length"
+        self.lengths = config.key_of("max_length") if config.run.on_given_data else of_rollouts
         self._key = "micro_batch_size" if update.micro_batch_size else "max_tokens_per_device"
         self._budget: int = getattr(update, self._key)
         self._least = 1 if update.micro_batch_size else longest_sequence(config)
@@ -149,7 +153,9 @@ class _Search:
         halved = ["bfloat16"] * all(optimizer.has_first_moment for optimizer in optimizers)
         kept = (
             (False, True) if config.copies_reference else (False,),
-            (False,) if rollout.max_staleness or rollout.has_fleet else (False, True),
+            (False, True)
+            if config.generates and not (rollout.max_staleness or rollout.has_fleet)
+            else (False,),
             (False, True),
             dict.fromkeys((config.optimizer.state_dtype, *halved)),
             dict.fromkeys((config.model.param_dtype, "bfloat16")),
@@ -278,7 +284,7 @@ def render(result: Fits) -> str:
         text = (
             f"nothing fits {memory}: the smallest combination needs {in_units(result.smallest.peak)} on each "
             f"device, of which {ROOM:.0%} may be filled, with {result.smallest.command}; use more devices, "
-            "or lower rollout.max_new_tokens or data.max_prompt_length"
+            f"or lower {result.lengths}"
         )
         return "\n".join(wrapped(text))
     head = ("mesh", "remat", "budget", "state", "params", "peak", "share", "offloaded")

@@ -40,9 +40,11 @@ from quatrain.plan.activations import (
     elements_on_device,
     sum_on_device,
 )
+from quatrain.plan.batch_plan import given_sequences
 from quatrain.plan.device_memory import (
     CRITIC_PHASES,
     PHASES,
+    REFERENCE_PASS,
     MemoryPart,
     ParameterKind,
     Phase,
@@ -70,7 +72,8 @@ def placement(
     """The memory plan of a final configuration on `devices` devices with equal memory.
 
     If rollout workers or servers sample, these devices have no copy of the weights for it and no KV cache. A
-    worker then has a plan of its own; servers have none.
+    worker then has a plan of its own; servers have none. Neither have those of a run on given data, unless
+    evaluations sample.
 
     `device_memory`: bytes of a device, also of a worker's; if given, there are warnings about parts that do
     not fit. `arch`: that of the policy, if it is known. Raises ValueError if the architecture cannot be
@@ -82,6 +85,9 @@ def placement(
     update = plan.update_parts(config.update, "gradient", "optimizer_step")
     parts = (*plan.persistent_parts(), *update, *plan.critic_parts())
     result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory, host=tuple(plan.host_parts()))
+    if not config.generates:
+        result = replace(result, samples=False)
+        return replace(result, warnings=tuple(plan.phase_warnings(result)))
     if not config.rollout.has_fleet:
         return _with_cache(plan, result)
     rollout, worker, warnings = config.rollout, None, tuple(plan.phase_warnings(result))
@@ -123,6 +129,8 @@ def architecture(config: Config) -> Architecture:
     if path.startswith(BUILTIN):
         vocab_size = len(load_tokenizer(config.model.tokenizer))
     arch = load_architecture(path, vocab_size=vocab_size).for_length(longest_of_run(config))
+    if config.run.task == "rm":
+        arch = replace(arch, head="value_head")
     return with_lora(arch, config.lora)
 
 
@@ -167,7 +175,7 @@ class _Plan:
     def host_parts(self) -> Iterator[MemoryPart]:
         """What batches have in host memory that grows with the model: the routes of experts."""
         rollout, routes = self.config.rollout, self.arch.routes
-        if routes is None or rollout.record_routes is False:
+        if routes is None or rollout.record_routes is False or self.config.run.on_given_data:
             return
         layers, k, _ = routes
         sequences, tokens = self.config.data.batch_size * rollout.n, longest_sequence(self.config)
@@ -184,10 +192,12 @@ class _Plan:
     def persistent_parts(self) -> Iterator[MemoryPart]:
         """The parts that exist during the whole run."""
         yield from self._policy(("gradient", "optimizer_step") if self.config.offload.policy else None)
-        if not self.config.rollout.has_fleet:
+        if self.config.generates and not self.config.rollout.has_fleet:
             yield self._sampler()
         elif self.config.rollout.servers and self.arch.lora:
             yield self._merged_for_servers()
+        if self.config.run.task == "dpo":
+            yield from self._reference_of_pairs()
         yield from self._optimizer(self.config.optimizer, self.config.offload.optimizer, "optimizer_step")
         yield from self._reward_model_parts()
         yield from self._teacher_parts()
@@ -204,6 +214,8 @@ class _Plan:
         lora, dtype = self.arch.lora, self.config.model.param_dtype
         waits, phases = OFFLOADED * bool(phases), phases or PHASES
         adapters = self._weights(self.mesh, dtype, trained=True) if lora else 0
+        if self.config.run.task == "dpo":
+            phases = (REFERENCE_PASS, *phases)
         why = f"model.param_dtype {dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
         rope = self.arch.attentions[0].rope
         if rope and rope.kind == "longrope":
@@ -211,7 +223,8 @@ class _Plan:
             why += f"; rotary embeddings with longrope's {factors} factors, for {tokens} tokens"
         yield MemoryPart("weights", self._weights(self.mesh, dtype) - adapters, why + waits, phases)
         if lora:
-            why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
+            scored = " and the score head" * (self.arch.head == "value_head")
+            why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}{scored}, in float32"
             yield MemoryPart("adapters", adapters, why + waits, phases)
 
     def update_parts(
@@ -285,6 +298,17 @@ class _Plan:
                 states = tokens * arch.hidden_size * jnp.dtype(config.model.dtype).itemsize
                 why = f"hidden states of {tokens} tokens x {arch.hidden_size}, {config.model.dtype}"
                 yield MemoryPart("teacher_states", states, why, ("gradient",), "teacher")
+
+    def _reference_of_pairs(self) -> Iterator[MemoryPart]:
+        """The reference of preferences: another model before the first step, and none while training."""
+        config, mesh = self.config, self.mesh
+        path, dtype = config.dpo.reference, config.model.param_dtype
+        if not config.dpo.reads_reference or path == "initial":
+            return
+        arch = load_architecture(path, vocab_size=self.arch.vocab_size if path.startswith(BUILTIN) else None)
+        size = replace(self, arch=arch)._weights(mesh, dtype)
+        why = f"{path}: model.param_dtype {dtype} on mesh {mesh}; dropped before the first step"
+        yield MemoryPart("reference", size, why, (REFERENCE_PASS,))
 
     def cache(self, room: int | None) -> MemoryPart:
         """The KV cache of a replica, in its padded shape, with the layer that is in memory twice as it grows.
@@ -506,7 +530,10 @@ class _Plan:
     def _tokens_of_micro_batch(self, sizes: UpdateConfig | CriticConfig) -> tuple[int, str]:
         """(tokens of the largest micro-batch on a device, the same in words)."""
         longest = longest_sequence(self.config)
-        sequences = sizes.mini_batch_size * self.config.rollout.n
+        if self.config.run.on_given_data:
+            sequences = given_sequences(self.config).high
+        else:
+            sequences = sizes.mini_batch_size * self.config.rollout.n
         if sizes.micro_batch_size is None:
             assert sizes.max_tokens_per_device is not None, "a micro-batch has one of two limits"
             tokens = min(sizes.max_tokens_per_device, -(-round_up(sequences * longest) // self.mesh.cp))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quatrain.config.derive import longest_sequence
+from quatrain.config.derive import longest_sequence, value_at
 from quatrain.config.schema import Config
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
 from quatrain.reward.scorer import short_names
@@ -145,7 +145,9 @@ class Hints:
             )
         else:
             smaller = f"set a smaller update.max_tokens_per_device (it is {budget}, and at least {longest})"
-            more = "train on more sequences in an optimizer step (data.batch_size, update.mini_batch_size)"
+            sizes = self._config.key_of("batch_size")
+            sizes += "" if self._config.run.on_given_data else ", update.mini_batch_size"
+            more = f"train on more sequences in an optimizer step ({sizes})"
             remedy = "one micro-batch holds a whole mini-batch, and is not full; "
             remedy += f"{smaller}, or {more}" if budget >= 2 * longest else more
         return f"{fraction:.0%} of the tokens that the update computed were padding: {remedy}"
@@ -153,12 +155,12 @@ class Hints:
     def _no_learning_rate(self, step: int, numbers: Mapping[str, float]) -> str | None:
         if numbers.get("update/learning_rate") != 0 or step >= self._steps:
             return None
-        rate = self._config.optimizer.learning_rate
-        why = f"optimizer.schedule is {self._config.optimizer.schedule}" if rate else "set it above 0"
-        return (
-            "the learning rate was 0, so the weights did not change (optimizer.learning_rate is "
-            f"{rate:g}; {why})"
-        )
+        key = self._config.key_of("learning_rate")
+        section = key.partition(".")[0]
+        rate = value_at(self._config, key)
+        schedule = value_at(self._config, f"{section}.schedule")
+        why = f"{section}.schedule is {schedule}" if rate else "set it above 0"
+        return f"the learning rate was 0, so the weights did not change ({key} is {rate:g}; {why})"
 
     def _always_zero(self, name: str) -> str:
         remedy = "look at the completions in samples/, and whether the function reads them as it should"

@@ -61,7 +61,10 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
         "run.json", lambda path: [*map(start_rows, json.loads(path.read_text("utf-8"))["starts"])], []
     )
     last_step = rows[-1]["step"] if rows else None
-    total_steps = next((row["value"] for row in config if row["key"] == "run.steps"), None)
+    values = {row["key"]: row["value"] for row in config}
+    task = values.get("run.task", "rl")  # a run of an earlier version has none
+    # The number 0 leaves it to epochs, as null does in `quatrain train`.
+    total_steps = values.get("run.steps" if task == "rl" else f"{task}.steps") or None
     return {
         "state": _state(folder, ended, last_step, total_steps),
         "step": last_step,

@@ -1,4 +1,4 @@
-"""Plots the rewards, accuracies and lengths of a run over its steps.
+"""Plots the rewards, accuracies and lengths of a run over its steps; of one on given data losses and margins.
 
 Reads `metrics.jsonl`, which `report.writer` writes; needs the extra `plot`.
 """
@@ -14,6 +14,9 @@ from quatrain.config.errors import installation
 from quatrain.run.metrics import read_metrics
 
 REWARD = "reward/mean"
+TRAINING, HELDOUT = "Training reward, mean of a step", "Held-out accuracy"
+GIVEN, PREFERRED = "Loss on given data, nats", "Pairs whose better answer has the larger reward"
+GIVEN_TASKS = ("sft", "dpo", "rm")
 LENGTHS = {
     "length/completion/mean": "completion, mean",
     "length/completion/max": "completion, maximum",
@@ -35,9 +38,10 @@ def can_plot() -> bool:
 
 
 def plot_run(run_dir: str | Path, output: str | Path) -> None:
-    """Draw the rewards, evaluation accuracies and lengths of a run to a PNG file, with the run's name above.
+    """Draw what `plotted` finds in a run to a PNG file, with the run's name above.
 
-    Raises ValueError if matplotlib is not installed, and if the run logged neither rewards nor accuracies.
+    Raises ValueError if matplotlib is not installed, and if the run logged neither rewards nor accuracies nor
+    the loss of given data.
     """
     if not can_plot():
         raise ValueError(f"a plot needs matplotlib, which is not installed: {installation('plot')}")
@@ -47,8 +51,10 @@ def plot_run(run_dir: str | Path, output: str | Path) -> None:
 
     path = Path(run_dir) / "metrics.jsonl"
     panels = plotted(read_metrics(path))
-    if not panels["Training reward, mean of a step"] and not panels["Held-out accuracy"]:
-        raise ValueError(f"a plot needs `{REWARD}` or `eval/accuracy_lenient`: {path} has neither")
+    if not any(panels.get(title) for title in (TRAINING, HELDOUT, GIVEN)):
+        raise ValueError(
+            f"a plot needs `{REWARD}`, `eval/accuracy_lenient` or the loss of given data: {path} has none"
+        )
     figure = Figure(figsize=(9, 5.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(Path(run_dir).resolve().name, fontsize=11, color=_INK, x=0.01, ha="left")
@@ -56,7 +62,7 @@ def plot_run(run_dir: str | Path, output: str | Path) -> None:
         style_axes(axes, title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         _draw_lines(axes, lines)
-        if title == "Held-out accuracy":
+        if title in (HELDOUT, PREFERRED):
             axes.set_ylim(-0.03, 1.03)
     figure.savefig(output, facecolor="white")
 
@@ -66,12 +72,21 @@ def plotted(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, _Series]]:
     logged = dict.fromkeys(name for row in rows for name in row)
     functions = {name: match[1] for name in logged if (match := _FUNCTION.fullmatch(name))}
     accuracies = {name: f"{match[1]}{match[2]}" for name in logged if (match := _ACCURACY.fullmatch(name))}
-    panels = {
-        "Training reward, mean of a step": {REWARD: ""},
+    # A warm start logs the loss of its last step, at step 0.
+    tasks = {task for task in GIVEN_TASKS for row in rows if f"{task}/loss" in row and row["step"]}
+    panels: dict[str, dict[str, str]] = {
+        TRAINING: {REWARD: ""},
         "Reward of each function, unweighted": dict(list(functions.items())[:MOST_FUNCTIONS]),
-        "Held-out accuracy": accuracies,
+        HELDOUT: accuracies,
         "Tokens": LENGTHS,
     }
+    for task in tasks:
+        panels = {
+            GIVEN: {f"{task}/loss": "training", "eval/loss": "held out"},
+            PREFERRED: {f"{task}/accuracy": "training", "eval/accuracy": "held out"},
+            "Margin of rewards": {f"{task}/margin": "training", "eval/margin": "held out"},
+            HELDOUT: accuracies,
+        }
     return {
         title: {label: series for name, label in names.items() if (series := _series(rows, name))[0]}
         for title, names in panels.items()

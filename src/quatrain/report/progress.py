@@ -1,4 +1,4 @@
-"""Live progress on stderr: phase, step, reward, accuracy, tokens per second, time left, stage.
+"""Live progress on stderr: phase, step, reward or loss, accuracy, tokens per second, time left, stage.
 
 The training loop updates it. In a terminal each step leaves a line, and below them lines are redrawn with the
 time left and with the stage that runs within the step. If stderr is a file, a pipe or a CI log, plain lines
@@ -53,6 +53,7 @@ class _State:
     detail: str = ""
     beside: str = ""
     reward: float | None = None
+    loss: float | None = None
     accuracy: float | None = None
     tokens_per_s: float | None = None
     started: float = 0.0
@@ -170,6 +171,7 @@ class Progress:
         step: int,
         *,
         reward: float | None = None,
+        loss: float | None = None,
         accuracy: float | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
@@ -182,6 +184,7 @@ class Progress:
             state.first = step - 1
         state.step, state.detail = step, ""
         state.reward = state.reward if reward is None else reward
+        state.loss = state.loss if loss is None else loss
         state.accuracy = state.accuracy if accuracy is None else accuracy
         state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
         state.computed_s = self._computed_s()
@@ -263,6 +266,7 @@ class Progress:
         facts = [
             f"{state.phase} {state.step}/{state.total}",
             None if state.reward is None else f"reward {state.reward:.3f}",
+            None if state.loss is None else f"loss {state.loss:.4f}",
             None if state.accuracy is None else f"accuracy {state.accuracy:.3f}",
             None if state.tokens_per_s is None else f"{state.tokens_per_s:,.0f} tokens/s",
         ]

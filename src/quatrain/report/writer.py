@@ -147,6 +147,11 @@ class Report:
             self._leave_out_secret_tokens(step, records)
             self._write_samples(f"step_{step:06d}.jsonl", records)
 
+    def rows(self, step: int, of: Callable[[int], Sequence[Mapping[str, Any]]]) -> None:
+        """Write as many records of the rows that `step` trained on, which `of` makes, as `samples` does."""
+        if self._main and self._config.samples_per_step and (records := of(self._config.samples_per_step)):
+            self._write_samples(f"step_{step:06d}.jsonl", [{"step": step, **record} for record in records])
+
     def _leave_out_secret_tokens(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Removes the tokens of samples whose text has a secret, which no single token's text shows."""
         count, redact = 0, self._redactor()

@@ -23,10 +23,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quatrain.config.errors import shown
-from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.reward.forms import TRAINER_STATE, Log, plain_rewards
 from quatrain.reward.functions import RewardFunction
-from quatrain.types.batches import DATA_SOURCE, FAULTS, PromptText, RolloutBatch
+from quatrain.types.batches import DATA_SOURCE, ENVIRONMENTS, FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
 from quatrain.workers.worker_process import pickled
 from quatrain.workers.worker_script import failure

@@ -21,7 +21,6 @@ from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data import chat_template
-from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.data.gym_rows import check_installed
 from quatrain.reward.calls import (
     ERROR_REWARD,
@@ -50,6 +49,7 @@ from quatrain.reward.functions import (
 from quatrain.types.batches import (
     DATA_SOURCE,
     ENVIRONMENT,
+    ENVIRONMENTS,
     EPISODE_COLUMNS,
     FAULTS,
     REWARD_ARGUMENTS,

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
-from quatrain.data.demonstration import ENVIRONMENTS
 from quatrain.parallel.compilations import num_compilations
-from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
+from quatrain.types.batches import ENVIRONMENTS, EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.player import Player, Playing, Row
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch

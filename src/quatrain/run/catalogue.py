@@ -189,6 +189,14 @@ reward/<name>/tokens | tokens | sum |
     Tokens of the sequences that this reward model scored, by its own tokenizer.
 reward/<name>/<key> | 1 | mean |
     What this reward function logs with `log_metric`, or in verl's form beside `score`; mean over values.
+source/<source>/reward | reward | mean |
+    Mean total reward of the samples of prompts from this data set, where `data.train` has several: the file's
+    name without its ending, or the data set's name. Samples on which all functions abstained are left out.
+source/<source>/reward/<name> | reward | mean |
+    Mean unweighted value of this reward function on these samples, without abstentions; of `correct`, the
+    fraction of right answers.
+source/<source>/completion_length | tokens | mean | Mean length of the completions of these samples.
+source/<source>/samples | samples | sum | Number of these samples in the training step.
 async/staleness_mean | optimizer steps | mean |
     Age of the weights that sampled a token at the start of the training step, mean over tokens.
 async/staleness_max | optimizer steps | max | Largest age of these weights over tokens.
@@ -269,6 +277,12 @@ dynamic_sampling/returned_groups | groups | sum |
 dynamic_sampling/filled_groups | groups | sum |
     Groups without signal that are trained on because the rounds did not suffice
     (`rollout.dynamic_sampling_rounds`).
+curriculum/below | prompts | sum |
+    Training prompts whose running pass rate is below the band (`data.curriculum`), after the training step.
+curriculum/within | prompts | sum | Training prompts whose running pass rate is in the band.
+curriculum/above | prompts | sum | Training prompts whose running pass rate is above the band.
+curriculum/unseen | prompts | sum | Training prompts without a rate, because they have not been drawn.
+curriculum/rate | reward | mean | Running pass rate, mean over the prompts that have one.
 rollout/truncated_fraction | fraction | mean |
     Fraction of completions cut at `rollout.max_new_tokens`, and of episodes that ended because a limit on
     tokens left no room.
@@ -330,7 +344,8 @@ time/update_s | s | sum | Seconds of the update stage.
 time/update_logprobs_s | s | sum | Seconds of the update stage spent on old and reference log-probabilities.
 time/eval_s | s | sum | Seconds of an evaluation.
 time/checkpoint_s | s | sum | Seconds to start a checkpoint: waiting for the previous one, copying arrays.
-time/step_s | s | sum | Seconds of the training step: rollout, reward, advantage and update.
+time/step_s | s | sum |
+    Seconds of the training step: rollout, reward, advantage and update; on given data, batch and update.
 time/compile_s | s | sum |
     Seconds of the training step spent compiling programs, or reading them from the compilation cache.
 time/sft_s | s | sum | Seconds of the supervised warm start.
@@ -370,10 +385,67 @@ eval/num_prompts | prompts | sum | Number of prompts evaluated.
 eval/skipped_prompts | prompts | sum |
     Evaluation prompts skipped because they are longer than `data.max_prompt_length`.
 eval/truncated_prompts | prompts | sum | Evaluation prompts cut to their last `data.max_prompt_length` tokens.
+eval/loss | nats | mean |
+    Loss of the rows of `sft.eval`, `dpo.eval` or `rm.eval`, all of them, without gradient; of `sft.eval` the
+    mean over trained tokens.
+eval/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+eval/perplexity | 1 | mean | exp of `eval/loss` of `quatrain sft`.
+eval/accuracy | fraction | mean | As `dpo/accuracy` or `rm/accuracy`, of these rows.
+eval/accuracy/<source> | fraction | mean |
+    The same over the rows of this data set, where there are 2 to 16 of them.
+eval/margin | 1 | mean | As `dpo/margin` or `rm/margin`, of these rows.
+eval/reward_chosen | 1 | mean | As `dpo/reward_chosen`, of these rows.
+eval/reward_rejected | 1 | mean | As `dpo/reward_rejected`, of these rows.
+eval/logprob_chosen | nats | mean | As `dpo/logprob_chosen`, of these rows.
+eval/logprob_rejected | nats | mean | As `dpo/logprob_rejected`, of these rows.
+eval/kl | nats | mean | As `dpo/kl`, of these rows.
+eval/kl_chosen | nats | mean | As `dpo/kl_chosen`, of these rows.
+eval/reward_mean | 1 | mean | As `rm/reward_mean`, of these rows.
+eval/reward_min | 1 | min | As `rm/reward_min`, of these rows.
+eval/reward_max | 1 | max | As `rm/reward_max`, of these rows.
+eval/reward_std | 1 | mean |
+    As `rm/reward_std`, of these rows: mean over the parts in which they are evaluated, a batch or 64 pairs.
 sft/loss | nats | mean |
-    Warm start: negative log-likelihood, mean over the tokens of the demonstrated completions.
-sft/entropy | nats | mean |
-    Warm start: entropy of the model, mean over the tokens of the demonstrated completions.
+    Negative log-likelihood, mean over the trained tokens of the batch; of a warm start, that of its last
+    step.
+sft/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+sft/perplexity | 1 | mean | exp of `sft/loss`.
+sft/entropy | nats | mean | Entropy of the model, mean over the same tokens.
+sft/tokens | tokens | sum | Trained tokens of the batch.
+dpo/loss | nats | mean | Loss of preferences (`dpo.loss`), mean over pairs, or with `kto` over answers.
+dpo/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+dpo/accuracy | fraction | mean |
+    Pairs whose chosen answer has the larger reward, before the step; ties count half.
+dpo/accuracy/<source> | fraction | mean |
+    The same over the rows of this data set, where there are 2 to 16 of them.
+dpo/margin | 1 | mean | Reward of the chosen answer minus that of the rejected one.
+dpo/reward_chosen | 1 | mean |
+    Reward of the chosen answer: `dpo.beta` times its log-probability under the policy minus that under the
+    reference; for losses without a reference, `dpo.beta` times its mean log-probability. With `kto`, of the
+    answers labelled true.
+dpo/reward_rejected | 1 | mean | The same of the rejected answer, or of those labelled false.
+dpo/logprob_chosen | nats | mean | Log-probability of the chosen answer, the sum over its tokens.
+dpo/logprob_rejected | nats | mean | The same of the rejected answer.
+dpo/kl_chosen | nats | mean |
+    Log-probability of a token of the chosen answers under the policy minus that under the reference.
+dpo/kl | nats | mean |
+    Estimate of the KL of the policy to the reference, at least 0, by which `kto` judges answers.
+rm/loss | nats | mean | Loss of the reward model (`rm.loss`), mean over pairs.
+rm/loss/<source> | nats | mean | The same over the rows of this data set, where there are 2 to 16 of them.
+rm/accuracy | fraction | mean |
+    Pairs whose chosen answer has the larger score, before the step; ties count half.
+rm/accuracy/<source> | fraction | mean |
+    The same over the rows of this data set, where there are 2 to 16 of them.
+rm/margin | 1 | mean | Score of the chosen answer minus that of the rejected one.
+rm/reward_mean | 1 | mean | Mean score of an answer.
+rm/reward_min | 1 | min | Smallest score of an answer.
+rm/reward_max | 1 | max | Largest score of an answer.
+rm/reward_std | 1 | mean | Standard deviation of the scores of the batch.
+data/epoch | epochs | mean | How often the rows have been trained on, counted in rows.
+data/skipped_rows | rows | sum | Rows of given data left out, because they are too long (`on_long: skip`).
+data/truncated_rows | rows | sum | Rows of given data whose end was cut off (`on_long: truncate`).
+data/filtered_rows | rows | sum | Rows of given data left out by a flag such as `weight: 0`.
+time/data_s | s | sum | Seconds spent making the batch of rows of given data.
 """
 
 

@@ -7,21 +7,24 @@ declared (`MustAgreeOnResume`); what else must agree has a check here.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
 
-from quatrain.config.data_sets import shown_data_sets
+from quatrain.config.data_sets import MixedSet, shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
 from quatrain.config.schema import Config, fields, sections
 from quatrain.config.secrets import REDACTED, comparable, redact, same
+from quatrain.config.tasks import has_part
+from quatrain.data.examples import ExampleSource
 from quatrain.data.policy import Policy
+from quatrain.data.preferences import JudgedSource, PairSource
 from quatrain.data.prompts import PromptSource
-from quatrain.models.lora import without_adapters
+from quatrain.models.lora import frozen_part
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
@@ -42,6 +45,14 @@ class _Place(Description):
 
     next_prompt: Number
     steps_without_signal: Number
+    rates: list[float | None] = Field([])
+
+
+class _Patience(Description):
+    model_config = ConfigDict(extra="forbid")
+
+    best: float | None
+    without_better: Number
 
 
 class _SavedState(Description):
@@ -58,6 +69,7 @@ class _SavedState(Description):
     accuracy: float | None
     evaluation_due: bool
     best: dict[str, Any] | None = None
+    stop_when: _Patience | None = None
     base: str | None = None
     base_form: str | None = None
 
@@ -84,18 +96,24 @@ def _is_kept(config: Config, key: str) -> bool:
     marks = [mark for mark in fields()[key].metadata if isinstance(mark, MustAgreeOnResume)]
     section = sections().get(key.partition(".")[0], Config)
     conditions = [section.part_of_a_run_with, *(mark.where for mark in marks)]
-    return bool(marks) and all(value_at(config, condition) for condition in conditions if condition)
+    return (
+        bool(marks)
+        and has_part(config, key)
+        and all(value_at(config, condition) for condition in conditions if condition)
+    )
 
 
 def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [asdict(each) if isinstance(each, MixedSet) else each for each in value]
+    return value
 
 
 @dataclass(frozen=True)
 class Identity:
     """What of a run in `folder` must be the same when it is resumed.
 
-    `data`: the digests of its `num_prompts` training prompts. `base`: the fingerprint of the frozen base;
+    `data`: the digests of its `num_prompts` rows to train on. `base`: the fingerprint of the frozen base;
     None without adapters, or if no weights are read. `base_form`: what `checkpoint.form` says of the base;
     None without adapters.
     """
@@ -112,16 +130,16 @@ class Identity:
         cls,
         config: Config,
         folder: RunDir,
-        prompts: PromptSource,
+        source: PromptSource | ExampleSource | PairSource | JudgedSource,
         policy: Policy,
         saved: Mapping[str, Any] | None,
     ) -> Self:
-        """That of a run on `prompts`; raises ValueError if the checkpoint `saved` is of another run."""
+        """That of a run on `source`; raises ValueError if the checkpoint `saved` is of another run."""
         base, base_form = None, None
         if policy.arch.lora is not None:
-            base_form = form(without_adapters(policy.abstract(config.model.param_dtype)[0]))
-            base = None if policy.params is None else tree_fingerprint(without_adapters(policy.params))
-        identity = cls(config, folder, len(prompts), prompts.digests(), base, base_form)
+            base_form = form(frozen_part(policy.abstract(config.model.param_dtype)[0]))
+            base = None if policy.params is None else tree_fingerprint(frozen_part(policy.params))
+        identity = cls(config, folder, len(source), source.digests(), base, base_form)
         if saved is not None:
             identity.check(saved)
         return identity
@@ -152,7 +170,8 @@ def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> No
         # The default for keys that are newer than the checkpoint.
         before = saved["config"].get(key, comparable(value_at(Config(), key), os.environ))
         if not same(before, value):
-            known = before[REDACTED] if isinstance(before, dict) else before
+            secret = isinstance(before, dict) and REDACTED in before
+            known = before[REDACTED] if secret else before
             raise ValueError(
                 f"{key} of a resumed run must not change: {run} has {known}, got "
                 f"{redact(str(value), os.environ)}; set {key} back, or start another run"
@@ -179,31 +198,34 @@ def check_form(config: Config, form: str | None, saved: Mapping[str, Any], folde
 def check_prompts(
     config: Config, num_prompts: int, data: Mapping[str, str], saved: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError if `data.train` does not have the rows that the checkpoint `saved` had."""
-    spec, before = shown_data_sets(config.data.train), saved["num_prompts"]
+    """Raises ValueError if the data to train on do not have the rows that the checkpoint `saved` had."""
+    key = config.key_of("data")
+    spec, before = shown_data_sets(value_at(config, key)), saved["num_prompts"]
+    rows = "rows" if config.run.on_given_data else "prompts"
     if num_prompts != before:
         raise ValueError(
-            f"data.train of a resumed run must not change: {spec} had {before} prompts that were not "
-            f"skipped, and has {num_prompts}; restore the data and data.max_prompt_length, or start another "
-            "run"
+            f"{key} of a resumed run must not change: {spec} had {before} {rows} that were not skipped, and "
+            f"has {num_prompts}; restore the data and {config.key_of('max_length')}, or start "
+            "another run"
         )
     digests = saved.get("data", data)  # a checkpoint of an earlier version has none
     changed = [] if same(digests, data) else differing(digests, data)
     if changed:
         raise ValueError(
-            f"data.train of a resumed run must not change: {spec} has as many rows as before, and "
+            f"{key} of a resumed run must not change: {spec} has as many rows as before, and "
             f"{listed(changed)} differ; restore the data, and the keys of data, the tokenizer and the "
-            "chat template that prompts are made with, or start another run"
+            f"chat template that {rows} are made with, or start another run"
         )
 
 
-def check_steps(steps: int, done: int, run: Path) -> None:
+def check_steps(config: Config, steps: int, done: int, run: Path) -> None:
     """Raises ValueError if the run has fewer steps than its newest checkpoint, that of step `done`."""
     if steps < done:
+        key = config.key_of("steps")
         raise ValueError(
-            f"run.steps of a resumed run must not be below the step of its newest checkpoint: {run} has one "
-            f"of step {done}, got {steps} steps; raise run.steps (or run.epochs), or export an earlier "
-            "checkpoint with `quatrain export RUN OUTPUT --step N`"
+            f"{key} of a resumed run must not be below the step of its newest checkpoint: {run} has one "
+            f"of step {done}, got {steps} steps; raise {key} (or {config.key_of('epochs')}), or export an "
+            "earlier checkpoint with `quatrain export RUN OUTPUT --step N`"
         )
 
 

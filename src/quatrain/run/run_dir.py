@@ -159,6 +159,8 @@ class RunDir:
     """Folder of the checkpoints."""
     reference = _Named("reference")
     """Folder of the reference policy as it was at the start of training."""
+    reference_logprobs = _Named("reference_logprobs.npz")
+    """The reference's log-probabilities of preferences, computed before the first step."""
     final = _Named("final")
     """Folder of the exported model."""
     log = _Named("run.log")

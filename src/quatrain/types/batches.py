@@ -28,6 +28,8 @@ FAULTS = ("error", "timeout")
 """Finish reasons of episodes that a fault of the environment ended."""
 EPISODE_COLUMNS = ("messages", "environment_reward", "turn_rewards")
 """Columns that episodes add: the whole dialogue, the environment's reward, and its parts for each turn."""
+ENVIRONMENTS = "environments"
+"""The column that episodes add for reward functions that get their environments."""
 AGENT_SEQUENCE = "agent_sequence"
 """The column of a row of an agent's episode: {"answers": [message, number, trained] of each answer of the
 policy (its place among the messages, its number in the episode, whether this row trains it), "began": why the
@@ -40,6 +42,8 @@ REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons"
 """Arguments of reward functions other than columns; a data column must not have one of these names."""
 Message = Mapping[str, str]
 PromptText = str | tuple[Message, ...]
+Rates = tuple[float | None, ...]
+"""The running pass rate of each prompt; None for one that has not been drawn."""
 
 
 class _Brief(reprlib.Repr):
@@ -88,6 +92,8 @@ class Prompt:
     text: PromptText
     """The prompt before tokenisation: a string or chat messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """Name of the data set that it comes from, where there are several."""
 
     __repr__ = brief
 
@@ -105,13 +111,49 @@ class PromptPosition:
     """The first position that no training step has used."""
     steps_without_signal: int = 0
     """Training steps in a row, up to the last one, in which dynamic sampling found no group with signal."""
+    rates: Rates = ()
+    """With `data.curriculum`, the running pass rate of each row of the training data; empty at the start."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", tuple(self.rates))  # JSON of a checkpoint gives a list
 
 
-class Demonstration(NamedTuple):
-    """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
+class Example(NamedTuple):
+    """One supervised example: a sequence, and which of its tokens are trained."""
+
+    input_ids: np.ndarray
+    """[T] int32 token ids, at least two."""
+    scored: np.ndarray
+    """[T] bool: True for tokens that are trained; at least one, and never the first."""
+    source: str = ""
+    """The data set that the row comes from."""
+
+
+class Pair(NamedTuple):
+    """One preference: two different answers to a prompt, each with its end token; int32 token ids."""
 
     prompt_ids: np.ndarray
+    """[P], at least one."""
+    chosen_ids: np.ndarray
+    rejected_ids: np.ndarray
+    margin: float | None
+    """By how much the chosen answer is better, as the row says; None if it does not."""
+    number: int
+    """Number of the pair in the data set, in file order, from 0."""
+    source: str = ""
+
+
+class Judged(NamedTuple):
+    """One answer that was called good or bad, with its prompt; int32 token ids."""
+
+    prompt_ids: np.ndarray
+    """[P], at least one."""
     completion_ids: np.ndarray
+    label: bool
+    """Whether the answer is good."""
+    number: int
+    """Number of the answer in the data set, in file order, from 0; a pair is two answers."""
+    source: str = ""
 
 
 class Episodes(NamedTuple):

@@ -83,10 +83,16 @@ class TooManyBadSteps(RuntimeError):
     `state` is that of the training step given up, metrics included; `batch` is what it trained on.
     """
 
-    def __init__(self, state: TrainState, batch: AdvantagedBatch, limit: int):
+    def __init__(
+        self,
+        state: TrainState,
+        batch: Any,
+        limit: int,
+        remedy: str = "lower optimizer.learning_rate or look at the rewards and samples",
+    ):
         super().__init__(
             f"update.max_bad_steps={limit}: {limit} optimizer steps in a row had a non-finite loss or "
-            "gradient and were not applied; lower optimizer.learning_rate or look at the rewards and samples"
+            f"gradient and were not applied; {remedy}"
         )
         self.state, self.batch = state, batch
 

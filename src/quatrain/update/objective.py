@@ -22,7 +22,7 @@ from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.tokens import DistilledTokens, MiniBatchColumns, ScoredTokens, TokenLoss
 from quatrain.update.distillation import Distillation
-from quatrain.workers.user_code import find_function, own_arguments, tokens_parameter
+from quatrain.workers.user_code import find_function, first_parameter, own_arguments
 
 SQUARES = "behaviour_weight_squares"
 """Mean of the squared weights, of which the learner makes the effective sample size."""
@@ -62,7 +62,7 @@ class PolicyObjective:
         arguments = own_arguments(
             loss,
             name,
-            inputs=tokens_parameter(loss, name),
+            inputs=first_parameter(loss, name, "tokens"),
             shared={key: getattr(config, key) for key in SHARED_LOSS_ARGUMENTS},
             given=config.loss_args,
             key="update.loss_args",

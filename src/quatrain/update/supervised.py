@@ -1,90 +1,183 @@
-"""The supervised step: demonstrations to new weights, through the same gradient as the update.
+"""Optimizer steps on data that exist: a batch to new weights, through the same gradient as the update.
 
-Data flow: `Demonstration`s -> micro-batches -> negative log-likelihood of the completion
-tokens, averaged over the batch's tokens -> optimizer.
+Data flow: `Example`s -> `example_table` -> the objective `negative_log_likelihood`, or pairs -> a coupled
+objective (`preferences.py`) -> `Trainer` -> `TrainState`. Used by `loop/given.py`, for `quatrain sft`, `dpo`
+and `rm`, and for the warm start of `quatrain train`.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
-from quatrain.config.schema import OptimizerConfig, SFTConfig
+from quatrain.config.schema import OptimizerConfig
 from quatrain.forward.planner import MicroBatchPlanner
-from quatrain.forward.specs import PolicySpec
+from quatrain.forward.specs import ModelSpec
 from quatrain.forward.table import TokenTable
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
-from quatrain.types.batches import Demonstration
+from quatrain.parallel.compilations import num_compilations
+from quatrain.parallel.mesh import check_held, to_memory
+from quatrain.types.batches import Example, brief
 from quatrain.types.metrics import Metric
-from quatrain.update.trainer import WARM_START_STREAM, ModelState, StepTotals, Trainer
+from quatrain.update.coupled import Coupled
+from quatrain.update.gradient import Objective
+from quatrain.update.learner import TooManyBadSteps, TrainState
+from quatrain.update.teacher import MOST_SOURCES
+from quatrain.update.trainer import POLICY_STREAM, StepTotals, Trainer
+
+SFT_LOSS = "sft/loss"
+OF_RUNS = ("update/learning_rate", "update/optimizer_steps", "update/bad_steps", "update/compilations")
+"""Metrics of a step that say nothing of a warm start as a whole."""
 
 
 def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
     """-log p of each demonstrated token: a `gradient.Objective`."""
     loss = -tokens.logprobs
-    return TokenLoss(loss, {"sft/loss": loss, "sft/entropy": tokens.entropy})
+    return TokenLoss(loss, {SFT_LOSS: loss, "sft/entropy": tokens.entropy})
 
 
-class SupervisedLearner:
-    """Trains on demonstrations with AdamW, warm-up and cosine decay to zero over `config.steps`.
+def example_table(examples: Sequence[Example]) -> TokenTable:
+    """The examples as rows, each token that is trained with the weight 1 / N of all N of them."""
+    lengths = np.array([len(each.input_ids) for each in examples])
+    attention = np.arange(lengths.max()) < lengths[:, None]
+    input_ids, scored = np.zeros(attention.shape, np.int32), np.zeros(attention.shape, bool)
+    input_ids[attention] = np.concatenate([each.input_ids for each in examples])
+    scored[attention] = np.concatenate([each.scored for each in examples])
+    of_rows = {"source": np.array([each.source for each in examples])}
+    return TokenTable(input_ids, attention, scored, {}, of_rows=of_rows).weighted(
+        "token_mean", max_new_tokens=1
+    )
 
-    The moments' dtype and the rounding of parameters are those of `optimizer`, the optimizer of training. The
-    state is kept in `optimizer_memory` between its steps. `seed` is the run's.
+
+def log_likelihoods(predicted: np.ndarray, table: TokenTable) -> dict[str, Metric]:
+    """`sft/loss` of log-probabilities [B, T] of an `example_table`; of each source too if it has 2 to 16."""
+    losses, tokens = -predicted.sum(axis=1, dtype=np.float64), table.completion_mask.sum(axis=1)
+    of_row = table.of_rows["source"]
+    sources = np.unique(of_row)
+    rows = {SFT_LOSS: np.ones(len(table), bool)}
+    for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
+        rows[f"{SFT_LOSS}/{source}"] = of_row == source
+    return {name: Metric(float(losses[own].sum()), float(tokens[own].sum())) for name, own in rows.items()}
+
+
+@dataclass(frozen=True)
+class GivenBatch:
+    """What a step trains on: rows of data, their table, and after it what a coupled objective read."""
+
+    rows: Sequence[Any]
+    table: TokenTable
+    predictions: np.ndarray | None = None
+    """[B, T] float32, before the step; None where nobody asked for them."""
+
+    __repr__ = brief
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return int(self.table.attention_mask.sum())
+
+
+class GivenLearner:
+    """Owns the optimizer of a model that is trained on given data; what changes is in a `TrainState`.
+
+    One training step is one optimizer step on its batch with `objective`, of tokens or coupled. `total_steps`
+    and `stream` are those of `Trainer`. The optimizer's state waits in `optimizer_memory` between steps, the
+    parameters in `policy_memory`. `rate_key` is named where `max_bad_steps` steps in a row are not applied.
+    With `by_source`, the loss of the examples of each data set is logged too.
     """
 
     def __init__(
         self,
-        policy: PolicySpec,
-        config: SFTConfig,
+        model: ModelSpec,
         planner: MicroBatchPlanner,
-        *,
-        seed: int,
+        objective: Objective | Coupled,
         optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        seed: int,
+        max_bad_steps: int,
+        rate_key: str,
+        stream: int = POLICY_STREAM,
         optimizer_memory: Literal["device", "host"] = "device",
+        policy_memory: Literal["device", "host"] = "device",
+        by_source: bool = False,
     ):
-        settings = OptimizerConfig(
-            learning_rate=config.learning_rate,
-            schedule="cosine",
-            warmup_steps=config.warmup_steps,
-            state_dtype=optimizer.state_dtype,
-            stochastic_rounding=optimizer.stochastic_rounding,
+        self.model, self.objective, self.max_bad_steps, self.rate_key = (
+            model,
+            objective,
+            max_bad_steps,
+            rate_key,
         )
+        self.policy_memory, self.by_source = policy_memory, by_source
         self.trainer = Trainer(
-            policy,
+            model,
             planner,
-            settings,
-            total_steps=config.steps,
+            optimizer,
+            total_steps=total_steps,
             seed=seed,
-            stream=WARM_START_STREAM,
+            stream=stream,
             optimizer_memory=optimizer_memory,
         )
-        self.init = self.trainer.init
 
-    def step(
-        self, state: ModelState, demonstrations: Sequence[Demonstration]
-    ) -> tuple[ModelState, dict[str, Metric]]:
-        """One optimizer step on a batch of demonstrations; donates the state's arrays.
+    def init(self, params: Any) -> TrainState:
+        """A state at step 0; the parameters are the learner's from here on (their buffers are donated)."""
+        check_held(params, "the parameters to train", "load them again")
+        state = self.trainer.init(params)
+        return TrainState(to_memory(self.policy_memory, state.params), state.opt_state)
 
-        Raises ValueError where the loss or gradient is not finite: a warm start does not recover from that.
+    def abstract(self, params: Any) -> TrainState:
+        """The state of `init` as `ShapeDtypeStruct`s, for parameters that are some."""
+        state = self.trainer.abstract(params)
+        return TrainState(state.params, state.opt_state)
+
+    def step(self, state: TrainState, batch: GivenBatch) -> tuple[TrainState, GivenBatch]:
+        """The state after one optimizer step on `batch`, with its metrics. Donates the arrays of `state`.
+
+        A step with a non-finite loss or gradient is counted and not applied. Raises TooManyBadSteps, with
+        state and batch, after `max_bad_steps` of them in a row.
         """
-        table = _table(demonstrations).weighted("token_mean", max_new_tokens=1)
-        totals = StepTotals()
-        state = self.trainer.step(state, table, negative_log_likelihood, totals, schedule_step=state.step)
-        if totals.bad:
-            raise ValueError(
-                "the supervised warm start met a non-finite loss or gradient; lower sft.learning_rate"
-            )
-        return state, totals.metrics | totals.load_metrics
+        compilations, began, totals = num_compilations(), time.perf_counter(), StepTotals()
+        waiting, place = state.params, state.train_step
+        state = replace(state, params=to_memory("device", waiting))
+        coupled = isinstance(self.objective, Coupled)
+        want = coupled or self.by_source
+        summed = self.trainer.forward_backward(state, batch.table, self.objective, totals, want=want)
+        state = self.trainer.optim_step(state, summed, totals, place)
+        batch = replace(batch, predictions=summed.predictions)
+        if self.policy_memory != "device":  # a base under adapters goes on waiting where it is
+            trained = to_memory(self.policy_memory, self.model.trained(state.params))
+            state = replace(state, params=self.model.with_trained(waiting, trained))
+        metrics = totals.metrics | totals.load_metrics
+        if self.by_source and not coupled and summed.predictions is not None:
+            metrics = log_likelihoods(summed.predictions, batch.table) | metrics
+        if SFT_LOSS in metrics:
+            loss = metrics[SFT_LOSS]
+            metrics |= {
+                "sft/perplexity": Metric(perplexity(loss)),
+                "sft/tokens": Metric(loss.count, reduction="sum"),
+            }
+        seconds = time.perf_counter() - began
+        metrics |= {
+            "update/learning_rate": Metric(self.trainer.optimizer.learning_rate(place)),
+            "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
+            "update/bad_steps": Metric(totals.bad, reduction="sum"),
+            "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
+            "throughput/update_tokens_per_s": Metric(batch.num_tokens / seconds),
+            "time/shard_s": Metric(totals.shard_s),
+        }
+        state = replace(state, metrics=metrics)
+        if state.bad_steps >= self.max_bad_steps:
+            remedy = f"lower {self.rate_key} or look at the data"
+            raise TooManyBadSteps(state, batch, self.max_bad_steps, remedy)
+        return replace(state, train_step=place + 1), batch
 
 
-def _table(demonstrations: Sequence[Demonstration]) -> TokenTable:
-    prompts, completions = np.array(
-        [[len(ids) for ids in demonstration] for demonstration in demonstrations]
-    ).T
-    columns = np.arange((prompts + completions).max())
-    attention = columns < (prompts + completions)[:, None]
-    input_ids = np.zeros(attention.shape, np.int32)
-    input_ids[attention] = np.concatenate([ids for demonstration in demonstrations for ids in demonstration])
-    return TokenTable(input_ids, attention, attention & (columns >= prompts[:, None]), {})
+def perplexity(loss: Metric) -> float:
+    """exp of the mean loss; infinite where float64 has no such number."""
+    mean = loss.result()
+    return math.exp(mean) if mean < math.log(1e300) else math.inf if mean == mean else math.nan

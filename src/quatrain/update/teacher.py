@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
 from quatrain.config.derive import longest_of_run
@@ -343,38 +344,65 @@ class TeacherLoader:
         return TopWords(config.top_k, num_words)
 
     def _model(self, path: str, weights: bool) -> FrozenModel | None:
-        config, model, tokenizer = self.config, self.config.model, self.policy.tokenizer
-        mesh, size = self.policy.meshes.teacher, len(tokenizer)
-        try:
-            # Ids are compared, not sizes: two tokenizers of one size may differ in a single word, and scores
-            # would be of other texts.
-            if not path.startswith(BUILTIN):
-                check_same_tokens(load_tokenizer(path), tokenizer)
-            given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
-            loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
-            # The other way round is no error: heads are often padded beyond the tokenizer's last id.
-            if size > loaded.arch.vocab_size:
-                raise ValueError(
-                    "a teacher must have an embedding for each token of the policy's tokenizer: it has "
-                    f"{loaded.arch.vocab_size}, the tokenizer {size} tokens; choose another teacher"
-                )
-            kind = this_backend().kind
-            attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
-        except ValueError as error:
-            raise ValueError(f"distill.teacher {path} cannot be used: {error}") from error
+        config = self.config
+        params, spec = load_frozen(
+            config,
+            self.policy,
+            path,
+            key="distill.teacher",
+            mesh=self.policy.meshes.teacher,
+            longest=self.longest,
+            temperature=config.distill.temperature,
+            weights=weights,
+        )
         if not weights:
             return None
-        spec = PolicySpec(
-            loaded.arch.for_length(self.longest),
-            model.dtype,
-            attention=attention,
-            mesh=mesh,
-            temperature=config.distill.temperature,
-        )
         return FrozenModel(
-            loaded.params,
+            params,
             spec,
             max_tokens=config.distill.max_tokens_per_device,
             share_prompts=config.update.shares_prompts,
             memory="host" if config.offload.teacher else "device",
         )
+
+
+def load_frozen(
+    config: Config,
+    policy: Policy,
+    path: str,
+    *,
+    key: str,
+    mesh: Mesh,
+    longest: int,
+    temperature: float = 1.0,
+    weights: bool = True,
+) -> tuple[Any, PolicySpec]:
+    """Another model whose log-probabilities of the policy's tokens are read: parameters on `mesh`, and spec.
+
+    It reads sequences of at most `longest` tokens. Without `weights` the parameters are None. Raises
+    ValueError, which names `key`, for a model that cannot be loaded, and if its tokens are not the policy's.
+    """
+    model, tokenizer = config.model, policy.tokenizer
+    size = len(tokenizer)
+    try:
+        # Ids are compared, not sizes: two tokenizers of one size may differ in a single word, and scores
+        # would be of other texts.
+        if not path.startswith(BUILTIN):
+            check_same_tokens(load_tokenizer(path), tokenizer)
+        given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
+        loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
+        # The other way round is no error: heads are often padded beyond the tokenizer's last id.
+        if size > loaded.arch.vocab_size:
+            what = key.rpartition(".")[2]
+            raise ValueError(
+                f"a {what} must have an embedding for each token of the policy's tokenizer: it has "
+                f"{loaded.arch.vocab_size}, the tokenizer {size} tokens; choose another {what}"
+            )
+        kind = this_backend().kind
+        attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
+    except ValueError as error:
+        raise ValueError(f"{key} {path} cannot be used: {error}") from error
+    arch = loaded.arch.for_length(longest)
+    return loaded.params, PolicySpec(
+        arch, model.dtype, attention=attention, mesh=mesh, temperature=temperature
+    )

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -17,8 +18,8 @@ from safetensors.numpy import save_file
 from quatrain.cluster.processes import is_main_process
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.experts import APART
-from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, without_adapters
-from quatrain.models.params import Params, leaf_at
+from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, frozen_part
+from quatrain.models.params import SCORE, Params, leaf_at
 from quatrain.models.spec import TensorName
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import to_host
@@ -33,13 +34,14 @@ BASE = "base.json"
 def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: str) -> None:
     """Writes the adapters of `params` as a folder that peft loads onto the model `base`.
 
-    The weights are float32, with peft's names. The fingerprint of the base is in a file beside them: of
-    several entries in its metadata, safetensors writes now one and now another first. In a run of several
-    processes, all must call this, and the main process writes.
+    The weights are float32, with peft's names. The score head of a reward model is among them, as a module
+    that peft saves whole; peft loads them onto a classifier of one label. The fingerprint of the base is in a
+    file beside them: of several entries in its metadata, safetensors writes now one and now another first. In
+    a run of several processes, all must call this, and the main process writes.
     """
     assert arch.lora is not None, "a model without adapters has none to write"
     # Adapters of one base give plausible nonsense on another: the reader compares this before it merges them.
-    fingerprint = tree_fingerprint(without_adapters(params))
+    fingerprint = tree_fingerprint(frozen_part(params))
     names = adapter_names(arch)
     whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}
     if not is_main_process():
@@ -47,9 +49,12 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     directory.mkdir(parents=True, exist_ok=True)
     modules, parameters = _targets(arch, names)
     alpha = arch.lora.alpha
+    task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if arch.head == "value_head":
+        task = {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **task,
         "base_model_name_or_path": base,
         "r": arch.lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -70,7 +75,7 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
 def _targets(arch: Architecture, names: Sequence[TensorName]) -> tuple[list[str], list[str]]:
     """(names of modules, names of parameters) that have adapters, for peft."""
     assert arch.lora is not None
-    paths = [name.name.split(".")[5:-2] for name in names if not name.stacked]
+    paths = [name.name.split(".")[5:-2] for name in names if name.path != (SCORE,) and not name.stacked]
     as_parameters = [path[-1] in APART and arch.family in TAKEN_FOR_EXPERTS for path in paths]
     modules = [path[-1] for path, whole in zip(paths, as_parameters, strict=True) if not whole]
     parameters = [".".join([*path, "weight"]) for path in compress(paths, as_parameters)]

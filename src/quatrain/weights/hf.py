@@ -145,7 +145,8 @@ def save_hf(
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files that transformers can load.
 
-    generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`). Weights
+    generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`); a model
+    with a score head, which is written as a classifier of one label, generates nothing and has none. Weights
     keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an index.
     Weights of an earlier save in `directory` are replaced. In a run of several processes, all must call this,
     and the main process writes. It needs memory for one file, the others for one parameter; if parameters are
@@ -160,9 +161,10 @@ def save_hf(
         dtype = params["embed"].dtype.name
         config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
         _write_json(directory / CONFIG, config)
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        ids = {key: value for key, value in ids.items() if value is not None}
-        _write_json(directory / GENERATION, {**sampling, **ids})
+        if arch.head == "lm_head":
+            ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            ids = {key: value for key, value in ids.items() if value is not None}
+            _write_json(directory / GENERATION, {**sampling, **ids})
     _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
 
 
@@ -361,6 +363,13 @@ def _check_shapes(arch: Architecture, files: Mapping[str, Stored]) -> None:
                     continue
                 view = file.get_slice(stored.name)
                 shape, kind = tuple(view.get_shape()), view.get_dtype()
+                if name == SCORE and len(shape) == 2 and shape[0] != 1:
+                    raise ValueError(
+                        f"a score head must have one output; {path} is of a classifier with {shape[0]} "
+                        f"labels ({SCORE} has shape {shape}, not {expected[name]}); give the language model "
+                        "that it was made of, whose score head begins at zero, or one trained with "
+                        "num_labels=1"
+                    )
                 if shape != expected[name] or kind not in FLOATS:
                     raise ValueError(
                         f"{stored.name} in {path} must be floats of shape {expected[name]} (config.json); it "

@@ -259,13 +259,13 @@ def own_arguments(
     }
 
 
-def tokens_parameter(function: Callable[..., Any], name: str) -> tuple[str]:
-    """The name of the first parameter, which receives the tokens; raises ValueError if there is none."""
+def first_parameter(function: Callable[..., Any], name: str, what: str) -> tuple[str]:
+    """The name of the first parameter, which receives the `what`; raises ValueError if there is none."""
     signature = inspect.signature(function)
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         raise ValueError(
-            f"{name} must take the tokens as its first argument: (tokens, *, ...); it takes {signature}"
+            f"{name} must take the {what} as its first argument: ({what}, *, ...); it takes {signature}"
         )
     return (first.name,)
 

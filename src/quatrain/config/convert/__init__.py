@@ -12,13 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.aliases import LIBRARIES, library_of
-from quatrain.config.convert import trl, tunix, verl
+from quatrain.config.convert import trl, trl_given, tunix, verl
 from quatrain.config.convert.translation import Translation
 from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, listed, shown
 from quatrain.config.settings import parse_yaml
 
 _MODULES = {"verl": verl, "trl": trl, "tunix": tunix}
+_GIVEN = {f"trl-{kind}": f"TRL ({name})" for kind, name in trl_given.KINDS.items()}
+"""Trainers of TRL on data that exist, as values of `--from`, and as messages name them."""
+
+
+OF_GRPO = {
+    *("num_generations", "reward_funcs", "use_vllm", "vllm_mode", "scale_rewards", "steps_per_generation"),
+    *("generation_batch_size", "epsilon", "num_iterations"),
+}
+"""Keys of TRL that only its trainers with rollouts have."""
 
 
 class Converted(NamedTuple):
@@ -40,29 +49,34 @@ def convert(
 
     Args:
         source: name of the file, for comments and errors.
-        library: `verl`, `trl` or `tunix`; null: found by the keys.
+        library: `verl`, `trl`, `tunix`, or one of TRL's trainers on data that exist, as `trl-sft`; null:
+            found by the keys.
         devices: devices of the run, for sizes that are given per device; null: what the file says, or 1.
 
     Raises ConfigError for text that is no configuration, and for one of an unknown library.
     """
     given = read_theirs(text, source, overrides)
-    name = library or library_of(given)
-    if name not in _MODULES:
+    name = library or _library(given, source)
+    if name not in (*_MODULES, *_GIVEN):
         raise ConfigError(
             f"{source} must be a configuration of {listed(LIBRARIES.values())}; its keys are those of none "
             f"({listed(given)}); name the library, as --from verl"
             if name is None
-            else f"--from must be {' or '.join(LIBRARIES)}; got {shown(name)}"
+            else f"--from must be {' or '.join((*LIBRARIES, *_GIVEN))}; got {shown(name)}"
         )
-    shown_name = "TRL (RLOO)" if name == "trl" and _is_rloo(given) else LIBRARIES[name]
+    shown_name = "TRL (RLOO)" if name == "trl" and _is_rloo(given) else (LIBRARIES | _GIVEN)[name]
+    module = trl_given if name in _GIVEN else _MODULES[name]
     translation = Translation(shown_name, source, given)
-    _MODULES[name].translate(translation, devices)
-    translation.put_the_rest(_MODULES[name].DEFAULTS)
+    module.translate(translation, devices)
+    translation.put_the_rest(module.DEFAULTS)
     translation.refuse()
-    needed = {"model.path": "the model that is trained", "data.train": "its training prompts"}
+    needed = {"model.path": "the model that is trained"}
+    if name in _GIVEN:
+        task = translation.lines["run.task"].value
+        needed |= {f"{task}.data": "what it is trained on"}
+    else:
+        needed |= {"data.train": "its training prompts", "reward.functions": "which scores completions"}
     missing = [f"{key}, {what}" for key, what in needed.items() if key not in translation.lines]
-    if "reward.functions" not in translation.lines:
-        missing.append("reward.functions, which scores completions")
     warnings = [
         f"{source} does not say {each}: the default of quatrain stands until you set it" for each in missing
     ]
@@ -73,6 +87,21 @@ def convert(
         *(f"To fill in: {each}." for each in missing),
     ]
     return Converted(translation.render(header), warnings)
+
+
+def _library(given: dict[str, object], source: str) -> str | None:
+    """The library of a file, and which trainer of TRL, by its keys; None if they are those of none."""
+    name = library_of(given)
+    if name != "trl" or OF_GRPO & given.keys():
+        return name
+    if kind := trl_given.kind_of(given):
+        return f"trl-{kind}"
+    if "max_length" in given:  # which GRPO and RLOO do not have
+        raise ConfigError(
+            f"{source} has keys of several trainers of TRL ({listed(given)}); name the trainer, as --from "
+            f"{' or '.join(_GIVEN)}"
+        )
+    return name
 
 
 def _is_rloo(given: dict[str, object]) -> bool:

@@ -145,10 +145,16 @@ class Translation:
             if self.given.get(name) not in (None, {}, []):
                 self.leave(_READ, name)
 
+    @property
+    def _task(self) -> Any:
+        return self.lines["run.task"].value if "run.task" in self.lines else None
+
     def refuse(self) -> None:
         """Makes each line that our rules refuse a comment with what they say."""
         while self.lines:
-            problems = check({key: line.value for key, line in self.lines.items()})
+            # Data that are still to be filled in are no reason to refuse the rest.
+            values = {f"{section}.data": "rows" for section in ("dpo", "rm") if section == self._task}
+            problems = check(values | {key: line.value for key, line in self.lines.items()})
             refused = {
                 key: problem
                 for problem in problems
@@ -185,7 +191,8 @@ class Translation:
             for entry, value in line.value.items():
                 yield f"{indent}  {inline(entry)}: {inline(value)}"
         else:
-            yield f"{f'{indent}{name}: {inline(line.value)}':<{COLUMN}}  # {line.origin}"
+            text = f"{indent}{name}: {inline(line.value)}"
+            yield f"{text:<{COLUMN}}  # {line.origin}" if line.origin else text
 
     def _left_over(self) -> Iterator[str]:
         reasons: dict[str, list[str]] = {}

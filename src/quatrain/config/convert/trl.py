@@ -36,17 +36,18 @@ _VLLM = (
 
 def translate(t: Translation, devices: int | None) -> None:
     """Puts what depends on values into `t`; `devices` is null where nobody says how many there are."""
-    _model(t)
-    _data(t)
+    put_model(t)
+    put_data(t, "data.train", "data.eval")
     per_batch = _batches(t, devices)
     _rollout(t)
     _rewards(t)
     _loss(t)
-    _optimizer(t)
-    _run(t, per_batch)
+    put_optimizer(t, "optimizer", 1e-6)
+    put_run(t, per_batch, "run.steps", "eval/reward")
 
 
-def _model(t: Translation) -> None:
+def put_model(t: Translation) -> None:
+    """Model, dtypes, adapters and seed, which all trainers of TRL have in the same keys."""
     dtype = t.take("dtype", t.take("torch_dtype", "float32"))
     bf16 = t.take("bf16")
     if bf16 is None:
@@ -71,24 +72,25 @@ def _model(t: Translation) -> None:
     t.move("seed", "seed", 42)
 
 
-def _data(t: Translation) -> None:
+def put_data(t: Translation, trained: str, evaluated: str) -> None:
+    """The data sets, as the values of our keys `trained` and `evaluated`."""
     train, test = t.take("dataset_train_split", "train"), t.take("dataset_test_split", "test")
     evaluates = t.take("eval_strategy", "no") not in ("no", False)
     if mixture := t.take("datasets"):
-        entries = [_place(each.get("path"), each.get("name"), each.get("split", "train")) for each in mixture]
-        t.put("data.train", entries[0] if len(entries) == 1 else entries, "datasets")
+        entries = [place(each.get("path"), each.get("name"), each.get("split", "train")) for each in mixture]
+        t.put(trained, entries[0] if len(entries) == 1 else entries, "datasets")
         t.leave(
             "only path, name and split of each are read here",
             *(["datasets"] * any(_more(e) for e in mixture)),
         )
     elif (path := t.take("dataset_name")) is not None:
         config = t.take("dataset_config")
-        t.put("data.train", _place(path, config, train), "dataset_name", "dataset_config")
+        t.put(trained, place(path, config, train), "dataset_name", "dataset_config")
         if evaluates:
-            t.put("data.eval", _place(path, config, test), "dataset_name", "dataset_test_split")
+            t.put(evaluated, place(path, config, test), "dataset_name", "dataset_test_split")
 
 
-def _place(path: Any, config: Any, split: Any) -> str:
+def place(path: Any, config: Any, split: Any) -> str:
     """A data set as `owner/name:config:split`; the name alone for a file, and where all is as usual."""
     if split == "train" and not config:
         return str(path)
@@ -99,11 +101,16 @@ def _more(entry: dict[str, Any]) -> bool:
     return any(entry.get(name) for name in ("data_files", "data_dir", "columns", "fraction"))
 
 
-def _batches(t: Translation, devices: int | None) -> float:
-    """Optimizer steps per rollout batch, after batch sizes in completions are put as prompts."""
+def devices_of(t: Translation, devices: int | None) -> tuple[int, str]:
+    """The devices of the run, 1 where nobody says how many, and how a remark names them."""
     known = t.number("num_processes", devices)
     count = known or 1
-    said = f"{count} device{'s' * (count > 1)}" + ("" if known else " (give others with --devices)")
+    return count, f"{count} device{'s' * (count > 1)}" + ("" if known else " (give others with --devices)")
+
+
+def _batches(t: Translation, devices: int | None) -> float:
+    """Optimizer steps per rollout batch, after batch sizes in completions are put as prompts."""
+    count, said = devices_of(t, devices)
     n = t.number("num_generations", 2 if t.library == "TRL (RLOO)" else 8)
     t.put("rollout.n", n, "num_generations")
     rows = t.number("per_device_train_batch_size", 8)
@@ -302,25 +309,28 @@ def _advantages(t: Translation) -> None:
         t.put("advantage.scale", scale if "scale_rewards" in t.given else None, "scale_rewards")
 
 
-def _optimizer(t: Translation) -> None:
-    t.move("optimizer.learning_rate", "learning_rate", 1e-6)
+def put_optimizer(t: Translation, section: str, rate: float) -> None:
+    """The optimizer, whose learning rate (TRL's default is `rate`) and schedule are keys of our `section`."""
+    t.move(f"{section}.learning_rate", "learning_rate", rate)
     scheduler = t.take("lr_scheduler_type", "linear")
     schedule = _SCHEDULES.get(scheduler)
     extra = t.take("lr_scheduler_kwargs") or t.mapping("lr_scheduler_kwargs")
     if schedule:
-        t.put("optimizer.schedule", schedule, "lr_scheduler_type")
-        rate = extra.get("min_lr_rate")
-        if scheduler == "cosine_with_min_lr" and rate is not None:
-            t.put("optimizer.final_fraction", rate, "lr_scheduler_kwargs.min_lr_rate")
+        t.put(f"{section}.schedule", schedule, "lr_scheduler_type")
+        last = extra.get("min_lr_rate")
+        if scheduler == "cosine_with_min_lr" and last is not None and section == "optimizer":
+            t.put("optimizer.final_fraction", last, "lr_scheduler_kwargs.min_lr_rate")
+        elif last is not None:
+            t.leave(f"{section}.schedule {schedule} ends at 0 here", "lr_scheduler_kwargs.min_lr_rate")
     else:
-        t.leave("optimizer.schedule is constant, linear or cosine here", "lr_scheduler_type")
+        t.leave(f"{section}.schedule is constant, linear or cosine here", "lr_scheduler_type")
     warmup, ratio = t.number("warmup_steps", 0), t.number("warmup_ratio", 0.0)
     fraction = warmup if 0 < warmup < 1 else ratio if not warmup else 0
     total = t.number("max_steps", -1)
     if fraction and total > 0:
         remark = f"{fraction} of {total} optimizer steps"
         t.put(
-            "optimizer.warmup_steps",
+            f"{section}.warmup_steps",
             math.ceil(fraction * total),
             "warmup_ratio",
             "warmup_steps",
@@ -328,12 +338,12 @@ def _optimizer(t: Translation) -> None:
         )
     elif fraction:
         t.leave(
-            "a fraction of all optimizer steps there; give optimizer.warmup_steps",
+            f"a fraction of all optimizer steps there; give {section}.warmup_steps",
             "warmup_ratio",
             "warmup_steps",
         )
     else:
-        t.put("optimizer.warmup_steps", warmup, "warmup_steps")
+        t.put(f"{section}.warmup_steps", warmup, "warmup_steps")
     kind = str(t.take("optim", "adamw_torch"))
     name = next((each for each in ("adamw", "lion", "sgd", "adafactor") if kind.startswith(each)), None)
     if "8bit" in kind or "4bit" in kind:
@@ -348,8 +358,11 @@ def _optimizer(t: Translation) -> None:
     t.put("optimizer.max_grad_norm", t.number("max_grad_norm", 1.0) or None, "max_grad_norm")
 
 
-def _run(t: Translation, per_batch: float) -> None:
-    """Counts of optimizer steps become counts of training steps, of `per_batch` optimizer steps each."""
+def put_run(t: Translation, per_batch: float, steps_key: str, best: str) -> None:
+    """Steps, evaluations, checkpoints and logs; `best` is the metric in place of `metric_for_best_model`.
+
+    Counts of optimizer steps become counts of training steps, of `per_batch` optimizer steps each.
+    """
     counted = f"training steps, of {per_batch:g} optimizer steps each; optimizer steps there"
 
     def put(key: str, steps: float, *names: str) -> None:
@@ -357,7 +370,7 @@ def _run(t: Translation, per_batch: float) -> None:
         t.put(key, max(1, round(steps / per_batch)), *names, remark=remark)
 
     if (most := t.number("max_steps", -1)) > 0:
-        put("run.steps", most, "max_steps")
+        put(steps_key, most, "max_steps")
         t.leave("max_steps counts", "num_train_epochs")
     strategy = t.take("eval_strategy", "no")
     every = t.number("eval_steps", t.number("logging_steps", 10))
@@ -380,7 +393,7 @@ def _run(t: Translation, per_batch: float) -> None:
     if not t.take("load_best_model_at_end", False):
         t.leave("load_best_model_at_end is false", "greater_is_better", "metric_for_best_model")
     elif (metric := t.take("metric_for_best_model")) is not None:
-        t.put("checkpoint.best_metric", "eval/reward", "metric_for_best_model", remark=f"{metric} there")
+        t.put("checkpoint.best_metric", best, "metric_for_best_model", remark=f"{metric} there")
     report = t.take("report_to", [])
     report = [report] if isinstance(report, str) else report
     for name, key, value in (

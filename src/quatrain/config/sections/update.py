@@ -177,6 +177,7 @@ class UpdateConfig(Section):
 
 HAVE_BETA2, HAVE_EPS = ("adamw", "lion", "muon"), ("adamw", "muon")
 """The optimizers that read `beta2` and `eps`."""
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 class OptimizerConfig(Section):
@@ -188,7 +189,7 @@ class OptimizerConfig(Section):
     learning_rate: Derived[float] = Field(NOT_SET, ge=0)
     """Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need about ten times as
     much."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """How the learning rate changes after the warm-up."""
     warmup_steps: NonNegative = 0
     """Optimizer steps over which the learning rate rises linearly."""

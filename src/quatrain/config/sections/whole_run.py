@@ -30,17 +30,30 @@ FolderName = Annotated[
 ]
 
 
+def smaller_is_better(metric: str) -> bool:
+    """Whether a smaller value of the metric of evaluations is the better one."""
+    return metric.startswith("eval/") and metric.rpartition("/")[2] in ("loss", "perplexity")
+
+
 def _is_condition(value: dict[str, object]) -> bool:
-    """Whether `run.stop_when` is empty, or names a metric and one bound."""
-    bounds = [bound for name, bound in value.items() if name != "metric"]
-    named = isinstance(value.get("metric"), str) and value.keys() <= {"metric", "at_least", "at_most"}
-    number = len(bounds) == 1 and isinstance(bounds[0], int | float) and not isinstance(bounds[0], bool)
-    return not value or (named and number)
+    """Whether `run.stop_when` is empty, or names a metric and one bound, or the patience."""
+    (name, bound), *others = [*((n, b) for n, b in value.items() if n != "metric"), ("", None)]
+    number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if name == "patience":
+        number = isinstance(bound, int) and number and bound >= 1
+    known = name in ("at_least", "at_most", "patience") and len(others) == 1
+    return not value or (isinstance(value.get("metric"), str) and known and number)
+
+
+Task = Literal["rl", "sft", "dpo", "rm"]
 
 
 class RunConfig(Section):
     """The run as a whole."""
 
+    task: Annotated[Task, MustAgreeOnResume()] = "rl"
+    """What is run: `rl` by `quatrain train`, `sft`, `dpo` or `rm` by the command of that name. The command
+    sets it; in a file it may stand for `quatrain plan` and `quatrain config`."""
     name: Derived[FolderName] = NOT_SET
     """Name of the run's folder; derived: the configuration file's name and the time (UTC)."""
     dir: Text = "runs"
@@ -51,13 +64,19 @@ class RunConfig(Section):
     """Passes over the training prompts; has no effect if `run.steps` is set."""
     stop_when: Annotated[
         dict[Text, Argument],
-        must("be {metric: NAME, at_least: NUMBER} or {metric: NAME, at_most: NUMBER}, or {}", _is_condition),
+        must(
+            "be {metric: NAME, at_least: NUMBER}, {metric: NAME, at_most: NUMBER} or {metric: NAME, "
+            "patience: COUNT}, or {}",
+            _is_condition,
+        ),
     ] = Field({})
-    """The run ends before `run.steps` after the first step whose metric reaches a bound, as in
-    `{metric: eval/accuracy_strict, at_least: 0.9}` or `{metric: update/entropy, at_most: 0.1}`, with its last
-    checkpoint, final evaluation and export. A metric of evaluations is compared after the steps that have one
-    (`eval.every_steps`). `{}`: never. A run that ended so and is resumed trains on, and compares again after
-    each step."""
+    """The run ends early after the first step whose metric reaches a bound, as in
+    `{metric: eval/accuracy_strict, at_least: 0.9}` or `{metric: update/entropy, at_most: 0.1}`, or after the
+    evaluation that is the third in a row without a better value, as in `{metric: eval/loss, patience: 3}`,
+    with its last checkpoint, final evaluation and export. A metric of evaluations is compared after the steps
+    that have one (`eval.every_steps`); the better value of `loss` and `perplexity` is the smaller, of others
+    the larger. `{}`: never. A run that ended so and is resumed trains on, and compares again after each
+    step."""
     profile_steps: tuple[Count, ...] = Field((), strict=False)
     """Training steps, as `[3, 4]`, of which the main process writes a trace of JAX's profiler to `profile/`
     in the run's folder; consecutive steps are one trace."""
@@ -66,6 +85,11 @@ class RunConfig(Section):
     JAX has a folder of its own. `auto`: `quatrain/compiled` in `XDG_CACHE_HOME` or `~/.cache`, on
     accelerators and, under Linux, on CPUs; where JAX's own variables name a folder or switch its cache off,
     they hold. null: nothing is kept or read."""
+
+    @property
+    def on_given_data(self) -> bool:
+        """Whether the run trains on data that exist, without rollouts: `quatrain sft`, `dpo` or `rm`."""
+        return self.task != "rl"
 
 
 AccuracyFunction = Annotated[

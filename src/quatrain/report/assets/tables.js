@@ -26,7 +26,7 @@ function tile(name, value, note) {
 
 // The accuracy of the first evaluation set, or its reward, on the prompts of every evaluation.
 function evaluated(run) {
-  for (const [pattern, text] of [[/^eval\/(?!final\/)(?:[^/]+\/)?accuracy_lenient$/, "Accuracy"], [/^eval\/(?!final\/)(?:[^/]+\/)?reward$/, "Reward, evaluation"]]) {
+  for (const [pattern, text] of [[/^eval\/(?!final\/)(?:[^/]+\/)?accuracy_lenient$/, "Accuracy"], [/^eval\/(?!final\/)(?:[^/]+\/)?reward$/, "Reward, evaluation"], [/^eval\/accuracy$/, "Accuracy, evaluation"], [/^eval\/loss$/, "Loss, evaluation"]]) {
     const name = Object.keys(run.metrics).find((each) => pattern.test(each));
     if (!name) continue;
     const prompts = latest(run, name.replace(/[^/]+$/, "num_prompts"));
@@ -55,7 +55,8 @@ function tiles(run) {
 }
 
 function what(run) {
-  const parts = ["model.path", "data.train", "advantage.estimator", "update.loss"].map((key) => [key, setting(run, key)]).filter(([, value]) => value !== null);
+  const task = setting(run, "run.task") ?? "rl";
+  const parts = ["model.path", ...(task === "rl" ? ["data.train", "advantage.estimator", "update.loss"] : [`${task}.data`, `${task}.loss`])].map((key) => [key, setting(run, key)]).filter(([, value]) => value !== null);
   return el("p", { class: "what" }, parts.map(([key, value], i) => [i ? " · " : "", el("span", { title: key }, whole(pieces(asText(value))))]));
 }
 

@@ -1,9 +1,7 @@
-"""What a demonstration adds to its prompt: the text that follows where the chat template begins the answer.
+"""What a trained answer adds to the messages before it: what follows where the chat template begins it.
 
-Data flow: rows (`rows.py`) -> `prepared`, with the columns `prompt`, `answer` and `completion` (a column
-`messages`, as in data sets for supervised training, becomes the prompt and, if it ends with the assistant's
-message, the demonstration) -> `Answers.text` -> `tokenizer.encode_further` -> `Demonstration.completion_ids`
-(`prompts.py`).
+Data flow: a row's messages (`examples.py`, `preferences.py`) -> `is_trained`, `checked_answer` ->
+`Answers.ids` -> the tokens of the answer and the token that ends it.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quatrain.config.errors import listed, shown
-from quatrain.config.schema import DataConfig
 from quatrain.data.messages import THOUGHTS, joined_text, thought_of, unfit_text
-from quatrain.data.rows import Row
-from quatrain.data.tokenizer import encode_further, fill_template
+from quatrain.data.tokenizer import encode_further, fill_template, stop_token_ids
 from quatrain.types.batches import PromptText
 
 if TYPE_CHECKING:
@@ -49,58 +46,41 @@ def is_trained(message: Mapping[str, Any]) -> bool | None:
     return all(given.values()) if given else None
 
 
-def chosen(messages: Sequence[Any]) -> int:
-    """The number of the demonstration among messages: the last of the assistant that may be trained.
+def checked_answer(answer: Any, name: str = "completion") -> None:
+    """Raises ValueError unless `answer` is a text, or an assistant's message with a text or calls.
 
-    If none may, the last message.
+    `name` is the column that it comes from.
     """
-    for number in range(len(messages) - 1, 0, -1):
-        message = messages[number]
-        is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
-        if is_answer and is_trained(message) is not False:
-            return number
-    return len(messages) - 1
-
-
-def asks_for_more(messages: Any) -> bool:
-    """Whether messages beside the demonstration say that they are to be trained."""
-    if not isinstance(messages, list):
-        return False
-    number = chosen(messages)
-    others = (message for at, message in enumerate(messages) if at != number)
-    return any(isinstance(message, Mapping) and is_trained(message) for message in others)
-
-
-def checked_completion(completion: Any) -> None:
-    """Raises ValueError unless `completion` is a text, or an assistant's message with a text."""
-    message = completion if isinstance(completion, Mapping) else {}
-    content = joined_text(message.get("content")) if message else completion
-    if message.get("tool_calls") or message.get("function_call"):
+    message = answer if isinstance(answer, Mapping) else {}
+    content = joined_text(message.get("content")) if message else answer
+    if message.get("function_call"):
         raise ValueError(
-            "the demonstration of the column `messages`, its last message, must be text without tool_calls; "
-            "write the calls into its content as the model is to write them, or remove the row"
+            "an answer that is trained must have its calls in `tool_calls`, not in `function_call`, their "
+            "older form; rename the field, with a list of {name, arguments}, or remove the row"
         )
-    if not isinstance(content, str) or not content:
+    if message.get("tool_calls"):
+        content = content or ""
+    elif not isinstance(content, str) or not content.strip():
         raise ValueError(
-            f"the column `completion` must be a string with text; it is {type(completion).__name__} "
-            f"{shown(completion)}"
+            f"the column `{name}` must be a string with text, or messages whose answers have text; it is "
+            f"{type(answer).__name__} {shown(answer)}; correct the row or remove it"
         )
     thought = thought_of(message)
     if reason := unfit_text(content) or unfit_text(thought):
-        raise ValueError(f"the column `completion` {reason}; correct the text")
+        raise ValueError(f"the column `{name}` {reason}; correct the text")
     if thought and "</think>" in content:
         raise ValueError(
-            f"a demonstration must have its thought once; it is in a field of its own ({shown(thought)}) and "
+            f"an answer must have its thought once; it is in a field of its own ({shown(thought)}) and "
             "in the content, before </think>; remove one of them"
         )
 
 
-def unread_fields(completion: Any) -> list[str]:
-    """The fields with text of a demonstrated message that are no part of what is trained."""
-    if not isinstance(completion, Mapping):
+def unread_fields(answer: Any) -> list[str]:
+    """The fields with text of an answer that are no part of what is trained."""
+    if not isinstance(answer, Mapping):
         return []
-    known = {"role", "content", "id", "type", *THOUGHTS, *FLAGS}
-    return [name for name, value in completion.items() if name not in known and _has_text(value)]
+    known = {"role", "content", "tool_calls", "id", "type", *THOUGHTS, *FLAGS}
+    return [name for name, value in answer.items() if name not in known and _has_text(value)]
 
 
 def _has_text(value: Any) -> bool:
@@ -121,18 +101,43 @@ class _Form(NamedTuple):
 
 
 class Answers:
-    """The texts of demonstrations for a tokenizer's chat template."""
+    """The tokens of answers for a tokenizer's chat template, which reads `variables`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        self._tokenizer = tokenizer
+    `stop_ids` are the tokens that end a completion; by default, those that the tokenizer and its template
+    name. Raises ValueError for a tokenizer without an end token.
+    """
 
-    def ids(self, prompt: PromptText, tools: Sequence[Mapping[str, Any]], completion: Any) -> list[int]:
-        """The token ids of `text`, and the end token unless a template has written it into the text."""
-        ids = encode_further(self._tokenizer, self.text(prompt, tools, completion))
-        return ids if ids[-1:] == [self._tokenizer.eos_token_id] else [*ids, self._tokenizer.eos_token_id]
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stop_ids: Sequence[int] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                "training on answers needs a tokenizer with an end token; this one has no eos_token; set "
+                "model.tokenizer to one that has it"
+            )
+        self._tokenizer, self._variables = tokenizer, variables
+        self._stop_ids = stop_token_ids(tokenizer, ()) if stop_ids is None else tuple(stop_ids)
+
+    def ids(self, prompt: PromptText, tools: Sequence[Mapping[str, Any]], answer: Any) -> list[int]:
+        """The token ids of an answer that `checked_answer` takes, with the token that ends it.
+
+        That token is the one which the chat template writes there, and the tokenizer's end token behind a
+        prompt that is a text; it is not repeated where the answer's text ends with it. An answer with calls
+        is written by the template. Raises ValueError for an answer that the template does not write behind
+        `prompt`, and as `text` does.
+        """
+        if isinstance(answer, Mapping) and answer.get("tool_calls"):
+            return self._with_calls(prompt, tools, answer)
+        eos = self._tokenizer.eos_token_id
+        end = eos if isinstance(prompt, str) else self._end
+        ids = encode_further(self._tokenizer, self.text(prompt, tools, answer))
+        return ids if ids[-1:] in ([end], [eos]) else [*ids, end]
 
     def text(self, prompt: PromptText, tools: Sequence[Mapping[str, Any]], completion: Any) -> str:
-        """The text that follows the tokens of `prompt`, for a completion that `checked_completion` takes.
+        """The text that follows the tokens of `prompt`, for an answer of `checked_answer` without calls.
 
         A thought is written as the template writes it. What the template has begun of the answer, as
         `<think>`, is not repeated. Raises ValueError for a thought that the template does not write, and for
@@ -151,7 +156,7 @@ class Answers:
             and content.lstrip().startswith("<think>")
         ):
             raise ValueError(
-                "a demonstration must not begin with <think> where the chat template has written an empty "
+                "an answer must not begin with <think> where the chat template has written an empty "
                 f"thought ({shown(opening[opening.rindex('<think>') :])}); let the template begin no answer "
                 "(data.chat_template_kwargs, as enable_thinking), or remove the thought"
             )
@@ -182,13 +187,44 @@ class Answers:
         begun = _BEGUN.search(prompt)
         return begun[0] if begun else ""
 
+    def _with_calls(
+        self, prompt: PromptText, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]
+    ) -> list[int]:
+        """The ids of an answer with calls, up to the last token that ends a completion."""
+        if isinstance(prompt, str):
+            raise ValueError(
+                "an answer with tool_calls needs a prompt of messages, behind which the chat template writes "
+                "the calls; give messages, or write the calls into a text"
+            )
+        asked = self._fill(prompt, tools, add=True)
+        whole = self._fill([*prompt, answer], tools, add=False, since=len(prompt))  # looks for the calls
+        text = whole.removeprefix(asked)
+        missing = unwritten(answer, text)
+        if text == whole or missing:
+            raise ValueError(
+                "the chat template must write an answer with tool_calls behind its prompt; it "
+                + (f"does not write {shown(missing)}" if missing else "writes other text before the answer")
+                + "; write the calls into the content as the model is to write them, or set "
+                "data.chat_template to one that writes them"
+            )
+        # As `text` does: an empty thought, which Qwen3's writes of the last answer only, is not trained.
+        before = self._form.before or ""
+        if "<think>" in before and text.startswith(before) and not thought_of(answer):
+            text = text.removeprefix(before).lstrip()
+        ids = encode_further(self._tokenizer, text)
+        ends = [place for place, index in enumerate(ids) if index in self._stop_ids]
+        if ends:
+            return ids[: ends[-1] + 1]
+        # A template without an end token, as GLM's, whose next message begins with one.
+        return [*encode_further(self._tokenizer, text.removesuffix(self._form.behind)), self._end]
+
     def _with_thought(
         self, prompt: PromptText, tools: Sequence[Mapping[str, Any]], content: str, thought: str
     ) -> str:
         """A thought and a content as the chat template writes them behind the prompt."""
         if isinstance(prompt, str):
             raise ValueError(
-                "a demonstration with a thought in a field of its own needs a prompt of messages, which the "
+                "an answer with a thought in a field of its own needs a prompt of messages, which the "
                 "chat template renders; write the thought into its content"
             )
         answer = {"role": "assistant", "content": content, "reasoning_content": thought}
@@ -196,25 +232,42 @@ class Answers:
         whole = self._fill([*prompt, answer], tools, add=False)
         if whole.startswith(asked) and whole.endswith(self._form.behind):
             text = whole[len(asked) : len(whole) - len(self._form.behind)]
-            written = "".join(text.split())
-            if all("".join(part.split()) in written for part in (thought, content)):
+            if not unwritten(answer, text):
                 return text
         opening = self._form.opening
         if opening.rstrip().endswith("<think>"):  # R1's template begins the thought, and leaves it out later
             return f"{thought.strip()}\n</think>\n\n{content}"
         raise ValueError(
-            "the chat template must write the thought of a demonstration (`reasoning_content`, `thinking` or "
+            "the chat template must write the thought of an answer (`reasoning_content`, `thinking` or "
             f"`reasoning`) behind the prompt; it does not write {shown(thought)}; write the thought into the "
             "content as the model is to write it (<think>…</think>), or set data.chat_template or "
             "data.chat_template_kwargs so that it is written"
         )
 
     def _fill(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, add: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add: bool,
+        since: int | None = None,
     ) -> str:
-        # The prompt is looked for where it is rendered (`left_out`), and the answer is looked for here.
-        since = len(messages)
-        return fill_template(self._tokenizer, messages, add_generation_prompt=add, tools=tools, since=since)
+        # The prompt is looked for where it is rendered (`left_out`), and an answer's text is looked for here.
+        since = len(messages) if since is None else since
+        return fill_template(
+            self._tokenizer,
+            messages,
+            add_generation_prompt=add,
+            tools=tools,
+            variables=self._variables,
+            since=since,
+        )
+
+    @cached_property
+    def _end(self) -> int:
+        """The token that ends an answer: which the template writes behind one, if it ends completions."""
+        ids = encode_further(self._tokenizer, self._form.behind.lstrip()) if self._form.behind.strip() else []
+        return ids[0] if ids and ids[0] in self._stop_ids else int(self._tokenizer.eos_token_id)
 
     @cached_property
     def _form(self) -> _Form:
@@ -229,8 +282,15 @@ class Answers:
         return _Form(asked.rpartition(_QUESTION)[2], before, behind)
 
 
+def unwritten(answer: Mapping[str, Any], text: str) -> str:
+    """The thought or content of an answer that is not in `text`, white space apart; empty: both are."""
+    written = "".join(text.split())
+    parts = (thought_of(answer), _content(answer))
+    return next((part for part in parts if "".join(part.split()) not in written), "")
+
+
 def _content(completion: Any) -> str:
-    """The text of a completion that `checked_completion` takes, without its thought."""
+    """The text of an answer that `checked_answer` takes, without its thought."""
     text = joined_text(completion["content"]) if isinstance(completion, Mapping) else completion
     return text or ""
 
@@ -252,50 +312,3 @@ def _repeated(opening: str, content: str) -> int:
                 # The template has written its own white space.
                 return len(content) - len(rest if begun == tail else rest.lstrip())
     return 0
-
-
-MESSAGES = "messages"
-ENVIRONMENTS = "environments"
-"""The column that episodes add for reward functions that get their environments."""
-
-
-def prepared(spec: str, rows: list[Row], data: DataConfig, *, demonstrations: bool = False) -> list[Row]:
-    """The rows of one file or data set with the columns `prompt`, `answer` and `completion`, if it has them.
-
-    The columns that they come from stay. With `demonstrations`, `completion` is the last of the assistant's
-    messages in `messages` that may be trained (`demonstration.chosen`), a mapping, unless there is a column
-    `completion`; the messages before it are the prompt. Raises ValueError, with the row, for a value of
-    `messages` that is no list, and for a demonstration that does not end with the assistant's message.
-    """
-    has = rows[0]
-    if not demonstrations and data.answer_column in has:
-        rows = [row | {"answer": row[data.answer_column]} for row in rows]
-    if data.question_column is not None or "prompt" in has or MESSAGES not in has:
-        return rows
-    own = demonstrations and "completion" not in has
-    return [_from_messages(f"{spec}, row {number}", row, own) for number, row in enumerate(rows, start=1)]
-
-
-def _from_messages(where: str, row: Row, demonstration: bool) -> Row:
-    messages = row[MESSAGES]
-    column, remedy = f"{where}: the column `{MESSAGES}`", "correct the row or remove it"
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{column} must be a non-empty list of messages; it is {shown(messages)}; {remedy}")
-    role = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
-    if role == "assistant" and len(messages) == 1:
-        raise ValueError(f"{column} must have a message before the assistant's; it has none; {remedy}")
-    if not demonstration:
-        return row | {"prompt": messages[:-1] if role == "assistant" else messages}
-    if role != "assistant":
-        raise ValueError(
-            f"{column} must end with the assistant's message, which is the demonstration; it ends with the "
-            f"role {shown(role)}; {remedy}"
-        )
-    try:
-        number = chosen(messages)
-        asks_for_more(messages)  # checks the flags of the others
-    except ValueError as error:
-        raise ValueError(f"{column}: {error}") from error
-    # A column-oriented file gives all messages the same fields.
-    answer = {field: value for field, value in messages[number].items() if value is not None}
-    return row | {"prompt": messages[:number], "completion": answer}

@@ -1,0 +1,42 @@
+"""When the patience of `run.stop_when` ends a run; runs that end so are in `e2e/`."""
+
+import math
+
+import pytest
+
+from quatrain.config.schema import Config
+from quatrain.loop.stop_when import StopWhen
+
+
+def _patient(metric, patience):
+    config = Config(run={"stop_when": {"metric": metric, "patience": patience}})
+    return StopWhen(config, ["eval/loss", "eval/reward"], ())
+
+
+def _ended(stop_when, metric, values):
+    """The place of the value with which the run ends; None: it does not."""
+    reached = [stop_when.reached({} if value is None else {metric: value}) for value in values]
+    return next((place for place, text in enumerate(reached) if text), None)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "ends"),
+    [
+        ("eval/loss", [3.0, 2.0, 2.0, 2.5], 3),  # an equal value is not better, a smaller one is
+        ("eval/loss", [3.0, 3.5, 2.9, 3.0, 2.8], None),  # a better one begins the count anew
+        ("eval/loss", [3.0, 3.5, None, None, None, 3.5], 5),  # steps without an evaluation do not count
+        ("eval/loss", [math.nan, 3.0, math.inf, math.nan], 3),
+        ("eval/reward", [0.1, 0.2, 0.2, 0.1], 3),  # a larger one is better
+        ("eval/reward", [0.3, 0.2, 0.1], 2),
+    ],
+)
+def test_a_run_ends_with_the_second_evaluation_in_a_row_that_is_not_better(metric, values, ends):
+    assert _ended(_patient(metric, 2), metric, values) == ends
+
+
+def test_a_resumed_run_goes_on_with_the_patience_that_is_left():
+    first, resumed = _patient("eval/loss", 2), _patient("eval/loss", 2)
+    assert _ended(first, "eval/loss", [2.0, 2.5]) is None
+    resumed.restore(first.to_save())
+    assert "eval/loss is 2.4" in resumed.reached({"eval/loss": 2.4})
+    assert resumed.reached({"eval/loss": 1.9}) is None
