@@ -72,7 +72,7 @@ def test_extremes_are_finite(name, arguments):
         ),
         ("hinge", {"beta": 0.2}, 0.2),
         ("hinge", {"beta": 0.5}, 0.0),
-        ("ipo", {"beta": 0.5}, (1 / 2 + 3 / 3 - 1) ** 2),
+        ("ipo", {"beta": 0.25}, (1 / 2 + 3 / 3 - 2) ** 2),
         ("simpo", {"beta": 2.0, "gamma": 0.5}, np.log1p(np.exp(-(2 * (-2 + 3) - 0.5)))),
         (
             "orpo",  # mean log-probabilities -2 and -3
