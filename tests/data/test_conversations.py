@@ -211,6 +211,12 @@ def test_the_system_prompt_stands_before_conversations():
     ]
     turn = "<|user|>4+1?<|assistant|>It is 5.<|end|>"
     assert (first, second) == (f"<|system|>Think.{turn}{turn}", f"<|system|>Think.{turn}")
+    rows = [{"messages": [ANSWER, USER, ANSWER], "prompt": None, "completion": None}]
+    rows += [{"messages": None, "prompt": [USER, ANSWER], "completion": [USER, ANSWER]}]
+    opening, given = examples(*rows, data=data, tokenizer=tokenizer)
+    # An answer behind the system message is trained; one of a prompt is not, though it is one place later.
+    assert tokenizer.decode(opening.input_ids[opening.scored]) == "It is 5.<|end|>" * 2
+    assert tokenizer.decode(given.input_ids[given.scored]) == "It is 5.<|end|>"
     with pytest.raises(ValueError, match=r"row 1: the prompt has a system message and data\.system_prompt"):
         examples({"messages": [SYSTEM, USER, ANSWER]}, data=data)
 

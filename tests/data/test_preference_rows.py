@@ -148,7 +148,7 @@ def test_forms_of_pairs_in_one_list():
         "b": [{"chosen": [USER, GOOD], "rejected": [USER, BAD]}],
         "c": [{"prompt": "4+1?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}],
         "d": [{"prompt": [USER], "chosen": GOOD, "rejected": BAD}],
-        "e": [{"chosen": "4+1=5", "rejected": "4+1=6"}],
+        "e": [{"chosen": "4+1=5", "rejected": "4+1=6<|end|>"}],
     }
     source = load_pairs(list(rows), DATA, TOKENIZER, seed=0, rows=rows)
     plain = ("4+1=", "5<|end|>", "6<|end|>")

@@ -463,14 +463,14 @@ class ExampleForm:
         if self.data.question_column is None and row.get(COMPLETION) is None and MESSAGES in row:
             messages = row[MESSAGES]
             check_message_list("", messages)
-            return self._of_messages(dialogue, row, number, messages, first=1)
+            return self._of_messages(dialogue, row, number, messages)
         prompt, completion = row.get(self.data.question_column or "prompt"), row.get(COMPLETION)
         column = self.data.question_column or "prompt"
         if isinstance(completion, Mapping):
             completion = [completion]
         if isinstance(completion, list) and completion:
             before = prompt_messages(prompt, self.data, column)
-            return self._of_messages(dialogue, row, number, [*before, *completion], first=len(before))
+            return self._of_messages(dialogue, row, number, [*before, *completion], len(before))
         checked_answer(completion)
         text = prompt_of(prompt, self.data, column)
         ids = [dialogue.prompt(text), dialogue.answer(text, completion)]
@@ -492,11 +492,12 @@ class ExampleForm:
         return self._row(row, number, text, [ids[:1], ids[1:]], {})
 
     def _of_messages(
-        self, dialogue: Dialogue, row: Row, number: int, given: list[Any], first: int
+        self, dialogue: Dialogue, row: Row, number: int, given: list[Any], prompt: int | None = None
     ) -> list[TokenRow]:
-        """The rows of a conversation whose answers from message `first` on may be trained."""
+        """The row of a conversation whose first `prompt` messages are not trained; None: the first one."""
         messages = conversation(given, self.data, COMPLETION if row.get(COMPLETION) else MESSAGES)
-        first += len(messages) - len(given)  # a system message was added
+        # A system message may have been added, behind which an answer can be trained.
+        first = 1 if prompt is None else prompt + len(messages) - len(given)
         answers = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
         kept = [at for at in answers if is_trained(messages[at]) is not False]
         if not kept:
@@ -522,7 +523,7 @@ class ExampleForm:
                 "have further messages with a weight or a flag that asks to train them; only the last of the "
                 "assistant's is trained, so set sft.train_on=assistant"
             )
-        if self.train_on == "assistant" and first and messages[0]["role"] == "assistant":
+        if self.train_on == "assistant" and prompt is None and messages[0]["role"] == "assistant":
             notes["first"] = (
                 "begin with the assistant's message, which is not trained, because nothing is before it"
             )
