@@ -709,6 +709,45 @@ def test_the_configuration_and_the_plan_of_a_task_are_printed(quatrain):
     assert [*Path().iterdir()] == [Path("rm.yaml")]
 
 
+def test_what_a_run_on_given_data_trained_is_evaluated_and_served(quatrain, monkeypatch):
+    """Catches a run's own configuration refused for keys of rollouts, and a reward model that is to answer."""
+    calls = []
+    stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: calls.append(resolved) or {})
+    stand_in(monkeypatch, "loop.serve", "serve", lambda config, **options: calls.append(config))
+    for task in ("dpo", "rm"):
+        folder = Path("runs", task)
+        (folder / "final").mkdir(parents=True)
+        (folder / "config.yaml").write_text(f"run: {{task: {task}}}\n{task}: {{data: p.jsonl}}\n")
+    words = ("rollout.max_new_tokens=9", "data.eval=e.jsonl")
+    assert quatrain("eval", "dpo", *words) == (0, "{}\n", "")
+    config = calls.pop().config
+    assert (config.model.path, config.data.eval, config.rollout.max_new_tokens) == (
+        "runs/dpo/final",
+        "e.jsonl",
+        9,
+    )
+    assert quatrain("serve", "dpo", "rollout.max_concurrency=3")[0] == 0
+    assert calls.pop().rollout.max_concurrency == 3
+    for command in ("eval", "serve"):
+        status, _, err = quatrain(command, "rm", "data.eval=e.jsonl")
+        assert (status, "got run.task rm, whose model gives scores; name another" in err) == (2, True)
+    assert calls == []
+
+
+def test_a_run_is_resumed_by_its_own_command(quatrain, monkeypatch):
+    calls = []
+    stand_in(monkeypatch, "loop.train", "train", lambda resolved, *, resume: calls.append((resolved, resume)))
+    folder = make_run(Path("runs"), "mine")
+    (folder / "config.yaml").write_text("run: {task: dpo, name: mine}\ndpo: {data: p.jsonl, steps: 9}\n")
+    assert quatrain("dpo", "--resume", "mine")[0] == 0
+    [(resolved, resume)] = calls
+    assert (resolved.config.dpo.steps, resume) == (9, str(folder.absolute()))
+    for command in ("train", "sft"):
+        status, _, err = quatrain(command, "--resume", "mine")
+        assert (status, "got 'dpo' (from file runs/mine/config.yaml); use quatrain dpo" in err) == (2, True)
+    assert len(calls) == 1
+
+
 def test_half_a_place_is_an_error(quatrain):
     status, _, err = quatrain("train", "--coordinator", "10.0.0.2:8476")
     assert status == 2
