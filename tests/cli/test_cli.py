@@ -709,8 +709,37 @@ def test_the_configuration_and_the_plan_of_a_task_are_printed(quatrain):
     assert [*Path().iterdir()] == [Path("rm.yaml")]
 
 
+@pytest.mark.parametrize(
+    ("command", "row", "message"),
+    [
+        (
+            "dpo",
+            {"prompt": "a", "completion": "b", "label": True},
+            "train on judged answers with dpo.loss=kto",
+        ),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "row 1: `chosen` and `rejected` must be two",
+        ),
+        (
+            "rm",
+            {"prompt": "a", "chosen": ["b"], "rejected": ["c", "d"]},
+            "several answers are not ranked: make",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_leave_no_folder(quatrain, command, row, message):
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    status, _, err = quatrain(
+        command, f"{command}.data=rows.jsonl", f"{command}.eval=rows.jsonl", "--dry-run"
+    )
+    assert (status, [*Path().iterdir()]) == (2, [Path("rows.jsonl")])
+    assert message in err
+
+
 def test_what_a_run_on_given_data_trained_is_evaluated_and_served(quatrain, monkeypatch):
-    """Catches a run's own configuration refused for keys of rollouts, and a reward model that is to answer."""
+    """Catches keys of rollouts refused where a run is evaluated, and a reward model that is to answer."""
     calls = []
     stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: calls.append(resolved) or {})
     stand_in(monkeypatch, "loop.serve", "serve", lambda config, **options: calls.append(config))
