@@ -1,4 +1,4 @@
-"""Small runs on data that exist: sums, as demonstrations and as pairs of a right and a wrong answer."""
+"""Small runs on data that exist: sums, as demonstrations and as pairs of an answer and its opposite."""
 
 import json
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ TASKS = ("sft", "dpo", "rm")
 
 
 def write_sums(path, first, count):
-    """Sums that are all different, each with its right answer and one that is off by one."""
+    """Sums that are all different, each with its answer, and with one that denies it."""
     numbers = [(number, 3 * number % 17) for number in range(first, first + count)]
     rows = [
         {
             "prompt": f"{a} + {b} =",
             "completion": f" {a + b}",
             "chosen": f" {a + b}",
-            "rejected": f" {a + b + 1}",
+            "rejected": f" not {a + b}",
         }
         for a, b in numbers
     ]
@@ -39,8 +39,9 @@ def given_run(folder, name, task, *overrides):
     for path in (data, folder / f"{task}_eval.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({key: row[key] for key in columns}) + "\n" for row in rows))
+    own = folder / "given.yaml"  # without the keys of the quickstart
+    own.write_text("model: {path: builtin:tiny, remat: none}\n")
     settings = (
-        "model.path=builtin:tiny",
         f"{task}.data={data}",
         f"{task}.eval={folder / f'{task}_eval.jsonl'}",
         f"{task}.batch_size=8",
@@ -52,12 +53,12 @@ def given_run(folder, name, task, *overrides):
         f"run.dir={folder}",
         f"run.name={name}",
     )
-    return load_config(None, (*settings, *overrides), environ={}, task=task)
+    return load_config(own, (*settings, *overrides), environ={}, task=task)
 
 
 @contextmanager
 def killed_after(steps):
-    """Ends the run in the step after `steps` finished ones, as `kill -9` would: without a checkpoint of it."""
+    """Ends the run in the step after `steps` finished ones, as `kill -9` does: without a checkpoint of it."""
     plain = GivenLearner.step
 
     def dies(self, state, batch):

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from quatrain.loop.train import sft as sft
     from quatrain.loop.train import train as train
     from quatrain.ops.advantages import TokenAdvantages as TokenAdvantages
+    from quatrain.ops.preferences import PairLosses as PairLosses
+    from quatrain.ops.preferences import Pairs as Pairs
     from quatrain.ops.tokens import ScoredTokens as ScoredTokens
     from quatrain.ops.tokens import TokenLoss as TokenLoss
     from quatrain.ops.tokens import with_mini_batch_columns as with_mini_batch_columns
@@ -63,6 +65,7 @@ _MODULES = {
     "loop.step": ("collect", "learn"),
     "loop.train": ("dpo", "rm", "sft", "train"),
     "ops.advantages": ("TokenAdvantages",),
+    "ops.preferences": ("PairLosses", "Pairs"),
     "ops.tokens": ("ScoredTokens", "TokenLoss", "with_mini_batch_columns"),
     "types.batches": ("AdvantagedBatch", "Prompt", "RewardedBatch", "RolloutBatch"),
     "types.metrics": ("Metric",),

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from quatrain.config.data_sets import MixedSet
 from quatrain.config.schema import DataConfig
 from quatrain.data import prompts, token_table
 from quatrain.data.examples import load_examples
@@ -182,6 +183,25 @@ def test_a_list_of_data_sets_is_shared_by_file_and_checked_by_data_set(
         _together(
             monkeypatch, 2, lambda: load_prompts(specs, data, tokenizer, seed=3, required_columns=needed)
         )
+
+
+def test_processes_draw_a_mixture_alike(monkeypatch, tokenizer, files, tmp_path):
+    """Each reads a share of the files; the row at a position, its source and the digests are the same."""
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"prompt": f"{i} - 1"}) for i in range(16)))
+    data, mixture = DataConfig(max_prompt_length=300), (MixedSet(files, 1), MixedSet(str(other), 3))
+
+    def work():
+        source = load_prompts(mixture, data, tokenizer, seed=3)
+        drawn = [(_plain(prompt), prompt.source) for prompt in source.take(20, 8)]
+        return drawn, source.digests(), source.rows_of(0), source.rows_of(1)
+
+    alone = work()
+    assert [source for _, source in alone[0]].count("other") == 6
+    assert alone[2:] == (range(8), range(8, 24))
+    together, reads = _together(monkeypatch, 2, work)
+    assert together == [alone] * 2
+    assert sorted(map(len, reads)) == [2, 2]
 
 
 def _digests(*rows, first=None):

@@ -79,5 +79,7 @@ def test_a_metric_of_evaluations_needs_them(tmp_path):
     ["{metric: loss}", "{metric: loss, at_least: 1, at_most: 2}", "{metric: loss, above: 1}", "{at_most: 1}"],
 )
 def test_a_condition_has_a_metric_and_one_bound(value):
-    with pytest.raises(ValueError, match=r"run.stop_when must be \{metric: NAME, at_least: NUMBER\} or"):
+    with pytest.raises(
+        ValueError, match=r"run.stop_when must be \{metric: NAME, at_least: NUMBER\}, \{metric"
+    ):
         load_config(None, [f"run.stop_when={value}"], environ={})

@@ -292,7 +292,7 @@ def test_stopped_in_the_warm_start_says_how_to_start_again(tmp_path):
         ),
     ):
         train(small_run(tmp_path, "warm", "sft.steps=5"))
-    assert _checkpoints(tmp_path / "warm") == []
+    assert not (tmp_path / "warm" / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")
@@ -754,7 +754,7 @@ def test_no_signal_in_five_steps_stops_dynamic_sampling_with_a_checkpoint(tmp_pa
         train(small_run(tmp_path, "silent", *options))
     host = Checkpointer(tmp_path / "silent" / "checkpoints").read_host()
     assert host["train_step"] == 4
-    assert host["place"] == {"next_prompt": 32, "steps_without_signal": 4}
+    assert host["place"] == {"next_prompt": 32, "steps_without_signal": 4, "rates": []}
     with pytest.raises(NoSignal):
         train(small_run(tmp_path, "silent", *options), resume="silent")
 

@@ -19,6 +19,7 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from coupled_losses import Pairs, with_reference
 from rollouts import local_rollouts
 
 from quatrain.advantage.estimate import AdvantageEstimator
@@ -34,16 +35,19 @@ from quatrain.config.schema import (
 )
 from quatrain.data.policy import Meshes
 from quatrain.forward.specs import CriticSpec, PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import BOTH, PRE
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.ops import packing
+from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.mesh import to_host, to_memory
 from quatrain.types.batches import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update import residuals
 from quatrain.update.critic import Critic
 from quatrain.update.learner import KLReward, Learner
+from quatrain.update.trainer import ModelState, StepTotals, Trainer
 
 residuals.LEAST_BYTES = 2**8  # so that a tiny model's are held on every mesh
 COMMON_PREFIX = (5, 9)
@@ -106,6 +110,35 @@ def rewarded(rollouts: RolloutBatch) -> RewardedBatch:
     return RewardedBatch(rollouts, rewards, rewards[None], ("small",))
 
 
+def pairs() -> TokenTable:
+    """Six pairs with a prompt each, whose targets are other tokens, one of them behind the last."""
+    rng = np.random.default_rng(9)
+    lengths, columns = rng.integers(6, 14, 12), np.arange(14)
+    attention, scored = columns < lengths[:, None], (columns >= 4) & (columns <= lengths[:, None])
+    ids, targets = rng.integers(0, 63, (2, *attention.shape)).astype(np.int32)
+    ids[1::2, :4] = ids[::2, :4]
+    groups = np.repeat(np.arange(6), 2)
+    return with_reference(TokenTable(ids * attention, attention, scored, {}, groups, targets=targets))
+
+
+def surprise(tokens) -> TokenLoss:
+    return TokenLoss(-tokens.logprobs)
+
+
+def halves(trainer: Trainer, state: ModelState, *, want: bool) -> dict[str, np.ndarray]:
+    """Gradient and predictions of a coupled loss, and with `want` of a loss of tokens too."""
+    tables = {"coupled": (pairs(), Pairs())}
+    if want:
+        tables["targets"] = pairs().weighted("token_mean", 1), surprise
+    result = {}
+    for name, (table, objective) in tables.items():
+        found = trainer.forward_backward(state, table, objective, StepTotals(), want=True)
+        assert found.predictions is not None
+        result |= {f"{name} predictions": found.predictions, f"{name} loss": np.float64(found.loss)}
+        result |= arrays(f"{name} gradient", jax.tree.map(lambda x: x.sum(axis=0), found.total))
+    return result
+
+
 def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     """What STEPS steps of two mini-batches each come to, with a KL and an entropy term."""
     config = load_config(None, ["advantage.estimator=gae", *layout.split()], environ={}).config
@@ -161,7 +194,9 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     first = to_host(params["layers"][0]["qkv"])
     state = learner.init(params, critic_params)
     before = [leaf.sharding for leaf in jax.tree.leaves((state.params, state.opt_state))]
-    result = {}
+    # Of the parameters before training, which wait where `offload.policy` says.
+    on_device = replace(state, params=to_memory("device", state.params))
+    result = halves(learner.trainer, on_device, want=mode != "both")
     for step in range(STEPS):
         engine.sync_weights(state.params, state.step)
         rollouts = engine.generate(prompts(step), step=step)

@@ -13,15 +13,24 @@ from quatrain.config.schema import UpdateConfig
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
-from quatrain.forward.specs import PolicySpec
+from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
 from quatrain.models.families import architecture_from_hf
-from quatrain.models.lora import adapters_of, changed, with_adapters, with_trained, without_adapters
+from quatrain.models.lora import (
+    adapters_of,
+    changed,
+    merged,
+    trained_part,
+    with_adapters,
+    with_trained,
+    without_adapters,
+)
 from quatrain.models.params import init_params
 from quatrain.models.spec import LORA_A, LORA_B
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
+from quatrain.update.coupled import LINEAR
 from quatrain.update.gradient import sum_gradients, weighted_loss
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.residuals import ResidualMemory
@@ -167,6 +176,29 @@ def test_the_gradient_of_adapters_of_experts(case, targets, remat, cuttings, mak
             largest = float(jnp.abs(wanted).max())
             np.testing.assert_allclose(np.asarray(got)[0], wanted, rtol=1e-5, atol=1e-5 * largest)
             assert largest > 1e-6
+
+
+@pytest.mark.parametrize("planner", [PADDED, pytest.param(PACKED, marks=pytest.mark.slow)])
+def test_a_score_head_beside_adapters_has_the_gradient_of_the_merged_model(planner, make_batch):
+    """As where the head was frozen with the base: then a reward model with adapters learns nothing."""
+    arch = replace(_arch("llama"), head="value_head")
+    base = init_params(replace(arch, lora=None), jax.random.key(3))
+    row = jax.random.normal(jax.random.key(6), base["score"].shape)
+    params = with_adapters(base | {"score": row}, arch, jax.random.key(3))
+    params = with_trained(params, jax.tree.map(lambda x: x + 0.02, trained_part(params, arch)), arch)
+    table = replace(_table(make_batch), columns={"weights": _table(make_batch).columns["weights"]})
+
+    def gradient(arch, params):
+        model = CriticSpec(arch)
+        batches = (batch for _, batch in micro_batches(table, planner, one_device(), model.forms))
+        return sum_gradients(params, batches, model=model, objective=LINEAR)[0]
+
+    found = gradient(arch, params)
+    expected = gradient(replace(arch, lora=None), merged(params, arch))["score"]
+    assert found.keys() == {"layers", "score"}
+    assert float(jnp.abs(expected).max()) > 0.1
+    np.testing.assert_allclose(found["score"], expected, rtol=1e-4, atol=1e-5)
+    assert float(jnp.abs(found["layers"][0]["qkv_lora_b"]).max()) > 1e-6
 
 
 def test_only_adapters_have_a_gradient_and_nothing_of_the_base_is_held(make_batch, monkeypatch):

@@ -70,7 +70,7 @@ def trained_state():
         train_step=4,
         critic=critic,
         reward_kl_coef=0.25,
-        position=PromptPosition(48, 3),
+        position=PromptPosition(48, 3, (None, 1 / 3, 0.0)),
         metrics={"loss": None},
     )
 
@@ -131,7 +131,7 @@ def test_a_resumed_run_has_the_whole_state_again(tmp_path):
                 now, then = (tree.get("mu", tree)["w"] for tree in (now, then))
                 np.testing.assert_array_equal(now, then)
     assert (restored.train_step, restored.reward_kl_coef) == (4, 0.25)
-    assert restored.position == PromptPosition(next_prompt=48, steps_without_signal=3)
+    assert restored.position == PromptPosition(48, 3, (None, 1 / 3, 0.0))
     np.testing.assert_array_equal(reference.value, numbers(40)["w"])
     assert evaluations.restored == (0.5, 4, [4])
 

@@ -1,4 +1,4 @@
-"""When `run.stop_when` ends a run; runs that end so are in `e2e/test_stop_when.py` and `e2e/test_given_run.py`."""
+"""When the patience of `run.stop_when` ends a run; runs that end so are in `e2e/`."""
 
 import math
 

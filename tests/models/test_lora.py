@@ -16,8 +16,10 @@ from quatrain.models.lora import (
     changed,
     check_lora,
     copies_if_aliased,
+    frozen_part,
     has_adapters,
     merged,
+    trained_part,
     with_adapters,
     with_lora,
     with_trained,
@@ -78,6 +80,31 @@ def test_base_and_adapters_are_parts_of_one_tree(adapted, small_params):
     assert has_adapters(params)
     assert not has_adapters(base)
     assert merged(base, arch) is base
+
+
+def test_a_score_head_is_trained_beside_the_adapters(adapted, small_params):
+    """Its numbers are kept, in float32 whatever its base has; it is no part of what is frozen."""
+    arch = replace(adapted[0], head="value_head")
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small_params)
+    row = jnp.linspace(-1, 1, arch.hidden_size, dtype=jnp.bfloat16)[None]
+    params = with_adapters(base | {"score": row}, arch, jax.random.key(1))
+    trained = trained_part(params, arch)
+    assert trained.keys() == {"layers", "score"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
+    np.testing.assert_array_equal(trained["score"], row.astype(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, trained["layers"], adapters_of(adapted[1])["layers"])
+    assert jax.tree.structure(trained) == jax.tree.structure(
+        trained_part(partition(arch, MeshShape(1, 2, 2)), arch)
+    )
+    moved = with_trained(params, jax.tree.map(lambda x: x + 1, trained), arch)
+    np.testing.assert_array_equal(moved["score"], params["score"] + 1)
+    frozen = frozen_part(moved)
+    assert "score" not in frozen
+    assert all(x is y for x, y in zip(jax.tree.leaves(frozen), jax.tree.leaves(base), strict=True))
+    into = merged(moved, arch)
+    assert into["score"].dtype == jnp.bfloat16  # a model of one dtype, as its config.json says
+    np.testing.assert_array_equal(into["score"], moved["score"].astype(jnp.bfloat16))
+    assert not has_adapters(into)
 
 
 def test_weights_for_the_sampler_share_no_buffer_that_is_donated(adapted):

@@ -1,4 +1,4 @@
-"""Writes the tokens and masks that TRL prepares of rows in each of its forms, for `tests/data/test_row_forms.py`.
+"""Writes the tokens and masks that TRL prepares of rows in all forms, for `tests/data/test_row_forms.py`.
 
 Needs trl, datasets and torch, which the tests do not. Run from the repository's root:
 

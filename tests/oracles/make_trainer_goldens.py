@@ -135,7 +135,7 @@ def objectives() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     dpo: dict[str, Any] = {"beta": BETA}
     smooth = {**dpo, "label_smoothing": EPSILON}
     return {
-        "sft": (SFTTrainer, SFTConfig, {}),
+        "sft": (SFTTrainer, SFTConfig, {"completion_only_loss": True}),
         **{
             loss: (DPOTrainer, DPOConfig, {**dpo, "loss_type": [loss]})
             for loss in ("sigmoid", "ipo", "hinge")
@@ -174,6 +174,9 @@ def train(name: str, models: Path, data: dict[str, Any]) -> tuple[list[float], l
     else:
         model = AutoModelForCausalLM.from_pretrained(models / "policy", **load)
     model.config.pad_token_id = PAD
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # else a token that happens to be it has no gradient
     written = Written()
     with tempfile.TemporaryDirectory() as out:
         config = config_class(

@@ -43,59 +43,17 @@ def size(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_a_step_has_both_answers_of_each_pair_and_each_example_once(final):
-    sizes = ("max_length=100", "batch_size=24")
-    for task, sequences in (("sft", 24), ("dpo", 48), ("rm", 48)):
-        own = (f"{task}.{each}" for each in sizes)
-        found = plan(final(task, *own, "update.max_tokens_per_device=400", "mesh=2,1,1"), devices=2)
-        assert found["sequences_per_step"] == sequences
-        assert found["max_sequence_tokens"] == 100
-        # At most 4 of the longest in a micro-batch of a shard. Of the shortest, two tokens each, 200; where
-        # a pair has one prompt, 399 answers of one token.
-        longest = -(-sequences // (2 * 4))
-        assert found["micro_batches_per_optimizer_step"] == {"min": 1, "max": longest}
-    judged = plan(final("dpo", "dpo.loss=kto", "dpo.batch_size=24"))
-    assert (judged["answers_per_step"], judged["sequences_per_step"]) == (24, 24)
-    rows = plan(final("rm", "rm.batch_size=24", "update.micro_batch_size=5"))
-    assert (rows["micro_batch_sequences"], rows["micro_batches_per_optimizer_step"]) == (5, 10)
-
-
-def test_what_is_swept_is_what_the_loss_reads(final):
-    swept = {
-        "sft": (0, None),
-        "dpo": (1, 1),
-        "rm": (1, None),
-    }
-    for task, (predictions, reference) in swept.items():
+def test_the_reference_is_swept_once_where_the_loss_reads_one(final):
+    swept = {"dpo": 1, "rm": None, "sft": None}
+    for task, count in swept.items():
         found = plan(final(task))
-        assert found["prediction_passes"] == predictions
-        assert {row.key: row.value for row in found.rows}.get("reference_passes") == reference
+        assert {row.key: row.value for row in found.rows}.get("reference_passes") == count
+        lines = overview(found)
+        assert any(line.startswith("reference") for line in lines) == bool(count)
+        assert any("pass without gradient" in line for line in lines) == (task != "sft")
+        assert all(len(line) < 80 for line in lines)
     alone = plan(final("dpo", "dpo.loss=orpo"))
-    assert alone["reference_passes"] == 0
-    assert "reference_passes" not in render(alone)
-    assert not any("reference" in line for line in overview(alone))
-
-
-def test_the_steps_are_those_that_are_set_or_need_the_data(final):
-    assert plan(final("sft"))["optimizer_steps"] == 7
-    dpo = next(row for row in plan(final("dpo", "dpo.epochs=2")).rows if row.key == "optimizer_steps")
-    assert dpo.value is None
-    assert dpo.why.startswith("ceil(dpo.epochs x pairs of dpo.data / R)")
-
-
-@pytest.mark.parametrize("task", GIVEN)
-def test_the_overview_has_the_numbers_of_the_plan_in_narrow_lines(final, task):
-    lines = overview(plan(final(task, f"{task}.batch_size=6", f"{task}.max_length=50")))
-    first = {"sft": "6 examples = 6 sequences", "dpo": "6 pairs = 12 sequences"}
-    assert lines[0] == f"batch: {first.get(task, first['dpo'])} of at most 50 tokens"
-    assert not any(line.startswith(("rollout", "log-probabilities")) for line in lines)
-    assert all(len(line) < 80 for line in lines)
-
-
-def test_more_shards_than_sequences_are_told(final):
-    (warning,) = plan(final("rm", "rm.batch_size=2", "mesh=8,1,1"), devices=8).warnings
-    assert "more data shards (8) than sequences of an optimizer step (4)" in warning
-    assert warning.endswith("raise rm.batch_size, or use fewer devices")
+    assert "reference" not in render(alone) + "".join(overview(alone))
 
 
 @pytest.mark.parametrize("task", GIVEN)

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from classifiers import TO_SCORE, TRAINED, trained_classifier
+from classifiers import QUESTION, TO_SCORE, TRAINED, trained_classifier
 from goldens import GOLDEN
 from rollouts import make_rollouts
 from transformers import AutoTokenizer
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from quatrain.config.schema import DataConfig, ModelConfig, RewardConfig
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.chat_template import with_chat_template
+from quatrain.data.preferences import load_pairs
 from quatrain.data.tokenizer import encode, for_scoring, load_tokenizer, render_completed
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.reward_model import load_reward_models
@@ -56,6 +57,63 @@ def test_others_read_the_same_tokens_which_end_as_in_training(final):
     assert encode(tokenizer, "Tom", closed=False) == encode(builtin_tokenizer(), "Tom")
 
 
+def test_pairs_are_trained_as_they_are_scored(final):
+    """As where a template's line break behind an answer, or the end token of a text, was left out in one."""
+    _, folder = final
+    tokenizer = load_tokenizer(str(folder))
+    asked, text = [dict(QUESTION[0])], "Tom has 2 coins"
+    messages = [{"role": "assistant", "content": "<answer>5</answer>"}]
+    table = [
+        {"prompt": asked, "chosen": "<answer>5</answer>", "rejected": "<answer>56</answer>"},
+        {
+            "prompt": asked,
+            "chosen": messages,
+            "rejected": [{"role": "assistant", "content": "<answer>6</answer>"}],
+        },
+        {"chosen": [*asked, *messages], "rejected": [*asked, {"role": "assistant", "content": "6"}]},
+        {"prompt": text, "chosen": " and finds 3 more.", "rejected": " and finds"},
+        {"chosen": f"{text} and finds 3 more.", "rejected": f"{text} and finds 1."},
+    ]
+    answers = [
+        *[
+            (QUESTION, "<answer>5</answer>", "<answer>56</answer>"),
+            (QUESTION, "<answer>5</answer>", "<answer>6</answer>"),
+        ],
+        *[(QUESTION, "<answer>5</answer>", "6"), (text, " and finds 3 more.", " and finds")],
+        (text, " and finds 3 more.", " and finds 1."),
+    ]
+    for row, (prompt, *both) in zip(table, answers, strict=True):
+        given = {"rows": {"given": [row]}, "seed": 0, "scored": True, "section": "rm"}
+        (pair,) = load_pairs("given", DataConfig(), tokenizer, **given).head()
+        assert len(pair.prompt_ids) > 3
+        for ids, answer in zip((pair.chosen_ids, pair.rejected_ids), both, strict=True):
+            assert [*pair.prompt_ids, *ids] == render_completed(tokenizer, prompt, answer)
+            assert len(ids) > 0
+
+
+def scored_pairs(template, **columns):
+    """The source of one row's pair, for a reward model whose template is `template`."""
+    tokenizer = builtin_tokenizer()
+    tokenizer.chat_template = template
+    row = {"prompt": [dict(QUESTION[0])], "chosen": "5", "rejected": "6", **columns}
+    given = {"rows": {"given": [row]}, "seed": 0, "stop_ids": (tokenizer.eos_token_id,), "section": "rm"}
+    return load_pairs("given", DataConfig(), tokenizer, scored=True, **given)
+
+
+WRITTEN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ mood }}{% endfor %}"
+
+
+def test_answers_that_the_template_writes_alike_are_no_pair():
+    with pytest.raises(ValueError, match="must be two different answers; both are '5'"):
+        scored_pairs(WRITTEN, rejected="5 ")
+
+
+def test_what_scoring_does_not_give_to_the_template_is_told():
+    assert scored_pairs(WRITTEN).warnings == []
+    (warning,) = scored_pairs(WRITTEN, chat_template_kwargs={"mood": "!"}).warnings
+    assert "a reward model gets neither where it scores" in warning
+
+
 def test_files_say_what_they_are_to_transformers_and_peft(final):
     _, folder = final
     config = json.loads((folder / "config.json").read_text())
@@ -83,5 +141,5 @@ def test_a_padding_token_ends_no_completion_or_there_is_none(caplog):
 def test_variables_of_the_template_that_scoring_would_lack_are_refused():
     template = "{% for m in messages %}{{ m['content'] }}{{ mood }}{% endfor %}"
     data = DataConfig(chat_template=template, chat_template_kwargs={"mood": "!"})
-    with pytest.raises(ValueError, match="without data.chat_template_kwargs; got .*; leave the key out"):
+    with pytest.raises(ValueError, match=r"without data\.chat_template_kwargs; got .*; leave the key out"):
         for_scoring(with_chat_template(builtin_tokenizer(), data), (1,))

@@ -13,6 +13,7 @@ ALWAYS = {
     "data.pass_rate_column": "pass_rate",
     "data.min_pass_rate": None,
     "data.max_pass_rate": None,
+    "data.curriculum": {},
     "rollout.n": 8,
     "rollout.max_staleness": 0,
     "rollout.in_flight": False,
@@ -27,6 +28,10 @@ ALWAYS = {
     [
         ({}, {}),
         ({"data": {"train": ["a.jsonl", "b.jsonl"]}}, {"data.train": ["a.jsonl", "b.jsonl"]}),
+        (
+            {"data": {"train": [{"path": "a", "weight": 1}, {"path": "b", "weight": 0.5}]}},
+            {"data.train": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 0.5}]},
+        ),
         ({"critic": {"enabled": True}}, {"critic_optimizer.state_dtype": "float32"}),
         (
             {"lora": {"rank": 2, "targets": ["o"]}},

@@ -148,6 +148,10 @@ def test_a_step_reports_the_coupled_loss_and_its_metrics_once(policy, pairs):
     assert totals.metrics["update/grad_norm"].result() > 1e-2
     after = predict_tokens(state.params, pairs, model=model, planner=ROWS)
     assert Pairs()(after.astype(np.float64), pairs).loss < expected.loss
+    compiled = num_compilations()
+    other = replace(pairs, of_rows={"reference": np.ones(8)}).with_columns(margins=after)
+    trainer.step(state, other, Pairs(), totals, 1)
+    assert num_compilations() == compiled  # what the loss is made of is in no program
 
 
 @pytest.mark.parametrize("planner", [ROWS, SHARED])
@@ -271,6 +275,7 @@ def _at(row, place, value):
         (_at(2, 10, 1e39), 1.0, {}, "finite float32 numbers; got 1e[+]39 for token 10 of sequence 2"),
         (_at(3, 0, 0.5), 1.0, {}, "0 outside table.completion_mask.*got 0.5 for token 0 of sequence 3"),
         (SLOPES, np.inf, {}, "a coupled loss is a finite number; got inf"),
+        (SLOPES, 1.0, {"gap": 0.5}, "are of types.metrics.Metric; got 0.5 for 'gap'"),
         (SLOPES, 1.0, {"loss": Metric(1.0)}, "got 'loss', which is logged already"),
     ],
 )

@@ -205,6 +205,9 @@ def test_names_layout_and_architecture(family: str, tied: bool, tmp_path: Path) 
     path = write(tmp_path / "m.gguf", family, permuted(tensors) if family == "llama" else tensors)
     arch, params = load_gguf(path)
     assert gguf_architecture(path) == arch
+    scored, begun = load_gguf(path, head="value_head")  # what a reward model begins with
+    assert (scored.head, begun.keys() - {"score"}) == ("value_head", params.keys() - {"lm_head"})
+    np.testing.assert_array_equal(begun["score"], np.zeros((1, HIDDEN)))
     weights = {name: weight for name, (weight, _) in tensors.items()}
 
     assert arch.family == family

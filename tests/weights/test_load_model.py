@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quatrain.models.families import architecture_to_hf, builtin_architecture
+from quatrain.models.params import init_params
 from quatrain.weights.hf import model_directory, save_hf
 from quatrain.weights.load_model import load_architecture, load_classifier, load_model
 
@@ -28,6 +29,28 @@ def test_saved_model_loads_back(tmp_path):
     again = load_model(str(tmp_path / "saved"))
     assert again.arch == model.arch
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reward_model_begins_as_the_language_model_with_a_head_of_zeros(tmp_path, tied):
+    """The same body whether it is built in or from a folder, and no head of the vocabulary beside it."""
+    arch = dataclasses.replace(builtin_architecture("tiny", 20, (4,)), tie_embeddings=tied)
+    params = init_params(arch, jax.random.key(3))
+    save_hf(tmp_path, arch, params)
+    for seed in (3, 3) if tied else ():
+        built = load_model("builtin:tiny", seed=seed, vocab_size=20, eos_token_ids=(4,), head="value_head")
+        _check_begun(built, params)
+    found = load_model(str(tmp_path), head="value_head")
+    _check_begun(found, params)
+    save_hf(tmp_path, found.arch, {**found.params, "score": found.params["score"] + 2})
+    np.testing.assert_array_equal(load_model(str(tmp_path), head="value_head").params["score"], 2)
+
+
+def _check_begun(model, params):
+    assert model.arch.head == "value_head"
+    own = dict(model.params)
+    np.testing.assert_array_equal(own.pop("score"), np.zeros((1, 128)))
+    jax.tree.map(np.testing.assert_array_equal, own, {k: v for k, v in params.items() if k != "lm_head"})
 
 
 def test_an_architecture_needs_no_weights(monkeypatch, tmp_path):

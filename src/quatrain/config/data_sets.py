@@ -1,7 +1,15 @@
 """The forms of a data set in the configuration, brought into one before they are typed."""
 
 import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import unquote
 
@@ -10,6 +18,22 @@ from pydantic_core import PydanticCustomError
 REASONING_GYM = "reasoning_gym:"
 """The beginning of a data set of the package reasoning-gym, `reasoning_gym:NAME?size=500&seed=0&…`."""
 GYM_DEFAULTS = {"size": 500, "seed": 0}
+
+
+MOST_PARTS = 1_000_000
+"""Largest sum of a mixture's weights as whole numbers; after so many rows, all sources have their shares."""
+
+
+@dataclass(frozen=True)
+class MixedSet:
+    """A data set of a mixture, and its weight in it."""
+
+    path: str
+    weight: float
+
+
+TrainingSpec = str | tuple[str, ...] | tuple[MixedSet, ...]
+"""One data set, several that are read as one, or a mixture: what `training_sets` returns."""
 
 
 def data_sets(spec: object) -> object:
@@ -23,18 +47,100 @@ def data_sets(spec: object) -> object:
     return spec[0] if len(spec) == 1 else tuple(spec)
 
 
-def data_set_list(spec: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The data sets of a value that `data_sets` returned."""
-    return (spec,) if isinstance(spec, str) else spec
+def training_sets(spec: object) -> object:
+    """As `data_sets`; or a mixture, a list of mappings `{path, weight}`, as a tuple of `MixedSet`s."""
+    entries = spec if isinstance(spec, list | tuple) else ()
+    mixed = [isinstance(entry, Mapping | MixedSet) for entry in entries]
+    if not any(mixed):
+        return data_sets(spec)
+    if not all(mixed):
+        raise _rule(
+            "must be a list of names, which is read as one data set, or a list of {path, weight}, a mixture, "
+            "and has both forms; give each entry a weight, as {path: a.jsonl, weight: 1}, or none"
+        )
+    sets = tuple(map(_mixed_set, entries))
+    paths = [each.path for each in sets]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise _rule(f"must name each data set of a mixture once; {twice[0]} is there twice; add the weights")
+    if sum(whole_weights(sets)) > MOST_PARTS:
+        raise _rule(
+            "must have weights in the proportions of whole numbers whose sum is at most "
+            f"{MOST_PARTS:,}; these need larger ones; round the weights, as 0.333 and 0.667"
+        )
+    return sets if len(sets) > 1 else sets[0].path
 
 
-def shown_data_sets(spec: str | tuple[str, ...]) -> str:
-    """The data sets of a value that `data_sets` returned, as text for messages."""
+def _mixed_set(entry: Any) -> MixedSet:
+    if isinstance(entry, MixedSet):
+        return entry
+    path, weight = entry.get("path"), entry.get("weight")
+    if set(entry) != {"path", "weight"} or not isinstance(path, str) or not path:
+        raise _rule("must have entries {path, weight} in a mixture, with these two keys and a path as text")
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not math.isfinite(weight) or not weight > 0:
+        raise _rule(
+            f"must have a weight above 0, a finite number, for each data set of a mixture; that of {path} is "
+            "not so; leave out a data set that is not to be drawn"
+        )
+    return MixedSet(path, float(weight))
+
+
+def _rule(text: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{rule}", {"rule": text})
+
+
+def whole_weights(spec: TrainingSpec) -> tuple[int, ...]:
+    """The weights of a mixture as the smallest whole numbers in the same proportions; () for other data sets.
+
+    A weight is the decimal number that was written: 0.1 is a tenth, exactly.
+    """
+    weights = [Fraction(str(each.weight)) for each in spec if isinstance(each, MixedSet)]
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
+    return tuple(weight // math.gcd(*whole) for weight in whole)
+
+
+def data_set_list(spec: TrainingSpec) -> tuple[str, ...]:
+    """The data sets of a value that `data_sets` or `training_sets` returned."""
+    if isinstance(spec, str):
+        return (spec,)
+    return tuple(each if isinstance(each, str) else each.path for each in spec)
+
+
+def shown_data_sets(spec: TrainingSpec) -> str:
+    """The data sets of a value that `data_sets` or `training_sets` returned, as text for messages."""
     return ", ".join(data_set_list(spec))
 
 
-def is_gym(spec: str | tuple[str, ...]) -> bool:
-    """Whether all data sets of a value that `data_sets` returned are of reasoning-gym."""
+def source_names(spec: TrainingSpec) -> dict[str, str]:
+    """By data set, a short name that no other of `spec` has, for metrics: letters, digits, '_', '.' and '-'.
+
+    The name of a file without its ending, or what a name of another kind says after `builtin:` and the like.
+    """
+    every = list(dict.fromkeys(data_set_list(spec)))
+    short = {each: _plain(_short(each)) for each in every}
+    used = Counter(short.values())
+    names: dict[str, str] = {}
+    for each in every:
+        name = short[each] if used[short[each]] == 1 else _plain(each)
+        numbered = (f"{name}-{number}" for number in count(2))
+        names[each] = (
+            name if name not in names.values() else next(n for n in numbered if n not in names.values())
+        )
+    return names
+
+
+def _short(spec: str) -> str:
+    name = re.sub(r"^[a-z_]+:", "", spec.partition("?")[0])
+    return PurePath(name).stem if re.search(r"\.(jsonl?|parquet|csv)$", name) else name
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data"
+
+
+def is_gym(spec: TrainingSpec) -> bool:
+    """Whether all data sets of a value that `training_sets` returned are of reasoning-gym."""
     return all(each.startswith(REASONING_GYM) for each in data_set_list(spec))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from quatrain.config.data_sets import data_sets
+from quatrain.config.data_sets import MixedSet, data_sets, training_sets
 from quatrain.config.mesh import IN_TEXT, axis_sizes, device_numbers
 
 LARGEST_COUNT = 2**31 - 1
@@ -137,6 +137,9 @@ NonNegative = Annotated[int, Field(ge=0), _fits]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 DataSets = Annotated[Text | tuple[Text, ...], BeforeValidator(data_sets)]
+_Mixed = Annotated[MixedSet, WithJsonSchema({"const": "{path: text, weight: number > 0}"})]
+TrainingSets = Annotated[Text | tuple[Text, ...] | tuple[_Mixed, ...], BeforeValidator(training_sets)]
+"""One data set, a list that is read as one, or a mixture."""
 PlainValue = Annotated[Any, BeforeValidator(plain_value), WithJsonSchema({"const": "any value"})]
 Argument = Annotated[
     float | int | bool | str | None,

@@ -108,6 +108,19 @@ def _of_other_engines(key: str, none: str) -> Rule:
     return Rule(key, lambda c: _filters(c) and value_at(c, key), sentence)
 
 
+def _of_curriculum(key: str) -> Rule:
+    why = {
+        "data.shuffle": "it draws prompts at random",
+        "rollout.dynamic_sampling_rounds": "which prompts are drawn again changes with the rates",
+        "rollout.in_flight": "prompts are drawn by the rewards of all batches before",
+    }
+    default = {"data.shuffle": "true", "rollout.dynamic_sampling_rounds": "1", "rollout.in_flight": "false"}
+    sentence = (
+        f"must be {default[key]} with data.curriculum: {why[key]}; set that, or leave data.curriculum out"
+    )
+    return Rule(key, lambda c: c.data.curriculum and not is_default(c, key), sentence)
+
+
 def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
     sentence = f"needs {needed}; set that, or false"
     return Rule("rollout.in_flight", lambda c: c.rollout.in_flight and lacking(c), sentence)
@@ -161,6 +174,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.data.max_pass_rate is not None and (c.data.min_pass_rate or 0) > c.data.max_pass_rate,
         "must be at most data.max_pass_rate ({c.data.max_pass_rate}); lower it, or raise data.max_pass_rate",
     ),
+    *map(_of_curriculum, ("data.shuffle", "rollout.dynamic_sampling_rounds", "rollout.in_flight")),
     *no_effect(
         ["eval.temperature", "eval.top_p"],
         lambda c: c.eval.n,

@@ -106,13 +106,6 @@ class Config(Section):
         return sections.get(self.run.task, self.sft)
 
     @property
-    def given_row(self) -> tuple[str, int]:
-        """What rows of given data are called, and how many sequences one has: both answers of a pair."""
-        if self.run.task in ("rl", "sft"):
-            return "examples", 1
-        return ("answers", 1) if self.run.task == "dpo" and self.dpo.loss == "kto" else ("pairs", 2)
-
-    @property
     def generates(self) -> bool:
         """Whether the run completes prompts and scores them: in training, or in evaluations alone."""
         return not self.run.on_given_data or generates(self)

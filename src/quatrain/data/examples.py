@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from quatrain.config.data_sets import TrainingSpec
 from quatrain.config.errors import listed, shown
 from quatrain.config.schema import DataConfig
 from quatrain.data.answers import Answers, checked_answer, is_trained, unread_fields, unwritten
@@ -40,7 +41,7 @@ from quatrain.data.prompts import (
 )
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, read_rows
 from quatrain.data.token_table import Table, TokenRow
-from quatrain.data.tokenizer import encode, fill_template, render, stop_token_ids
+from quatrain.data.tokenizer import encode, fill_template, render, render_completed, stop_token_ids
 from quatrain.data.turns import TurnTemplate
 from quatrain.types.batches import Example, PromptText
 
@@ -66,7 +67,7 @@ class GivenSource(Source, Generic[_Given]):
 
     def __init__(
         self,
-        spec: str | Sequence[str],
+        spec: TrainingSpec | Sequence[str],
         reader: GivenReader,
         made: Callable[[TokenRow, int], _Given],
         *,
@@ -96,11 +97,11 @@ def _example(row: TokenRow, number: int) -> Example:
     pieces = (row.input_ids, *row.parts)
     # Trained answers are the parts 0, 2, …
     scored = [np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)]
-    return Example(np.concatenate(pieces), np.concatenate(scored))
+    return Example(np.concatenate(pieces), np.concatenate(scored), row.source)
 
 
 def load_examples(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -137,7 +138,7 @@ def load_examples(
 
 
 def check_example_columns(
-    spec: str | Sequence[str], data: DataConfig, train_on: TrainOn, rows: GivenRows = NO_ROWS
+    spec: TrainingSpec | Sequence[str], data: DataConfig, train_on: TrainOn, rows: GivenRows = NO_ROWS
 ) -> None:
     """Raises the ValueError of `load_examples` for columns, without a tokenizer."""
     check_columns_of(spec, GivenReader(ExampleForm(data, train_on), rows))
@@ -252,7 +253,7 @@ class GivenReader:
         return found
 
 
-NOTES = ("begun", "fields", "flags", "first", "variables", "margin", "cut")
+NOTES = ("begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
 """What notes of rows are about, in the order of their warnings."""
 
 
@@ -319,6 +320,11 @@ class Dialogue:
         """The ids of an answer to `prompt`, with its end token."""
         return self.answers.ids(prompt, self.tools, answer)
 
+    def completed(self, prompt: PromptText, answer: Any) -> list[int]:
+        """The ids of a prompt with its answer as a reward model reads them."""
+        given: dict[str, Any] = {"variables": self.variables, "refused": REFUSED_OF_ROWS}
+        return render_completed(self.of.tokenizer, prompt, answer, self.tools, **given)
+
     def parts(self, messages: Messages, trained: Sequence[int]) -> list[list[int]]:
         """The ids of the prompt of the first trained message, its own, those up to the next, and so on.
 
@@ -328,9 +334,8 @@ class Dialogue:
         parts = [self.prompt(prompt)]
         for last, at in zip((None, *trained), trained, strict=False):
             if last is not None:
-                between = messages[last + 1 : at]
-                check_before_answer(between)
-                parts.append(self.turns.suffix(prompt, parts[-1], between))
+                check_before_answer(messages[:at])
+                parts.append(self.turns.suffix(prompt, parts[-1], messages[last + 1 : at]))
             parts.append(self.answer(tuple(messages[:at]), messages[at]))
         if len(trained) > 1:
             self._check_kept(messages[: trained[-1]], [index for part in parts[:-1] for index in part])
@@ -341,11 +346,12 @@ class Dialogue:
         written = self._squeezed(self.turns.prompt(tuple(messages)))
         trained = self._squeezed(ids)
         if written != trained:
-            same = next(at for at in range(len(written) + 1) if written[: at + 1] != trained[: at + 1])
+            same = [one == other for one, other in zip(written, trained, strict=False)]
+            at = max(0, [*same, False].index(False) - 10)
             raise ValueError(
                 "where several answers of a conversation are trained, the chat template must write earlier "
-                f"turns as they were trained; where {shown(trained[same:])} was, it writes later "
-                f"{shown(written[same:])}; set sft.train_on=completion, which trains the last answer behind "
+                f"turns as they were trained; where {shown(trained[at:])} was, it writes later "
+                f"{shown(written[at:])}; set sft.train_on=completion, which trains the last answer behind "
                 "the others as the template writes them, or set data.chat_template to one that changes none"
             )
 
@@ -381,8 +387,7 @@ def check_before_answer(messages: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             "the message before an answer that is trained must be another than the assistant's; "
             + ("it is the assistant's" if messages else "there is none")
-            + "; join the messages of the assistant that follow each other, or give the first of them the "
-            "flag weight: 0"
+            + "; join the messages of the assistant that follow each other, or remove the row"
         )
 
 
@@ -528,7 +533,7 @@ class ExampleForm:
         row: Row, number: int, text: PromptText, ids: Sequence[Sequence[int]], notes: Mapping[str, str]
     ) -> TokenRow:
         first, *others = map(int32, ids)
-        return TokenRow(number, text, first, kept_columns(row), tuple(others), notes)
+        return TokenRow(number, text, first, kept_columns(row), tuple(others), notes=notes)
 
     def size(self, row: TokenRow) -> int:
         return len(row.input_ids) + sum(map(len, row.parts))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from quatrain.config.data_sets import TrainingSpec
 from quatrain.config.errors import listed, shown
 from quatrain.config.schema import DataConfig
 from quatrain.data.answers import checked_answer, is_trained
@@ -50,16 +51,16 @@ JudgedSource = GivenSource[Judged]
 
 def _pair(row: TokenRow, number: int) -> Pair:
     chosen, rejected = row.parts
-    return Pair(row.input_ids, chosen, rejected, row.columns.get(MARGIN), number)
+    return Pair(row.input_ids, chosen, rejected, row.columns.get(MARGIN), number, row.source)
 
 
 def _judged(row: TokenRow, number: int) -> Judged:
     (completion,) = row.parts
-    return Judged(row.input_ids, completion, row.columns[LABEL], number)
+    return Judged(row.input_ids, completion, row.columns[LABEL], number, row.source)
 
 
 def load_pairs(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -71,6 +72,7 @@ def load_pairs(
     section: str = "dpo",
     margins: bool = False,
     by_length: bool = False,
+    scored: bool = False,
 ) -> PairSource:
     """The pairs of the data set `spec`, with ids as a rollout would have them.
 
@@ -82,18 +84,20 @@ def load_pairs(
     token.
 
     `margins` says that the column `margin`, a number or null, is read; `by_length`, that the loss divides by
-    lengths, which the cut of whole texts changes; `section`, where messages say that keys are.
+    lengths, which the cut of whole texts changes; `section`, where messages say that keys are. If the pairs
+    are `scored`, their ids are those that a reward model reads (`render_completed`), with what the template
+    writes behind the answer.
 
     Raises ValueError, with the data set and the row, for answers that are equal or empty, for conversations
     that differ before the last answer, and as `load_examples` does.
     """
-    form = PairForm(data, Dialogues(tokenizer, stop_ids), section, margins, by_length)
+    form = PairForm(data, Dialogues(tokenizer, stop_ids), section, margins, by_length, scored)
     reader = GivenReader(form, rows, most_tokens, on_long)
     return PairSource(spec, reader, _pair, seed=seed, shuffle=data.shuffle)
 
 
 def load_judged(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -114,14 +118,14 @@ def load_judged(
 
 
 def check_pair_columns(
-    spec: str | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
+    spec: TrainingSpec | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
 ) -> None:
     """Raises the ValueError of `load_pairs` for columns, without a tokenizer."""
     check_columns_of(spec, GivenReader(PairForm(data, section=section), rows))
 
 
 def check_judged_columns(
-    spec: str | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
+    spec: TrainingSpec | Sequence[str], data: DataConfig, rows: GivenRows = NO_ROWS, *, section: str = "dpo"
 ) -> None:
     """Raises the ValueError of `load_judged` for columns, without a tokenizer."""
     check_columns_of(spec, GivenReader(JudgedForm(data, section=section), rows))
@@ -146,6 +150,7 @@ class PairForm:
     section: str = "dpo"
     margins: bool = False
     by_length: bool = False
+    scored: bool = False
     what: str = "pairs"
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
@@ -170,14 +175,20 @@ class PairForm:
             columns[MARGIN] = _margin(row)
         elif row.get(MARGIN) is not None:
             notes["margin"] = f"have a `{MARGIN}`, which only `quatrain rm` reads"
+        dialogue = self.dialogues.of(row)
+        if self.scored and (dialogue.tools or dialogue.variables):
+            notes["given"] = (
+                "have `tools` or `chat_template_kwargs`, which are trained on; a reward model gets neither "
+                "where it scores completions (`model:` in reward.functions)"
+            )
         if self.by_length and not self._has_prompt(row) and isinstance(found.text, str):
             notes["cut"] = (
                 "have no `prompt`, so it ends where the tokens of both texts differ first; the loss divides "
                 "by the lengths of what follows; give the prompts, if the answers begin earlier"
             )
-        notes |= note_answers(self.dialogues.of(row), found.text, found.given, row)
+        notes |= note_answers(dialogue, found.text, found.given, row)
         answers = tuple(map(int32, found.answers))
-        return [TokenRow(number, found.text, int32(found.prompt_ids), columns, answers, notes)]
+        return [TokenRow(number, found.text, int32(found.prompt_ids), columns, answers, notes=notes)]
 
     def _has_prompt(self, row: Row) -> bool:
         return row.get(self.data.question_column or "prompt") is not None
@@ -196,7 +207,7 @@ class PairForm:
             found = self._of_messages(dialogue, row, chosen, rejected)
         elif self._has_prompt(row):
             text = self._prompt_text(row)
-            found = answered(dialogue, text, [chosen, rejected], (CHOSEN, REJECTED))
+            found = self._to_prompt(dialogue, text, [chosen, rejected])
         else:
             found = self._of_texts(row, chosen, rejected)
         if found is not None and found.answers[0] == found.answers[1]:
@@ -224,7 +235,17 @@ class PairForm:
         if any(is_trained(message) is False for message in last):
             return None
         check_before_answer(before)
-        return answered(dialogue, tuple(before), last, (CHOSEN, REJECTED))
+        return self._to_prompt(dialogue, tuple(before), last)
+
+    def _to_prompt(self, dialogue: Dialogue, text: PromptText, given: list[Any]) -> _Answered:
+        """Both answers to a prompt; for a reward model with what both have in common as the prompt."""
+        found = answered(dialogue, text, given, (CHOSEN, REJECTED))
+        if not self.scored:
+            return found
+        both = [dialogue.completed(text, answer) for answer in given]
+        # Where a tokenizer joins the end of a prompt with an answer, less of the prompt is common.
+        cut = min(len(found.prompt_ids), in_common(both), *(len(ids) - 1 for ids in both))
+        return found._replace(prompt_ids=both[0][:cut], answers=[ids[cut:] for ids in both])
 
     def _whole(self, row: Row, name: str, given: list[Any]) -> Messages:
         """The whole conversation of an answer, which may have its prompt in the column of prompts."""
@@ -263,9 +284,7 @@ class PairForm:
             )
         tokenizer = self.dialogues.tokenizer
         both = [encode(tokenizer, text, closed=False) for text in (chosen, rejected)]
-        shorter = min(map(len, both))
-        first, second = (np.array(ids[:shorter]) for ids in both)
-        common = int(np.logical_and.accumulate(first == second).sum())
+        common, shorter = in_common(both), min(map(len, both))
         if chosen != rejected and common == shorter:
             raise ValueError(
                 f"`{CHOSEN}` and `{REJECTED}` without a `prompt` must differ before one of them ends, which "
@@ -346,13 +365,19 @@ class JudgedForm:
         notes = note_answers(dialogue, text, [given], row)
         columns = {**kept_columns(row), LABEL: bool(label)}
         parts = tuple(map(int32, found.answers))
-        return [TokenRow(number, text, int32(found.prompt_ids), columns, parts, notes)]
+        return [TokenRow(number, text, int32(found.prompt_ids), columns, parts, notes=notes)]
 
     def size(self, row: TokenRow) -> int:
         return self._pairs.size(row)
 
     def cut(self, row: TokenRow, limit: int) -> TokenRow | None:
         return self._pairs.cut(row, limit)
+
+
+def in_common(both: Sequence[Sequence[int]]) -> int:
+    """The number of token ids that two texts have in common at the beginning."""
+    first, second = (np.array(ids[: min(map(len, both))]) for ids in both)
+    return int(np.logical_and.accumulate(first == second).sum())
 
 
 def answered(dialogue: Dialogue, text: PromptText, given: list[Any], names: Sequence[str]) -> _Answered:

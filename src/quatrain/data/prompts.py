@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import numpy as np
 
 from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
-from quatrain.config.data_sets import data_set_list, data_sets, shown_data_sets
+from quatrain.config.data_sets import (
+    TrainingSpec,
+    data_set_list,
+    shown_data_sets,
+    source_names,
+    training_sets,
+    whole_weights,
+)
 from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
@@ -27,6 +33,7 @@ from quatrain.data.chat_template import variables_of
 from quatrain.data.left_out import REFUSED_OF_ROWS
 from quatrain.data.messages import INSTRUCTIONS, MESSAGES, TOOLS, checked_messages, tools_of, without_nulls
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
+from quatrain.data.stream import RowStream
 from quatrain.data.token_table import Table, TokenRow
 from quatrain.data.tokenizer import render
 from quatrain.types.batches import (
@@ -52,17 +59,16 @@ _JSON_OF_MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|message
 
 
 class Source:
-    """A table, and the endless stream of its rows, reshuffled in each epoch by `seed`.
+    """A table, and the endless stream of its rows (`RowStream`), reshuffled in each epoch by `seed`.
 
-    Without `shuffle` they are in order in every epoch. What is taken depends only on the seed and the
-    position, so a checkpoint needs to store one number to resume.
+    What is taken depends only on the seed and the position, so a checkpoint needs to store one number to
+    resume.
     """
 
     def __init__(self, table: Table, *, seed: int, shuffle: bool = True):
         self._table = table
-        rows = grain.MapDataset.range(table.size)
-        # grain accepts 32-bit seeds only.
-        self._stream = (rows.shuffle(seed=seed % 2**32) if shuffle else rows).repeat()
+        sizes = list(table.sources.values()) or [table.size]
+        self._stream = RowStream(sizes, table.weights, seed=seed, shuffle=shuffle)
         self.skipped = table.skipped
         """Number of rows skipped because their prompt is longer than `data.max_prompt_length`."""
         self.truncated = table.truncated
@@ -83,12 +89,18 @@ class Source:
         """`Table.digests`: of the prompts, of their tokens and of each column, of the `first` rows."""
         return self._table.digests(first)
 
+    def mixture(self, draws: int) -> list[str]:
+        """What `draws` rows of a mixture take of each data set, in words; empty for others."""
+        table, parts = self._table, sum(self._table.weights)
+        return [
+            f"mixture: {name}, weight {weight} of {parts}: {size} rows, "
+            f"{weight * draws / parts / size:.3g} epochs of them"
+            for (name, size), weight in zip(table.sources.items(), table.weights, strict=True)
+        ]
+
     def _numbers(self, first: int, count: int) -> list[int]:
         """The numbers of the rows at `count` positions of the stream."""
-        return [int(self._stream[at]) for at in range(first, first + count)]
-
-    def _rows(self, first: int, count: int) -> list[TokenRow]:
-        return self._table.take(self._numbers(first, count))
+        return [self._stream[at] for at in range(first, first + count)]
 
 
 class PromptSource(Source):
@@ -100,7 +112,21 @@ class PromptSource(Source):
 
     def take(self, first: int, count: int) -> list[Prompt]:
         """`count` prompts from position `first` on; a prompt's `group_id` is its position in the stream."""
-        return [row.prompt(at) for at, row in enumerate(self._rows(first, count), start=first)]
+        return self.rows(self._numbers(first, count), first)
+
+    def rows(self, numbers: Sequence[int], first: int) -> list[Prompt]:
+        """The prompts of the rows with these numbers, as if they stood at the positions from `first` on."""
+        return [row.prompt(at) for at, row in enumerate(self._table.take(numbers), start=first)]
+
+    def source_of(self, position: int) -> int:
+        """The number of the data set that the prompt at `position` is of; 0 unless they are a mixture."""
+        return self._stream.source(position)
+
+    def rows_of(self, source: int) -> range:
+        """The numbers of the rows of a data set of a mixture; of others, 0 has all."""
+        sizes = list(self._table.sources.values()) or [self._table.size]
+        start = sum(sizes[:source])
+        return range(start, start + sizes[source])
 
     def head(self, count: int | None = None) -> list[Prompt]:
         """The first `count` prompts in file order (None: all); a prompt's `group_id` is its row number."""
@@ -142,7 +168,7 @@ class PromptSource(Source):
 
 
 def load_prompts(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -185,7 +211,7 @@ def load_prompts(
 
 
 def check_columns(
-    spec: str | Sequence[str],
+    spec: TrainingSpec | Sequence[str],
     data: DataConfig,
     required_columns: Mapping[str, str] | Collection[str],
     *,
@@ -195,9 +221,9 @@ def check_columns(
     check_columns_of(spec, _RowReader(data, lambda row, text: [], required_columns, given=rows))
 
 
-def check_columns_of(spec: str | Sequence[str], reader: Reader) -> None:
+def check_columns_of(spec: TrainingSpec | Sequence[str], reader: Reader) -> None:
     """Raises ValueError for columns of the data sets `spec` that `reader` cannot read."""
-    for each in dict.fromkeys(data_set_list(data_sets(spec))):  # type: ignore[arg-type]
+    for each in dict.fromkeys(data_set_list(training_sets(spec))):  # type: ignore[arg-type]
         reader.check_columns(each, list(reader.rows(each)[0]))
 
 
@@ -394,13 +420,13 @@ def named(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from error
 
 
-def load_table(spec: str | Sequence[str], reader: Reader) -> Table:
-    """The tokenised rows of one or several data sets, numbered consecutively.
+def load_table(spec: TrainingSpec | Sequence[str], reader: Reader) -> Table:
+    """The tokenised rows of one or several data sets, or of a mixture, numbered consecutively.
 
     In a run of several processes, process i of N reads the files i, i + N, ... if there are several.
     """
-    specs: tuple[str, ...] = data_set_list(data_sets(spec))  # type: ignore[arg-type]
-    name = shown_data_sets(specs)
+    sets: TrainingSpec = training_sets(spec)  # type: ignore[assignment]
+    specs, name = data_set_list(sets), shown_data_sets(sets)
     parts = [(each, each) for each in specs]
     patterns = {each: [] if each in reader.given else data_files(each) for each in specs}
     files = [(each, file) for each in specs for file in [*map(str, patterns[each])] or [each]]
@@ -420,15 +446,30 @@ def load_table(spec: str | Sequence[str], reader: Reader) -> Table:
         _check_serialisable(file, part[0])
     found = {i: tokenised[parts[i][1]] for i in here}
     counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
-    size, skipped, truncated, filtered, longer = (sum(each) for each in zip(*counts.values(), strict=True))
-    reader.check_not_empty(name, size, skipped, filtered)
+    totals = {each: _totals(counts[i] for i, (of, _) in enumerate(parts) if of == each) for each in specs}
+    size, skipped, truncated, filtered, longer = _totals(counts.values())
+    weights = whole_weights(sets)
+    # Of a mixture, every data set must have rows to draw; of others, all together.
+    for each, own in totals.items() if weights else [(name, [size, skipped, truncated, filtered])]:
+        reader.check_not_empty(each, own[0], own[1], own[3])
+    names = source_names(sets) if len(totals) > 1 else dict.fromkeys(specs, "")
     starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
-    rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part[0])}
-    table = Table(rows_here, size, skipped, truncated, filtered, longer, spread)
+    rows_here = {
+        starts[i] + k: replace(row, source=names[parts[i][0]])
+        for i, part in found.items()
+        for k, row in enumerate(part[0])
+    }
+    sources = {names[each]: own[0] for each, own in totals.items()} if weights else {}
+    table = Table(rows_here, size, skipped, truncated, filtered, longer, spread, sources, weights)
     if joined() and not spread:
         digests = {f"{name}, {part}": digest for part, digest in table.digests().items()}
         assert_same("data set", {name: f"{size} rows", **digests})
     return table
+
+
+def _totals(counts: Iterable[Sequence[int]]) -> list[int]:
+    """The numbers of `_TokenRows` of several parts, summed."""
+    return [sum(each) for each in zip(*counts, strict=True)]
 
 
 def _of_all_parts(here: dict[int, list], spread: bool) -> dict[int, list]:

@@ -33,25 +33,27 @@ class TokenRow:
     parts: tuple[np.ndarray, ...] = ()
     """int32 tokens behind the prompt. Of an example: an answer, what stands before the next, the next answer,
     and so on. Of a pair: the chosen and the rejected answer."""
+    source: str = ""
+    """Name of its data set (`source_names`); empty where there is no other."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What a warning says of this row, by what it is about; only where the row was read."""
 
     def prompt(self, group_id: int) -> Prompt:
         """The row as a `Prompt`, the input of the rollout."""
-        return Prompt(group_id=group_id, input_ids=self.input_ids, text=self.text, columns=self.columns)
+        return Prompt(group_id, self.input_ids, self.text, self.columns, self.source)
 
     def packed(self) -> list[Any]:
         """The row as a list that `unpacked` restores; JSON-serialisable if its columns are."""
         parts = [part.tolist() for part in self.parts]
-        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), parts]
+        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), parts, self.source]
 
     @classmethod
     def unpacked(cls, content: list[Any]) -> TokenRow:
         """The row that `packed` turned into `content`, for example in another process."""
-        number, text, ids, columns, parts = content
+        number, text, ids, columns, parts, source = content
         prompt = text if isinstance(text, str) else tuple(text)
         behind = tuple(np.array(part, np.int32) for part in parts)
-        return cls(number, prompt, np.array(ids, np.int32), columns, behind)
+        return cls(number, prompt, np.array(ids, np.int32), columns, behind, source)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Table:
     filtered: int = 0
     longer: int = 0
     spread: bool = False
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """The rows of each data set of a mixture, in the order of their numbers; empty for other tables."""
+    weights: tuple[int, ...] = ()
+    """The weights of `sources`, whole numbers."""
 
     def take(self, numbers: Sequence[int]) -> list[TokenRow]:
         """The rows with these numbers; if the table is spread, every process must pass the same numbers."""
@@ -96,6 +102,8 @@ class Table:
     def digests(self, first: int | None = None) -> dict[str, str]:
         """A digest of the prompts, of their tokens and of each column, of the `first` rows (None: all).
 
+        A mixture has one more, of the weights and sizes of its data sets.
+
         Each is the sum modulo 2^64 of the hashes of every row's number and value, so that it does not depend
         on which process has a row.
         """
@@ -111,6 +119,8 @@ class Table:
         sums: Counter[str] = Counter()
         for part in gather_objects(here) if self.spread else [here]:
             sums.update(part)
+        if self.weights:
+            sums["the data sets of the mixture"] = _hash([list(self.weights), list(self.sources.values())])
         return {name: f"{total % 2**64:016x}" for name, total in sums.items()}
 
 

@@ -358,19 +358,33 @@ def render(
 
 
 def render_completed(
-    tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Mapping[str, str]], completion: str
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: PromptText | Sequence[Mapping[str, str]],
+    completion: str | Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    variables: Mapping[str, Any] | None = None,
+    refused: Collection[Kind] = REFUSED - {"text"},
 ) -> list[int]:
     """The token ids of a prompt followed by its completion, as a reward model reads them.
 
     A string prompt and the completion are joined and tokenised with the special tokens that the tokenizer
     adds around any text. Messages and the completion, as the assistant's message, are rendered with the chat
-    template, which writes all special tokens. Raises ValueError for messages that `render` refuses, but only
-    warns of texts that the template leaves out: a run cannot give a reward model another template.
+    template, which writes all special tokens; it also gets `tools` and `variables`. Raises ValueError for
+    messages that `render` refuses, but by default only warns of texts that the template leaves out: a run
+    cannot give a reward model another template.
     """
     if isinstance(prompt, str):
-        return encode(tokenizer, prompt + completion)
-    messages = [*checked_messages(prompt), {"role": "assistant", "content": completion}]
-    text = fill_template(tokenizer, messages, add_generation_prompt=False, refused=REFUSED - {"text"})
+        return encode(tokenizer, f"{prompt}{completion}")
+    answer = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
+    text = fill_template(
+        tokenizer,
+        [*checked_messages(prompt), dict(answer)],
+        add_generation_prompt=False,
+        tools=tools,
+        variables=variables,
+        refused=refused,
+    )
     return encode(tokenizer, text, add_special_tokens=False)
 
 
@@ -475,8 +489,8 @@ def encode(
     """The token ids of a text; raises ValueError for text that is too long or no valid Unicode.
 
     Special tokens are those that the tokenizer adds around any text. Those in front are not added to a text
-    that begins with them, as one that a chat template has written does; without `closed`, none are added at
-    the end.
+    that begins with them, as one that a chat template has written does, nor those behind to one that ends
+    with them; without `closed`, none are added at the end.
     """
     reason = unfit_text(text)
     if reason:
@@ -490,7 +504,8 @@ def encode(
     of_text = [at for at, added in enumerate(found["special_tokens_mask"]) if not added] or [len(ids)]
     front, inner, behind = ids[: of_text[0]], ids[of_text[0] : of_text[-1] + 1], ids[of_text[-1] + 1 :]
     inner = inner if text else []
-    return [*([] if inner[: len(front)] == front else front), *inner, *(behind if closed else ())]
+    ends = not closed or inner[len(inner) - len(behind) :] == behind
+    return [*([] if inner[: len(front)] == front else front), *inner, *([] if ends else behind)]
 
 
 _BEFORE = ("\n", ".", "a", "0")

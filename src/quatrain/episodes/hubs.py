@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quatrain.config.data_sets import data_set_list, parameters
+from quatrain.config.data_sets import TrainingSpec, data_set_list, parameters
 from quatrain.config.schema import Config
 from quatrain.data.rows import GivenRows
 from quatrain.workers.pool import Failure, Pool
@@ -46,7 +46,7 @@ def hub_agent(spec: str, args: Mapping[str, Any]) -> tuple[str, Mapping[str, Any
     return spec, args
 
 
-def hub_rows(config: Config, spec: str | tuple[str, ...], given: GivenRows) -> GivenRows:
+def hub_rows(config: Config, spec: TrainingSpec, given: GivenRows) -> GivenRows:
     """`given` with the rows of the data sets `verifiers:TASKSET?…` in `spec`.
 
     `size` and `skip` are the number of tasks, and of those that are left out before; other parameters are of

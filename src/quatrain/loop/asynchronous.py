@@ -21,6 +21,7 @@ import numpy as np
 
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource
+from quatrain.loop.curriculum import Curriculum
 from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.stages import Stages
 from quatrain.loop.step import collect
@@ -79,7 +80,9 @@ class AsyncRollouts:
     ):
         rollout = config.rollout
         rounds, size = rollout.dynamic_sampling_rounds, config.data.batch_size
-        self._stages, self._sampler = stages, PromptSampler(prompts, batch_size=size, rounds=rounds)
+        curriculum = Curriculum.of(config, prompts, stages.reward)
+        self._stages = stages
+        self._sampler = PromptSampler(prompts, batch_size=size, rounds=rounds, curriculum=curriculum)
         self._max_staleness, self._in_flight = rollout.max_staleness, rollout.in_flight
         self._steps, self._barrier_every = steps, config.checkpoint.every_steps
         self._on_stage = on_stage

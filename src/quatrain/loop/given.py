@@ -102,8 +102,10 @@ def _load(config: Config, policy: LoadedPolicy, spec: Any, rows: GivenRows) -> S
     settings["section"] = task
     if task == "dpo" and config.dpo.loss == "kto":
         return load_judged(spec, config.data, policy.tokenizer, **settings)
-    margins, by_length = task == "rm", task == "dpo" and config.dpo.loss == "ipo"
-    return load_pairs(spec, config.data, policy.tokenizer, margins=margins, by_length=by_length, **settings)
+    by_length, rm = task == "dpo" and config.dpo.loss == "ipo", task == "rm"
+    return load_pairs(
+        spec, config.data, policy.tokenizer, margins=rm, scored=rm, by_length=by_length, **settings
+    )
 
 
 def check_columns_of_given(config: Config, spec: Any, rows: GivenRows) -> None:
@@ -282,7 +284,8 @@ class Course:
     def _measured(self, predicted: np.ndarray, table: TokenTable) -> Metrics:
         """The loss of predictions [B, T] float64, and what else there is to say of them."""
         if self._coupled is not None:
-            return self._coupled(predicted, table).metrics
+            with np.errstate(invalid="ignore"):  # of weights that gave no numbers, whose loss is none either
+                return self._coupled(predicted, table).metrics
         return log_likelihoods(predicted, table)
 
     def metric_names(self) -> list[str]:
@@ -326,12 +329,13 @@ class Course:
 
     def _made_of(self, params: Any) -> dict[str, Any]:
         """What decides the log-probabilities of the reference, by its name in messages."""
+        names = {"train": "data", "eval": "eval"}
         config, named = self._config, self._config.dpo.reference
         weights = {"dpo.reference": named}
         if named == INITIAL:
             weights["the weights of model.path"] = tree_fingerprint(without_adapters(params))
         return {
-            **{f"the rows of {shown_data_sets(spec)}": source.digests() for spec, source in self._sources},
+            **{f"the rows of dpo.{names[part]}": source.digests() for part, source in self._parts},
             **weights,
             "model.dtype": config.model.dtype,
             "dpo.max_length": self.section.max_length,
@@ -360,7 +364,7 @@ class Course:
     def samples(self, batch: GivenBatch, count: int) -> list[dict[str, Any]]:
         """Records of both answers of the pairs with the largest loss, about `count` in all, for readers."""
         coupled, predicted, table = self._coupled, batch.predictions, batch.table
-        if coupled is None or predicted is None or self._judges:
+        if coupled is None or predicted is None or self._judges or not np.isfinite(predicted).all():
             return []
         pairs, records = len(batch.rows), list[dict[str, Any]]()
         own = [np.array([pair, pairs + pair]) for pair in range(pairs)]
@@ -376,7 +380,7 @@ class Course:
                         "prompt": decode(row.prompt_ids),
                         "completion": decode(ids),
                         "columns": {"answer": answer, "loss": found[pair].loss, "data": row.source},
-                        "rewards": {},
+                        "rewards": {answer: score},  # which tells readers the two apart
                         "reward": score,
                         "completion_tokens": len(ids),
                     }

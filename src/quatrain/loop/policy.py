@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
+from quatrain.config.data_sets import TrainingSpec
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
@@ -49,7 +50,7 @@ class LoadedPolicy(Policy):
     def prompts(
         self,
         config: Config,
-        spec: str | tuple[str, ...],
+        spec: TrainingSpec,
         scorer: RewardScorer,
         rows: GivenRows,
         needed: Mapping[str, str],

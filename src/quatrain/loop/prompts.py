@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from quatrain.data.prompts import PromptSource
+from quatrain.loop.curriculum import Curriculum
 from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch
 from quatrain.types.join import join_groups
 from quatrain.types.metrics import Metric
@@ -43,11 +44,15 @@ class PromptSampler:
     (`rollout.dynamic_sampling_rounds`), they are the next `batch_size` groups with signal: further prompts
     are drawn until so many are found. The stream goes on after the last group used, so that groups beyond it
     are drawn again by the next step, and groups without signal are the only ones that are not trained on. If
-    the rounds do not suffice, the first groups without signal fill the batch.
+    the rounds do not suffice, the first groups without signal fill the batch. With a `curriculum`, which has
+    one round, the rates of prompts say which stand at the next positions, and change with each batch.
     """
 
-    def __init__(self, prompts: PromptSource, *, batch_size: int, rounds: int):
+    def __init__(
+        self, prompts: PromptSource, *, batch_size: int, rounds: int, curriculum: Curriculum | None = None
+    ):
         self._prompts, self._batch_size, self._rounds = prompts, batch_size, rounds
+        self._curriculum = curriculum
 
     def next(self, position: PromptPosition) -> tuple[list[Prompt], PromptPosition]:
         """The prompts of the step at `position`, without dynamic sampling, and the next position."""
@@ -60,6 +65,8 @@ class PromptSampler:
         Raises NoSignal in the fifth step in a row in which dynamic sampling finds no group with signal.
         """
         first, wanted = position.next_prompt, self._batch_size
+        if self._curriculum is not None:
+            return self._by_rates(self._curriculum, position, sample)
         if self._rounds == 1:
             prompts, position = self.next(position)
             return sample(prompts), position
@@ -81,6 +88,16 @@ class PromptSampler:
         counted = {f"dynamic_sampling/{name}": Metric(n, reduction="sum") for name, n in counts.items()}
         return replace(batch, metrics={**batch.metrics, **counted}), PromptPosition(next_prompt, without)
 
+    def _by_rates(
+        self, curriculum: Curriculum, position: PromptPosition, sample: Sample
+    ) -> tuple[RewardedBatch, PromptPosition]:
+        first, count = position.next_prompt, self._batch_size
+        rows = curriculum.draw(first, count, position.rates)
+        batch = sample(self._prompts.rows(rows, first))
+        rates = curriculum.learned(position.rates, first, rows, batch)
+        batch = replace(batch, metrics={**batch.metrics, **curriculum.metrics(rates)})
+        return batch, PromptPosition(first + count, rates=rates)
+
     def _drawn(self, first: int, sample: Sample) -> tuple[list[RewardedBatch], list[int], int]:
         """The batch of each round, the groups with signal, and the position after the last prompt drawn."""
         parts: list[RewardedBatch] = []
@@ -94,6 +111,27 @@ class PromptSampler:
             signal += groups_with_signal(parts[-1])
             end += count
         return parts, signal, end
+
+
+def source_metrics(prompts: Sequence[Prompt], batch: RewardedBatch) -> dict[str, Metric]:
+    """Metrics `source/<source>/…` of the samples of each data set of `prompts`; none where there is one."""
+    rollouts, first = batch.rollouts, batch.rollouts.episodes.first_rows
+    if not any(prompt.source for prompt in prompts):
+        return {}
+    named = {prompt.group_id: prompt.source for prompt in prompts}
+    sources = np.array([named[group] for group in rollouts.group_ids[first].tolist()])
+    values = {"reward": batch.rewards[first]}
+    raw = zip(batch.function_names, batch.rewards_per_function[:, first], strict=True)
+    values |= {f"reward/{name}": of_function for name, of_function in raw}
+    values["completion_length"] = rollouts.episodes.total(rollouts.completion_lengths)
+    metrics: dict[str, Metric] = {}
+    for source in sorted(set(sources.tolist()) - {""}):
+        own = sources == source
+        metrics[f"source/{source}/samples"] = Metric(int(own.sum()), reduction="sum")
+        for name, each in values.items():
+            finite = each[own & np.isfinite(each)]
+            metrics[f"source/{source}/{name}"] = Metric(float(finite.sum(dtype=np.float64)), finite.size)
+    return metrics
 
 
 def groups_with_signal(batch: RewardedBatch) -> list[int]:

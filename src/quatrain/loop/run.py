@@ -148,11 +148,15 @@ class RolloutRun(Run):
 
     @property
     def about_data(self) -> list[str]:
-        """Of the prompts of training and evaluation."""
-        data = self.config.data
+        """Of the prompts of training and evaluation, and of mixtures."""
+        data, sft = self.config.data, self.config.sft
         train = shown_data_sets(data.train)
         sets = ((shown_data_sets(data.eval_sets[each.name]), each.source) for each in self.evaluator.sets)
-        lines = [
+        lines = self.prompts.mixture(self.steps * data.batch_size)
+        if self.demonstrations is not None:
+            drawn = self.demonstrations.train.mixture(sft.steps * sft.batch_size)
+            lines += [f"examples, {line}" for line in drawn]
+        lines += [
             f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
             f"data.max_prompt_length={data.max_prompt_length} tokens"
             for spec, source in ((train, self.prompts), *sets)
@@ -248,6 +252,11 @@ class GivenRun(Run):
     def rows(self) -> str:
         """The number of rows, by what they are."""
         return f"{len(self.course.train)} {self.course.unit}"
+
+    @property
+    def about_data(self) -> list[str]:
+        """How often the data sets of a mixture are drawn."""
+        return self.course.train.mixture(self.steps * self.course.section.batch_size)
 
     def init(self, *, resumed: bool) -> TrainState:
         """As loaded, with the log-probabilities of the reference, if there is one."""

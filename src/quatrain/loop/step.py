@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from quatrain.loop.prompts import source_metrics
 from quatrain.loop.stages import Stages
 from quatrain.types.batches import AdvantagedBatch, Prompt, RewardedBatch
 from quatrain.update.learner import TrainState
@@ -38,7 +40,8 @@ def collect(
         rollouts = rollout.generate(prompts, step=step) if ticket is None else rollout.wait(ticket)
     with timed("reward"):
         rewarded = reward.score(rollouts)
-    return rewarded
+    of_sources = source_metrics(prompts, rewarded)
+    return replace(rewarded, metrics={**rewarded.metrics, **of_sources}) if of_sources else rewarded
 
 
 def learn(

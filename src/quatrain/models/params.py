@@ -50,8 +50,8 @@ def param_specs(arch: Architecture) -> Params:
 
     Weights are initialised with standard deviation in**-0.5. The standard deviation of matrices that write
     to the residual stream is divided by sqrt(2 * layers), so that the variance of the residual stream does
-    not grow with depth (Radford et al. 2019). A `score` head is zero, and in float32 beside adapters, with which
-    it is trained. The adapters of `Architecture.lora` are parameters of their layers (`models.lora`).
+    not grow with depth (Radford et al. 2019). A `score` head is zero, and in float32 beside adapters, with
+    which it is trained. The adapters of `Architecture.lora` are parameters of their layers (`models.lora`).
     """
     d, residual = arch.hidden_size, (2 * arch.num_layers) ** -0.5
     specs: Params = {

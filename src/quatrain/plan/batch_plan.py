@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from quatrain.config.data_sets import source_names, whole_weights
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.mesh_axes import AXES, CP, DATA_AXES, NUM_IN_TEXT, TP
@@ -94,9 +95,14 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     roles = resolve_roles(config, devices, processes)
     shards = roles.train.mesh.num_data_shards
     if config.run.on_given_data:
-        given = chain(_given_rows(config), _device_rows(roles.train.mesh, devices, processes))
-        rows = chain(given, _given_update_rows(config, roles.train.mesh))
-        return BatchPlan(tuple(rows), tuple(_given_warnings(config, shards)))
+        rows = chain(
+            _given_rows(config),
+            _device_rows(roles.train.mesh, devices, processes),
+            _pass_rows(config, roles.train.mesh),
+            _reward_model_rows(config),
+        )
+        remedy = f"raise {config.run.task}.batch_size, or use fewer devices"
+        return BatchPlan(tuple(rows), tuple(_shard_warnings(config, shards, given_sequences(config), remedy)))
     rows = chain(
         _step_rows(config),
         _device_rows(roles.train.mesh, devices, processes),
@@ -126,6 +132,7 @@ def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[i
 def _step_rows(config: Config) -> Iterator[PlanRow]:
     whole, n, rounds = config.data.batch_size, config.rollout.n, config.rollout.dynamic_sampling_rounds
     yield PlanRow("prompts_per_step", whole, "prompts", "P: data.batch_size")
+    yield from _mixture_rows(config)
     yield PlanRow("samples_per_prompt", n, "sequences", "G: rollout.n")
     yield PlanRow("sequences_per_step", whole * n, "sequences", f"P x G = {whole} x {n}")
     if rounds > 1:
@@ -141,25 +148,54 @@ def _step_rows(config: Config) -> Iterator[PlanRow]:
     yield PlanRow("max_sequence_tokens", longest_sequence(config), "tokens", why)
 
 
+def given_sequences(config: Config) -> _Span:
+    """Sequences of an optimizer step on given data: two of a pair."""
+    pairs = config.run.task == "rm" or (config.run.task == "dpo" and config.dpo.loss != "kto")
+    whole = config.given.batch_size * (1 + pairs)
+    return _Span(whole, whole)
+
+
 def _given_rows(config: Config) -> Iterator[PlanRow]:
-    """What a step on given data is made of: one optimizer step, however many rows there are."""
-    section, (unit, answers) = config.given, config.given_row
-    key, size = config.key_of("batch_size"), section.batch_size
-    yield PlanRow(f"{unit}_per_step", size, unit, f"R: {key}")
-    why = (
-        f"B: R x {answers}, both answers of a pair = {size} x {answers}" if answers > 1 else f"B: R = {size}"
+    """The optimizer step of a run on given data."""
+    task, given, (whole, _) = config.run.task, config.given, given_sequences(config)
+    unit, formula = (
+        ("pairs", f"2 x P = 2 x {given.batch_size}") if whole > given.batch_size else ("rows", "P")
     )
-    yield PlanRow("sequences_per_step", size * answers, "sequences", why)
-    why = config.key_of("steps")
-    if not section.steps:
-        why = f"ceil({config.key_of('epochs')} x {unit} of {config.key_of('data')} / R); --dry-run reads them"
-    yield PlanRow("optimizer_steps", section.steps or None, "steps", why)
-    why = f"L: {config.key_of('max_length')}"
-    if section.max_length is None:
-        why = (
-            f"L: what a micro-batch holds, as {config.key_of('max_length')} is null; or the model's positions"
-        )
-    yield PlanRow("max_sequence_tokens", longest_sequence(config), "tokens", why)
+    yield PlanRow("rows_per_step", given.batch_size, unit, f"P: {task}.batch_size")
+    yield PlanRow("sequences_per_step", whole, "sequences", f"S: {formula}")
+    why = f"{task}.steps" if given.steps else f"ceil({task}.epochs x rows / P); the data say how many rows"
+    yield PlanRow("optimizer_steps", given.steps or None, "steps", why)
+    why = f"{task}.max_length" if given.max_length else f"what a micro-batch holds; {task}.max_length is null"
+    yield PlanRow("max_sequence_tokens", longest_sequence(config), "tokens", f"L: {why}")
+
+
+def _pass_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
+    """The passes of an optimizer step on given data, and the sizes of those of evaluations."""
+    yield from _stage_rows(config, "update.", config.update, "S", given_sequences(config), mesh)
+    if config.run.task != "sft":
+        why = "a loss of pairs or of the batch reads predictions first; the same micro-batches"
+        yield PlanRow("forward_passes_per_micro_batch", 1, "passes", why)
+    sizes, of = config.logprob, "evaluations"
+    if config.run.task == "dpo" and config.dpo.reads_reference:
+        why = f"log-probabilities of dpo.reference {config.dpo.reference}, of all rows, before the first step"
+        yield PlanRow("reference_passes", 1, "sweeps", why)
+        of += " and the reference"
+    key = "max_tokens_per_device" if sizes.micro_batch_size is None else "micro_batch_size"
+    unit = "tokens" if sizes.micro_batch_size is None else "sequences"
+    yield PlanRow(f"logprob_{key}", getattr(sizes, key), unit, f"logprob.{key}, of {of}")
+
+
+def _mixture_rows(config: Config) -> Iterator[PlanRow]:
+    """Of a mixture, the prompts of a step from each data set: its share, to less than `off` prompts."""
+    whole, weights = config.data.batch_size, whole_weights(config.data.train)
+    total, off = sum(weights), 1 if len(weights) == 2 else 2
+    for name, weight in zip(source_names(config.data.train).values(), weights, strict=False):
+        share = whole * weight
+        span = _Span(max(share // total - off + 1, 0), min(_ceil(share, total) + off - 1, whole))
+        exact = _Span(share // total, share // total)
+        value = (exact if whole % total == 0 else span).value
+        why = f"P x weight / weights of all = {whole} x {weight} / {total}"
+        yield PlanRow(f"prompts_per_step_of_{name}", value, "prompts", why)
 
 
 def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[PlanRow]:
@@ -225,21 +261,6 @@ def _update_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
     yield from _stage_rows(config, "update.", update, "B", sequences, mesh)
     for name, bounds in sorted(update.reject.items()):
         yield PlanRow(f"reject_{name}", None, "", f"update.reject {_kept(name, bounds)}; {PRECISION}")
-
-
-def _given_update_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:
-    """The micro-batches of a step on given data, and its passes without gradient."""
-    number = config.given.batch_size * config.given_row[1]
-    yield from _stage_rows(config, "update.", config.update, "B", _Span(number, number), mesh)
-    coupled = config.run.task != "sft"
-    why = "predictions of all B sequences, in the same micro-batches, of which a loss of pairs is made"
-    yield PlanRow("prediction_passes", int(coupled), "sweeps", why)
-    if config.run.task == "dpo":
-        why = (
-            f"log-probabilities of dpo.reference {config.dpo.reference}, of all rows of dpo.data and dpo.eval, "
-            "once before the first step, in micro-batches of the section logprob"
-        )
-        yield PlanRow("reference_passes", int(config.dpo.reads_reference), "sweeps", why)
 
 
 PRECISION = "rollout/logprob_diff_mean, the mean of |d|, is 1e-6 in float32 and may be 0.01 in bfloat16"
@@ -367,7 +388,6 @@ def _stage_rows(
             why = f"0 to {total} = 0 to {high}; {average}: shards are balanced by cost, not by number"
             shares = replace(shares, value=_Span(0, high).value, why=why)
         held, symbol, number = budget // SHORTEST, f"floor(C / {SHORTEST})", f"floor({budget} / {SHORTEST})"
-        # A row of given data shares its prompt with the other answer of its pair, or with none.
         if config.update.shares_prompts and config.run.task != "sft":
             held, symbol, number = budget - 1, "(C - 1)", f"({budget} - 1)"
         fewest, fewest_number = budget // longest, f"floor({budget} / {longest})"
@@ -393,13 +413,7 @@ def _too_many(count: int, name: str, least: int, than: str, idle: str, remedy: s
         yield f"there are more {name} ({count}) than {than} ({least}): {idle}; {remedy}"
 
 
-def _given_warnings(config: Config, shards: int) -> Iterator[str]:
-    number = config.given.batch_size * config.given_row[1]
-    remedy = f"raise {config.key_of('batch_size')}, or use fewer devices"
-    yield from _warnings_of_shards(config, shards, _Span(number, number), remedy)
-
-
-def _warnings_of_shards(config: Config, shards: int, sequences: _Span, remedy: str) -> Iterator[str]:
+def _shard_warnings(config: Config, shards: int, sequences: _Span, remedy: str) -> Iterator[str]:
     size, step = config.update.micro_batch_size, "sequences of an optimizer step"
     yield from _too_many(shards, "data shards", sequences.low, step, "shards compute only padding", remedy)
     share = _ceil(sequences.high, shards)
@@ -415,7 +429,7 @@ def _warnings(config: Config, shards: int, replicas: int) -> Iterator[str]:
     fleet = config.rollout.workers or len(config.rollout.servers)
     n, prompts = config.rollout.n, config.data.batch_size
     remedy = "raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices"
-    yield from _warnings_of_shards(config, shards, sequences, remedy)
+    yield from _shard_warnings(config, shards, sequences, remedy)
     name, remedy = "rollout workers or servers", "raise data.batch_size, or use fewer of them"
     yield from _too_many(fleet, name, prompts, "prompts of a training step", "are idle", remedy)
     if not fleet:
@@ -435,7 +449,7 @@ def _either(low: str, high: str) -> str:
 def overview(result: BatchPlan) -> list[str]:
     """The plan in sentences of less than 80 columns; `render` has every number with its formula."""
 
-    keys = {row.key for row in result.rows}
+    keys = {row.key: row.unit for row in result.rows}
 
     def some(key: str, noun: str, plural: str = "s") -> str:
         return f"{_format_value(result[key])} {noun}{plural * (result[key] != 1)}"
@@ -445,29 +459,23 @@ def overview(result: BatchPlan) -> list[str]:
         of = some(size, "sequence") if result[budget] is None else some(budget, "token")
         return f"  on each data shard in {some(passes, 'micro-batch', 'es')} of at most {of}"
 
-    def devices() -> str:
-        return (
-            f"devices: {some('devices', 'device')} in {some('processes', 'process', 'es')}; "
-            f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}"
-        )
-
-    def longest(sequences: str) -> str:
-        return f"{some(sequences, 'sequence')} of at most {some('max_sequence_tokens', 'token')}"
-
-    formulas = "every number with its formula: plan.json, or quatrain plan"
-    if given := next((unit for unit in ("example", "pair", "answer") if f"{unit}s_per_step" in keys), None):
-        rows = some(f"{given}s_per_step", given)
-        predicted = ["  after a pass without gradient in the same ones"] * bool(result["prediction_passes"])
-        once = "reference: log-probabilities of all rows, once before the first step"
-        reference = [once] * bool("reference_passes" in keys and result["reference_passes"])
+    devices = (
+        f"devices: {some('devices', 'device')} in {some('processes', 'process', 'es')}; "
+        f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}"
+    )
+    every = "every number with its formula: plan.json, or quatrain plan"
+    if "rows_per_step" in keys:
         return [
-            f"batch: {rows} = {longest('sequences_per_step')}",
-            devices(),
-            f"update: one optimizer step of {some('sequences_per_step', 'sequence')},",
+            f"batch: {some('rows_per_step', keys['rows_per_step'][:-1])}, "
+            f"{some('sequences_per_step', 'sequence')} of at most {some('max_sequence_tokens', 'token')}",
+            devices,
+            "update: 1 optimizer step of a batch,",
             micro_batches("micro_batches_per_optimizer_step"),
-            *predicted,
-            *reference,
-            formulas,
+            *["  after a pass without gradient in the same ones"]
+            * ("forward_passes_per_micro_batch" in keys),
+            *["reference: log-probabilities of all rows, once before the first step"]
+            * ("reference_passes" in keys),
+            every,
         ]
     sampler = next(name for name in ("replica", "worker", "server", "sampler") if f"rollout_{name}s" in keys)
     before = [
@@ -476,14 +484,14 @@ def overview(result: BatchPlan) -> list[str]:
     ] * bool(result["logprob_passes"])
     return [
         f"batch: {some('prompts_per_step', 'prompt')} x {some('samples_per_prompt', 'sample')} = "
-        f"{longest('sequences_per_step')}",
-        devices(),
+        f"{some('sequences_per_step', 'sequence')} of at most {some('max_sequence_tokens', 'token')}",
+        devices,
         f"rollout: {some(f'rollout_{sampler}s', sampler)} of {some(f'sequences_per_{sampler}', 'sequence')}",
         f"update: {some('optimizer_steps_per_train_step', 'optimizer step')} of "
         f"{some('mini_batch_sequences', 'sequence')},",
         micro_batches("micro_batches_per_optimizer_step"),
         *before,
-        formulas,
+        every,
     ]
 
 

@@ -96,7 +96,7 @@ class Placement:
     def phases(self) -> tuple[Phase, ...]:
         """The stages of a training step of this run, after that before the first step if it needs memory."""
         has = {
-            REFERENCE_PASS: any(REFERENCE_PASS in part.phases for part in self.parts),
+            REFERENCE_PASS: any(part.phases == (REFERENCE_PASS,) for part in self.parts),
             "rollout": self.samples,
             **dict.fromkeys(CRITIC_PHASES, any(part.role == "critic" for part in self.parts)),
         }

@@ -41,6 +41,7 @@ from quatrain.plan.activations import (
     elements_on_device,
     sum_on_device,
 )
+from quatrain.plan.batch_plan import given_sequences
 from quatrain.plan.device_memory import (
     CRITIC_PHASES,
     PHASES,
@@ -510,7 +511,7 @@ class _Plan:
         """(tokens of the largest micro-batch on a device, the same in words)."""
         longest = longest_sequence(self.config)
         if self.config.run.on_given_data:
-            sequences = self.config.given.batch_size * self.config.given_row[1]
+            sequences = given_sequences(self.config).high
         else:
             sequences = sizes.mini_batch_size * self.config.rollout.n
         if sizes.micro_batch_size is None:

@@ -28,17 +28,31 @@ _ROWS = {
     "optimizer": ("optimizer.name", "optimizer.learning_rate", "lora.rank", "sft.steps"),
 }
 """The rows of the card that say how the model was trained, and the keys in each."""
+_ROWS_GIVEN = {
+    "data": ("{task}.data", "{task}.eval"),
+    "loss": ("{task}.loss", "{task}.beta", "{task}.label_smoothing", "{task}.center", "{task}.train_on"),
+    "steps": ("{task}.steps", "{task}.epochs", "{task}.batch_size", "{task}.max_length"),
+    "optimizer": ("optimizer.name", "{task}.learning_rate", "{task}.schedule", "lora.rank"),
+}
+"""Those of a run on data that exist, in its section `task`."""
+_KINDS = {
+    "rl": ("reinforcement learning", "reinforcement-learning"),
+    "sft": ("supervised training", "sft"),
+    "dpo": ("training on preferences", "dpo"),
+    "rm": ("training as a reward model", "reward-model"),
+}
+"""`run.task` -> what it is called in a sentence, and as a tag."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".gguf", ".py")
 """Endings of files, which no id on the Hub has."""
 _LOADING = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {kind}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForCausalLM.from_pretrained("{name}")
+model = {kind}.from_pretrained("{name}")
 ```
 
-or, over HTTP with OpenAI's interface: `quatrain serve model.path={name}`
+or, {otherwise}
 """
 
 
@@ -49,34 +63,48 @@ def model_card(run: Path, step: int, name: str) -> str:
     tokens of known services that stand in the configuration itself are redacted here.
     """
     config = parse_yaml((run / "config.yaml").read_text("utf-8"), "config.yaml")
-    base, train = _at(config, "model.path"), _at(config, "data.train")
-    about: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    task = _at(config, "run.task") or "rl"  # a run of an earlier version has none
+    base, train = _at(config, "model.path"), _at(config, "data.train" if task == "rl" else f"{task}.data")
+    scores = task == "rm"
+    pipeline = "text-classification" if scores else "text-generation"
+    about: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline}
     local = _local_paths(run)
     if _on_the_hub(base, local):
         about["base_model"] = base
-    specs = [spec.partition(":")[0] for spec in (train if isinstance(train, list) else [train])]
+    sets = train if isinstance(train, list) else [train]
+    names = [each["path"] if isinstance(each, Mapping) else each for each in sets]  # of a mixture, or plain
+    specs = [name.partition(":")[0] for name in names]
     if datasets := [spec for spec in specs if _on_the_hub(spec, local)]:
         about["datasets"] = datasets
-    about["tags"] = ["quatrain", "reinforcement-learning"]
-    algorithm = _shown(_at(config, "advantage.estimator"), local)
+    training, tag = _KINDS[task]
+    about["tags"] = ["quatrain", tag]
+    algorithm = _at(config, "advantage.estimator" if task == "rl" else f"{task}.loss")
+    named = f" (`{_shown(algorithm, local)}`)" if algorithm else ""
     lines = [
         "---",
         yaml.safe_dump(about, sort_keys=False, allow_unicode=True) + "---",
         f"# {name.rpartition('/')[2]}",
         "",
-        f"{_shown(base, local)} after {step} steps of reinforcement learning (`{algorithm}`) with quatrain "
-        f"{__version__}, in JAX.",
+        f"{_shown(base, local)} after {step} steps of {training}{named} with quatrain {__version__}, in JAX.",
         "",
         "## Training",
         "",
         "| | |",
         "|---|---|",
     ]
-    for row, keys in _ROWS.items():
-        values = {key: _at(config, key) for key in keys}
+    for row, keys in (_ROWS if task == "rl" else _ROWS_GIVEN).items():
+        named_keys = [key.format(task=task) for key in keys]
+        values = {key: _at(config, key) for key in named_keys}
         cells = [f"`{key}`: {_cell(value, local)}" for key, value in values.items() if value is not None]
         lines.append(f"| {row} | {'<br>'.join(cells)} |")
-    return "\n".join([*lines, *_figures(run, step), "## How to load it", "", _LOADING.format(name=name)])
+    loading = _LOADING.format(
+        name=name,
+        kind="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM",
+        otherwise=f'as a reward in quatrain: `reward.functions: {{"model:{name}": 1.0}}`'
+        if scores
+        else f"over HTTP with OpenAI's interface: `quatrain serve model.path={name}`",
+    )
+    return "\n".join([*lines, *_figures(run, step), "## How to load it", "", loading])
 
 
 def _figures(run: Path, step: int) -> list[str]:
@@ -91,7 +119,7 @@ def _figures(run: Path, step: int) -> list[str]:
         "",
         "## Figures",
         "",
-        "On the prompts of `data.eval`, before training if the step is 0:",
+        "On data that were not trained on, before training if the step is 0:",
         "",
         "| metric | " + " | ".join(f"step {number}" for number in steps) + " |",
         "|---" * (len(steps) + 1) + "|",

@@ -189,6 +189,14 @@ reward/<name>/tokens | tokens | sum |
     Tokens of the sequences that this reward model scored, by its own tokenizer.
 reward/<name>/<key> | 1 | mean |
     What this reward function logs with `log_metric`, or in verl's form beside `score`; mean over values.
+source/<source>/reward | reward | mean |
+    Mean total reward of the samples of prompts from this data set, where `data.train` has several: the file's
+    name without its ending, or the data set's name. Samples on which all functions abstained are left out.
+source/<source>/reward/<name> | reward | mean |
+    Mean unweighted value of this reward function on these samples, without abstentions; of `correct`, the
+    fraction of right answers.
+source/<source>/completion_length | tokens | mean | Mean length of the completions of these samples.
+source/<source>/samples | samples | sum | Number of these samples in the training step.
 async/staleness_mean | optimizer steps | mean |
     Age of the weights that sampled a token at the start of the training step, mean over tokens.
 async/staleness_max | optimizer steps | max | Largest age of these weights over tokens.
@@ -269,6 +277,12 @@ dynamic_sampling/returned_groups | groups | sum |
 dynamic_sampling/filled_groups | groups | sum |
     Groups without signal that are trained on because the rounds did not suffice
     (`rollout.dynamic_sampling_rounds`).
+curriculum/below | prompts | sum |
+    Training prompts whose running pass rate is below the band (`data.curriculum`), after the training step.
+curriculum/within | prompts | sum | Training prompts whose running pass rate is in the band.
+curriculum/above | prompts | sum | Training prompts whose running pass rate is above the band.
+curriculum/unseen | prompts | sum | Training prompts without a rate, because they have not been drawn.
+curriculum/rate | reward | mean | Running pass rate, mean over the prompts that have one.
 rollout/truncated_fraction | fraction | mean |
     Fraction of completions cut at `rollout.max_new_tokens`, and of episodes that ended because a limit on
     tokens left no room.

@@ -7,13 +7,13 @@ declared (`MustAgreeOnResume`); what else must agree has a check here.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
 
-from quatrain.config.data_sets import shown_data_sets
+from quatrain.config.data_sets import MixedSet, shown_data_sets
 from quatrain.config.errors import listed
 from quatrain.config.fields import MustAgreeOnResume, value_at
 from quatrain.config.files import Description, checked
@@ -44,6 +44,7 @@ class _Place(Description):
 
     next_prompt: Number
     steps_without_signal: Number
+    rates: list[float | None] = Field([])
 
 
 class _Patience(Description):
@@ -98,7 +99,9 @@ def _is_kept(config: Config, key: str) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [asdict(each) if isinstance(each, MixedSet) else each for each in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> No
         # The default for keys that are newer than the checkpoint.
         before = saved["config"].get(key, comparable(value_at(Config(), key), os.environ))
         if not same(before, value):
-            known = before[REDACTED] if isinstance(before, dict) else before
+            secret = isinstance(before, dict) and REDACTED in before
+            known = before[REDACTED] if secret else before
             raise ValueError(
                 f"{key} of a resumed run must not change: {run} has {known}, got "
                 f"{redact(str(value), os.environ)}; set {key} back, or start another run"

@@ -42,6 +42,8 @@ REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons"
 """Arguments of reward functions other than columns; a data column must not have one of these names."""
 Message = Mapping[str, str]
 PromptText = str | tuple[Message, ...]
+Rates = tuple[float | None, ...]
+"""The running pass rate of each prompt; None for one that has not been drawn."""
 
 
 class _Brief(reprlib.Repr):
@@ -90,6 +92,8 @@ class Prompt:
     text: PromptText
     """The prompt before tokenisation: a string or chat messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """Name of the data set that it comes from, where there are several."""
 
     __repr__ = brief
 
@@ -107,6 +111,11 @@ class PromptPosition:
     """The first position that no training step has used."""
     steps_without_signal: int = 0
     """Training steps in a row, up to the last one, in which dynamic sampling found no group with signal."""
+    rates: Rates = ()
+    """With `data.curriculum`, the running pass rate of each row of the training data; empty at the start."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", tuple(self.rates))  # JSON of a checkpoint gives a list
 
 
 class Example(NamedTuple):

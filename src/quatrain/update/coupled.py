@@ -70,7 +70,7 @@ def linearized(
         # The model's fault, not the objective's: counted as any other step that is not finite.
         found = CoupledLoss(np.where(table.completion_mask, np.nan, 0.0), float("nan"), {})
     # The weights alone: other columns would be inputs of the compiled programs.
-    return found, replace(table, columns={"weights": found.slopes.astype(np.float32)})
+    return found, replace(table, columns={"weights": np.asarray(found.slopes, np.float32)})
 
 
 def check_coupled(found: CoupledLoss, table: TokenTable) -> None:
@@ -102,6 +102,11 @@ def check_coupled(found: CoupledLoss, table: TokenTable) -> None:
         raise ValueError(
             f"a coupled loss is a finite number; got {found.loss}; bound what it divides by and takes the "
             "logarithm of"
+        )
+    if wrong := [name for name, metric in found.metrics.items() if not isinstance(metric, Metric)]:
+        raise ValueError(
+            f"the metrics of a coupled loss are of types.metrics.Metric; got {found.metrics[wrong[0]]!r} for "
+            f"{wrong[0]!r}; Metric(sum, count) is the mean of count items"
         )
     if "loss" in found.metrics:
         raise ValueError(

@@ -377,16 +377,9 @@ def optimizer_step(
     params = model.with_trained(params, trained)
     # One transfer: the host waits for the device here, once an optimizer step.
     host = jax.device_get({"stats": accumulated.stats, "norm": norm, "finite": finite})
-    sums = [dict(stats["sum"]) for stats in host["stats"]]
-    loss = sum(float(each.pop("loss")) for each in sums) + accumulated.loss
+    loss = sum(float(stats["sum"]["loss"]) for stats in host["stats"]) + accumulated.loss
     metrics = {"loss": Metric(loss), "update/grad_norm": Metric(float(host["norm"]))}
-    for each, stats in zip(sums, host["stats"], strict=True):
-        tokens = float(each.pop("tokens"))
-        metrics = combine(
-            metrics,
-            {name: Metric(float(value), tokens) for name, value in each.items()},
-            {name: Metric(float(value), reduction="max") for name, value in stats["max"].items()},
-        )
+    metrics |= combine(accumulated.metrics, *map(_token_metrics, host["stats"]))
     routers: dict[str, np.ndarray] = {}
     for stats in host["stats"]:
         for name, value in stats["routers"].items():
@@ -395,8 +388,14 @@ def optimizer_step(
     if routers:
         assert model.arch.routes is not None
         metrics |= _router_metrics(routers, model.arch.routes.experts_per_token)
-    metrics = {**accumulated.metrics, **metrics}
     return Stepped(params, opt_state, bool(host["finite"]), metrics, routers.get("expert_tokens"))
+
+
+def _token_metrics(stats: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Metric]:
+    """What the objective of one call reports of its tokens, but the loss, which is summed over the calls."""
+    tokens = float(stats["sum"]["tokens"])
+    means = {n: Metric(float(x), tokens) for n, x in stats["sum"].items() if n not in ("loss", "tokens")}
+    return means | {name: Metric(float(x), reduction="max") for name, x in stats["max"].items()}
 
 
 def _router_metrics(sums: Mapping[str, np.ndarray], experts_per_token: int) -> dict[str, Metric]:

@@ -136,7 +136,12 @@ def _with_rows(table: TokenTable, rows: Sequence[Pair | Judged], **numbers: Sequ
 
 def _sums(predicted: np.ndarray, table: TokenTable) -> np.ndarray:
     """[2, B] float64: predictions summed over the scored tokens of each sequence."""
-    return np.where(table.completion_mask, predicted, 0).sum(axis=1, dtype=np.float64).reshape(2, -1)
+    return _halves(np.where(table.completion_mask, predicted, 0).sum(axis=1, dtype=np.float64))
+
+
+def _halves(of_sequences: np.ndarray) -> np.ndarray:
+    """[2, B]: numbers [2B] of the first half of a table's sequences, and of the second."""
+    return of_sequences.reshape(2, -1)
 
 
 def _spread(slopes: np.ndarray, table: TokenTable) -> np.ndarray:
@@ -174,11 +179,11 @@ class _OfPairs(Coupled):
     def __call__(self, predicted: np.ndarray, table: TokenTable) -> CoupledLoss:
         """The loss of a `pair_table`; raises ValueError for what a user's loss returns in other shapes."""
         assert table.group_ids is not None, "a table of pairs"
-        assert (np.diff(table.group_ids.reshape(2, -1), axis=0) == 0).all(), "better answers, then the others"
-        reference = table.of_rows["reference"].reshape(2, -1)
-        tokens = np.maximum(table.completion_mask.sum(axis=1), 1).astype(np.float64).reshape(2, -1)
+        assert (np.diff(_halves(table.group_ids), axis=0) == 0).all(), "better answers, then the others"
         size = len(table) // 2
-        pairs = Pairs(*_sums(predicted, table), *reference, *tokens, table.of_rows["margin"][:size])
+        tokens = np.maximum(table.completion_mask.sum(axis=1), 1).astype(np.float64)
+        reference, margin = _halves(table.of_rows["reference"]), table.of_rows["margin"][:size]
+        pairs = Pairs._make([*_sums(predicted, table), *reference, *_halves(tokens), margin])
         found = self._losses(pairs)
         slopes = np.concatenate([found.chosen, found.rejected]) / size
         metrics = self._metrics(pairs, found.losses, table)
@@ -198,8 +203,8 @@ class _OfPairs(Coupled):
         if found is None or any(part.shape != shape for part in found):
             kind = f"a {type(returned).__name__}" if found is None else f"shapes {[p.shape for p in found]}"
             raise ValueError(
-                f"{self.name} must return three arrays with a number for each pair, shape {shape}: losses, "
-                "and their slopes with respect to pairs.chosen and to pairs.rejected; it returned "
+                f"a loss of pairs must return three arrays of a number for each pair, shape {shape}: its "
+                "losses, and their slopes with respect to pairs.chosen and to pairs.rejected; it returned "
                 f"{kind}; return PairLosses(losses, chosen, rejected)"
             )
         return found
@@ -213,7 +218,7 @@ class _OfPairs(Coupled):
         try:
             found = self._losses(pairs)
             if bad := [name for name, part in found._asdict().items() if not np.isfinite(part).all()]:
-                raise ValueError(f"{self.name} must return finite numbers; those of {', '.join(bad)} are not")
+                raise ValueError(f"it must return finite numbers; those of {', '.join(bad)} are not")
             for side, slopes in (("chosen", found.chosen), ("rejected", found.rejected)):
                 changes = self._changes(pairs, side)
                 off = np.abs(slopes - changes).max() / max(np.abs(changes).max(), 1e-3)
@@ -241,13 +246,14 @@ class _OfPairs(Coupled):
 def _made_up_pairs() -> Pairs:
     """Five pairs as a model might score them, for checks of a loss."""
     rng = np.random.default_rng(0)
-    chosen_tokens, rejected_tokens = rng.integers(2, 9, (2, 5)).astype(np.float64)
-    chosen, rejected = -rng.exponential(2.0, 5) * chosen_tokens, -rng.exponential(2.0, 5) * rejected_tokens
-    reference = chosen + rng.normal(size=5), rejected + rng.normal(size=5)
-    return Pairs(chosen, rejected, *reference, chosen_tokens, rejected_tokens, rng.exponential(1.0, 5))
+    tokens = rng.integers(2, 9, (2, 5)).astype(np.float64)
+    sums = -rng.uniform(0.5, 3.0, (2, 5)) * tokens
+    return Pairs._make([*sums, *(sums + rng.normal(size=(2, 5))), *tokens, rng.exponential(1.0, 5)])
 
 
-def _found(key: str, section: DPOConfig | RMConfig, builtin: Mapping[str, Callable[..., Any]]) -> Any:
+def _found(
+    key: str, section: DPOConfig | RMConfig, builtin: Mapping[str, Callable[..., Any]]
+) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     """Name, function and arguments of the loss of the section `key`."""
     name = f"{key}.loss {section.loss!r}"
     loss = find_function(section.loss, builtin, "loss of pairs")
@@ -335,7 +341,7 @@ class Judgement(Coupled):
     def __call__(self, predicted: np.ndarray, table: TokenTable) -> CoupledLoss:
         """The loss of a `judged_table`; sequences of its second half have slope 0."""
         sums = _sums(predicted, table)
-        own, (ratios, mismatched) = sums[0], sums - table.of_rows["reference"].reshape(2, -1)
+        own, (ratios, mismatched) = sums[0], sums - _halves(table.of_rows["reference"])
         good = table.of_rows["label"][: len(own)] > 0
         weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
         found = kto(ratios, good, mismatched, beta=self.beta, **weights)

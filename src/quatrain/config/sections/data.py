@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.data_sets import data_sets
+from quatrain.config.errors import rule
 from quatrain.config.fields import (
     Count,
-    DataSets,
     Fraction,
     MustAgreeOnResume,
     PlainValue,
     Section,
     Text,
+    TrainingSets,
 )
 
 RESERVED_SETS = ("final", "reward")
@@ -43,15 +44,45 @@ EvaluationSets = Annotated[
 ]
 
 
+class CurriculumValues(Section):
+    """The entries of `data.curriculum`."""
+
+    reward: Text = "correct"
+    low: float = 0.1
+    high: float = 0.9
+    outside: float = Field(0.1, gt=0, le=1)
+    prior: float = 0.5
+    newest: float = Field(0.5, gt=0, le=1)
+
+
+def _curriculum(values: object) -> object:
+    """The entries that are given, and the defaults of others; empty for no curriculum."""
+    if not isinstance(values, dict) or not values:
+        return values
+    try:
+        found = CurriculumValues.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = ", ".join(CurriculumValues.model_fields)
+        name = ".".join(map(str, first["loc"]))
+        text = f"must have entries of {names}; {name}: {rule(first)}"
+    else:
+        if found.low <= found.high:
+            return found.model_dump()
+        text = "must have low at most high, the ends of the band of pass rates"
+    raise PydanticCustomError("rule", "{rule}", {"rule": text})
+
+
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
-    train: Annotated[DataSets, MustAgreeOnResume()] = "builtin:arithmetic"
+    train: Annotated[TrainingSets, MustAgreeOnResume()] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`) or of reasoning-gym
     (`reasoning_gym:chain_sum?size=2000`), or a .jsonl, .json, .parquet or .csv file; all forms:
-    [data.md](data.md#where-rows-come-from). A list of data sets is read as one, in its order."""
+    [data.md](data.md#where-rows-come-from). A list of data sets is read as one, in its order; a list of
+    `{path: a.jsonl, weight: 3}` is a [mixture](data.md#mixtures), drawn in the proportions of its weights."""
     eval: EvaluationSets | None = None
-    """Evaluation prompts, in the form of `data.train`, or a mapping from names to such forms, whose results
+    """Evaluation prompts, a data set or a list of them, or a mapping from names to such forms, whose results
     are reported apart: `{gsm8k: gsm8k.jsonl, math: math.jsonl}`; the first is shown during training. Derived:
     the held-out part if `data.train` is built in; further entries if it is of reasoning-gym."""
     batch_size: Annotated[Count, MustAgreeOnResume()] = 16
@@ -70,6 +101,15 @@ class DataConfig(Section):
     no lower bound."""
     max_pass_rate: Annotated[Fraction | None, MustAgreeOnResume()] = None
     """Train on prompts with at most this pass rate; null: no upper bound."""
+    curriculum: Annotated[dict[Text, float | Text], BeforeValidator(_curriculum), MustAgreeOnResume()] = (
+        Field({})
+    )
+    """Draw training prompts by their running pass rates, as `{low: 0.1, high: 0.9}`; empty: off, each as
+    often as the others. Entries: `reward` (`correct`), the reward function whose mean over a prompt's samples
+    is the rate; `low` (0.1) and `high` (0.9), between which prompts are drawn with the weight 1; `outside`
+    (0.1), the weight of other prompts, above 0; `prior` (0.5), what counts as the rate of a prompt before it
+    is drawn; `newest` (0.5), the weight of the newest mean in the rate:
+    [data.md](data.md#a-curriculum-by-pass-rates)."""
     question_column: Text | None = None
     """Column with a plain question, which becomes a user message; null: the prompt is in the column `prompt`
     or, if there is none, in the column `messages`."""
@@ -87,6 +127,11 @@ class DataConfig(Section):
     shuffle: Annotated[bool, MustAgreeOnResume()] = True
     """Draw training prompts and demonstrations in a new order in each epoch, by `seed`; false: in the order
     of the files, the same in every epoch."""
+
+    @property
+    def difficulty(self) -> CurriculumValues | None:
+        """The values of `curriculum`; None if it is off."""
+        return CurriculumValues.model_validate(self.curriculum) if self.curriculum else None
 
     @property
     def eval_sets(self) -> dict[str, str | tuple[str, ...]]:

@@ -16,6 +16,7 @@ from quatrain.config.fields import (
     NonNegative,
     Section,
     Text,
+    TrainingSets,
     function_name,
 )
 from quatrain.config.sections.update import Schedule
@@ -30,8 +31,8 @@ _OWN = "or a coupled loss of your own as `path/file.py:function` or `package.mod
 class GivenConfig(Section):
     """Training on data that exist, without a rollout."""
 
-    data: Annotated[Derived[DataSets], MustAgreeOnResume(where="run.on_given_data")] = NOT_SET
-    """What is trained on: a data set or a list of them, as `data.train`; the forms of rows:
+    data: Annotated[Derived[TrainingSets], MustAgreeOnResume(where="run.on_given_data")] = NOT_SET
+    """What is trained on: a data set, a list of them or a mixture, as `data.train`; the forms of rows:
     [data.md](data.md)."""
     eval: DataSets | None = None
     """Rows in the same forms, of which every evaluation computes the loss (`eval/loss` and more); null:
@@ -63,9 +64,9 @@ class SFTConfig(GivenConfig):
     """Supervised training on demonstrations: `quatrain sft`, or in `quatrain train` a warm start before the
     first training step."""
 
-    data: Annotated[Derived[DataSets], MustAgreeOnResume(where="run.on_given_data")] = NOT_SET
+    data: Annotated[Derived[TrainingSets], MustAgreeOnResume(where="run.on_given_data")] = NOT_SET
     """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`
-    (`sft.train_on: all`); a data set or a list of them, as `data.train`; derived: `data.train`."""
+    (`sft.train_on: all`); a data set, a list or a mixture, as `data.train`; derived: `data.train`."""
     steps: Annotated[NonNegative, MustAgreeOnResume(where="keeps_supervised_steps")] = 0
     """Optimizer steps; 0: in `quatrain sft` as many as `sft.epochs` make, in `quatrain train` no warm
     start."""
@@ -79,9 +80,9 @@ class SFTConfig(GivenConfig):
 class DPOConfig(GivenConfig):
     """Training on preferences: `quatrain dpo`."""
 
-    data: Annotated[Derived[DataSets], MustAgreeOnResume()] = NOT_SET
+    data: Annotated[Derived[TrainingSets], MustAgreeOnResume()] = NOT_SET
     """Pairs: rows with `chosen` and `rejected`, and perhaps `prompt`; for `dpo.loss: kto` rows with `prompt`,
-    `completion` and `label`. A data set or a list of them, as `data.train`."""
+    `completion` and `label`. A data set, a list or a mixture, as `data.train`."""
     loss: Annotated[str, function_name(PREFERENCE_LOSSES), MustAgreeOnResume()] = Field(
         "sigmoid",
         description=f"The loss: {', '.join(f'`{name}`' for name in PREFERENCE_LOSSES)}, {_OWN}: "
@@ -115,9 +116,9 @@ class DPOConfig(GivenConfig):
 class RMConfig(GivenConfig):
     """Training a reward model on preferences: `quatrain rm`."""
 
-    data: Annotated[Derived[DataSets], MustAgreeOnResume()] = NOT_SET
+    data: Annotated[Derived[TrainingSets], MustAgreeOnResume()] = NOT_SET
     """Pairs: rows with `chosen` and `rejected`, and perhaps `prompt` and `margin`, the least difference of
-    their scores; a data set or a list of them, as `data.train`."""
+    their scores; a data set, a list or a mixture, as `data.train`."""
     loss: Annotated[str, function_name(SCORE_LOSSES), MustAgreeOnResume()] = Field(
         "bradley_terry",
         description=f"The loss: {', '.join(f'`{name}`' for name in SCORE_LOSSES)}, −log σ of the difference "

@@ -1,4 +1,4 @@
-"""Losses on preferences: their slopes are those of their values, and their values those worked out by hand."""
+"""Losses on preferences: slopes are the changes of values, and values are those worked out by hand."""
 
 import numpy as np
 import pytest
