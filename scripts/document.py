@@ -31,7 +31,8 @@ The layers, from lowest to highest; a higher layer overrides a lower one.
 
 1. **Defaults**: the values in the tables below.
 2. **The YAML file.** Without a CONFIG, the file of the quickstart (`configs/quickstart.yaml`); with
-   another `model.path`, without its `sft`, `optimizer` and `model.remat`.
+   another `model.path`, without its `sft`, `optimizer` and `model.remat`; `quatrain sft`, `dpo` and `rm`
+   take of it what they read.
    A file may begin from others: `extends: base.yaml`, or a list of files, which are layers below it in their
    order ([below](#configurations-that-extend-others)).
 3. **`--set key.sub=value`**, which can be repeated; if a key is set twice, the last value counts. `--set`

@@ -703,10 +703,78 @@ def test_the_configuration_and_the_plan_of_a_task_are_printed(quatrain):
     status, out, err = quatrain("plan", "rm.yaml", "--json")
     plan = json.loads(out)
     assert (status, err) == (0, "")
-    assert (plan["pairs_per_step"], plan["sequences_per_step"], plan["optimizer_steps"]) == (8, 16, None)
+    assert (plan["rows_per_step"], plan["sequences_per_step"], plan["optimizer_steps"]) == (8, 16, None)
     status, out, _ = quatrain("rm", "rm.yaml", "rm.steps=7", "--print-config")
     assert (status, "  steps: 7" in out, "task: rm" in out) == (0, True, True)
     assert [*Path().iterdir()] == [Path("rm.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "message"),
+    [
+        (
+            "dpo",
+            {"prompt": "a", "completion": "b", "label": True},
+            "train on judged answers with dpo.loss=kto",
+        ),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "row 1: `chosen` and `rejected` must be two",
+        ),
+        (
+            "rm",
+            {"prompt": "a", "chosen": ["b"], "rejected": ["c", "d"]},
+            "several answers are not ranked: make",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_leave_no_folder(quatrain, command, row, message):
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    status, _, err = quatrain(
+        command, f"{command}.data=rows.jsonl", f"{command}.eval=rows.jsonl", "--dry-run"
+    )
+    assert (status, [*Path().iterdir()]) == (2, [Path("rows.jsonl")])
+    assert message in err
+
+
+def test_what_a_run_on_given_data_trained_is_evaluated_and_served(quatrain, monkeypatch):
+    """Catches keys of rollouts refused where a run is evaluated, and a reward model that is to answer."""
+    calls = []
+    stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: calls.append(resolved) or {})
+    stand_in(monkeypatch, "loop.serve", "serve", lambda config, **options: calls.append(config))
+    for task in ("dpo", "rm"):
+        folder = Path("runs", task)
+        (folder / "final").mkdir(parents=True)
+        (folder / "config.yaml").write_text(f"run: {{task: {task}}}\n{task}: {{data: p.jsonl}}\n")
+    words = ("rollout.max_new_tokens=9", "data.eval=e.jsonl")
+    assert quatrain("eval", "dpo", *words) == (0, "{}\n", "")
+    config = calls.pop().config
+    assert (config.model.path, config.data.eval, config.rollout.max_new_tokens) == (
+        "runs/dpo/final",
+        "e.jsonl",
+        9,
+    )
+    assert quatrain("serve", "dpo", "rollout.max_concurrency=3")[0] == 0
+    assert calls.pop().rollout.max_concurrency == 3
+    for command in ("eval", "serve"):
+        status, _, err = quatrain(command, "rm", "data.eval=e.jsonl")
+        assert (status, "got run.task rm, whose model gives scores; name another" in err) == (2, True)
+    assert calls == []
+
+
+def test_a_run_is_resumed_by_its_own_command(quatrain, monkeypatch):
+    calls = []
+    stand_in(monkeypatch, "loop.train", "train", lambda resolved, *, resume: calls.append((resolved, resume)))
+    folder = make_run(Path("runs"), "mine")
+    (folder / "config.yaml").write_text("run: {task: dpo, name: mine}\ndpo: {data: p.jsonl, steps: 9}\n")
+    assert quatrain("dpo", "--resume", "mine")[0] == 0
+    [(resolved, resume)] = calls
+    assert (resolved.config.dpo.steps, resume) == (9, str(folder.absolute()))
+    for command in ("train", "sft"):
+        status, _, err = quatrain(command, "--resume", "mine")
+        assert (status, "got 'dpo' (from file runs/mine/config.yaml); use quatrain dpo" in err) == (2, True)
+    assert len(calls) == 1
 
 
 def test_half_a_place_is_an_error(quatrain):

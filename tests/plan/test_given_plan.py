@@ -112,3 +112,10 @@ def test_what_does_not_fit_is_told_with_the_key_of_its_lengths(final):
     assert fit(
         lambda more: final("rm", "rm.max_length=64", *more), devices=1, processes=1, device_memory=2**30
     ).found
+
+
+def test_a_judged_answer_is_two_sequences_with_that_to_another_prompt(final):
+    """Catches a plan of half the micro-batches that `kto` has, whose table has 2B sequences."""
+    found = plan(final("dpo", "dpo.loss=kto", "dpo.batch_size=24", "update.micro_batch_size=8"))
+    assert (found["rows_per_step"], found.to_dict()["unit"]["rows_per_step"]) == (24, "rows")
+    assert (found["sequences_per_step"], found["micro_batches_per_optimizer_step"]) == (48, 6)

@@ -517,6 +517,11 @@ def _resolve(what: Given, *, task: str | None = None, trains: bool = True) -> Re
     dotenv = load_dotenv(os.environ)
     readable = warn_if_others_can_read(dotenv) if dotenv else None
     resolved = load_config(what.config, what.overrides, os.environ, task=task, trains=trains)
+    if resolved.config.run.task == "rm" and not trains:
+        raise ValueError(
+            "a model that completes prompts is needed; got run.task rm, whose model gives scores; name "
+            "another model, or use this one as model:PATH in reward.functions"
+        )
     for warning in filter(None, (readable, *resolved.warnings)):
         _complain("warning", warning)
     return resolved

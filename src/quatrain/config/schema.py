@@ -43,6 +43,7 @@ LARGEST_SEED = 2**32 - 1
 
 _OF_ROLLOUTS = {
     "data": "data.train",
+    "eval": "data.eval",
     "steps": "run.steps",
     "epochs": "run.epochs",
     "batch_size": "data.batch_size",

@@ -387,7 +387,9 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     """
     config = resolved.config
     if config.data.eval is None:
-        raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
+        given = config.run.on_given_data
+        also = f"; the loss on {config.key_of('eval')} is eval/loss of the run's metrics" if given else ""
+        raise ValueError(f"evaluation needs prompts: set data.eval, for example to a .jsonl file{also}")
     with starting(), waiting():
         loaded = load_policy(config, critic=False, adapters=False)
     count = config.eval.final_num_prompts

@@ -149,18 +149,19 @@ def _step_rows(config: Config) -> Iterator[PlanRow]:
 
 
 def given_sequences(config: Config) -> _Span:
-    """Sequences of an optimizer step on given data: two of a pair."""
-    pairs = config.run.task == "rm" or (config.run.task == "dpo" and config.dpo.loss != "kto")
-    whole = config.given.batch_size * (1 + pairs)
+    """Sequences of an optimizer step on given data: two of a pair, and in `kto` two of an answer.
+
+    The second is an answer to another prompt, by which the KL is estimated (`update.preferences`).
+    """
+    whole = config.given.batch_size * (1 if config.run.task == "sft" else 2)
     return _Span(whole, whole)
 
 
 def _given_rows(config: Config) -> Iterator[PlanRow]:
     """The optimizer step of a run on given data."""
     task, given, (whole, _) = config.run.task, config.given, given_sequences(config)
-    unit, formula = (
-        ("pairs", f"2 x P = 2 x {given.batch_size}") if whole > given.batch_size else ("rows", "P")
-    )
+    unit = "rows" if task == "sft" or (task == "dpo" and config.dpo.loss == "kto") else "pairs"
+    formula = "P" if task == "sft" else f"2 x P = 2 x {given.batch_size}"
     yield PlanRow("rows_per_step", given.batch_size, unit, f"P: {task}.batch_size")
     yield PlanRow("sequences_per_step", whole, "sequences", f"S: {formula}")
     why = f"{task}.steps" if given.steps else f"ceil({task}.epochs x rows / P); the data say how many rows"
