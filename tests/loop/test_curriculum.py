@@ -123,6 +123,9 @@ def test_a_step_draws_scores_and_remembers(tokenizer):
     for _ in range(4):
         batch, position = sampler.take(position, sample)
         states.append(position)
+        unseen = sum(rate is None for rate in position.rates)
+        assert batch.metrics["curriculum/unseen"].result() == unseen, "after the step"
+        assert unseen <= 2
         drawn.append(list(dict.fromkeys(batch.rollouts.prompts)))
         assert sorted(set(batch.rollouts.group_ids)) == list(
             range(position.next_prompt - 3, position.next_prompt)

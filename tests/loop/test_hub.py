@@ -154,6 +154,15 @@ def test_a_card_says_what_the_model_was_trained_from_on_and_by(run):
     assert "/home/me" not in card
 
 
+def test_a_card_names_the_data_sets_of_a_mixture(run):
+    mixture = "data.train=[{path: openai/gsm8k:main, weight: 3}, {path: /home/me/more.jsonl, weight: 1}]"
+    resolved = load_config(None, [mixture, "data.eval=test.jsonl"], environ={})
+    (run / "config.yaml").write_text(dump_yaml(resolved))
+    card = model_card(run, 2, REPOSITORY)
+    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["openai/gsm8k"]
+    assert "`data.train`: path: openai/gsm8k:main, weight: 3.0, path: more.jsonl, weight: 1.0<br>" in card
+
+
 def test_a_card_tells_local_paths_from_names_on_the_hub(run):
     functions = {"model:org/rm": 1.0, "model:judges/mine": 1.0, "model:/home/John Doe/rm": 1.0}
     functions["mine.py:judge"] = {"weight": 1.0, "args": {"key": "sk-" + "aB3" * 8}}

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quatrain.config.load import load_config
+from quatrain.data.stream import RowStream
 from quatrain.ops.packing import plan_packing
 from quatrain.plan.batch_plan import overview, plan, render
 
@@ -404,6 +405,30 @@ def test_warnings_follow_the_table():
     text = render(planned({"data.batch_size": 1, "rollout.n": 2}, devices=4))
     assert "\nwarning: there are more data shards (4) than sequences of an optimizer step (2)" in text
     assert "0 to 1" in text
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch", "prompts"),
+    [
+        ((3, 1), 16, [12, 4]),
+        ((2, 1), 16, [{"min": 10, "max": 11}, {"min": 5, "max": 6}]),
+        ((30, 1, 1), 2, [{"min": 0, "max": 2}, {"min": 0, "max": 2}, {"min": 0, "max": 2}]),
+        ((6, 1, 1), 12, [{"min": 8, "max": 10}, {"min": 0, "max": 3}, {"min": 0, "max": 3}]),
+    ],
+)
+def test_a_mixture_says_how_many_prompts_are_of_each_data_set(weights, batch, prompts):
+    """The bounds hold for every step of the stream, and are met exactly where the weights divide a batch."""
+    sets = [f"{{path: {name}, weight: {weight}}}" for name, weight in zip("abc", weights, strict=False)]
+    found = planned({"data.train": f"[{', '.join(sets)}]", "data.batch_size": batch, "data.eval": "e.jsonl"})
+    named = [found[f"prompts_per_step_of_{name}"] for name in "abc"[: len(weights)]]
+    assert named == prompts
+    stream = RowStream([5] * len(weights), weights, seed=0)
+    drawn = [stream.source(at) for at in range(batch * sum(weights))]
+    for source, each in enumerate(named):
+        least, most = (each["min"], each["max"]) if isinstance(each, dict) else (each, each)
+        counts = [drawn[at : at + batch].count(source) for at in range(0, len(drawn), batch)]
+        assert least <= min(counts)
+        assert max(counts) <= most
 
 
 def test_dynamic_sampling_draws_more_prompts_than_a_step_has():
