@@ -31,6 +31,7 @@ from quatrain.backend import this_backend
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.service import EngineService
 from quatrain.forward.micro_batch import MicroBatch, fill
 from quatrain.forward.planner import MicroBatchPlan, describe_plans
 from quatrain.forward.predict import predict_tokens
@@ -42,7 +43,9 @@ from quatrain.models.flops import forward_flops, packing_cost, parameters_read
 from quatrain.models.kv_cache import bytes_per_position
 from quatrain.models.params import init_params
 from quatrain.models.probe import trusted_attention
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.types.batches import Prompt, RolloutBatch
+from quatrain.types.rollouts import Sampling
 from quatrain.update.gradient import Accumulated, init_optimizer, optimizer_step, sum_gradients
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import Optimizer
@@ -299,11 +302,13 @@ def _key() -> jax.Array:
 
 def _engine(
     arch: Architecture, n: int, new_tokens: int, dtype: str, on_progress: Callable[[Any], None] | None = None
-) -> RolloutEngine:
-    """An engine that never meets a stop token; prompts with the attention that `auto` stands for."""
+) -> Rollouts:
+    """Line 1 on an engine that meets no stop token; prompts with the attention that `auto` stands for."""
     config, attention = RolloutConfig(n=n, max_new_tokens=new_tokens), _attention(arch, dtype)
-    settings = {"seed": 0, "dtype": dtype, "attention": attention, "on_progress": on_progress}
-    return RolloutEngine(arch, config, WithoutText(), stop_ids=(), **settings)
+    settings = {"seed": 0, "dtype": dtype, "attention": attention}
+    engine = RolloutEngine(arch, config, WithoutText(), stop_ids=(), **settings)
+    sampler = EngineService(engine, thread=None)
+    return Rollouts(sampler, WithoutText(), Sampling.of(config), on_progress=on_progress)
 
 
 def random_prompts(arch: Architecture, count: int, tokens: int) -> list[Prompt]:

@@ -51,6 +51,7 @@ from quatrain.engine.groups import (
     prompt_positions,
 )
 from quatrain.engine.scheduler import Scheduler
+from quatrain.engine.service import EngineService
 from quatrain.models.decoder import logits
 from quatrain.models.families import Architecture, builtin_architecture
 from quatrain.models.kv_cache import empty_cache
@@ -58,7 +59,9 @@ from quatrain.models.layers import linear
 from quatrain.models.params import abstract_params
 from quatrain.models.prefix_tree import NO_FORMS
 from quatrain.parallel.mesh import one_device
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
 from quatrain.weights.load_model import load_model
 
 
@@ -103,7 +106,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engines = {}
     for name, (n, _) in modes.items():
         config = RolloutConfig(n=n, max_new_tokens=args.new_tokens)
-        engines[name] = RolloutEngine(arch, config, tokenizer, stop_ids=(), seed=0, dtype=args.dtype)
+        engine = RolloutEngine(arch, config, tokenizer, stop_ids=(), seed=0, dtype=args.dtype)
+        engines[name] = Rollouts(EngineService(engine, thread=None), tokenizer, Sampling.of(config))
         engines[name].sync_weights(params, 0)
     products = weight_products(arch, params, args.prompts * args.n, args.dtype)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
@@ -128,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def one_round(engine: RolloutEngine, prompts: list[Prompt], number: int, new_tokens: int) -> dict[str, float]:
+def one_round(engine: Rollouts, prompts: list[Prompt], number: int, new_tokens: int) -> dict[str, float]:
     """Figures of one `generate`; the first token of a sequence comes from the prefill."""
     began = time.perf_counter()
     batch = engine.generate(prompts, step=number)

@@ -635,7 +635,7 @@ class Programs:
         each = partial(array, EACH_REPLICA)
         integers = (each(jnp.int32, case.slots),) * 4
         unsigned, real = each(jnp.uint32, case.slots), each(jnp.float32, case.slots)
-        sampling = SamplingNumbers(unsigned, real, integers[0], real, real)
+        sampling = SamplingNumbers(unsigned, real, None)
         slots = Slots(*integers, *(unsigned,) * 3, each(jnp.bool_, case.slots), sampling)
         sharing = Sharing(
             each(jnp.int32, case.prompts, case.slots // case.prompts),

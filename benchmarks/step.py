@@ -26,12 +26,12 @@ from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data.prompts import load_prompts
-from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.specs import PolicySpec
 from quatrain.loop.policy import load_policy
 from quatrain.loop.stages import build_engine
 from quatrain.parallel.compilations import num_compilations
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.metrics import StageTimer, reduce_metrics
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.update.learner import Learner, TrainState
@@ -134,7 +134,7 @@ class Steps:
                 f"the data has a row for each prompt: {wanted} wanted, {config.data.train} has "
                 f"{len(self.prompts)}; lower --steps"
             )
-        self.engine: RolloutEngine = build_engine(config, loaded, prompts=source)
+        self.engine: Rollouts = build_engine(config, loaded, prompts=source)
         self.scorer = RewardScorer(config.reward)
         self.advantage = AdvantageEstimator(config.advantage)
         self.learner = Learner(
