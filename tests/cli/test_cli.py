@@ -703,7 +703,7 @@ def test_the_configuration_and_the_plan_of_a_task_are_printed(quatrain):
     status, out, err = quatrain("plan", "rm.yaml", "--json")
     plan = json.loads(out)
     assert (status, err) == (0, "")
-    assert (plan["pairs_per_step"], plan["sequences_per_step"], plan["optimizer_steps"]) == (8, 16, None)
+    assert (plan["rows_per_step"], plan["sequences_per_step"], plan["optimizer_steps"]) == (8, 16, None)
     status, out, _ = quatrain("rm", "rm.yaml", "rm.steps=7", "--print-config")
     assert (status, "  steps: 7" in out, "task: rm" in out) == (0, True, True)
     assert [*Path().iterdir()] == [Path("rm.yaml")]
