@@ -24,7 +24,12 @@ COMPARED = ("loss", "accuracy", "margin", "grad_norm", "tokens", "perplexity")
 def test_two_processes_train_on_given_data_as_one_device_does(task, mesh, tmp_path, small_arch, small_params):
     """A batch of each process alone, slopes that differ between processes, a reference that both write."""
     save_hf(tmp_path / "model", small_arch, small_params)
-    own = (f"model.path={tmp_path / 'model'}", "model.tokenizer=builtin:tiny", f"{task}.epochs=1")
+    own = (
+        f"model.path={tmp_path / 'model'}",
+        "model.tokenizer=builtin:tiny",
+        f"{task}.epochs=1",
+        f"{task}.learning_rate=1e-3",
+    )
     settings = (*own, "optimizer.eps=1e-3", "eval.every_steps=0", "checkpoint.every_steps=0")
     alone = train(given_run(tmp_path, "alone", task, *settings)).run
     config = tmp_path / "together.yaml"
