@@ -7,6 +7,7 @@ from quatrain.run.resume import must_agree_on_resume
 
 ALWAYS = {
     "seed": 0,
+    "run.task": "rl",
     "data.train": "builtin:arithmetic",
     "data.shuffle": True,
     "data.batch_size": 16,
@@ -45,3 +46,10 @@ ALWAYS = {
 )
 def test_what_must_agree_depends_on_what_a_run_has(sections, values):
     assert must_agree_on_resume(Config(**sections)) == ALWAYS | values
+
+
+def test_a_run_on_preferences_keeps_their_loss_and_no_keys_of_rollouts():
+    """Keys of another command would refuse to resume for what has no effect."""
+    kept = must_agree_on_resume(Config(run={"task": "dpo"}, dpo={"data": "pairs.jsonl", "beta": 0.2}))
+    assert (kept["run.task"], kept["dpo.data"], kept["dpo.beta"]) == ("dpo", "pairs.jsonl", 0.2)
+    assert not any(key.startswith(("rollout.", "sft.", "rm.", "data.train")) for key in kept)

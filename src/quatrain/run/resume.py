@@ -96,11 +96,8 @@ def _is_kept(config: Config, key: str) -> bool:
     marks = [mark for mark in fields()[key].metadata if isinstance(mark, MustAgreeOnResume)]
     section = sections().get(key.partition(".")[0], Config)
     conditions = [section.part_of_a_run_with, *(mark.where for mark in marks)]
-    return (
-        bool(marks)
-        and has_part(config, key)
-        and all(value_at(config, condition) for condition in conditions if condition)
-    )
+    agrees = bool(marks) and has_part(config, key)
+    return agrees and all(value_at(config, condition) for condition in conditions if condition)
 
 
 def _as_json(value: Any) -> Any:
