@@ -48,7 +48,7 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     directory.mkdir(parents=True, exist_ok=True)
     modules, parameters = _targets(arch, names)
     alpha = arch.lora.alpha
-    task = {"task_type": "CAUSAL_LM"}
+    task: dict[str, object] = {"task_type": "CAUSAL_LM"}
     if arch.head == "value_head":
         task = {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     config = {
