@@ -367,7 +367,8 @@ def _check_shapes(arch: Architecture, files: Mapping[str, Stored]) -> None:
                     raise ValueError(
                         f"a score head must have one output; {path} has a classifier with {shape[0]} "
                         f"labels ({SCORE} has shape {shape}, not {expected[name]}); give the "
-                        "language model that it was made of, whose score head begins at zero, or one trained with num_labels=1"
+                        "language model that it was made of, whose score head begins at zero, or one with "
+                        "num_labels=1"
                     )
                 if shape != expected[name] or kind not in FLOATS:
                     raise ValueError(
