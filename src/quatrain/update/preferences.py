@@ -53,7 +53,7 @@ def coupled_of(config: Config) -> Coupled:
 
 def reads_reference(config: Config) -> bool:
     """Whether the objective of `coupled_of` reads log-probabilities of a frozen reference."""
-    return config.run.task == "dpo" and config.dpo.loss not in WITHOUT_REFERENCE
+    return config.run.task == "dpo" and config.dpo.reads_reference
 
 
 def pair_table(

@@ -110,7 +110,7 @@ class DPOConfig(GivenConfig):
     @property
     def reads_reference(self) -> bool:
         """Whether the loss reads log-probabilities of a frozen reference."""
-        return self.loss != "orpo"
+        return self.loss not in WITHOUT_REFERENCE
 
 
 class RMConfig(GivenConfig):
