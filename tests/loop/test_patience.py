@@ -10,7 +10,7 @@ from quatrain.loop.stop_when import StopWhen
 
 def _patient(metric, patience):
     config = Config(run={"stop_when": {"metric": metric, "patience": patience}})
-    return StopWhen(config, ["eval/loss", "eval/reward"], ())
+    return StopWhen(config, ["eval/loss", "eval/loss/easy", "eval/reward"], ())
 
 
 def _ended(stop_when, metric, values):
@@ -28,10 +28,19 @@ def _ended(stop_when, metric, values):
         ("eval/loss", [math.nan, 3.0, math.inf, math.nan], 3),
         ("eval/reward", [0.1, 0.2, 0.2, 0.1], 3),  # a larger one is better
         ("eval/reward", [0.3, 0.2, 0.1], 2),
+        ("eval/loss/easy", [3.0, 2.0, 1.0, 0.5], None),
+        ("sft/loss", [3.0, 2.0, 1.0, 0.5], None),  # of training steps too, a smaller loss is better
+        ("dpo/accuracy", [0.3, 0.2, 0.1], 2),
     ],
 )
 def test_a_run_ends_with_the_second_evaluation_in_a_row_that_is_not_better(metric, values, ends):
     assert _ended(_patient(metric, 2), metric, values) == ends
+
+
+def test_a_metric_of_training_is_named_where_it_is_nearest():
+    """Where no reward function scores, the names of training steps would be left out."""
+    with pytest.raises(ValueError, match="of which the nearest is sft/loss; got 'sft/los'"):
+        _patient("sft/los", 2)
 
 
 def test_a_resumed_run_goes_on_with_the_patience_that_is_left():

@@ -36,7 +36,9 @@ class StopWhen:
             return
         metric = str(self._condition["metric"])
         listed = [name for name in CATALOGUE if not name.startswith("eval/")]
-        trained = [name.replace("<name>", function) for name in listed for function in functions]
+        trained = [
+            name.replace("<name>", function) for name in listed for function in functions or ("<name>",)
+        ]
         if metric in evaluated and not config.eval.every_steps:
             raise ValueError(
                 f"run.stop_when needs evaluations between steps for a metric of theirs; got {metric} and "

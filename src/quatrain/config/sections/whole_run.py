@@ -31,8 +31,9 @@ FolderName = Annotated[
 
 
 def smaller_is_better(metric: str) -> bool:
-    """Whether a smaller value of the metric of evaluations is the better one."""
-    return metric.startswith("eval/") and metric.rpartition("/")[2] in ("loss", "perplexity")
+    """Whether a smaller value of the metric is the better one: a loss or a perplexity, also of a source."""
+    first, _, rest = metric.partition("/")
+    return (rest or first).partition("/")[0] in ("loss", "perplexity")
 
 
 def _is_condition(value: dict[str, object]) -> bool:
