@@ -113,9 +113,6 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
             run.record(state.train_step, state.metrics, batch)
             evaluations.when_due(state)
             end = _end(run, state.train_step, recorder.numbers, on_step)
-            if end is not None and state.train_step < run.steps:
-                recorder.report.event(f"the run ends with step {state.train_step} of {run.steps}: {end}")
-                checkpoints.end_at(state.train_step)
             checkpoints.save_when_due(state)
         except TooManyBadSteps as stopped:
             bad = stopped.state
@@ -129,7 +126,10 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
 
 
 def _end(run: Run, step: int, numbers: Mapping[str, float], on_step: OnStep | None) -> str | None:
-    """Why the run ends with `step`, by `run.stop_when` or `on_step`, which is called in any case, or None."""
+    """Why the run ends with `step`, by `run.stop_when` or `on_step`, which is called in any case, or None.
+
+    That it ends early is logged, and known to its checkpoints.
+    """
     if on_step is None and not run.config.run.stop_when:
         return None
 
@@ -142,7 +142,11 @@ def _end(run: Run, step: int, numbers: Mapping[str, float], on_step: OnStep | No
             )
         return reached or ("on_step returned True" if answer else None)
 
-    return cast("str | None", decided_by_main(decide))
+    end = cast("str | None", decided_by_main(decide))
+    if end is not None and step < run.steps:
+        run.recorder.report.event(f"the run ends with step {step} of {run.steps}: {end}")
+        run.checkpoints.end_at(step)
+    return end
 
 
 def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list[str]]:
