@@ -1,10 +1,13 @@
 """Whole runs on data that exist: `quatrain sft`, `dpo` and `rm`."""
 
+import gc
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +17,7 @@ import pytest
 from given_runs import ROWS, TASKS, given_run, killed_after, write_sums
 from runs import steady_metrics
 
+from quatrain.cluster.stop import Stopped
 from quatrain.config.load import load_config
 from quatrain.forward.predict import predict_tokens
 from quatrain.loop.export import export
@@ -176,6 +180,40 @@ def test_the_loss_of_an_evaluation_is_the_plain_mean_over_tokens_whatever_the_pa
     assert course.evaluate(policy.params)["eval/loss"].result() == pytest.approx(mean, rel=1e-6)
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_an_evaluation_of_several_data_sets_has_the_loss_of_each_over_all_its_rows(
+    task, tmp_path, monkeypatch
+):
+    """In file order most parts have rows of one data set alone, which would be left out."""
+    given_run(tmp_path, "x", task)
+    rows = (tmp_path / f"{task}_eval.jsonl").read_text().splitlines(keepends=True)
+    sizes = {"first": 6, "second": 3}
+    (tmp_path / "first.jsonl").write_text("".join(rows[:6]))
+    (tmp_path / "second.jsonl").write_text("".join(rows[6:]))
+    both = f"{task}.eval=[{tmp_path / 'first.jsonl'},{tmp_path / 'second.jsonl'}]"
+    monkeypatch.setattr("quatrain.loop.given.EVALUATED_ROWS", 1)
+    resolved = given_run(tmp_path, "x", task, both, f"{task}.batch_size=4")
+    course, policy, _ = _course(resolved, tmp_path / "reference.npz")
+    course.keep_reference(policy.params)
+    found = course.evaluate(policy.params)
+    assert {f"eval/loss/{name}" for name in sizes} <= {*course.metric_names()} == {*found}
+    counts = [found[f"eval/loss/{name}"].count for name in sizes]
+    assert sum(counts) == found["eval/loss"].count
+    assert task == "sft" or counts == [*sizes.values()]
+    values = sum(found[f"eval/loss/{name}"].value for name in sizes)
+    assert values == pytest.approx(found["eval/loss"].value, rel=1e-9)
+
+
+def test_what_trains_does_not_keep_the_weights_that_it_began_with(tmp_path):
+    """Where the policy waits in the host's memory, the devices would hold a copy for the whole run."""
+    course, policy, _ = _course(given_run(tmp_path, "x", "sft"))
+    leaf = weakref.ref(policy.params["embed"])
+    del policy
+    gc.collect()
+    assert len(course.train) == ROWS
+    assert leaf() is None
+
+
 def test_the_reference_is_read_again_computed_again_or_refused(tmp_path):
     """That of `initial`, of another model and of the base of adapters; another row is another reference."""
     file = tmp_path / "reference.npz"
@@ -263,6 +301,31 @@ def test_a_run_without_a_better_loss_ends_and_the_best_checkpoint_is_exported(tm
     assert checkpoint_steps(summary.run) == [2, 6]
     assert export(summary.run, tmp_path / "best", step="best") == 2
     assert (tmp_path / "best" / "model.safetensors").read_bytes() != _weights(summary.run)
+
+
+def test_a_run_that_ends_by_the_evaluation_it_was_stopped_in_ends_well(tmp_path, monkeypatch):
+    """It ends where it is resumed; as a run that lacks its last checkpoint it would fail after the export."""
+    losses: list[float | None] = [1.0, 2.0, None, 3.0, 3.0]
+    plain = Course.evaluate
+
+    def told(self, params):
+        value = losses.pop(0)
+        if value is None:
+            raise Stopped(signal.SIGTERM)
+        found = plain(self, params)
+        return {**found, "eval/loss": replace(found["eval/loss"], value=value, count=1.0)}
+
+    monkeypatch.setattr(Course, "evaluate", told)
+    options = ("run.stop_when={metric: eval/loss, patience: 1}", "checkpoint.every_steps=0")
+    resolved = given_run(tmp_path, "stopped", "sft", *options)
+    with pytest.raises(Stopped):
+        train(resolved)
+    assert checkpoint_steps(tmp_path / "stopped") == [4]
+    summary = train(resolved, resume="stopped")
+    assert summary.steps == 4
+    assert "the run ends with step 4 of 6: eval/loss is 3, the 1. value" in (
+        (summary.run / "run.log").read_text()
+    )
 
 
 def test_bad_steps_end_a_run_with_the_key_of_its_rate(tmp_path, monkeypatch):

@@ -120,8 +120,11 @@ def test_each_of_several_sources_has_its_loss_and_accuracy():
     found = results(Preference.of(DPOConfig(beta=0.5))(predicted(table, [-2, -7, -6, -5]), table))
     assert (found["dpo/accuracy/easy"], found["dpo/accuracy/hard"]) == (1, 0)
     assert found["dpo/loss"] == pytest.approx((found["dpo/loss/easy"] + found["dpo/loss/hard"]) / 2)
-    alone = pair_table(pairs("easy", "easy"))
-    assert "dpo/loss/easy" not in results(Preference.of(DPOConfig())(predicted(alone, [0] * 4), alone))
+    # Also where a part of an evaluation has rows of one alone; where there is one data set, it has no name.
+    alone, unnamed = pair_table(pairs("easy", "easy")), pair_table(pairs())
+    assert results(Preference.of(DPOConfig())(predicted(alone, [0] * 4), alone))["dpo/accuracy/easy"] == 0.5
+    found = results(Preference.of(DPOConfig())(predicted(unnamed, [0] * 4), unnamed))
+    assert not [name for name in found if name.count("/") > 1]
 
 
 def test_a_reward_model_is_trained_on_scores_margins_and_their_centre():
@@ -189,6 +192,7 @@ def test_kto_reads_answers_to_other_prompts_without_training_on_them():
             "dpo/logprob_rejected": -5.0,
         }
     )
+    assert found.metrics["dpo/kl"].count == 2  # a small part of an evaluation weighs less
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ from quatrain.update.supervised import (
     negative_log_likelihood,
     perplexity,
 )
-from quatrain.update.teacher import load_frozen
+from quatrain.update.teacher import MOST_SOURCES, load_frozen
 from quatrain.update.trainer import POLICY_STREAM, WARM_START_STREAM
 
 Source = ExampleSource | PairSource | JudgedSource
@@ -147,7 +147,8 @@ class Course:
         steps: int,
         reference_file: Path | None = None,
     ):
-        self._config, self._policy, self._steps = config, policy, steps
+        # Without the weights: the learner gives them away, and may keep them in the host's memory.
+        self._config, self._policy, self._steps = config, replace(policy, params=None), steps
         self.section, self.train, self.evaluation = config.given, data.train, data.evaluation
         warm = not config.run.on_given_data
         self.task = "sft" if warm else config.run.task
@@ -159,6 +160,10 @@ class Course:
         )
         objective = negative_log_likelihood if self.task == "sft" else coupled_of(config)
         self._coupled = objective if isinstance(objective, Coupled) else None
+        specs = {"train": self.section.data, "eval": self.section.eval}
+        sizes = {part: len({*data_set_list(spec)}) for part, spec in specs.items() if spec is not None}
+        self._by_source = {part: 1 < size <= MOST_SOURCES for part, size in sizes.items()}
+        """By part, whether each of its data sets has metrics of its own."""
         shared = self._coupled is not None and config.update.shares_prompts
         self._forward_planner = self.spec.planner(config.logprob, share_prompts=shared)
         self.learner = GivenLearner(
@@ -173,7 +178,7 @@ class Course:
             stream=WARM_START_STREAM if warm else POLICY_STREAM,
             optimizer_memory="host" if config.offload.optimizer else "device",
             policy_memory="host" if config.offload.policy and not warm else "device",
-            by_source=not warm and len(data_set_list(self.section.data)) > 1,
+            by_source=not warm and self._by_source["train"],
         )
         self._reference: ReferenceLogprobs | None = None
         if self._coupled is not None and reads_reference(config):
@@ -246,18 +251,24 @@ class Course:
         return self.task == "dpo" and self._config.dpo.loss == "kto"
 
     def _table(self, rows: Rows, part: str, *, with_reference: bool = True) -> TokenTable:
-        """The table of rows of `part`, `train` or `eval`, with what the reference says of them."""
+        """The table of rows of `part`, `train` or `eval`, with what the reference says of them.
+
+        It has the names of data sets that have metrics of their own.
+        """
         if self.task == "sft":
-            return example_table(rows)
-        if self._judges:
+            table = example_table(rows)
+        elif self._judges:
             table = judged_table(rows, self._others[part])
         else:
             padding = self._policy.tokenizer.pad_token_id
             table = pair_table(rows, scored_at_end=self.task == "rm", pad_token_id=padding)
-        if self._reference is None or not with_reference:
-            return table
-        found = self._reference.of(part, [row.number for row in rows])
-        return replace(table, of_rows={**table.of_rows, "reference": found.T.reshape(-1)})
+        of_rows = dict(table.of_rows)
+        if not self._by_source[part]:
+            of_rows["source"] = np.full(len(table), "")
+        if self._reference is not None and with_reference:
+            found = self._reference.of(part, [row.number for row in rows])
+            of_rows["reference"] = found.T.reshape(-1)
+        return replace(table, of_rows=of_rows)
 
     @cached_property
     def _others(self) -> dict[str, Mapping[int, np.ndarray]]:
@@ -292,11 +303,11 @@ class Course:
         """The names of the metrics of every evaluation."""
         if self.evaluation is None:
             return []
-        if self._coupled is None:
-            return ["eval/loss", "eval/perplexity"]
-        table = self._table(self.evaluation.head(1), "eval", with_reference=False)
+        one_of_each = {row.source: row for row in self.evaluation.head()}
+        table = self._table([*one_of_each.values()], "eval", with_reference=False)
         measured = self._measured(np.zeros(table.completion_mask.shape), table)
-        return [f"eval/{name.partition('/')[2]}" for name in measured]
+        names = [f"eval/{name.partition('/')[2]}" for name in measured]
+        return names if self._coupled is not None else [*names, "eval/perplexity"]
 
     def _chunks(self, source: Source) -> Iterator[Rows]:
         """All rows in file order, some at a time."""

@@ -398,7 +398,9 @@ eval/reward_chosen | 1 | mean | As `dpo/reward_chosen`, of these rows.
 eval/reward_rejected | 1 | mean | As `dpo/reward_rejected`, of these rows.
 eval/logprob_chosen | nats | mean | As `dpo/logprob_chosen`, of these rows.
 eval/logprob_rejected | nats | mean | As `dpo/logprob_rejected`, of these rows.
-eval/kl | nats | mean | As `dpo/kl`, of these rows.
+eval/kl | nats | mean |
+    As `dpo/kl`, of these rows: of the parts in which they are evaluated, a batch or 64 answers, by which
+    `eval/loss` judges theirs.
 eval/kl_chosen | nats | mean | As `dpo/kl_chosen`, of these rows.
 eval/reward_mean | 1 | mean | As `rm/reward_mean`, of these rows.
 eval/reward_min | 1 | min | As `rm/reward_min`, of these rows.

@@ -57,6 +57,17 @@ def combine(*parts: Metrics) -> dict[str, Metric]:
     return combined
 
 
+def mean_of_rows(name: str, sums: np.ndarray, counts: np.ndarray, sources: np.ndarray) -> dict[str, Metric]:
+    """The mean of rows with these sums over so many items, [B] each, and as `name/<source>` that of each
+    source [B] with a name.
+
+    Whatever other sources the rows have: parts of a whole may be combined.
+    """
+    found = {name: np.ones(len(sums), bool)}
+    found |= {f"{name}/{source}": sources == source for source in np.unique(sources) if source}
+    return {each: Metric(float(sums[own].sum()), float(counts[own].sum())) for each, own in found.items()}
+
+
 def describe(name: str, values: np.ndarray | Sequence[float], stats: Sequence[str]) -> dict[str, Metric]:
     """`name/mean`, `name/std`, `name/min`, `name/max` (those in `stats`) of the finite entries of `values`.
 

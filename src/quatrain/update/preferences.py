@@ -26,9 +26,8 @@ from quatrain.ops.preferences import (
     kto,
 )
 from quatrain.types.batches import Judged, Pair
-from quatrain.types.metrics import Metric, describe
+from quatrain.types.metrics import Metric, combine, describe, mean_of_rows
 from quatrain.update.coupled import Coupled, CoupledLoss
-from quatrain.update.teacher import MOST_SOURCES
 from quatrain.workers.user_code import find_function, first_parameter, own_arguments
 
 logger = logging.getLogger(__name__)
@@ -154,13 +153,10 @@ def _mean(values: np.ndarray) -> Metric:
 
 
 def _by_source(metrics: Mapping[str, np.ndarray], table: TokenTable) -> dict[str, Metric]:
-    """Means of numbers [B] of rows, and as `name/<source>` those of each source if there are 2 to 16."""
+    """Means of numbers [B] of rows, and of those of each source."""
     of_row = table.of_rows["source"][: len(table) // 2]
-    found = {name: _mean(values) for name, values in metrics.items()}
-    sources = np.unique(of_row)
-    for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
-        found |= {f"{name}/{source}": _mean(values[of_row == source]) for name, values in metrics.items()}
-    return found
+    found = (mean_of_rows(name, values, np.ones(len(values)), of_row) for name, values in metrics.items())
+    return combine(*found)
 
 
 @dataclass(frozen=True)
@@ -348,7 +344,7 @@ class Judgement(Coupled):
         slopes = np.concatenate([found.slopes / len(own), np.zeros(len(own))])
         rewards = self.beta * ratios
         metrics = _by_source({"dpo/loss": found.losses}, table) | {
-            "dpo/kl": Metric(found.kl),
+            "dpo/kl": Metric(found.kl * len(own), len(own)),
             "dpo/reward_chosen": _mean(rewards[good]),
             "dpo/reward_rejected": _mean(rewards[~good]),
             "dpo/logprob_chosen": _mean(own[good]),

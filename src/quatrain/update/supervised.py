@@ -23,11 +23,10 @@ from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.types.batches import Example, brief
-from quatrain.types.metrics import Metric
+from quatrain.types.metrics import Metric, mean_of_rows
 from quatrain.update.coupled import Coupled
 from quatrain.update.gradient import Objective
 from quatrain.update.learner import TooManyBadSteps, TrainState
-from quatrain.update.teacher import MOST_SOURCES
 from quatrain.update.trainer import POLICY_STREAM, StepTotals, Trainer
 
 SFT_LOSS = "sft/loss"
@@ -55,14 +54,9 @@ def example_table(examples: Sequence[Example]) -> TokenTable:
 
 
 def log_likelihoods(predicted: np.ndarray, table: TokenTable) -> dict[str, Metric]:
-    """`sft/loss` of log-probabilities [B, T] of an `example_table`; of each source too if it has 2 to 16."""
+    """`sft/loss` of log-probabilities [B, T] of an `example_table`, and of each of its sources."""
     losses, tokens = -predicted.sum(axis=1, dtype=np.float64), table.completion_mask.sum(axis=1)
-    of_row = table.of_rows["source"]
-    sources = np.unique(of_row)
-    rows = {SFT_LOSS: np.ones(len(table), bool)}
-    for source in sources if 1 < len(sources) <= MOST_SOURCES else ():
-        rows[f"{SFT_LOSS}/{source}"] = of_row == source
-    return {name: Metric(float(losses[own].sum()), float(tokens[own].sum())) for name, own in rows.items()}
+    return mean_of_rows(SFT_LOSS, losses, tokens, table.of_rows["source"])
 
 
 @dataclass(frozen=True)
