@@ -29,6 +29,10 @@ def test_each_loads_without_a_warning(path):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_takes_another_batch_size_alone(path, size):
     whole = load_config(path, [], {}).config
+    if whole.run.on_given_data:
+        key = f"{whole.run.task}.batch_size"
+        assert load_config(path, [f"{key}={size}"], {}).config.given.batch_size == size
+        return
     config = load_config(path, [f"data.batch_size={size}"], {}).config
     steps = whole.data.batch_size // whole.update.mini_batch_size
     assert config.update.mini_batch_size == -(-size // steps)
@@ -47,7 +51,11 @@ def test_each_is_planned_without_a_warning(path, monkeypatch, capsys, tmp_path):
     plan = json.loads(captured.out)
     assert (plan["warnings"], captured.err) == ([], "")
     config = load_config(path, [], {}).config
-    assert plan["optimizer_steps_per_train_step"] == config.data.batch_size // config.update.mini_batch_size
+    if config.run.on_given_data:
+        assert plan["rows_per_step"] == config.given.batch_size
+    else:
+        steps = config.data.batch_size // config.update.mini_batch_size
+        assert plan["optimizer_steps_per_train_step"] == steps
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
