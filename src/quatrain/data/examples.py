@@ -11,6 +11,7 @@ trained answer is left out, because it would change nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,7 @@ from quatrain.data.prompts import (
     check_depth,
     check_message_list,
     check_prompt_column,
+    is_json_of_messages,
     load_table,
     named,
     prompt_of,
@@ -54,6 +56,8 @@ OnLong = Literal["error", "skip", "truncate"]
 """What becomes of a row that is too long: it ends the run, is left out, or its end is cut off."""
 Messages = list[dict[str, Any]]
 COMPLETION, TEXT = "completion", "text"
+_ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
+"""What the JSON of messages has, and that of other answers has not."""
 
 
 _Given = TypeVar("_Given")
@@ -195,11 +199,17 @@ class GivenReader:
         return kept, 0, truncated, filtered, longer
 
     def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
-        if size == 0:
+        if size == 0 and skipped == 0:
             raise ValueError(
-                f"{spec}: no row is left: {filtered} have a flag (weight, train) that is 0, and the others "
-                f"are longer than {self._limit[0]} tokens and left out by {self._key}={self.on_long}; give "
-                "other rows, or raise the limit"
+                f"{spec}: no row is left: the flags (weight, train) of {filtered} rows say that they are not "
+                "trained; give other rows, or correct the flags"
+            )
+        if size == 0:
+            flagged = f", and the flags (weight, train) of {filtered} say that they are not trained"
+            raise ValueError(
+                f"{spec}: no row is left: with {self._key}={self.on_long}, nothing is left of {skipped} "
+                f"{self.form.what} that are longer than {self._limit[0]} tokens"
+                f"{flagged if filtered else ''}; give other rows, or raise the limit"
             )
 
     @property
@@ -253,7 +263,7 @@ class GivenReader:
         return found
 
 
-NOTES = ("begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
+NOTES = ("json", "begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
 """What notes of rows are about, in the order of their warnings."""
 
 
@@ -266,6 +276,12 @@ def note_answers(
 ) -> dict[str, str]:
     """Notes on answers to `prompt`: what they repeat of it or leave open, and what is not trained of them."""
     notes = {}
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if any(is_json_of_messages(text) and _ROLE.search(text) for text in texts):
+        notes["json"] = (
+            "have the JSON of messages as an answer, which is trained as it stands, brackets and quotation "
+            "marks included; give the list itself instead of its text (json.loads makes one of the other)"
+        )
     if any(dialogue.answers.repeats(prompt, answer) for answer in answers):
         notes["begun"] = "repeat what their prompt has begun of the answer, as <think>, which is trained once"
     elif any(dialogue.answers.leaves_open(prompt, answer) for answer in answers):
