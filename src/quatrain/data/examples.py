@@ -56,6 +56,10 @@ OnLong = Literal["error", "skip", "truncate"]
 """What becomes of a row that is too long: it ends the run, is left out, or its end is cut off."""
 Messages = list[dict[str, Any]]
 COMPLETION, TEXT = "completion", "text"
+_ABOUT_TEXT = (
+    f"rows with a `{TEXT}` have no answers; set sft.train_on=all, which trains every token, or give "
+    "`messages`, or `prompt` and `completion`"
+)
 _ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
 """What the JSON of messages has, and that of other answers has not."""
 
@@ -460,21 +464,23 @@ class ExampleForm:
         if self.data.question_column is None and "prompt" not in columns and TEXT in columns:
             if self.train_on == "all":
                 return None
-            raise ValueError(
-                f"{spec}: rows with a `{TEXT}` have no answers; set sft.train_on=all, which trains every "
-                "token, or give `messages`, or `prompt` and `completion`"
-            )
+            raise ValueError(f"{spec}: {_ABOUT_TEXT}")
         preferences = "; train on preferences with `quatrain dpo` or `quatrain rm`"
+        remedy = "rename a column, or name that of the prompt in data.question_column"
+        if self.data.question_column is not None and MESSAGES in columns:
+            remedy = f"unset data.question_column, beside which `{MESSAGES}` is not read"
         raise ValueError(
             f"{spec}: supervised training needs the columns `prompt` and `completion`, `messages`, or, with "
-            f"sft.train_on=all, `{TEXT}`; the columns are {listed(columns)}; rename a column, or name that "
-            f"of the prompt in data.question_column{preferences if 'chosen' in columns else ''}"
+            f"sft.train_on=all, `{TEXT}`; the columns are {listed(columns)}; {remedy}"
+            f"{preferences if 'chosen' in columns else ''}"
         )
 
     def token_rows(self, row: Row, number: int) -> list[TokenRow]:
         assert self.dialogues is not None, "columns alone are checked"
         dialogue = self.dialogues.of(row)
         if self._is_text(row):
+            if self.train_on != "all":  # a row of a data set whose other rows have answers
+                raise ValueError(_ABOUT_TEXT)
             return [self._of_text(row, number)]
         if self.data.question_column is None and row.get(COMPLETION) is None and MESSAGES in row:
             messages = row[MESSAGES]
