@@ -26,7 +26,7 @@ from quatrain.config.schema import DataConfig
 from quatrain.data.answers import Answers, checked_answer, is_trained, unread_fields, unwritten
 from quatrain.data.chat_template import VARIABLES, variables_of
 from quatrain.data.left_out import REFUSED_OF_ROWS
-from quatrain.data.messages import MESSAGES, checked_messages, tools_of, without_nulls
+from quatrain.data.messages import MESSAGES, checked_messages, joined_text, tools_of, without_nulls
 from quatrain.data.prompts import (
     Source,
     TokenRows,
@@ -267,7 +267,7 @@ class GivenReader:
         return found
 
 
-NOTES = ("json", "begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
+NOTES = ("json", "ends", "begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
 """What notes of rows are about, in the order of their warnings."""
 
 
@@ -280,11 +280,16 @@ def note_answers(
 ) -> dict[str, str]:
     """Notes on answers to `prompt`: what they repeat of it or leave open, and what is not trained of them."""
     notes = {}
-    texts = [answer for answer in answers if isinstance(answer, str)]
-    if any(is_json_of_messages(text) and _ROLE.search(text) for text in texts):
+    texts = [answer if isinstance(answer, str) else joined_text(answer["content"]) for answer in answers]
+    if any(is_json_of_messages(text) and _ROLE.search(text) for text in texts if text):
         notes["json"] = (
             "have the JSON of messages as an answer, which is trained as it stands, brackets and quotation "
             "marks included; give the list itself instead of its text (json.loads makes one of the other)"
+        )
+    if any(dialogue.of.ends_early(text) for text in texts if text):
+        notes["ends"] = (
+            "have an answer with a token that ends completions before its last, behind which a rollout has "
+            "nothing, and which is trained as it stands; remove what a template has written into the text"
         )
     if any(dialogue.answers.repeats(prompt, answer) for answer in answers):
         notes["begun"] = "repeat what their prompt has begun of the answer, as <think>, which is trained once"
@@ -312,6 +317,13 @@ class Dialogues:
         self.stop_ids = stop_token_ids(tokenizer, ()) if stop_ids is None else tuple(stop_ids)
         self._turns = TurnTemplate(tokenizer, self.stop_ids)
         self._answers = {"{}": Answers(tokenizer, self.stop_ids)}
+        added = tokenizer.added_tokens_decoder
+        self._ends = tuple(added[index].content for index in self.stop_ids if index in added)
+
+    def ends_early(self, text: str) -> bool:
+        """Whether a text has a token that ends completions, other than as its end."""
+        before = next((text.removesuffix(end) for end in self._ends if text.endswith(end)), text)
+        return any(end in before for end in self._ends)
 
     def of(self, row: Row) -> Dialogue:
         """What makes the ids of a row with its `tools` and `chat_template_kwargs`."""
