@@ -34,6 +34,13 @@ def test_a_run_ends_with_the_second_evaluation_in_a_row_that_is_not_better(metri
     assert _ended(_patient(metric, 2), metric, values) == ends
 
 
+def test_a_run_without_evaluations_is_told_which_key_names_them():
+    condition = {"stop_when": {"metric": "eval/loss", "patience": 2}}
+    for task, key in (("sft", "set sft.eval or data.eval"), ("rm", "set rm.eval")):
+        with pytest.raises(ValueError, match=f"got 'eval/loss'; there are no evaluations: {key}"):
+            StopWhen(Config(run={"task": task, **condition}, **{task: {"data": "a"}}), [], ())
+
+
 def test_a_resumed_run_goes_on_with_the_patience_that_is_left():
     first, resumed = _patient("eval/loss", 2), _patient("eval/loss", 2)
     assert _ended(first, "eval/loss", [2.0, 2.5]) is None

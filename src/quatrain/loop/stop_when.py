@@ -13,6 +13,7 @@ from typing import Any
 from quatrain.config.errors import of_which_nearest, shown
 from quatrain.config.schema import Config
 from quatrain.config.sections.whole_run import smaller_is_better
+from quatrain.config.tasks import EVALUATED
 from quatrain.run.catalogue import CATALOGUE, pattern_of
 
 PATIENCE = "patience"
@@ -45,9 +46,11 @@ class StopWhen:
         pattern = "" if metric.startswith("eval/") else pattern_of(metric) or ""
         if metric not in (*evaluated, *trained) and (not pattern or "<name>" in pattern):
             known = [*dict.fromkeys([*evaluated, *trained])]
+            asked = metric.startswith("eval/") and not evaluated
+            remedy = f"; there are no evaluations: set {EVALUATED[config.run.task]}" if asked else ""
             raise ValueError(
                 "run.stop_when must name a metric of a training step or of the run's evaluations "
-                f"(docs/metrics.md){of_which_nearest(metric, known)}; got {shown(metric)}"
+                f"(docs/metrics.md){of_which_nearest(metric, known)}; got {shown(metric)}{remedy}"
             )
 
     def reached(self, numbers: Mapping[str, float]) -> str | None:
