@@ -11,9 +11,11 @@ import pytest
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
 from quatrain.config.mesh_axes import AXES
 from quatrain.config.schema import sections
+from quatrain.config.sections.given import PREFERENCE_LOSSES, SCORE_LOSSES
 from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import REJECTIONS
 from quatrain.config.settings import valid_keys
+from quatrain.config.tasks import SECTIONS
 from quatrain.data.rows import _READERS
 from quatrain.episodes import hubs
 from quatrain.models.families import _BUILTIN, FAMILIES
@@ -129,6 +131,8 @@ def features():
         "files": set(_READERS),
         "built-in reward": {*BUILTIN_FUNCTIONS, *IN_WORKERS},
         "advantage estimators": set(ESTIMATORS),
+        "training on": set(SECTIONS),
+        "losses on": {*PREFERENCE_LOSSES, *SCORE_LOSSES},
         "policy losses": set(LOSSES),
         "aggregations": set(LOSS_AGGREGATIONS),
         "KL estimators": set(KL_ESTIMATORS),

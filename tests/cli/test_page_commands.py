@@ -46,6 +46,10 @@ NEEDS = {
     "OWNER/NAME": "an account on the Hub; tests/loop pushes to one in its place",
     "--fit": "the Hub; tests/plan/test_fit.py searches, and tests/test_readme.py compares what is shown",
     "people.yaml": "the files of the tutorial; tests/e2e/test_tutorial.py follows the page",
+    **dict.fromkeys(
+        ("chat.yaml", "pairs.yaml", "judge.yaml", "rl.yaml", "pairs.jsonl"),
+        "the files of docs/supervised.md; tests/e2e/test_road.py follows the page",
+    ),
 }
 """Part of a command that is not executed -> what it needs, and what is tested in its place."""
 SHELL = ("|", "&", ">", "2>")
@@ -71,6 +75,7 @@ def place(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "src" / "quatrain" / "config" / "quickstart.yaml", folder / "CONFIG.yaml")
     theirs = {name: text for name, _, text, _ in translations()}
+    theirs["prefs.yaml"] = (ROOT / "tests" / "config" / "theirs" / "trl_dpo.yaml").read_text("utf-8")
     for name, text in (task() | theirs).items():
         (folder / name).write_text(text * 4 if name.endswith(".jsonl") else text, "utf-8")
     environment, *_ = blocks(ROOT / "docs" / "episodes.md", "python")

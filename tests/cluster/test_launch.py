@@ -264,12 +264,12 @@ def test_a_process_whose_launcher_ended_before_it_began_ends_too():
         (
             [],
             {},
-            "train, eval or sft, given after two dashes; got no command; write quatrain",
+            "train, eval, sft, dpo or rm, given after two dashes; got no command; write quatrain",
         ),
         (
             ["plan"],
             {},
-            "train, eval or sft, given after two dashes; got 'plan'; write",
+            "train, eval, sft, dpo or rm, given after two dashes; got 'plan'; write",
         ),
         (["train"], {"processes": 0}, "--processes must be at least 1; got 0"),
         (["train"], {"devices_per_process": 0}, "--devices-per-process must be at least 1; got 0"),
@@ -318,7 +318,9 @@ def test_the_command_line_hands_over(quatrain, monkeypatch):
 def test_the_command_line_without_a_command_is_an_error(quatrain):
     status, _, err = quatrain("launch", "--processes", "2")
     assert status == 2
-    assert err.startswith("error: launch runs the command train, eval or sft, given after two dashes; got no")
+    assert err.startswith(
+        "error: launch runs the command train, eval, sft, dpo or rm, given after two dashes"
+    )
 
 
 def test_a_command_that_fails_at_once_is_reported_with_its_message(quatrain, tmp_path, monkeypatch):

@@ -10,7 +10,12 @@ from quatrain.config.load import load_config
 from quatrain.config.settings import QUICKSTART
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-EACH = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+ALL = sorted(CONFIGS.glob("*.yaml"))
+ON_GIVEN_DATA = [path for path in ALL if path.name.startswith(("sft_", "dpo_", "rm_"))]
+EACH = pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+EACH_BY_REWARDS = pytest.mark.parametrize(
+    "path", [path for path in ALL if path not in ON_GIVEN_DATA], ids=lambda path: path.stem
+)
 ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
 
 
@@ -25,10 +30,14 @@ def test_each_loads_without_a_warning(path):
     assert load_config(path, [], {}).warnings == []
 
 
-@EACH
+@EACH_BY_REWARDS
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_takes_another_batch_size_alone(path, size):
     whole = load_config(path, [], {}).config
+    if whole.run.on_given_data:
+        key = f"{whole.run.task}.batch_size"
+        assert load_config(path, [f"{key}={size}"], {}).config.given.batch_size == size
+        return
     config = load_config(path, [f"data.batch_size={size}"], {}).config
     steps = whole.data.batch_size // whole.update.mini_batch_size
     assert config.update.mini_batch_size == -(-size // steps)
@@ -47,7 +56,19 @@ def test_each_is_planned_without_a_warning(path, monkeypatch, capsys, tmp_path):
     plan = json.loads(captured.out)
     assert (plan["warnings"], captured.err) == ([], "")
     config = load_config(path, [], {}).config
-    assert plan["optimizer_steps_per_train_step"] == config.data.batch_size // config.update.mini_batch_size
+    if config.run.on_given_data:
+        assert plan["rows_per_step"] == config.given.batch_size
+    else:
+        steps = config.data.batch_size // config.update.mini_batch_size
+        assert plan["optimizer_steps_per_train_step"] == steps
+
+
+@pytest.mark.parametrize("path", ON_GIVEN_DATA, ids=lambda path: path.stem)
+def test_a_recipe_on_given_data_is_that_of_the_command_in_its_name(path):
+    """And of the command that its own first lines name."""
+    task = path.name.partition("_")[0]
+    assert load_config(path, [], {}, task=task).config.run.task == task
+    assert f"#   quatrain {task} configs/{path.name}\n" in path.read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -88,6 +88,7 @@ def test_a_runs_own_configuration_loads_again_for_its_command(tmp_path, task):
         ("dpo", "optimizer.warmup_steps=3", "set dpo.warmup_steps"),
         ("rm", "placement.critic=0", "use quatrain train"),
         ("dpo", "logging.sample_tokens=true", "use quatrain train"),
+        ("sft", "update.share_prompts=false", "use quatrain train"),
     ],
 )
 def test_what_has_no_part_in_a_run_is_refused_with_what_to_do(task, override, remedy):

@@ -56,7 +56,10 @@ def test_weights_are_the_decimal_numbers_that_were_written(weights, whole):
     ("value", "rule"),
     [
         ("[]", "must be a data set, or a list of data sets"),
-        ("{path: a, weight: 1}", "must be a data set, or a list of data sets"),
+        (
+            "{path: a, weight: 1}",
+            "must be a data set, .* or a mixture, a list of {path, weight}; give a list",
+        ),
         ("[{path: a, weight: 1}, b]", "both forms; give each entry a weight"),
         ("[{path: a, weight: 1}, {path: a, weight: 2}]", "each data set of a mixture once; a is there twice"),
         ("[{path: a, weight: 1}, {path: b}]", "with these two keys"),
@@ -80,8 +83,10 @@ def test_a_mixture_that_cannot_be_drawn_is_refused_by_its_key(value, rule):
 
 
 def test_evaluation_reads_whole_sets():
-    with pytest.raises(ConfigError, match=r"data\.eval must be a data set, or a list of data sets"):
-        load("data.eval=[{path: a, weight: 1}, {path: b, weight: 1}]")
+    whole = r" must be a data set, or a list of data sets, .*; these are read whole and take no weights"
+    for key in ("data.eval", "sft.eval"):
+        with pytest.raises(ConfigError, match=key + whole):
+            load(f"{key}=[{{path: a, weight: 1}}, {{path: b, weight: 1}}]")
 
 
 def test_sources_have_short_names_of_their_own():
@@ -108,7 +113,7 @@ def test_a_curriculum_is_off_unless_asked_for_and_has_defaults_then():
     ("value", "rule"),
     [
         ("{low: 0.5, high: 0.4}", "low at most high"),
-        ("{lowest: 0.5}", "must have entries of reward, low, high, outside, prior, newest; lowest: "),
+        ("{lowest: 0.5}", "must have entries of reward, .*, newest; lowest: is none of them; correct it"),
         ("{outside: 0}", "outside: must be greater than 0"),
         ("{outside: 2}", "outside: must be less than or equal to 1"),
         ("{newest: 0}", "newest: must be greater than 0"),

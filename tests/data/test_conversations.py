@@ -257,6 +257,33 @@ def test_columns_are_checked_without_a_tokenizer():
     check_example_columns(["a", "b"], DATA, "all", rows)
     with pytest.raises(ValueError, match="b: rows with a `text` have no answers"):
         check_example_columns(["a", "b"], DATA, "assistant", rows)
+    named = DataConfig(question_column="q")
+    with pytest.raises(ValueError, match=r"columns are messages; unset data\.question_column, beside which"):
+        check_example_columns("a", named, "assistant", rows)
+
+
+def test_an_end_within_an_answer_is_warned_of():
+    """As in texts that a template has rendered before: a newline behind the end, or a further turn."""
+    for content, early in (("5<|im_end|>", False), ("5<|im_end|>\n", True), ("5<|im_end|>6<|im_end|>", True)):
+        for row in (
+            {"prompt": "4+1=", "completion": content},
+            {"messages": [USER, ANSWER | {"content": content}]},
+        ):
+            source = load_examples(
+                "g", DATA, TOKENIZERS["qwen2.5"], train_on="assistant", seed=0, rows={"g": [row]}
+            )
+            assert [
+                "with a token that ends completions before its last" in said for said in source.warnings
+            ] == [True] * early
+
+
+def test_a_text_among_conversations_is_not_trained_as_an_answer():
+    """Its every token was, under `assistant` and `completion`, where only other rows have answers."""
+    rows = {"messages": [USER, ANSWER]}, {"text": "4+1=5"}
+    for train_on in ("assistant", "completion"):
+        with pytest.raises(ValueError, match="given, row 2: rows with a `text` have no answers; set sft"):
+            examples(*rows, train_on=train_on)
+    assert len(examples(*rows, train_on="all")) == 2
 
 
 def test_all_tokens_of_several_forms_in_one_list(tmp_path):

@@ -1,14 +1,18 @@
 """Pairs and judged answers of rows: what is refused, cut, left out and counted."""
 
+import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 
-from quatrain.config.schema import DataConfig
+from quatrain.config.schema import Config, DataConfig
+from quatrain.config.sections.given import PREFERENCE_LOSSES
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.preferences import check_judged_columns, check_pair_columns, load_judged, load_pairs
+from quatrain.loop.given import GivenData
 
 DATA = DataConfig(shuffle=False)
 TOKENIZER = builtin_tokenizer()
@@ -193,10 +197,20 @@ def test_margins_are_read_or_warned_of():
     )
 
 
-def test_the_cut_of_whole_texts_is_warned_of_where_lengths_count():
+def test_the_cut_of_whole_texts_is_warned_of_where_it_changes_the_loss():
+    """It does where lengths count, and where each answer is judged alone: there nothing cancels."""
     assert pairs(FINE).warnings == []
-    assert "ends where the tokens of both texts differ first" in pairs(FINE, by_length=True).warnings[0]
-    assert pairs(ROW, by_length=True).warnings == []
+    for found in (pairs(FINE, cut_counts=True), judged(FINE)):
+        assert "ends where the tokens of both texts differ first" in found.warnings[0]
+    assert pairs(ROW, cut_counts=True).warnings == judged(ROW).warnings == []
+
+
+@pytest.mark.parametrize("loss", PREFERENCE_LOSSES)
+def test_which_losses_the_cut_of_whole_texts_changes(loss):
+    config = Config(run={"task": "dpo"}, dpo={"data": "given", "loss": loss})
+    policy = SimpleNamespace(arch=SimpleNamespace(longest=99), tokenizer=TOKENIZER, stop_ids=None)
+    found = GivenData.of(config, policy, {"given": [FINE]}).train.warnings
+    assert bool(found) == (loss in ("ipo", "orpo", "simpo", "kto"))
 
 
 def test_flags_leave_out_pairs_and_answers():
@@ -251,6 +265,17 @@ def test_paired_data_are_two_judged_answers():
         ("4+1=", "7<|end|>", False, 4),
     ]
     assert (len(source), source.batch(0, 2)[1].number) == (5, 1)
+
+
+def test_pairs_with_a_label_of_something_else_are_two_judged_answers():
+    assert [row.label for row in judged(ROW | {"label": "good"}).head()] == [True, False]
+
+
+def test_answers_that_are_the_json_of_messages_are_warned_of():
+    """As in a .csv file: trained as they stand, brackets and all. Other JSON is an answer like any."""
+    source = pairs(ROW | {"chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])})
+    assert "1 of 1 pairs (the first is row 1) have the JSON of messages as an answer" in source.warnings[0]
+    assert pairs(ROW | {"chosen": '{"value": 5}'}).warnings == []
 
 
 def test_long_judged_answers_are_cut_one_by_one():

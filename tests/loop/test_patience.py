@@ -9,7 +9,9 @@ from quatrain.loop.stop_when import StopWhen
 
 
 def _patient(metric, patience):
-    config = Config(run={"stop_when": {"metric": metric, "patience": patience}})
+    task = metric.partition("/")[0].replace("eval", "sft")
+    condition = {"stop_when": {"metric": metric, "patience": patience}}
+    config = Config(run={"task": task, **condition}, **{task: {"data": "rows.jsonl"}})
     return StopWhen(config, ["eval/loss", "eval/loss/easy", "eval/reward"], ())
 
 
@@ -38,9 +40,19 @@ def test_a_run_ends_with_the_second_evaluation_in_a_row_that_is_not_better(metri
 
 
 def test_a_metric_of_training_is_named_where_it_is_nearest():
-    """Where no reward function scores, the names of training steps would be left out."""
+    """Without reward functions too; the loss of another command, which is never logged, is refused."""
     with pytest.raises(ValueError, match="of which the nearest is sft/loss; got 'sft/los'"):
         _patient("sft/los", 2)
+    condition = {"stop_when": {"metric": "sft/loss", "patience": 2}}
+    with pytest.raises(ValueError, match="must name a metric .* got 'sft/loss'"):
+        StopWhen(Config(run={"task": "dpo", **condition}, dpo={"data": "a"}), [], ())
+
+
+def test_a_run_without_evaluations_is_told_which_key_names_them():
+    condition = {"stop_when": {"metric": "eval/loss", "patience": 2}}
+    for task, key in (("sft", "set sft.eval or data.eval"), ("rm", "set rm.eval")):
+        with pytest.raises(ValueError, match=f"got 'eval/loss'; there are no evaluations: {key}"):
+            StopWhen(Config(run={"task": task, **condition}, **{task: {"data": "a"}}), [], ())
 
 
 def test_a_resumed_run_goes_on_with_the_patience_that_is_left():

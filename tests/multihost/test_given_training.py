@@ -51,7 +51,9 @@ def test_two_processes_train_on_given_data_as_one_device_does(task, mesh, tmp_pa
     ours, theirs = (read_metrics(run / "metrics.jsonl") for run in (tmp_path / "together", alone))
     assert [row["step"] for row in ours] == [0, 1, 2, 3]
     for row, other in zip(ours, theirs, strict=True):
-        for key in (key for key in other if key.endswith(COMPARED)):
+        # Until the first update of dpo all rewards are 0, and which is larger is rounding.
+        ties = task == "dpo" and row["step"] < 2
+        for key in (key for key in other if key.endswith(COMPARED) and not (ties and "accuracy" in key)):
             assert row[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
     weights = [_weights(run / "final") for run in (tmp_path / "together", alone)]
     for name, values in weights[1].items():

@@ -42,7 +42,8 @@ def critic_arch(small_arch):
 def value_params(critic_arch):
     """A critic with a head that is not zero."""
     params = init_params(critic_arch, jax.random.key(7))
-    return params | {"score": jax.random.normal(jax.random.key(8), (1, critic_arch.hidden_size))}
+    score = jax.random.normal(jax.random.key(8), (1, critic_arch.hidden_size))
+    return params | {"score": jax.device_put(score, params["score"].sharding)}
 
 
 def _table(batch, **columns) -> TokenTable:
@@ -201,7 +202,7 @@ def test_a_critic_that_is_not_finite_ends_the_run(make_learner, make_batch, smal
     learner, batch = make_learner(critic={}, max_bad_steps=2), make_batch(4)
     state = learner.init(_copy(small_params), _copy(value_params))
     advantaged = _gae_batch(learner, state, batch)
-    broken = value_params | {"score": jnp.full_like(value_params["score"], jnp.nan)}
+    broken = value_params | {"score": value_params["score"] * jnp.nan}
     state = replace(state, critic=replace(state.critic, params=broken))
     with pytest.raises(TooManyBadSteps) as stopped:
         learner.step(state, advantaged)

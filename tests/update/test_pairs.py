@@ -285,6 +285,7 @@ def test_a_reward_model_may_have_a_loss_of_ones_own(own):
         ("restated", {"loss_args": {"gamma": 1.0}}, "takes from dpo.loss_args .*got gamma"),
         ("restated", {"loss_args": {"beta": 1.0}}, "takes it from dpo.beta; set that instead"),
         ("restated", {"loss_args": {"scale": "big"}}, "takes scale as float"),
+        ("restated", {"gamma": 1.0}, "dpo.gamma has no effect for .*, which has no argument gamma without"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_an_error_before_anything_is_computed(own, name, keys, message):

@@ -40,17 +40,23 @@ def data_sets(spec: object) -> object:
     """One data set as text, several as a tuple; a list of one is the one."""
     if spec and isinstance(spec, str):
         return spec
-    if not isinstance(spec, list | tuple) or not spec or not all(isinstance(s, str) and s for s in spec):
-        raise PydanticCustomError(
-            "rule", "must be a data set, or a list of data sets, as [a.jsonl, b.parquet]"
-        )
-    return spec[0] if len(spec) == 1 else tuple(spec)
+    entries = spec if isinstance(spec, list | tuple) else ()
+    if not entries or not all(isinstance(entry, str) and entry for entry in entries):
+        weighted = any(isinstance(entry, Mapping) for entry in entries)
+        whole = "; these are read whole and take no weights: give the names alone" if weighted else ""
+        raise _rule(f"must be a data set, or a list of data sets, as [a.jsonl, b.parquet]{whole}")
+    return entries[0] if len(entries) == 1 else tuple(entries)
 
 
 def training_sets(spec: object) -> object:
     """As `data_sets`; or a mixture, a list of mappings `{path, weight}`, as a tuple of `MixedSet`s."""
     entries = spec if isinstance(spec, list | tuple) else ()
     mixed = [isinstance(entry, Mapping | MixedSet) for entry in entries]
+    if isinstance(spec, Mapping):
+        raise _rule(
+            "must be a data set, or a list of data sets, as [a.jsonl, b.parquet], or a mixture, a list of "
+            "{path, weight}; give a list, as [{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]"
+        )
     if not any(mixed):
         return data_sets(spec)
     if not all(mixed):

@@ -12,12 +12,19 @@ from quatrain.config.data_sets import data_set_list, heldout_gym, is_gym
 
 COMMANDS = {"rl": "train", "sft": "sft", "dpo": "dpo", "rm": "rm"}
 """`run.task` -> the command that runs it."""
+EVALUATED = {
+    "rl": "data.eval",
+    "sft": "sft.eval or data.eval",
+    "dpo": "dpo.eval or data.eval",
+    "rm": "rm.eval",
+}
+"""`run.task` -> the keys that name what its evaluations read."""
 SECTIONS = ("sft", "dpo", "rm")
 BUILTIN, HELDOUT = "builtin:", "-heldout"
 _OF_ALL = {
     *("seed", "mesh", "run", "model", "lora", "optimizer", "logprob", "checkpoint", "logging", "hub"),
     *("distributed", "placement.train", "offload.optimizer", "eval.every_steps", "eval.before"),
-    *(f"update.{key}" for key in ("micro_batch_size", "max_tokens_per_device", "share_prompts")),
+    *(f"update.{key}" for key in ("micro_batch_size", "max_tokens_per_device")),
     *("update.max_bad_steps", "data.shuffle", "data.question_column", "data.system_prompt"),
     *("data.chat_template", "data.chat_template_kwargs"),
 }
@@ -62,6 +69,8 @@ def has_part(c: Any, key: str) -> bool:
         return task == "sft" and c.sft.data in (None, c.data.train)
     if key == "data.eval":
         return task != "rm"
+    if key == "update.share_prompts":
+        return task != "sft"  # whose rows have a prompt each
     if key in _OF_TRAINING_STEPS:
         return False
     named = {key, section}

@@ -11,6 +11,7 @@ trained answer is left out, because it would change nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,7 @@ from quatrain.config.schema import DataConfig
 from quatrain.data.answers import Answers, checked_answer, is_trained, unread_fields, unwritten
 from quatrain.data.chat_template import VARIABLES, variables_of
 from quatrain.data.left_out import REFUSED_OF_ROWS
-from quatrain.data.messages import MESSAGES, checked_messages, tools_of, without_nulls
+from quatrain.data.messages import MESSAGES, checked_messages, joined_text, tools_of, without_nulls
 from quatrain.data.prompts import (
     Source,
     TokenRows,
@@ -33,6 +34,7 @@ from quatrain.data.prompts import (
     check_depth,
     check_message_list,
     check_prompt_column,
+    is_json_of_messages,
     load_table,
     named,
     prompt_of,
@@ -54,6 +56,12 @@ OnLong = Literal["error", "skip", "truncate"]
 """What becomes of a row that is too long: it ends the run, is left out, or its end is cut off."""
 Messages = list[dict[str, Any]]
 COMPLETION, TEXT = "completion", "text"
+_ABOUT_TEXT = (
+    f"rows with a `{TEXT}` have no answers; set sft.train_on=all, which trains every token, or give "
+    "`messages`, or `prompt` and `completion`"
+)
+_ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
+"""What the JSON of messages has, and that of other answers has not."""
 
 
 _Given = TypeVar("_Given")
@@ -195,11 +203,17 @@ class GivenReader:
         return kept, 0, truncated, filtered, longer
 
     def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
-        if size == 0:
+        if size == 0 and skipped == 0:
             raise ValueError(
-                f"{spec}: no row is left: {filtered} have a flag (weight, train) that is 0, and the others "
-                f"are longer than {self._limit[0]} tokens and left out by {self._key}={self.on_long}; give "
-                "other rows, or raise the limit"
+                f"{spec}: no row is left: the flags (weight, train) of {filtered} rows say that they are not "
+                "trained; give other rows, or correct the flags"
+            )
+        if size == 0:
+            flagged = f", and the flags (weight, train) of {filtered} say that they are not trained"
+            raise ValueError(
+                f"{spec}: no row is left: with {self._key}={self.on_long}, nothing is left of {skipped} "
+                f"{self.form.what} that are longer than {self._limit[0]} tokens"
+                f"{flagged if filtered else ''}; give other rows, or raise the limit"
             )
 
     @property
@@ -253,7 +267,7 @@ class GivenReader:
         return found
 
 
-NOTES = ("begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
+NOTES = ("json", "ends", "begun", "fields", "flags", "first", "variables", "margin", "cut", "given")
 """What notes of rows are about, in the order of their warnings."""
 
 
@@ -266,6 +280,17 @@ def note_answers(
 ) -> dict[str, str]:
     """Notes on answers to `prompt`: what they repeat of it or leave open, and what is not trained of them."""
     notes = {}
+    texts = [answer if isinstance(answer, str) else joined_text(answer["content"]) for answer in answers]
+    if any(is_json_of_messages(text) and _ROLE.search(text) for text in texts if text):
+        notes["json"] = (
+            "have the JSON of messages as an answer, which is trained as it stands, brackets and quotation "
+            "marks included; give the list itself instead of its text (json.loads makes one of the other)"
+        )
+    if any(dialogue.of.ends_early(text) for text in texts if text):
+        notes["ends"] = (
+            "have an answer with a token that ends completions before its last, behind which a rollout has "
+            "nothing, and which is trained as it stands; remove what a template has written into the text"
+        )
     if any(dialogue.answers.repeats(prompt, answer) for answer in answers):
         notes["begun"] = "repeat what their prompt has begun of the answer, as <think>, which is trained once"
     elif any(dialogue.answers.leaves_open(prompt, answer) for answer in answers):
@@ -292,6 +317,13 @@ class Dialogues:
         self.stop_ids = stop_token_ids(tokenizer, ()) if stop_ids is None else tuple(stop_ids)
         self._turns = TurnTemplate(tokenizer, self.stop_ids)
         self._answers = {"{}": Answers(tokenizer, self.stop_ids)}
+        added = tokenizer.added_tokens_decoder
+        self._ends = tuple(added[index].content for index in self.stop_ids if index in added)
+
+    def ends_early(self, text: str) -> bool:
+        """Whether a text has a token that ends completions, other than as its end."""
+        before = next((text.removesuffix(end) for end in self._ends if text.endswith(end)), text)
+        return any(end in before for end in self._ends)
 
     def of(self, row: Row) -> Dialogue:
         """What makes the ids of a row with its `tools` and `chat_template_kwargs`."""
@@ -444,21 +476,23 @@ class ExampleForm:
         if self.data.question_column is None and "prompt" not in columns and TEXT in columns:
             if self.train_on == "all":
                 return None
-            raise ValueError(
-                f"{spec}: rows with a `{TEXT}` have no answers; set sft.train_on=all, which trains every "
-                "token, or give `messages`, or `prompt` and `completion`"
-            )
+            raise ValueError(f"{spec}: {_ABOUT_TEXT}")
         preferences = "; train on preferences with `quatrain dpo` or `quatrain rm`"
+        remedy = "rename a column, or name that of the prompt in data.question_column"
+        if self.data.question_column is not None and MESSAGES in columns:
+            remedy = f"unset data.question_column, beside which `{MESSAGES}` is not read"
         raise ValueError(
             f"{spec}: supervised training needs the columns `prompt` and `completion`, `messages`, or, with "
-            f"sft.train_on=all, `{TEXT}`; the columns are {listed(columns)}; rename a column, or name that "
-            f"of the prompt in data.question_column{preferences if 'chosen' in columns else ''}"
+            f"sft.train_on=all, `{TEXT}`; the columns are {listed(columns)}; {remedy}"
+            f"{preferences if 'chosen' in columns else ''}"
         )
 
     def token_rows(self, row: Row, number: int) -> list[TokenRow]:
         assert self.dialogues is not None, "columns alone are checked"
         dialogue = self.dialogues.of(row)
         if self._is_text(row):
+            if self.train_on != "all":  # a row of a data set whose other rows have answers
+                raise ValueError(_ABOUT_TEXT)
             return [self._of_text(row, number)]
         if self.data.question_column is None and row.get(COMPLETION) is None and MESSAGES in row:
             messages = row[MESSAGES]

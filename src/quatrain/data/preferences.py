@@ -71,7 +71,7 @@ def load_pairs(
     stop_ids: Sequence[int] | None = None,
     section: str = "dpo",
     margins: bool = False,
-    by_length: bool = False,
+    cut_counts: bool = False,
     scored: bool = False,
 ) -> PairSource:
     """The pairs of the data set `spec`, with ids as a rollout would have them.
@@ -83,15 +83,15 @@ def load_pairs(
     are `most_tokens` and `on_long`, for the longer sequence of a pair. Texts end with the tokenizer's end
     token.
 
-    `margins` says that the column `margin`, a number or null, is read; `by_length`, that the loss divides by
-    lengths, which the cut of whole texts changes; `section`, where messages say that keys are. If the pairs
+    `margins` says that the column `margin`, a number or null, is read; `cut_counts`, that the loss depends on
+    where whole texts are cut; `section`, where messages say that keys are. If the pairs
     are `scored`, their ids are those that a reward model reads (`render_completed`), with what the template
     writes behind the answer.
 
     Raises ValueError, with the data set and the row, for answers that are equal or empty, for conversations
     that differ before the last answer, and as `load_examples` does.
     """
-    form = PairForm(data, Dialogues(tokenizer, stop_ids), section, margins, by_length, scored)
+    form = PairForm(data, Dialogues(tokenizer, stop_ids), section, margins, cut_counts, scored)
     reader = GivenReader(form, rows, most_tokens, on_long)
     return PairSource(spec, reader, _pair, seed=seed, shuffle=data.shuffle)
 
@@ -149,7 +149,7 @@ class PairForm:
     """None where columns alone are checked."""
     section: str = "dpo"
     margins: bool = False
-    by_length: bool = False
+    cut_counts: bool = False
     scored: bool = False
     what: str = "pairs"
 
@@ -181,10 +181,10 @@ class PairForm:
                 "have `tools` or `chat_template_kwargs`, which are trained on; a reward model gets neither "
                 "where it scores completions (`model:` in reward.functions)"
             )
-        if self.by_length and not self._has_prompt(row) and isinstance(found.text, str):
+        if self.cut_counts and not self._has_prompt(row) and isinstance(found.text, str):
             notes["cut"] = (
-                "have no `prompt`, so it ends where the tokens of both texts differ first; the loss divides "
-                "by the lengths of what follows; give the prompts, if the answers begin earlier"
+                "have no `prompt`, so it ends where the tokens of both texts differ first; this loss depends "
+                "on where answers begin, so give the prompts, if they begin earlier"
             )
         notes |= note_answers(dialogue, found.text, found.given, row)
         answers = tuple(map(int32, found.answers))
@@ -323,10 +323,11 @@ class JudgedForm:
 
     @property
     def _pairs(self) -> PairForm:
-        return PairForm(self.data, self.dialogues, self.section)
+        # Each answer is judged alone: what both have in common does not cancel, as in a difference.
+        return PairForm(self.data, self.dialogues, self.section, cut_counts=True)
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
-        if LABEL not in columns and CHOSEN in columns:
+        if COMPLETION not in columns and CHOSEN in columns:  # whatever a column `label` is about
             return self._pairs.check_columns(spec, columns)
         if missing := [name for name in (COMPLETION, LABEL) if name not in columns]:
             raise ValueError(
@@ -337,7 +338,7 @@ class JudgedForm:
         return check_prompt_column(spec, columns, self.data)
 
     def token_rows(self, row: Row, number: int) -> list[TokenRow]:
-        if row.get(LABEL) is None and row.get(CHOSEN) is not None:
+        if row.get(COMPLETION) is None and row.get(CHOSEN) is not None:
             return [
                 replace(pair, parts=(part,), columns={**pair.columns, LABEL: label})
                 for pair in self._pairs.token_rows(row, number)

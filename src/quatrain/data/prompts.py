@@ -258,7 +258,7 @@ class Reader(Protocol):
     def tokenised(self, spec: str, rows: list[Row]) -> TokenRows: ...
 
     def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
-        """Raises ValueError if no row of all data sets is left."""
+        """Raises ValueError if no row of all data sets is left; `skipped` are those left out as too long."""
 
 
 @dataclass(frozen=True)
@@ -450,8 +450,9 @@ def load_table(spec: TrainingSpec | Sequence[str], reader: Reader) -> Table:
     size, skipped, truncated, filtered, longer = _totals(counts.values())
     weights = whole_weights(sets)
     # Of a mixture, every data set must have rows to draw; of others, all together.
-    for each, own in totals.items() if weights else [(name, [size, skipped, truncated, filtered])]:
-        reader.check_not_empty(each, own[0], own[1], own[3])
+    whole = [size, skipped, truncated, filtered, longer]
+    for each, own in totals.items() if weights else [(name, whole)]:
+        reader.check_not_empty(each, own[0], own[1] + own[4], own[3])
     names = source_names(sets) if len(totals) > 1 else dict.fromkeys(specs, "")
     starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
     rows_here = {
@@ -491,12 +492,17 @@ def _check_serialisable(spec: str, rows: Sequence[TokenRow]) -> None:
             ) from None
 
 
+def is_json_of_messages(text: str) -> bool:
+    """Whether a text is probably the JSON of messages, which nobody has parsed."""
+    return _JSON_OF_MESSAGES.match(text) is not None
+
+
 def _about_json(table: Table) -> list[str]:
     """A warning if prompts are JSON of messages, which are read as text."""
 
     def kind(row: TokenRow) -> str | None:
         text = row.text if isinstance(row.text, str) else row.text[-1].get("content", "")
-        return "json" if _JSON_OF_MESSAGES.match(text) else None
+        return "json" if is_json_of_messages(text) else None
 
     return [
         f"{count} of {table.size} prompts (the first is row {row}) are the JSON of messages as a text, which "

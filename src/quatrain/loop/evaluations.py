@@ -18,6 +18,7 @@ from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.errors import listed, of_which_nearest
 from quatrain.config.schema import Config
 from quatrain.config.secrets import comparable, same
+from quatrain.config.tasks import EVALUATED
 from quatrain.loop.evaluate import Evaluation, Evaluator, TeacherKL, finite_numbers, result, results
 from quatrain.loop.given import Course
 from quatrain.loop.recorder import Recorder
@@ -40,11 +41,9 @@ def best_of(config: Config, folder: RunDir, names: Sequence[str]) -> Best | None
     if metric is None:
         return None
     if not names:
-        task = config.run.task
-        keys = {"rl": "data.eval", "sft": "sft.eval or data.eval", "dpo": "dpo.eval or data.eval"}
         raise ValueError(
             f"checkpoint.best_metric needs evaluations; got {metric} and nothing to evaluate on; set "
-            f"{keys.get(task, f'{task}.eval')}, or checkpoint.best_metric to null"
+            f"{EVALUATED[config.run.task]}, or checkpoint.best_metric to null"
         )
     if metric not in names:
         raise ValueError(

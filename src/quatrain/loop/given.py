@@ -25,6 +25,7 @@ from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, OptimizerConfig
+from quatrain.config.sections.given import BY_LENGTH
 from quatrain.data.examples import ExampleSource, check_example_columns, load_examples
 from quatrain.data.preferences import (
     JudgedSource,
@@ -102,9 +103,9 @@ def _load(config: Config, policy: LoadedPolicy, spec: Any, rows: GivenRows) -> S
     settings["section"] = task
     if task == "dpo" and config.dpo.loss == "kto":
         return load_judged(spec, config.data, policy.tokenizer, **settings)
-    by_length, rm = task == "dpo" and config.dpo.loss == "ipo", task == "rm"
+    rm, cut_counts = task == "rm", task == "dpo" and config.dpo.loss in BY_LENGTH
     return load_pairs(
-        spec, config.data, policy.tokenizer, margins=rm, scored=rm, by_length=by_length, **settings
+        spec, config.data, policy.tokenizer, margins=rm, scored=rm, cut_counts=cut_counts, **settings
     )
 
 

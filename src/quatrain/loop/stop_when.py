@@ -13,6 +13,7 @@ from typing import Any
 from quatrain.config.errors import of_which_nearest, shown
 from quatrain.config.schema import Config
 from quatrain.config.sections.whole_run import smaller_is_better
+from quatrain.config.tasks import EVALUATED, SECTIONS
 from quatrain.run.catalogue import CATALOGUE, pattern_of
 
 PATIENCE = "patience"
@@ -35,7 +36,8 @@ class StopWhen:
         if not self._condition:
             return
         metric = str(self._condition["metric"])
-        listed = [name for name in CATALOGUE if not name.startswith("eval/")]
+        others = {"eval", *SECTIONS} - {config.run.task}
+        listed = [name for name in CATALOGUE if name.partition("/")[0] not in others]
         trained = [
             name.replace("<name>", function) for name in listed for function in functions or ("<name>",)
         ]
@@ -44,12 +46,14 @@ class StopWhen:
                 f"run.stop_when needs evaluations between steps for a metric of theirs; got {metric} and "
                 "eval.every_steps 0; set eval.every_steps"
             )
-        pattern = "" if metric.startswith("eval/") else pattern_of(metric) or ""
+        pattern = "" if metric.partition("/")[0] in others else pattern_of(metric) or ""
         if metric not in (*evaluated, *trained) and (not pattern or "<name>" in pattern):
             known = [*dict.fromkeys([*evaluated, *trained])]
+            asked = metric.startswith("eval/") and not evaluated
+            remedy = f"; there are no evaluations: set {EVALUATED[config.run.task]}" if asked else ""
             raise ValueError(
                 "run.stop_when must name a metric of a training step or of the run's evaluations "
-                f"(docs/metrics.md){of_which_nearest(metric, known)}; got {shown(metric)}"
+                f"(docs/metrics.md){of_which_nearest(metric, known)}; got {shown(metric)}{remedy}"
             )
 
     def reached(self, numbers: Mapping[str, float]) -> str | None:

@@ -250,7 +250,10 @@ def _made_up_pairs() -> Pairs:
 def _found(
     key: str, section: DPOConfig | RMConfig, builtin: Mapping[str, Callable[..., Any]]
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-    """Name, function and arguments of the loss of the section `key`."""
+    """Name, function and arguments of the loss of the section `key`.
+
+    Raises ValueError for a key of the section that is set and that a user's loss does not take.
+    """
     name = f"{key}.loss {section.loss!r}"
     loss = find_function(section.loss, builtin, "loss of pairs")
     arguments = own_arguments(
@@ -261,6 +264,14 @@ def _found(
         given=section.loss_args,
         key=f"{key}.loss_args",
     )
+    fields = type(section).model_fields
+    # Not `beta`: rewards that are logged have it too. And other keys than these are refused elsewhere.
+    for each in fields.keys() & {*OF_SECTION[1:]} if ":" in section.loss else ():
+        if getattr(section, each) != fields[each].default and each not in arguments:
+            raise ValueError(
+                f"{key}.{each} has no effect for {name}, which has no argument {each} without a default; "
+                f"set {each} in {key}.loss_args, or leave this key at its default"
+            )
     return name, loss, arguments
 
 

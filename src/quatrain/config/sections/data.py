@@ -65,7 +65,8 @@ def _curriculum(values: object) -> object:
         first = error.errors()[0]
         names = ", ".join(CurriculumValues.model_fields)
         name = ".".join(map(str, first["loc"]))
-        text = f"must have entries of {names}; {name}: {rule(first)}"
+        wrong = "is none of them" if first["type"] == "extra_forbidden" else rule(first)
+        text = f"must have entries of {names}; {name}: {wrong}; correct it or leave it out"
     else:
         if found.low <= found.high:
             return found.model_dump()
@@ -91,9 +92,8 @@ class DataConfig(Section):
     """Maximum length of a prompt, in tokens."""
     on_long_prompt: Literal["error", "skip", "truncate_left"] = "error"
     """What to do with a prompt longer than `data.max_prompt_length`: end the run, skip the prompt, or drop
-    its first tokens (not in episodes). Skipped and truncated prompts are counted. `skip` also leaves out
-    demonstrations that are longer, with their prompts, than a micro-batch or the model's positions; else they
-    end the run."""
+    its first tokens (not in episodes). Skipped and truncated prompts are counted. For rows with answers it is
+    `sft.on_long`, `dpo.on_long` or `rm.on_long`."""
     pass_rate_column: Annotated[Text, MustAgreeOnResume()] = "pass_rate"
     """Column with the fraction, 0 to 1, of a model's answers to the prompt that were right."""
     min_pass_rate: Annotated[Fraction | None, MustAgreeOnResume()] = None

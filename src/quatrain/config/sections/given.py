@@ -24,6 +24,8 @@ from quatrain.config.sections.update import Schedule
 PREFERENCE_LOSSES = ("sigmoid", "ipo", "robust", "hinge", "orpo", "simpo", "kto")
 """Losses of `quatrain dpo`; `kto` reads single answers, not pairs."""
 WITHOUT_REFERENCE = ("orpo", "simpo")
+BY_LENGTH = ("ipo", *WITHOUT_REFERENCE)
+"""Those that divide log-probabilities by the lengths of answers."""
 SCORE_LOSSES = ("bradley_terry",)
 _OWN = "or a coupled loss of your own as `path/file.py:function` or `package.module:function`"
 
