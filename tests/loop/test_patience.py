@@ -44,7 +44,7 @@ def test_a_metric_of_training_is_named_where_it_is_nearest():
     with pytest.raises(ValueError, match="of which the nearest is sft/loss; got 'sft/los'"):
         _patient("sft/los", 2)
     condition = {"stop_when": {"metric": "sft/loss", "patience": 2}}
-    with pytest.raises(ValueError, match="must name a metric .* got 'sft/loss'"):
+    with pytest.raises(ValueError, match=r"must name a metric .* got 'sft/loss'"):
         StopWhen(Config(run={"task": "dpo", **condition}, dpo={"data": "a"}), [], ())
 
 
