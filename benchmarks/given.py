@@ -22,6 +22,8 @@ from peers.workload import LEARNING_RATE, MAX_GRAD_NORM, finish
 
 import quatrain
 
+COMPILES_S = 0.1
+"""Seconds of compiling in a step from which it has compiled a program of the model, not of a metric."""
 MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -56,12 +58,13 @@ def main() -> None:
             on_step=lambda step, metrics: steps.append(dict(metrics)),
         )
     update = resolved.config.update
-    measured = [step for step in steps[1:] if not step.get("time/compile_s")] or steps[1:]
+    compiled = [step.get("time/compile_s", 0.0) > COMPILES_S for step in steps]
+    measured = [step for step, new in zip(steps[1:], compiled[1:], strict=True) if not new] or steps[1:]
     finish(
         {
             "losses": [step[f"{task}/loss"] for step in steps],
             "compile_s": [round(step.get("time/compile_s", 0.0), 2) for step in steps],
-            "compilations": [bool(step.get("time/compile_s")) for step in steps[1:]],
+            "compilations": compiled[1:],
             "tokens": [step["batch/tokens"] for step in steps],
             "padding_fraction": [round(step["batch/padding_fraction"], 3) for step in steps],
             "shared_fraction": [round(step["batch/shared_fraction"], 3) for step in steps],
