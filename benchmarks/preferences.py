@@ -1,14 +1,16 @@
 """Preferences on the quickstart: DPO on pairs of a model's own answers, and RL from a reward model alone.
 
     python benchmarks/preferences.py runs/preferences --out results.jsonl --figure preferences.svg
-    python benchmarks/preferences.py runs/preferences --out results.jsonl --first-seed 1 --seeds 1
+    python benchmarks/preferences.py runs/preferences --out results.jsonl --only warm 'dpo*' --seeds 1
 
 For each seed, every stage a run `NAME-SEED` of its command in the given folder:
 
     warm           `quatrain sft`: the quickstart's warm start, 80 steps
     dpo-1, dpo-2   `quatrain dpo`, 60 steps of 64 pairs, of the model of the stage before
     rm             `quatrain rm`, 60 steps of 64 pairs, the pairs of dpo-1
-    rl             `quatrain train` of the warm-started model, 100 steps, with that reward model as its reward
+    rl             `quatrain train` of the warm-started model, 100 steps, with that reward model as its
+                   reward, and a pull towards the warm-started model ten times that of the quickstart
+    rl-far         the same with the quickstart's pull: the policy finds what the reward model does not know
 
 The pairs of a round are made from 8 samples for each of 480 training prompts, by the policy that the round
 begins with: up to two right and wrong answers of a prompt are paired. Those of 96 prompts, the same in both
@@ -49,9 +51,9 @@ PROMPTS, HELD_OUT, SAMPLES, PAIRS = 480, 96, 8, 2
 ACCURACY, PAIR_ACCURACY, REWARD = "eval/accuracy_lenient", "eval/accuracy", "eval/reward"
 CURVES = (ACCURACY, "eval/accuracy_strict", PAIR_ACCURACY, REWARD, "eval/completion_length")
 """Metrics of evaluations whose values after every so many steps are kept, where a stage has them."""
-COMMANDS = {"warm": "sft", "dpo-1": "dpo", "dpo-2": "dpo", "rm": "rm", "rl": "train"}
+COMMANDS = {"warm": "sft", "dpo-1": "dpo", "dpo-2": "dpo", "rm": "rm", "rl": "train", "rl-far": "train"}
 """Stage -> its command, in order."""
-BEFORE = {"dpo-1": "warm", "dpo-2": "dpo-1", "rm": "warm", "rl": "warm"}
+BEFORE = {"dpo-1": "warm", "dpo-2": "dpo-1", "rm": "warm", "rl": "warm", "rl-far": "warm"}
 """Stage -> the stage whose model it begins with."""
 HAS_PAIRS = {"dpo-1": "dpo-1", "dpo-2": "dpo-2", "rm": "dpo-1"}
 """Stage -> the stage that made its pairs."""
@@ -70,6 +72,8 @@ GENERATES: Settings = {
 }
 """What the quickstart's evaluation has."""
 GIVEN: Settings = {"steps": 60, "batch_size": 64, "schedule": "constant", "warmup_steps": 0}
+# The pull of `k2` grows with the distance, that of `k3`, the quickstart's, does not beyond some nats.
+NEAR: Settings = {"update.kl_coef": 0.5, "update.kl_estimator": "k2"}
 
 
 class Sample(NamedTuple):
@@ -162,9 +166,11 @@ def settings_of(stage: str, folder: Path, seed: int) -> Settings:
         own |= {f"{command}.{key}": value for key, value in given.items()}
     if command == "dpo":
         own |= {"dpo.beta": 0.1, **GENERATES}
-    if stage == "rl":
+    if command == "train":
         judge = folder / f"rm-{seed}" / "final"
         own |= {"sft.steps": 0, "reward.functions": {f"model:{judge}": 1.0}}
+    if stage == "rl":
+        own |= NEAR
     return {**EVERY, **own, "seed": seed}
 
 
@@ -271,15 +277,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the runs")
     parser.add_argument("--out", type=Path, required=True, help="results, one JSON object per stage")
-    parser.add_argument("--first-seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument(
+        "--only", nargs="+", metavar="STAGE", help="stages to run; those before must be there"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--figure", type=Path, help="file of the figure, as preferences.svg")
     args = parser.parse_args(arguments)
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    failed = False
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for stage in COMMANDS:
+    chosen, failed = algorithms.select(list(COMMANDS), args.only), False
+    for seed in range(args.seeds):
+        for stage in chosen:
             before = algorithms.latest(
                 algorithms.read_rows(args.out), [(stage, settings_of(stage, folder, seed))]
             )
