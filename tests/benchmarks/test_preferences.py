@@ -76,7 +76,9 @@ def test_the_settings_of_every_stage_are_a_valid_configuration(script, tmp_path)
             assert re.fullmatch(r"pairs-dpo-[12]-2\.jsonl", config.given.data.rpartition("/")[2])
         if command == "train":
             assert config.reward.functions == {f"model:{tmp_path / 'rm-2' / 'final'}": 1.0}
-            assert (config.sft.steps, config.run.steps, config.update.kl_coef) == (0, 100, 0.05)
+            pull = (0.5, "k2") if stage == "rl" else (0.05, "k3")
+            assert (config.update.kl_coef, config.update.kl_estimator) == pull
+            assert (config.sft.steps, config.run.steps) == (0, 100)
 
 
 def test_tables_show_the_last_evaluation_and_what_is_missing(script):
