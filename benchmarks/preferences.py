@@ -7,6 +7,7 @@ For each seed, every stage a run `NAME-SEED` of its command in the given folder:
 
     warm           `quatrain sft`: the quickstart's warm start, 80 steps
     dpo-1, dpo-2   `quatrain dpo`, 60 steps of 64 pairs, of the model of the stage before
+    dpo-2-format   dpo-2 with answers that were cut or are not in the format as wrong ones, not left out
     rm             `quatrain rm`, 60 steps of 64 pairs, the pairs of dpo-1
     rl             `quatrain train` of the warm-started model, 100 steps, with that reward model as its
                    reward, and a pull towards the warm-started model ten times that of the quickstart
@@ -48,14 +49,30 @@ from quatrain.run.metrics import read_metrics
 
 PROMPTS, HELD_OUT, SAMPLES, PAIRS = 480, 96, 8, 2
 """Prompts that are sampled, those of them that are not trained on, samples of each, its pairs at most."""
-ACCURACY, PAIR_ACCURACY, REWARD = "eval/accuracy_lenient", "eval/accuracy", "eval/reward"
-CURVES = (ACCURACY, "eval/accuracy_strict", PAIR_ACCURACY, REWARD, "eval/completion_length")
+ACCURACY, STRICT = "eval/accuracy_lenient", "eval/accuracy_strict"
+PAIR_ACCURACY, REWARD = "eval/accuracy", "eval/reward"
+CURVES = (ACCURACY, STRICT, PAIR_ACCURACY, REWARD, "eval/completion_length")
 """Metrics of evaluations whose values after every so many steps are kept, where a stage has them."""
-COMMANDS = {"warm": "sft", "dpo-1": "dpo", "dpo-2": "dpo", "rm": "rm", "rl": "train", "rl-far": "train"}
+COMMANDS = {
+    "warm": "sft",
+    "dpo-1": "dpo",
+    "dpo-2": "dpo",
+    "dpo-2-format": "dpo",
+    "rm": "rm",
+    "rl": "train",
+    "rl-far": "train",
+}
 """Stage -> its command, in order."""
-BEFORE = {"dpo-1": "warm", "dpo-2": "dpo-1", "rm": "warm", "rl": "warm", "rl-far": "warm"}
+BEFORE = {
+    "dpo-1": "warm",
+    "dpo-2": "dpo-1",
+    "dpo-2-format": "dpo-1",
+    "rm": "warm",
+    "rl": "warm",
+    "rl-far": "warm",
+}
 """Stage -> the stage whose model it begins with."""
-HAS_PAIRS = {"dpo-1": "dpo-1", "dpo-2": "dpo-2", "rm": "dpo-1"}
+HAS_PAIRS = {"dpo-1": "dpo-1", "dpo-2": "dpo-2", "dpo-2-format": "dpo-2-format", "rm": "dpo-1"}
 """Stage -> the stage that made its pairs."""
 EVERY: Settings = {
     "eval.every_steps": 10,
@@ -138,8 +155,10 @@ def sampled(model: Path, seed: int, step: int) -> list[Sample]:
 def write_pairs(folder: Path, stage: str, seed: int) -> Row:
     """Makes the files of the pairs of a round, trained on and held out; figures of the samples."""
     model = folder / f"{BEFORE[stage]}-{seed}" / "final"
-    samples = sampled(model, seed, list(COMMANDS).index(stage))
-    for path, part in zip(pair_files(folder, stage, seed), split_by_prompt(samples, HELD_OUT)):
+    samples = sampled(model, seed, step=1 if BEFORE[stage] == "warm" else 2)
+    judged = [sample._replace(right=bool(sample.right)) for sample in samples]
+    used = judged if stage == "dpo-2-format" else samples
+    for path, part in zip(pair_files(folder, stage, seed), split_by_prompt(used, HELD_OUT)):
         rows = (pair | {"prompt": json.loads(pair["prompt"])} for pair in pairs_of(part, PAIRS))
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
     return {
@@ -216,43 +235,60 @@ def figures(metrics: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Two Markdown tables, a line for each seed; a stage that is missing or failed shows as –."""
+    """Two Markdown tables, a line for each seed; a stage that is missing or failed shows as –.
+
+    Behind an accuracy, where a reward function asks for the format, that of right answers in it.
+    """
     found = {(row["seed"], row["variant"]): row for row in rows if "error" not in row}
 
-    def shown(seed: int, stage: str, key: str, end: int = -1) -> str:
-        curve = found.get((seed, stage), {}).get(key)
-        return "–" if not curve else f"{curve[end][1]:.3f}"
-
-    def pairs(seed: int, stage: str) -> str:
+    def shown(seed: int, stage: str, key: str = ACCURACY, end: int = -1) -> str:
         row = found.get((seed, stage), {})
-        return f"{row['pairs']} + {row['held_out_pairs']}" if row else "–"
+        if not row.get(key):
+            return "–"
+        strict = row.get(STRICT) if key == ACCURACY else None
+        return f"{row[key][end][1]:.3f}" + (f" ({strict[end][1]:.3f})" if strict else "")
 
-    dpo = ["| seed | warm start | pairs | after round 1 | its pairs | pairs | after round 2 | its pairs |"]
-    rl = ["| seed | reward model | accuracy before | after | its reward before | after |"]
-    lines = [dpo, rl]
-    for part in lines:
-        part.append("|" + "---|" * part[0].count(" | ") + "---|")
+    def trained(seed: int, stage: str) -> list[str]:
+        row = found.get((seed, stage), {})
+        pairs = f"{row['pairs']} + {row['held_out_pairs']}" if row else "–"
+        return [pairs, shown(seed, stage, PAIR_ACCURACY), shown(seed, stage)]
+
+    def best(seed: int) -> str:
+        curve = found.get((seed, "rl-far"), {}).get(ACCURACY)
+        return "–" if not curve else "{1:.3f} at step {0}".format(*max(curve, key=lambda point: point[1]))
+
+    dpo = [
+        "| seed | warm start | round 1: pairs | ranked right | accuracy | round 2: pairs | ranked right | "
+    ]
+    dpo[0] += "accuracy | accuracy with the other pairs |"
+    rl = ["| seed | reward model ranks right | accuracy before | after | score before | after | "]
+    rl[0] += "quickstart's pull: best accuracy | after | score after |"
+    for part in (dpo, rl):
+        part.append("|" + "---|" * (part[0].count("|") - 1))
     for seed in sorted({seed for seed, _ in found}):
-        cells = [shown(seed, "warm", ACCURACY)]
-        for stage in ("dpo-1", "dpo-2"):
-            cells += [pairs(seed, stage), shown(seed, stage, ACCURACY), shown(seed, stage, PAIR_ACCURACY)]
-        dpo.append(f"| {seed} | {' | '.join(cells)} |")
+        cells = [shown(seed, "warm"), *trained(seed, "dpo-1"), *trained(seed, "dpo-2")]
+        dpo.append(f"| {seed} | {' | '.join([*cells, shown(seed, 'dpo-2-format')])} |")
         cells = [shown(seed, "rm", PAIR_ACCURACY)]
         cells += [shown(seed, "rl", key, end) for key in (ACCURACY, REWARD) for end in (0, -1)]
+        cells += [best(seed), shown(seed, "rl-far"), shown(seed, "rl-far", REWARD)]
         rl.append(f"| {seed} | {' | '.join(cells)} |")
-    return "\n\n".join("\n".join(part) for part in lines)
+    return "\n\n".join("\n".join(part) for part in (dpo, rl))
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Held-out accuracy over the steps of both rounds, and of RL, and the reward model's mean score there."""
+    """Held-out accuracy over the steps of both rounds, and of RL, and the reward model's mean score there.
+
+    `rl-far` is red.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    dpo = {"dpo-1": 0, "dpo-2": GIVEN["steps"]}
     panels = {
-        "DPO, two rounds: held-out accuracy": ({"dpo-1": 0, "dpo-2": GIVEN["steps"]}, ACCURACY),
-        "RL by the reward model: accuracy": ({"rl": 0}, ACCURACY),
-        "RL by the reward model: its mean score": ({"rl": 0}, REWARD),
+        "DPO, two rounds: held-out accuracy": (dpo, ACCURACY),
+        "RL by the reward model: accuracy": ({"rl": 0, "rl-far": 0}, ACCURACY),
+        "RL by the reward model: its mean score": ({"rl": 0, "rl-far": 0}, REWARD),
     }
     # Text stays text and ids do not change from call to call: a small file with a small diff.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quatrain"}):
@@ -260,13 +296,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         FigureCanvasAgg(figure)
         for axes, (title, (firsts, key)) in zip(figure.subplots(1, 3), panels.items()):
             style_axes(axes, title)
-            axes.set_xlabel("optimizer step" if len(firsts) > 1 else "training step")
+            axes.set_xlabel("optimizer step" if firsts is dpo else "training step")
             for row in rows:
-                if row["variant"] in firsts and key in row:
-                    points = [(firsts[row["variant"]] + step, value) for step, value in row[key]]
-                    axes.plot(*zip(*points), color="#2667b5", linewidth=1.2, alpha=0.75)
-            for first in list(firsts.values())[1:]:
-                axes.axvline(first, color="#bbbbbb", linewidth=0.8, linestyle=":")
+                if (stage := row["variant"]) in firsts and key in row:
+                    points = [(firsts[stage] + step, value) for step, value in row[key]]
+                    colour = "#c44536" if stage == "rl-far" else "#2667b5"
+                    axes.plot(*zip(*points), color=colour, linewidth=1.2, alpha=0.75)
+            if firsts is dpo:
+                axes.axvline(dpo["dpo-2"], color="#bbbbbb", linewidth=0.8, linestyle=":")
             if key == ACCURACY:
                 axes.set_ylim(-0.03, 1.03)
         figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)

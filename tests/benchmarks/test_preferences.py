@@ -73,7 +73,7 @@ def test_the_settings_of_every_stage_are_a_valid_configuration(script, tmp_path)
         assert (config.seed, config.model.path) == (2, begins)
         if stage in script.HAS_PAIRS:
             assert (config.given.steps, config.given.batch_size) == (60, 64)
-            assert re.fullmatch(r"pairs-dpo-[12]-2\.jsonl", config.given.data.rpartition("/")[2])
+            assert re.fullmatch(r"pairs-dpo-[12](-format)?-2\.jsonl", config.given.data.rpartition("/")[2])
         if command == "train":
             assert config.reward.functions == {f"model:{tmp_path / 'rm-2' / 'final'}": 1.0}
             pull = (0.5, "k2") if stage == "rl" else (0.05, "k3")
@@ -83,14 +83,17 @@ def test_the_settings_of_every_stage_are_a_valid_configuration(script, tmp_path)
 
 def test_tables_show_the_last_evaluation_and_what_is_missing(script):
     """A stage that failed is as one that was not run, and a run of `rl` shows both its ends."""
-    curve = [[0, 0.25], [60, 0.5]]
+    curve, up = [[0, 0.25], [60, 0.5]], [[0, -1.0], [100, 2.0]]
+    falls = [[0, 0.25], [20, 0.5], [100, 0.125]]
+    counts = {"pairs": 9, "held_out_pairs": 2}
     rows = [
-        {"variant": "warm", "seed": 0, script.ACCURACY: [[80, 0.2]]},
-        {"variant": "dpo-1", "seed": 0, "pairs": 9, "held_out_pairs": 2, script.ACCURACY: curve},
+        {"variant": "warm", "seed": 0, script.ACCURACY: [[80, 0.2]], script.STRICT: [[80, 0.1]]},
+        {"variant": "dpo-1", "seed": 0, **counts, script.ACCURACY: curve},
         {"variant": "dpo-2", "seed": 0, "error": "no"},
-        {"variant": "rl", "seed": 0, script.ACCURACY: curve, script.REWARD: [[0, -1.0], [100, 2.0]]},
+        {"variant": "rl", "seed": 0, script.ACCURACY: curve, script.REWARD: up},
+        {"variant": "rl-far", "seed": 0, script.ACCURACY: falls, script.REWARD: up},
     ]
     dpo, rl = (part.splitlines() for part in script.tables(rows).split("\n\n"))
-    assert dpo[2] == "| 0 | 0.200 | 9 + 2 | 0.500 | – | – | – | – |"
-    assert rl[2] == "| 0 | – | 0.250 | 0.500 | -1.000 | 2.000 |"
-    assert {len(line.split("|")) for line in dpo} == {10}
+    assert dpo[2] == "| 0 | 0.200 (0.100) | 9 + 2 | – | 0.500 | – | – | – | – |"
+    assert rl[2] == "| 0 | – | 0.250 | 0.500 | -1.000 | 2.000 | 0.500 at step 20 | 0.125 | 2.000 |"
+    assert {len(line.split("|")) for line in (*dpo, *rl)} == {11}
