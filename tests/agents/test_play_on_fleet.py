@@ -141,7 +141,7 @@ def test_a_turn_that_no_worker_samples_costs_its_episode(playing, tokenizer, tmp
 
 def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokenizer):
     with playing("once", 1, Hanging) as rollouts:
-        ticket = rollouts.submit(prompts(tokenizer), step=1)
+        rollouts.submit(prompts(tokenizer), step=1)
         fleet = rollouts.sampler
         # All six episodes have asked, so that none asks after the drop.
         while len(asked := list(fleet._awaited)) < 6 or not all(map(fleet._table.is_given, asked)):
@@ -154,4 +154,4 @@ def test_nothing_waits_for_a_fleet_that_was_closed(playing, small_params, tokeni
             with pytest.raises(RuntimeError, match="the fleet was closed"):
                 waiting.result(5)
         with pytest.raises(ServiceFailed):
-            rollouts.wait(ticket)
+            rollouts.generate(prompts(tokenizer), step=2)
