@@ -1,12 +1,8 @@
 """Small runs on data that exist: sums, as demonstrations and as pairs of an answer and its opposite."""
 
 import json
-from contextlib import contextmanager
-
-import pytest
 
 from quatrain.config.load import load_config
-from quatrain.update.supervised import GivenLearner
 
 ROWS = 22
 """Rows that are trained on: three batches of 8, the last of which has 6."""
@@ -54,18 +50,3 @@ def given_run(folder, name, task, *overrides):
         f"run.name={name}",
     )
     return load_config(own, (*settings, *overrides), environ={}, task=task)
-
-
-@contextmanager
-def killed_after(steps):
-    """Ends the run in the step after `steps` finished ones, as `kill -9` does: without a checkpoint of it."""
-    plain = GivenLearner.step
-
-    def dies(self, state, batch):
-        if state.train_step == steps:
-            raise KeyboardInterrupt
-        return plain(self, state, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GivenLearner, "step", dies)
-        yield

@@ -41,9 +41,9 @@ def small_run(folder, name, *overrides):
 
 
 @contextmanager
-def interrupted_after(steps):
-    """Ctrl-C in the update of the training step after `steps` finished ones."""
-    plain_step = Learner.step
+def interrupted_after(steps, learner=Learner):
+    """Ctrl-C in the update, by a `learner`, of the training step after `steps` finished ones."""
+    plain_step = learner.step
 
     def dies(self, state, batch):
         if state.train_step == steps:
@@ -51,7 +51,7 @@ def interrupted_after(steps):
         return plain_step(self, state, batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Learner, "step", dies)
+        patch.setattr(learner, "step", dies)
         yield
 
 

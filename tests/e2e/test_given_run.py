@@ -14,8 +14,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from given_runs import ROWS, TASKS, given_run, killed_after, write_sums
-from runs import steady_metrics
+from given_runs import ROWS, TASKS, given_run, write_sums
+from runs import interrupted_after, steady_metrics
 
 from quatrain.cluster.stop import Stopped
 from quatrain.config.load import load_config
@@ -86,7 +86,7 @@ def test_before_the_first_step_all_rewards_are_0_and_the_loss_is_log_2(finished,
 def _resumed(task, whole, folder, *overrides):
     """Checks that a run stopped in its fourth step, and resumed, is the run `whole` to the bit."""
     resolved = given_run(folder, "stopped", task, *overrides)
-    with killed_after(3), pytest.raises(KeyboardInterrupt):
+    with interrupted_after(3, GivenLearner), pytest.raises(KeyboardInterrupt):
         train(resolved)
     run = folder / "stopped"
     assert checkpoint_steps(run) == [2]

@@ -20,6 +20,20 @@ from quatrain.types.batches import RolloutBatch
 from quatrain.types.routes import live_of
 
 
+def padded(
+    sequences: Sequence[Sequence[int] | np.ndarray], *, behind: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [B, T] int32 with zeros at the end, and where there are tokens [B, T].
+
+    T: the length of the longest of the sequences, and so many columns `behind` it.
+    """
+    lengths = np.array([len(ids) for ids in sequences], int)
+    attention = np.arange(lengths.max(initial=0) + behind) < lengths[:, None]
+    input_ids = np.zeros(attention.shape, np.int32)
+    input_ids[attention] = np.concatenate([np.zeros(0, np.int32), *map(np.asarray, sequences)])
+    return input_ids, attention
+
+
 @dataclass(frozen=True)
 class TokenTable:
     """B sequences with the per-token columns [B, T] that an objective reads; absent columns are zeros.
@@ -72,11 +86,8 @@ class TokenTable:
         So a `CriticSpec` predicts one number from all tokens. Padding tokens at the end are left out, as
         transformers' classifiers do; of a sequence of padding alone the first token counts.
         """
-        lengths = np.array([len(ids) for ids in sequences], int)
-        columns = np.arange(lengths.max(initial=0) + 1)
-        attention = columns < lengths[:, None]
-        input_ids = np.zeros(attention.shape, np.int32)
-        input_ids[attention] = np.concatenate([np.zeros(0, np.int32), *map(np.asarray, sequences)])
+        input_ids, attention = padded(sequences, behind=1)
+        columns = np.arange(attention.shape[1])
         kept = attention & (input_ids != pad_token_id)
         scored = np.where(kept, columns, 0).max(axis=1, initial=0) + 1
         return cls(input_ids, attention, columns == scored[:, None], {})

@@ -17,7 +17,7 @@ import numpy as np
 
 from quatrain.config.schema import Config
 from quatrain.config.sections.given import WITHOUT_REFERENCE, DPOConfig, RMConfig
-from quatrain.forward.table import TokenTable
+from quatrain.forward.table import TokenTable, padded
 from quatrain.ops.preferences import (
     PREFERENCE_LOSSES,
     SCORE_LOSSES,
@@ -117,9 +117,7 @@ def _joined(prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> lis
 
 def _answers_scored(prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> TokenTable:
     """A table of prompts with answers, of which the answers' tokens are scored."""
-    table = TokenTable.scored_at_end(_joined(prompts, answers))
-    # Without the column behind the longest sequence, in which nothing is scored here.
-    ids, attention = table.input_ids[:, :-1], table.attention_mask[:, :-1]
+    ids, attention = padded(_joined(prompts, answers))
     starts = np.array([len(prompt) for prompt in prompts])
     return TokenTable(ids, attention, attention & (np.arange(ids.shape[1]) >= starts[:, None]), {})
 

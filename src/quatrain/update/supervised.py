@@ -18,7 +18,7 @@ import numpy as np
 from quatrain.config.schema import OptimizerConfig
 from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.specs import ModelSpec
-from quatrain.forward.table import TokenTable
+from quatrain.forward.table import TokenTable, padded
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, to_memory
@@ -42,10 +42,8 @@ def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
 
 def example_table(examples: Sequence[Example]) -> TokenTable:
     """The examples as rows, each token that is trained with the weight 1 / N of all N of them."""
-    lengths = np.array([len(each.input_ids) for each in examples])
-    attention = np.arange(lengths.max()) < lengths[:, None]
-    input_ids, scored = np.zeros(attention.shape, np.int32), np.zeros(attention.shape, bool)
-    input_ids[attention] = np.concatenate([each.input_ids for each in examples])
+    input_ids, attention = padded([each.input_ids for each in examples])
+    scored = np.zeros(attention.shape, bool)
     scored[attention] = np.concatenate([each.scored for each in examples])
     of_rows = {"source": np.array([each.source for each in examples])}
     return TokenTable(input_ids, attention, scored, {}, of_rows=of_rows).weighted(
