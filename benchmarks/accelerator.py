@@ -51,8 +51,6 @@ from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import Optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = (("xla", "shared"), ("cudnn", "shared"), ("tokamax", "shared"), ("xla", "packed"))
-"""Each attention of the update, with the layouts of sequences that are measured."""
 LARGEST_GAP = 1e-4
 """Of log-probabilities in float32 at the highest precision of products, between sampler and trainer."""
 Figures = dict[str, Any]
@@ -140,8 +138,8 @@ class Bench:
     """What the sections measure with; `limits` are the machine's own rates, once they are known."""
 
     scale: Scale
-    peak_tflops: float
-    bandwidth_tb_s: float
+    peak_tflops: float | None
+    bandwidth_tb_s: float | None
     remat: str = "layer"
     checks_limit_s: float = 240
     limits: dict[str, float] = field(default_factory=dict)

@@ -1,33 +1,39 @@
 """The first run on a GPU: what works there and how fast each part is, in one table.
 
     python benchmarks/first_gpu_run.py --out first_gpu_run
-    python benchmarks/first_gpu_run.py --out first_gpu_run --only attention --only 'decode*'
+    python benchmarks/first_gpu_run.py --out first_gpu_run --seconds 500
+    python benchmarks/first_gpu_run.py --out first_gpu_run --only 'attention*' --only 'decode*'
     python benchmarks/first_gpu_run.py --out first_gpu_run --only train --model MODEL --data train.jsonl
     python benchmarks/first_gpu_run.py --out small --small       # tiny shapes, on any machine
 
-Each item runs in a process of its own with a limit on its seconds, and leaves OUT/<item>.json and
-OUT/<item>.log, also if it fails or takes too long; OUT/table.txt is written again after each. Items:
+Each item runs in a process of its own with a limit on its seconds, and writes OUT/<item>.json again with
+each of its figures, and OUT/<item>.log: what is stopped leaves what it has. OUT/table.txt is written again
+after each item. `--seconds` bounds the whole run. Compiled programs are kept in OUT/compilation_cache: a
+second call measures what the first only compiled. Items:
 
-    limits      rates of large bfloat16 products and of copying
-    kernels     which attention kernels pass the comparison with XLA, and why others do not
-    attention   milliseconds of one layer's attention on a packed line, by kernel, forward and with backward
-    head        milliseconds of the output head, forward and backward, by tile
-    sampling    milliseconds of drawing a token for each slot
-    decode …    decode steps of four layers, under XLA's settings of command buffers (CUDA graphs)
-    checks      the tests marked `gpu`
-    update      optimizer steps of the 0.5B shape, with each kernel
-    rollout     decode of the 1.5B shape with all layers, and the gap between its log-probabilities and the
-                trainer's
-    gap         that gap in float32, at two precisions of products
-    train       training of `--model` by `quatrain train`: seconds of the stages, rates
+    limits               rates of large bfloat16 products and of copying
+    kernels              which attention kernels pass the comparison with XLA, and why others do not
+    update-KERNEL        optimizer steps of the 0.5B shape with this attention
+    update-packed        the same by XLA, prompts not shared
+    rollout-0.5B, -1.5B  decode with all layers, and the gap between its log-probabilities and the trainer's
+    checks               the tests marked `gpu`
+    train                training of `--model` by `quatrain train`: seconds of the stages, rates; without it
+                         random weights of the 0.5B shape and rewards that differ whatever samples say
+    attention-KERNEL     milliseconds of one layer's attention on a packed line, forward and with backward
+    head                 milliseconds of the output head, forward and backward, by tile
+    sampling             milliseconds of drawing a token for each slot
+    decode-…             decode steps of four layers, under XLA's settings of command buffers (CUDA graphs)
+    gap-default, -highest   the gap in float32, at two precisions of products
 
-Weights are random, of the shapes of Qwen2.5, except in `train`. Shares are of `--bandwidth-tb-s` and
-`--peak-tflops`, and of the rates measured in the same process. The exit status is 1 if an item failed.
+Weights are random, of the shapes of Qwen2.5, except in `train` with `--model`. Shares are of the card's
+peak rates by its data sheet, where it is known or given by `--bandwidth-tb-s` and `--peak-tflops`, and of the
+rates measured in the same process. The exit status is 1 if an item failed or found no time.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -36,6 +42,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -48,7 +55,6 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import accelerator
 from accelerator import (
-    MODES,
     ROOT,
     SMALL,
     Bench,
@@ -61,6 +67,8 @@ from accelerator import (
 )
 
 from quatrain.backend import this_backend
+from quatrain.cluster.launcher import end_with_parent
+from quatrain.data.tokenizer import load_tokenizer, save_tokenizer
 from quatrain.forward.micro_batch import fill
 from quatrain.forward.specs import head_logprobs
 from quatrain.models.architecture import Architecture
@@ -69,15 +77,26 @@ from quatrain.models.attention.kernels import PLATFORMS, obstacle
 from quatrain.models.decoder import REMAT
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
-from quatrain.models.params import num_params
+from quatrain.models.params import init_params, num_params
 from quatrain.models.prefix_tree import RowForms
 from quatrain.models.probe import probe_attention
 from quatrain.ops.logprobs import Tile
 from quatrain.ops.sampling import SamplingNumbers, sample
 from quatrain.run.metrics import read_metrics
+from quatrain.weights.hf import save_hf
 
-COMMAND_BUFFERS = {"default": "", "off": "--xla_gpu_enable_command_buffer=", "while": "+WHILE"}
+COMMAND_BUFFERS = {
+    "default": "",
+    "off": "--xla_gpu_enable_command_buffer=",
+    "while": "--xla_gpu_enable_command_buffer=+WHILE",
+}
 """XLA's settings of command buffers: its own, none, and with loops."""
+CARDS = {"H200": (989, 4.8), "H100 80GB HBM3": (989, 3.35), "H100 PCIe": (756, 2.0), "A100": (312, 2.0)}
+"""Dense bfloat16 TFLOP/s and TB/s of memory by the data sheet, for names of devices that contain this."""
+SMALL_LIMITS = 3
+"""Limits of `--small` are so many times those of a card: a CPU compiles, perhaps one that has other work."""
+NOT_ENDED = "it did not end"
+"""The error of an item that has not written another: it runs, or was killed, or crashed."""
 TILES = (Tile(4096, 32768), Tile(2048, 65536))
 """Tiles of logits beside that of the backend."""
 
@@ -91,8 +110,8 @@ class Run:
     model: str | None
     data: str | None
     steps: int
-    peak_tflops: float
-    bandwidth_tb_s: float
+    peak_tflops: float | None
+    bandwidth_tb_s: float | None
     remat: str
 
     @property
@@ -102,7 +121,15 @@ class Run:
 
     def bench(self, checks_limit_s: float = 0) -> Bench:
         """What is measured with, with no rates of the machine yet."""
-        return Bench(self.scale, self.peak_tflops, self.bandwidth_tb_s, self.remat, checks_limit_s)
+        name = jax.devices()[0].device_kind
+        peak, bandwidth = next((rates for card, rates in CARDS.items() if card in name), (None, None))
+        return Bench(
+            self.scale,
+            self.peak_tflops or peak,
+            self.bandwidth_tb_s or bandwidth,
+            self.remat,
+            checks_limit_s,
+        )
 
     @property
     def smallest(self) -> Architecture:
@@ -149,15 +176,12 @@ def _cannot(kernel: str, arch: Architecture) -> str | None:
     return probe_attention(kernel, arch, "bfloat16") if reason is None else f"cannot {reason}"
 
 
-def attention(run: Run, figures: Figures) -> None:
+def attention(kernel: str, run: Run, figures: Figures) -> None:
     """Milliseconds of one layer's attention on a micro-batch with shared prompts."""
     for shape, arch in run.scale.shapes.items():
-        for kernel in ("xla", *PLATFORMS):
-            reason = _cannot(kernel, arch)
-            if reason is None:
-                figures |= _attention_ms(run.scale, arch, kernel, f"{kernel} {shape}")
-            else:
-                figures[f"{kernel} {shape}"] = reason
+        if reason := _cannot(kernel, arch):
+            raise NotPossible(f"{kernel} {shape}: {reason}")
+        figures |= _attention_ms(run.scale, arch, kernel, shape)
 
 
 def _attention_ms(scale: Scale, arch: Architecture, kernel: str, name: str) -> Figures:
@@ -174,22 +198,25 @@ def _attention_ms(scale: Scale, arch: Architecture, kernel: str, name: str) -> F
         jax.random.normal(key, (*line, count, mixer.head_dim), jnp.bfloat16)
         for key, count in zip(keys, heads, strict=True)
     )
-    ids = (batch.positions, batch.segment_ids, batch.branch_ids)
     blocks = spec.backend.attention_blocks
+    # Arguments of the programs: constants would be folded while compiling, for seconds.
+    others = (k, v, dy, (batch.positions, batch.segment_ids, batch.branch_ids), batch.layout)
 
-    def attend(q: jax.Array, k: jax.Array = k, v: jax.Array = v) -> jax.Array:
-        pattern = attention_pattern(kernel, *ids, None, blocks, layout=batch.layout)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, ids: Any, layout: Any) -> jax.Array:
+        pattern = attention_pattern(kernel, *ids, None, blocks, layout=layout)
         return self_attention(kernel, q, k, v, pattern, window=None, cap=None)
 
-    def with_backward(q: jax.Array) -> jax.Array:
-        y, pull = jax.vjp(attend, q, k, v)
+    def with_backward(
+        q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, ids: Any, layout: Any
+    ) -> jax.Array:
+        y, pull = jax.vjp(lambda q, k, v: attend(q, k, v, dy, ids, layout), q, k, v)
         by_q, by_k, by_v = pull(dy)
         # So that no gradient is left out of the program.
         return y + by_q + (by_k + by_v).mean(axis=2, keepdims=True)
 
     return {
-        f"{name} forward ms": 1e3 * chained(jax.jit(attend), q, scale.repeats),
-        f"{name} with backward ms": 1e3 * chained(jax.jit(with_backward), q, scale.repeats),
+        f"{name} forward ms": 1e3 * chained(jax.jit(attend), q, scale.repeats, *others),
+        f"{name} with backward ms": 1e3 * chained(jax.jit(with_backward), q, scale.repeats, *others),
         f"{name} line": list(line),
         f"{name} rows": None if batch.layout is None else [x.shape for x in batch.layout.blocks],
     }
@@ -265,50 +292,56 @@ def checks(run: Run, figures: Figures) -> None:
     run.bench(checks_limit_s=200).checks(figures)
 
 
-def update(run: Run, figures: Figures) -> None:
-    """Optimizer steps of the smallest shape with each attention and layout."""
-    bench, failed = run.bench(), []
+def update(kernel: str, layout: str, run: Run, figures: Figures) -> None:
+    """Optimizer steps of the smallest shape."""
+    bench = run.bench()
     bench.machine(figures)
-    for attention, layout in MODES:
-        name, found = f"{attention} {layout}", dict[str, Any]()
-        status = attempt(partial(bench.update, run.smallest, attention, layout), found)
-        figures |= {f"{name}: {key}": value for key, value in (status | found).items()}
-        if status["status"] == "failed":
-            failed.append(name)
-    if failed:
-        raise RuntimeError(f"no optimizer step with {', '.join(failed)}")
+    bench.update(run.smallest, kernel, layout, figures)
 
 
-def rollout(run: Run, figures: Figures) -> None:
-    """Decode of the first shape, and how far its log-probabilities are from the trainer's."""
-    bench, arch = run.bench(), next(iter(run.scale.shapes.values()))
+def rollout(which: int, run: Run, figures: Figures) -> None:
+    """Decode of a shape with all layers, and how far its log-probabilities are from the trainer's."""
+    bench, arch = run.bench(), list(run.scale.shapes.values())[which]
     bench.machine(figures)
     bench.decode(arch, figures)
     bench.bfloat16_gap(arch, figures)
 
 
-def gap(run: Run, figures: Figures) -> None:
+def gap(precision: str, run: Run, figures: Figures) -> None:
     """How far log-probabilities in float32 are from the trainer's, of a few layers of the first shape."""
     bench, arch = run.bench(), next(iter(run.scale.shapes.values()))
-    for precision in ("default", "highest"):
-        found: Figures = {}
-        bench.float32_gap(replace(arch, layers=arch.layers[: run.scale.gap_layers]), precision, found)
-        figures |= {f"{precision}: {key}": value for key, value in found.items()}
+    bench.float32_gap(replace(arch, layers=arch.layers[: run.scale.gap_layers]), precision, figures)
+
+
+def noise(completions: Sequence[Any], **_: Any) -> list[float]:
+    """A reward that differs between samples, whatever they say: steps of a random model have a signal."""
+    texts = [str(completion) for completion in completions]
+    return [int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32 for text in texts]
+
+
+def random_model(run: Run) -> Path:
+    """A folder with random weights of the smallest shape and the built-in tokenizer."""
+    folder, tokenizer = run.out / "random_model", load_tokenizer("builtin:tiny")
+    arch = replace(run.smallest, eos_token_ids=(int(tokenizer.eos_token_id),))
+    save_hf(folder, arch, init_params(arch, jax.random.key(0), jnp.bfloat16))
+    save_tokenizer(tokenizer, folder)
+    return folder
 
 
 def train(run: Run, figures: Figures) -> None:
     """Steps of `quatrain train`: medians after the two first steps, which compile."""
-    if run.model is None:
-        raise NotPossible("training needs a model: give --model, and --data for prompts")
     out, name = run.out / "runs", f"train-{time.strftime('%Y%m%d-%H%M%S')}"
     data = str(Path(run.data).resolve()) if run.data else "builtin:arithmetic"
-    model = str(Path(run.model).resolve()) if Path(run.model).exists() else run.model
+    chosen = run.model or str(random_model(run))
+    model = str(Path(chosen).resolve()) if Path(chosen).exists() else chosen
     options = {
         "run.name": name, "run.dir": str(out), "run.steps": run.steps, "model.path": model,
         "model.dtype": "bfloat16", "data.train": data, "sft.steps": 0, "eval.before": "false",
         "eval.every_steps": 0, "checkpoint.every_steps": 0, "rollout.max_new_tokens": 256,
         "data.max_prompt_length": 512, "data.batch_size": 64, "rollout.n": 8,
     }  # fmt: skip
+    if run.model is None:
+        options |= {"reward.functions": f"{{'{Path(__file__).resolve()}:noise': 1.0}}", "data.batch_size": 32}
     if run.small:
         options |= {"data.batch_size": 2, "rollout.n": 2, "rollout.max_new_tokens": 16}
     if run.data is not None:
@@ -352,61 +385,105 @@ def describe_training(folder: Path) -> Figures:
     return found
 
 
+KERNELS = ("xla", *(name for name, platform in PLATFORMS.items() if platform == "gpu"))
 ITEMS: dict[str, Item] = {
     "limits": Item(limits, 60),
-    "kernels": Item(kernels, 100),
-    "attention": Item(attention, 150),
-    "head": Item(head, 100),
-    "sampling": Item(sampling, 60),
-    **{f"decode {name}": Item(decode, 120, flags) for name, flags in COMMAND_BUFFERS.items()},
-    "checks": Item(checks, 240),
-    "update": Item(update, 400),
-    "rollout": Item(rollout, 300),
-    "gap": Item(gap, 200),
+    "kernels": Item(kernels, 150),
+    **{f"update-{name}": Item(partial(update, name, "shared"), 150) for name in KERNELS},
+    "update-packed": Item(partial(update, "xla", "packed"), 150),
+    "rollout-0.5B": Item(partial(rollout, -1), 150),
+    "checks": Item(checks, 400),
     "train": Item(train, 550),
+    **{f"attention-{name}": Item(partial(attention, name), 150) for name in KERNELS},
+    "head": Item(head, 150),
+    "sampling": Item(sampling, 60),
+    **{f"decode-{name}": Item(decode, 120, flags) for name, flags in COMMAND_BUFFERS.items()},
+    **{f"gap-{name}": Item(partial(gap, name), 120) for name in ("default", "highest")},
+    "rollout-1.5B": Item(partial(rollout, 0), 250),
 }
+"""In order of what they are worth to a run that ends early."""
+
+
+class Report(dict[str, Any]):
+    """An item's figures; its file is written again with each of them, so that a killed item leaves them."""
+
+    def __init__(self, out: Path, name: str) -> None:
+        super().__init__()
+        self.out, self.name, self.began = out, name, time.monotonic()
+        self.write(status="failed", error=NOT_ENDED)
+
+    def write(self, **status: Any) -> None:
+        """Writes the file, with what is said of the item's end so far."""
+        seconds = time.monotonic() - self.began
+        write(self.out, self.name, {"item": self.name, **status, "seconds": seconds, "figures": dict(self)})
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.write(status="failed", error=NOT_ENDED)
+
+    def __ior__(self, other: Any) -> Report:  # type: ignore[override,misc]
+        super().__ior__(other)
+        self.write(status="failed", error=NOT_ENDED)
+        return self
 
 
 def run_item(name: str, run: Run) -> int:
     """Runs an item in this process and writes its file; 1 if it failed."""
-    figures: Figures = {}
-    began = time.monotonic()
+    figures = Report(run.out, name)
     status = attempt(partial(ITEMS[name].function, run), figures)
-    whole = {"item": name, **status, "seconds": time.monotonic() - began, "device": describe_device()}
-    write(run.out, name, {**whole, "figures": figures})
+    figures.write(**status, device=describe_device())
     return int(status["status"] == "failed")
 
 
 def write(out: Path, name: str, report: Figures) -> None:
-    """Writes the file of an item."""
-    text = json.dumps(report, indent=2, default=accelerator.plain)
-    (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    """Writes the file of an item, whole or not at all."""
+    text, path = json.dumps(report, indent=2, default=accelerator.plain), out / f"{name}.json"
+    path.with_suffix(".tmp").write_text(text + "\n", encoding="utf-8")
+    path.with_suffix(".tmp").replace(path)
 
 
-def in_a_process(name: str, run: Run, arguments: Sequence[str]) -> bool:
-    """Runs an item in a process of its own; whether it did not fail."""
+def in_a_process(name: str, run: Run, arguments: Sequence[str], left_s: float) -> bool:
+    """Runs an item in a process of its own for at most `left_s` seconds; whether it did not fail."""
     item, log = ITEMS[name], run.out / f"{name}.log"
-    flags = item.xla_flags
-    if flags.startswith("+"):
-        flags = f"--xla_gpu_enable_command_buffer={flags}"
-    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-    command = [sys.executable, __file__, *arguments, "--item", name]
+    limit = min(item.limit_s * (SMALL_LIMITS if run.small else 1), left_s)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(run.out / "compilation_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {item.xla_flags}".strip()
+    command = [sys.executable, __file__, *arguments, "--parent", str(os.getpid()), "--item", name]
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**cache, **os.environ, "XLA_FLAGS": flags},
+            start_new_session=True,
         )
+    status: int | None = None
     try:
-        status = process.wait(item.limit_s)
+        status = process.wait(limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+        pass
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # with what it has started, also where this process is stopped
         process.wait()
-        write(run.out, name, {"item": name, "status": "failed", "error": f"not done in {item.limit_s:g} s"})
-        return False
-    if not (run.out / f"{name}.json").exists():  # it crashed
-        last = log.read_text("utf-8", errors="replace").strip().splitlines()[-1:]
-        error = f"ended with status {status}: {' '.join(last)[:300]}"
-        write(run.out, name, {"item": name, "status": "failed", "error": error})
-    return status == 0
+    path = run.out / f"{name}.json"
+    report = json.loads(path.read_text("utf-8")) if path.exists() else {"item": name, "error": NOT_ENDED}
+    if report.get("error") != NOT_ENDED:
+        return status == 0
+    last = log.read_text("utf-8", errors="replace").strip().splitlines()[-1:]
+    why = (
+        f"not done in {limit:.3g} s"
+        if status is None
+        else f"ended with status {status}: {' '.join(last)[:300]}"
+    )
+    write(run.out, name, {**report, "status": "failed", "error": why})
+    return False
 
 
 def table(out: Path) -> str:
@@ -433,13 +510,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the files")
     parser.add_argument("--only", action="append", metavar="PATTERN", help="items to run")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--model", help="folder or GGUF file of a model, for `train`")
+    parser.add_argument(
+        "--model", help="folder or GGUF file of a model, for `train`; default: random weights"
+    )
     parser.add_argument("--data", help="a .jsonl file with the columns question and answer, for `train`")
     parser.add_argument("--steps", type=int, default=6, help="training steps of `train`")
-    parser.add_argument("--peak-tflops", type=float, default=790, help="bfloat16 products of the device")
-    parser.add_argument("--bandwidth-tb-s", type=float, default=4.3, help="of the device's memory")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of the whole run")
+    parser.add_argument("--peak-tflops", type=float, help="bfloat16 products; default: the card's data sheet")
+    parser.add_argument("--bandwidth-tb-s", type=float, help="of its memory; default: the card's data sheet")
     parser.add_argument("--remat", choices=REMAT, default="layer", help="of `update`")
     parser.add_argument("--item", choices=list(ITEMS), help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     run = Run(
         args.out.resolve(),
@@ -447,14 +528,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     run.out.mkdir(parents=True, exist_ok=True)
     if args.item:
+        end_with_parent(args.parent)
         return run_item(args.item, run)
     wanted = [name for name in ITEMS if any(fnmatch(name, pattern) for pattern in args.only or ["*"])]
     if not wanted:
         parser.error(f"--only must match an item; items are {', '.join(ITEMS)}; got {args.only}")
-    good = []
     for name in wanted:
         (run.out / f"{name}.json").unlink(missing_ok=True)
-        good.append(in_a_process(name, run, arguments))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the item at hand is ended
+    began, good = time.monotonic(), []
+    for name in wanted:
+        left_s = args.seconds - (time.monotonic() - began)
+        if left_s > 0:
+            good.append(in_a_process(name, run, arguments, left_s))
+        else:
+            good.append(False)
+            write(run.out, name, {"item": name, "status": "failed", "error": "no time was left to begin it"})
         (run.out / "table.txt").write_text(table(run.out), encoding="utf-8")
     print(table(run.out), end="")
     return int(not all(good))
