@@ -190,7 +190,7 @@ def _zero_total(
     if batch.counts is not None and (routes := model.arch.routes):
         of_experts, of_layers = floats(routes.layers, routes.num_experts), floats(routes.layers)
         routers = RouterSums(of_experts, of_experts, of_layers, of_layers)
-    predicted = Predicted((floats(*batch.mask.shape),) * len(model.tokens.predictions), routers)
+    predicted = Predicted(tuple(floats(*shape) for shape in model.predicted_shapes(batch)), routers)
     summed = partial(weighted_loss, model=model, objective=objective)
     # The names of metrics come from the loss itself, also a user's, and are known without running the model.
     _, stats = jax.eval_shape(summed, predicted, batch)
