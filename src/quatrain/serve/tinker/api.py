@@ -30,6 +30,7 @@ from quatrain.config.schema import TinkerConfig
 from quatrain.config.secrets import TINKER_KEY
 from quatrain.serve.tinker import asks, wire
 from quatrain.serve.tinker.calls import Base, LoraRequest, Refused, Sample, Snapshot, Units
+from quatrain.serve.tinker.checkpoint import Kind, Missing
 from quatrain.serve.tinker.http import (
     FLAGS,
     PROTOBUF,
@@ -48,7 +49,7 @@ from quatrain.serve.tinker.journal import Journal, Rows
 from quatrain.serve.tinker.overview import overview
 from quatrain.serve.tinker.promises import Promises, UnknownPromise, then
 from quatrain.serve.tinker.sampling import Samplers
-from quatrain.serve.tinker.store import Kind, Missing, Store
+from quatrain.serve.tinker.store import Store
 from quatrain.serve.tinker.tenants import Made, Model, SamplerOf, Session, Tenants, Unknown, num_parameters
 from quatrain.serve.tinker.training import TrainingClient
 from quatrain.serve.tinker.wire import Limits
@@ -80,10 +81,9 @@ BYTES_OF_SAMPLING = 4
 class TinkerApi:
     """Answers requests to train adapters of `base` and to sample with them.
 
-    `names` are what programs may call the base, the first of them the folder with its tokenizer. `room` is in
-    bytes of a device, for training clients and weights of samplers. `key`: the only API key that is taken;
-    None: any. Of the folder of a training client, `rows` opens what takes its figures, and `run_page` makes their
-    page.
+    `names` are what programs may call the base, the first of them the folder with its tokenizer. `room` are the
+    bytes of a device for training clients and weights of samplers. `key`: the only API key that is taken; None:
+    any. Of the folder of a training client, `rows` opens what takes its figures, `run_page` makes their page.
     """
 
     def __init__(
@@ -113,6 +113,16 @@ class TinkerApi:
         )
         self._named_sessions: dict[tuple[str, str], str] = {}
         self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """What programs call the base: the folder with its tokenizer."""
+        return self._names[0]
+
+    @property
+    def has_key(self) -> bool:
+        """Whether one key alone is taken."""
+        return self._key is not None
 
     @property
     def routes(self) -> list[BaseRoute]:
@@ -216,7 +226,9 @@ class TinkerApi:
         self.promises.forget(session.id)
         self._worker.forget(session.id)
         for model in models:
-            self._worker.call(session.id, lambda model=model: model.journal.close() if model.is_alive else None)
+            self._worker.call(
+                session.id, lambda model=model: model.journal.close() if model.is_alive else None
+            )
 
     # Sessions
 
@@ -299,12 +311,12 @@ class TinkerApi:
         if asked.model_id is not None:
             model = self._model(owner, asked.model_id)
             return self._promised_turn(model, asked.address[1], lambda: self._begin_load(model, asked))
-        assert asked.session_id is not None and asked.model_seq_id is not None
-        session, number = self.tenants.session(owner, asked.session_id), asked.model_seq_id
+        name, number = asked.address
+        session = self.tenants.session(owner, name)
 
         def begin() -> Future[Any]:
             lora = self._saved_lora(owner, asked.path)
-            name = self._names[0] if asked.base_model is None else self._base_name(asked.base_model)
+            base = self._names[0] if asked.base_model is None else self._base_name(asked.base_model)
 
             def make() -> TrainingClient:
                 trained = self._store.load(owner, asked.path)
@@ -312,7 +324,7 @@ class TinkerApi:
                 client.load(trained, moments=asked.optimizer)
                 return client
 
-            model = self._new_model(session, number, name, lora, make, asked.user_metadata)
+            model = self._new_model(session, number, base, lora, make, asked.user_metadata)
             return then(model.made, lambda client: _loaded(model, asked.path))
 
         return self._promised_model(session, number, begin)
@@ -582,8 +594,8 @@ class TinkerApi:
             return self._open(sampler, lambda: Snapshot(None, None, -1, 0))
         if path is None:
             raise Refused(
-                f"the weights of sampler {sampler.id} had to make room for those of newer ones; save them with a "
-                "name (save_weights_for_sampler), by which they are read again"
+                f"the weights of sampler {sampler.id} had to make room for those of newer ones; save them "
+                "under a name (save_weights_for_sampler), by which they are read again"
             )
 
         def snapshot() -> Snapshot:

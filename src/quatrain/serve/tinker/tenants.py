@@ -199,8 +199,8 @@ class Tenants:
         number = len(self._models())
         if self._most_models is not None and number >= self._most_models:
             raise Refused(
-                f"this server has at most {self._most_models} training clients at once (tinker.max_models), and "
-                f"has {number}; end a program, or wait until one has ended"
+                f"this server has at most {self._most_models} training clients (tinker.max_models), and has "
+                f"{number}; end a program, or wait until one has ended"
             )
         self.make_room(num_bytes, "one more training client")
 
