@@ -17,9 +17,10 @@ from quatrain.backend import Backend
 from quatrain.models.architecture import Architecture
 
 T = TypeVar("T")
-Units = Generator[None, None, T]
-"""Work of the device in units: it yields after each, so that other clients' units come between, and returns
-its result. A unit is a micro-batch, an optimizer step, or the files of a checkpoint."""
+Units = Generator[Any, None, T]
+"""Work of the device in units: it yields between two, so that other clients' units come there, and returns
+its result. A unit is a micro-batch, an optimizer step, or the files of a checkpoint. What it yields are arrays
+of the unit, or None: JAX returns before they are computed, and the next client's unit begins once they are."""
 
 
 class Refused(ValueError):
@@ -158,7 +159,8 @@ class Sample:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: np.ndarray | None = None
-    """[P - 1, K] int32 tokens after each token but the last, to be given their log-probabilities; -1: none."""
+    """[P - 1, K] int32 tokens after each token but the last, whose log-probabilities are asked for; -1:
+    none."""
 
 
 class Likeliest(NamedTuple):
