@@ -75,6 +75,17 @@ class _Job:
     steps: Units[Any] | None = None
     """None: it has not begun."""
 
+    def step(self) -> None:
+        """A unit; raises what it raises, and StopIteration with the result."""
+        if self.steps is None:
+            self.steps = self.units()
+        computed = next(self.steps)
+        try:
+            # JAX queues what it is to compute: else others would wait for all that is queued, not for a unit.
+            jax.block_until_ready(computed)
+        except Exception as error:  # which the job must see as its own
+            self.steps.throw(error)
+
     def drop(self, error: Exception) -> None:
         """Ends it between two units, with `error` unless it is done."""
         if self.steps is not None:
@@ -270,9 +281,7 @@ class Worker:
             self._leave(owner, job)
             return
         try:
-            job.steps = job.units() if job.steps is None else job.steps
-            # JAX queues what it is to compute: else others would wait for all that is queued, not for a unit.
-            jax.block_until_ready(next(job.steps))
+            job.step()
         except StopIteration as end:
             self._leave(owner, job)
             job.future.set_result(end.value)
