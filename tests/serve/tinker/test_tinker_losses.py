@@ -11,6 +11,8 @@ from quatrain.serve.tinker.losses import ForLoss
 from quatrain.types.metrics import Metric
 
 LENGTHS = (7, 1, 12)
+MOST = 64
+"""Tokens of a datum."""
 
 
 def request(loss: str, numbers=None, *, seed: int = 0, without=(), **columns) -> tuple[Pass, list]:
@@ -32,17 +34,15 @@ def request(loss: str, numbers=None, *, seed: int = 0, without=(), **columns) ->
 
 def computed(asked: Pass, logprobs: list) -> tuple[float, list[np.ndarray], dict[str, float]]:
     """(the loss, -dloss/dlogprobs of each datum, metrics) by the objective, summed as the trainer does."""
-    given = ForLoss.of(asked)
+    given = ForLoss.of(asked, MOST)
     table, mask = given.table, given.table.completion_mask
     columns = dict(table.columns)
     weights = columns.pop("weights")
-    width = columns[LISTED_WORDS].shape[2:] if given.lists else ()
-    predicted = np.zeros((*mask.shape, *width), np.float32)
-    for row, values in enumerate(logprobs):
-        values = values[:, : width[0]] if given.lists else values
-        predicted[(row, slice(1, len(values) + 1), *[slice(values.shape[1])] * len(width))] = values
+    predicted = np.zeros((*mask.shape, *columns.get(LISTED_WORDS, mask).shape[2:]), np.float32)
+    for row, (values, cells) in enumerate(zip(logprobs, given.cells, strict=True)):
+        places = (row, cells.rows + 1, cells.ranks)[: predicted.ndim]
+        predicted[places] = values.reshape(cells.real.shape)[cells.real]
     ids = jnp.zeros(mask.shape, jnp.int32)
-    found = {}
 
     def loss(predicted):
         if given.lists:
@@ -50,19 +50,16 @@ def computed(asked: Pass, logprobs: list) -> tuple[float, list[np.ndarray], dict
         else:
             tokens = ScoredTokens(predicted, jnp.zeros(mask.shape), mask, ids, columns)
         of_tokens = given.objective(tokens)
-        found["means"], found["peaks"] = of_tokens.means, of_tokens.peaks
         return jnp.where(mask, weights * of_tokens.loss, 0.0).sum(), of_tokens
 
     (value, of_tokens), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(predicted))
     metrics = {"loss": Metric(float(value))}
-    metrics |= {n: Metric(float(jnp.where(mask, x, 0).sum())) for n, x in of_tokens.means.items()}
-    metrics |= {n: Metric(float(jnp.where(mask, x, -jnp.inf).max())) for n, x in of_tokens.peaks.items()}
-    pulls = []
-    for row, values in enumerate(logprobs):
-        own = -np.asarray(gradient)[row, 1 : len(values) + 1]
-        pulls.append(own[:, : values.shape[1]] if given.lists else own)
-    assert not np.asarray(gradient)[~table.completion_mask].any()
-    return float(value), pulls, given.metrics(metrics)
+    metrics |= {name: Metric(float(jnp.where(mask, x, 0).sum())) for name, x in of_tokens.means.items()}
+    metrics |= {
+        name: Metric(float(jnp.where(mask, x, -jnp.inf).max())) for name, x in of_tokens.peaks.items()
+    }
+    assert not np.asarray(gradient)[~mask].any()
+    return float(value), given.logprobs(-np.asarray(gradient), asked), given.metrics(metrics)
 
 
 def low_rows(random, length):
@@ -204,32 +201,32 @@ def test_cross_entropy_has_weights_of_any_sign_and_one_by_default():
 
 
 def test_cross_entropy_over_lists_of_targets():
-    """Datums with K of 3, 1 and none: each has its own cells and weights, and -1 none."""
-    lists, weights = np.array([[4, 5, 4], [-1, 7, -1]], np.int32), np.float32([[1, -2, 3], [9, 0.5, 0]])
+    """Datums with K of 4, 1 and none: each has its own cells and weights; no target takes no place."""
+    lists = np.array([[4, -1, 4, 9], [-1, -1, 7, -1]], np.int32)
+    weights = np.float32([[1, 0, -2, 3], [0, 0, 0.5, 0]])
     data = (
         Datum(np.zeros(2, np.int32), lists, {"weights": weights}),
         Datum(np.zeros(3, np.int32), np.array([[1], [2], [-1]], np.int32), {}),
         Datum(np.zeros(1, np.int32), np.array([6], np.int32), {"weights": np.float32([-4])}),
     )
     asked = Pass(data, "cross_entropy")
-    given = ForLoss.of(asked)
-    assert given.table.columns[LISTED_WORDS].shape == (3, 4, 4)  # a power of two
-    np.testing.assert_array_equal(
-        given.table.columns[LISTED_WORDS][0, 1:3], np.pad(lists, [(0, 0), (0, 1)], constant_values=-1)
-    )
-    logprobs = [np.float32([[-1, -2, -1], [0, -3, 0]]), np.float32([[-5], [-6], [0]]), np.float32([[-7]])]
+    given = ForLoss.of(asked, MOST)
+    # Three at most in a row, in lists as long as a power of two.
+    packed = [[-1] * 4, [4, 4, 9, -1], [7, -1, -1, -1]]
+    np.testing.assert_array_equal(given.table.columns[LISTED_WORDS][0, :3], packed)
+    np.testing.assert_array_equal(given.table.columns[LISTED_WORDS][2, 1], [6, -1, -1, -1])
+    logprobs = [np.float32([[-1, 0, -1, -2], [0, 0, -3, 0]]), np.float32([[-5], [-6], [0]]), np.float32([-7])]
     value, pulls, metrics = computed(asked, logprobs)
-    assert value == pytest.approx((1 - 4 + 3 + 1.5) + 11 - 28)
-    np.testing.assert_array_equal(pulls[0], [[1, -2, 3], [0, 0.5, 0]])
-    np.testing.assert_array_equal(pulls[1], [[1], [1], [0]])
-    np.testing.assert_array_equal(pulls[2], [[-4]])
-    assert metrics["tokens:sum"] == 5
+    assert value == pytest.approx((1 - 2 + 6 + 1.5) + 11 - 28)
+    for pull, expected in zip(pulls, (weights, [[1], [1], [0]], [-4]), strict=True):
+        np.testing.assert_array_equal(pull, expected)
+    assert metrics == {"loss:sum": value, "tokens:sum": 5}
 
 
 def test_rows_are_scored_at_the_place_of_the_token_after():
     """All rows of a datum, also the last, in the order of the tokens."""
     asked, _ = request("ppo")
-    table = ForLoss.of(asked).table
+    table = ForLoss.of(asked, MOST).table
     for row, datum in enumerate(asked.data):
         length = len(datum.tokens)
         np.testing.assert_array_equal(table.input_ids[row, :length], datum.tokens)
@@ -253,44 +250,27 @@ def test_requests_without_advantage_have_metrics_of_nothing():
     }
 
 
-REFUSED = {
-    "stable_reinforce": ({"loss": "stable_reinforce"}, "use importance_sampling, ppo, cispo, dro or gspo"),
-    "unknown": ({"loss": "grpo"}, "must be one of cross_entropy, importance_sampling, .*'grpo'"),
-    "lacking": ({"loss": "ppo", "without": ("logprobs",)}, "datum 0 has no logprobs"),
-    "more": ({"loss": "ppo", "weights": low_rows}, "datum 0 has 'weights'"),
-    "of another loss": ({"loss": "cross_entropy"}, "datum 0 has 'advantages'"),
-    "number": ({"loss": "ppo", "numbers": {"beta": 1.0}}, "has clip_low_threshold, .*got 'beta'"),
-    "no number": ({"loss": "importance_sampling", "numbers": {"beta": 1.0}}, "has nothing; got 'beta'"),
-    "beta": ({"loss": "dro"}, "datum 0 has no beta; add it to loss_fn_inputs or to loss_fn_config"),
-    "not finite": ({"loss": "dro", "numbers": {"beta": float("nan")}}, "finite number of float32; got nan"),
-    "too large": ({"loss": "dro", "numbers": {"beta": 1e39}}, "finite number of float32; got 1e"),
-    "bounds": ({"loss": "ppo", "numbers": {"clip_high_threshold": 0.5}}, "got 0.8 and 0.5; the defaults"),
-    "twice": (
-        {"loss": "ppo", "numbers": {"clip_high_threshold": 2}, "clip_high_threshold": high_rows},
-        "must be given once",
-    ),
-}
+def test_numbers_that_a_loss_cannot_use_are_refused():
+    """What is wrong with a request by itself is found where it is read; a bound may also be the default."""
+    for loss, numbers, message in (
+        ("ppo", {"clip_high_threshold": 0.5}, r"must be at most .*; got 0.8 and 0.5; .* ppo are 0.8 and 1.2"),
+        ("cispo", {"clip_low_threshold": 4.5}, "got 4.5 and 4; the defaults of cispo"),
+        ("dro", {"beta": 1e39}, "beta must be a number of float32; got 1e"),
+    ):
+        asked, _ = request(loss, numbers)
+        with pytest.raises(Refused, match=message):
+            ForLoss.of(asked, MOST)
+    asked, _ = request("ppo", clip_low_threshold=lambda random, length: np.full(length, 1.3))
+    with pytest.raises(Refused, match=r"got 1.3 and 1.2"):
+        ForLoss.of(asked, MOST)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_loss_does_not_take_is_refused_with_a_remedy(case):
-    arguments, message = REFUSED[case]
-    asked, _ = request(**arguments)
-    with pytest.raises(Refused, match=message):
-        ForLoss.of(asked)
-
-
-def test_an_input_of_some_datums_alone_and_lists_of_ratios_are_refused():
+def test_requests_that_need_too_much_memory_are_refused():
+    """Whole datums are computed at once, and lists of targets are as long for every row."""
     asked, _ = request("ppo")
-    asked.data[1].columns["clip_low_threshold"] = np.ones(1, np.float32)
-    with pytest.raises(Refused, match="datum 0 has no clip_low_threshold"):
-        ForLoss.of(asked)
-    data = Datum(
-        np.zeros(2, np.int32),
-        np.zeros((2, 3), np.int32),
-        dict.fromkeys(("logprobs", "advantages"), np.zeros((2, 3), np.float32)),
-    )
-    with pytest.raises(Refused, match=r"must be \[T\]|target_tokens \[T\]; got \[T, 3\]"):
-        ForLoss.of(Pass((data,), "ppo"))
-    with pytest.raises(Refused, match="at least one datum"):
-        ForLoss.of(Pass((), "ppo"))
+    with pytest.raises(Refused, match=r"datum 2: model_input must have at most 11 tokens.*got 12"):
+        ForLoss.of(asked, 11)
+    wide = Datum(np.zeros(1, np.int32), np.zeros((1, 2**20), np.int32), {})
+    for data, most in (((wide,), 2**7), ((wide, *[asked.data[2]] * 100), 16)):
+        with pytest.raises(Refused, match=r"lists of targets must fit 67108864 cells: 1048576, for .* fewer"):
+            ForLoss.of(Pass(data, "cross_entropy"), most)

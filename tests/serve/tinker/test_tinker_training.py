@@ -1,5 +1,7 @@
 """Training clients on small models: gradients and steps against torch and numpy, and what stays as it was."""
 
+from contextlib import suppress
+
 import jax
 import numpy as np
 import pytest
@@ -300,23 +302,22 @@ def test_a_step_after_a_failed_call_is_not_taken_and_the_next_is(base):
     """Whether the call was refused, left in the middle, or failed elsewhere; the gradient is cleared."""
     client, clean = golden_client(base), golden_client(base)
     before = client.trained(True)
-    refused = Pass(data_of("single"), "stable_reinforce")
+    long = Datum(*[np.zeros(25, np.int32)] * 2, {})
+    refused = Pass((long,), "cross_entropy")
     broken = client.run(cross_entropy())
     for fail, message in (
-        (lambda: run(client, refused), "step not taken: loss_fn stable_reinforce is computed only"),
+        (lambda: run(client, refused), "step not taken: datum 0: model_input must have at most 24"),
         (lambda: (next(broken), broken.close()), "step not taken: .* was not finished"),
         (lambda: client.void("request 12 failed: no"), "step not taken: request 12 failed: no"),
     ):
         run(client, cross_entropy())
-        try:
+        with suppress(Refused):
             fail()
-        except Refused:
-            pass
         run(client, cross_entropy())
         with pytest.raises(Refused, match=message):
             step(client)
     with pytest.raises(Refused):
-        run(client, Pass(data_of("single"), "stable_reinforce", forward_only=True))
+        run(client, Pass((long,), "cross_entropy", forward_only=True))
     assert_same(client.trained(True).moments, before.moments)
     for each in (client, clean):
         run(each, cross_entropy())
@@ -340,25 +341,6 @@ def test_a_gradient_that_is_not_finite_is_not_applied(base):
     assert client.step == before.step == snapshot.step == 1
     step(client)  # the gradient was cleared: a step of 0 is finite
     assert client.step == 2
-
-
-def test_numbers_that_adamw_cannot_compute_with_are_refused(base):
-    client = golden_client(base)
-    before = weights(client)
-    for name, value in (
-        ("learning_rate", -1e-3),
-        ("learning_rate", float("nan")),
-        ("beta1", 1.0),
-        ("beta2", 1.0),
-        ("eps", 0.0),
-        ("eps", 1e-46),
-        ("weight_decay", float("inf")),
-        ("grad_clip_norm", -1.0),
-    ):
-        with pytest.raises(Refused, match=f"adam_params.{name} must be from"):
-            step(client, AdamNumbers(**{name: value}))
-    assert client.step == 0
-    assert_same(weights(client), before)
 
 
 def test_what_is_not_trained_stays_zero(base):
@@ -403,13 +385,8 @@ def test_adapters_begin_by_seed(base):
     assert client.num_bytes == 16 * sum(x.size for x in own[0].values())
 
 
-def test_adapters_and_sequences_that_do_not_fit_are_refused(base):
+def test_adapters_that_do_not_fit_are_refused(base):
     with pytest.raises(Refused, match="rank must be at least 1"):
         TrainingClient(base, LoraRequest(0), 1)
-    with pytest.raises(Refused, match="lora_config.rank 4096: .*shorter side"):
+    with pytest.raises(Refused, match=r"lora_config.rank 4096: .*shorter side"):
         TrainingClient(base, LoraRequest(4096), 1)
-    client = golden_client(base)
-    for length in (0, 25):
-        data = Datum(np.zeros(length, np.int32), np.zeros(length, np.int32), {})
-        with pytest.raises(Refused, match=f"1 to 24 tokens.*datum 1 has {length}"):
-            run(client, Pass((*data_of("single")[:1], data), "cross_entropy"))

@@ -8,7 +8,7 @@ Thresholds and betas are columns of the table, not constants of a program: no co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import jax
@@ -87,15 +87,16 @@ class Loss:
     """How a loss is computed."""
 
     objective: Objective
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """Further columns, which a datum has or `loss_fn_config`, with what they are where neither has them."""
+    numbers: Mapping[str, float | None]
+    """Further columns, which a datum or `loss_fn_config` has, and what they are where neither does; None: one
+    of them does."""
 
 
 LOSSES = {
     "importance_sampling": Loss(ppo, {LOW: 0.0, HIGH: np.inf}),
     "ppo": Loss(ppo, {LOW: 0.8, HIGH: 1.2}),
     "cispo": Loss(cispo, {LOW: 0.0, HIGH: 4.0}),
-    "dro": Loss(dro, {BETA: np.nan}),  # always given
+    "dro": Loss(dro, {BETA: None}),
     "gspo": Loss(gspo, {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
 }
 """Those of ratios; the other one is cross-entropy."""
@@ -146,7 +147,7 @@ class ForLoss:
         rows = _Rows(asked.data, most_tokens)
         real = rows.scored & (rows.targets[..., 0] != NO_WORD)
         if asked.loss == "cross_entropy":
-            objective = cross_entropy
+            objective: Objective = cross_entropy
             weights = rows.column("weights", 1.0)
             counted = (weights != 0).any(axis=-1)
             columns = {"weights": weights[..., 0]}
@@ -221,8 +222,9 @@ def _of_ratios(asked: Pass, loss: Loss, rows: _Rows) -> dict[str, np.ndarray]:
     columns["old_logprobs"] = columns.pop("logprobs")
     for name, default in loss.numbers.items():
         value = asked.numbers.get(name, default)
+        assert value is not None, f"{asked.loss} has {name}"
         if abs(value) > np.finfo(np.float32).max and name in asked.numbers:
-            raise Refused(f"{name} must be a number of float32; got {value}")
+            raise Refused(f"{name} must be a number of float32; got {value}; give a smaller one")
         columns[name] = rows.column(name, value)[..., 0]
     if LOW in columns and (above := columns[LOW] > columns[HIGH]).any():
         low, high = (float(columns[name][above][0]) for name in (LOW, HIGH))

@@ -21,7 +21,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.lora import adapter_names, trained_part, with_adapters, with_lora, with_trained
 from quatrain.models.params import leaf_at
 from quatrain.models.spec import LORA_A
-from quatrain.parallel.mesh import device_put, to_host
+from quatrain.parallel.mesh import device_put, full, to_host
 from quatrain.serve.tinker.calls import (
     AdamNumbers,
     Base,
@@ -235,7 +235,7 @@ class TrainingClient:
         for kind, layer in zip(self.arch.layers, adapters["layers"], strict=True):
             for block, is_trained in ((kind.mixer, self.lora.train_attn), (kind.mlp, self.lora.train_mlp)):
                 for name in {f"{tensor.path[0]}{LORA_A}" for tensor in block.tensors()} & {*layer}:
-                    layer[name] = layer[name] if is_trained else jnp.zeros_like(layer[name])
+                    layer[name] = layer[name] if is_trained else _zeros_like(layer[name])
         return self._with(adapters)
 
     def _named(self, tree: Any, start: str = "") -> dict[str, np.ndarray]:
@@ -260,6 +260,10 @@ class TrainingClient:
                 )
             name.put(leaf_at(whole, name.path), array)
         return jax.tree.map(lambda array, leaf: device_put(array, leaf.sharding), whole, like)
+
+
+def _zeros_like(array: jax.Array) -> jax.Array:
+    return full(array.shape, 0.0, array.dtype, array.sharding)
 
 
 def _parts(lora: LoraRequest) -> str:
