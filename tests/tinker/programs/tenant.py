@@ -14,7 +14,8 @@ from client import MODEL, data_of, logprobs_of, rows, service
 from tinker import types
 
 seed, steps = map(int, sys.argv[1:3])
-training = service().create_lora_training_client(MODEL, rank=8, seed=seed).result()
+session = service()
+training = session.create_lora_training_client(MODEL, rank=8, seed=seed).result()
 asked = types.SamplingParams(max_tokens=8, stop=[])
 
 
@@ -30,10 +31,12 @@ def turn(number):
 
 
 if len(sys.argv) > 3:  # all have compiled, and begin at the same moment
-    other = service().create_lora_training_client(MODEL, rank=8, seed=seed).result()
+    warming = service()
+    other = warming.create_lora_training_client(MODEL, rank=8, seed=seed).result()
     turned, training = training, other
     turn(0)
     training = turned
+    warming.close().result()
     Path(sys.argv[3]).touch()
     while not Path(sys.argv[4]).exists():
         time.sleep(0.05)
@@ -44,6 +47,7 @@ for number in range(steps):
     waits.append(time.monotonic() - started)
     digest.update(np.concatenate(ell).tobytes())
     tokens += drawn
+session.close().result()
 print(
     json.dumps(
         {

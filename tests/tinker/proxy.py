@@ -1,19 +1,32 @@
-"""A proxy that loses every seventh answer after the server has computed it."""
+"""A proxy that records requests, and may lose every seventh answer after the server has computed it."""
 
 import http.client
 import itertools
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 
 EVERY = 7
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 
 
+class Asked(NamedTuple):
+    """A request of a program."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
 @contextmanager
-def flaky(port):
-    """(the URL of a proxy of the local `port`, its counts): a lost answer is a 503, or a cut connection."""
-    counted = {"asked": 0, "lost": 0}
+def proxied(port, *, loses=False):
+    """(the URL of a proxy of the local `port`, the requests through it, how many answers were lost as [n]).
+
+    With `loses`, an answer that is lost is a 503, and every other time a cut connection.
+    """
+    requests, lost = [], [0]
     calls, lock = itertools.count(1), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -21,17 +34,17 @@ def flaky(port):
 
         def forward(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_BY_HOP}
             with lock:
                 call = next(calls)
-                counted["asked"] = call
-            headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_BY_HOP}
+                requests.append(Asked(self.command, self.path, headers, body))
             upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
             upstream.request(self.command, self.path, body, headers)
             answer = upstream.getresponse()
             content = answer.read()
             upstream.close()
-            if call % EVERY == 0 and answer.status < 400:
-                counted["lost"] += 1
+            if loses and call % EVERY == 0 and answer.status < 400:
+                lost[0] += 1
                 if call % (2 * EVERY) == 0:
                     self.close_connection = True
                     self.connection.close()
@@ -63,7 +76,7 @@ def flaky(port):
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", counted
+        yield f"http://127.0.0.1:{server.server_address[1]}", requests, lost
     finally:
         server.shutdown()
         server.server_close()
