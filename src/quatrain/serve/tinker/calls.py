@@ -25,6 +25,10 @@ its result. A unit is a micro-batch, an optimizer step, or the files of a checkp
 class Refused(ValueError):
     """What a client asked for cannot be done, for a reason that it can change: the error of its promise."""
 
+    address: tuple[str, int] | None = None
+    """(id, number) of the request, if it has a place among others and this could be read: it must fail there,
+    because the client sends its next request as the one after it."""
+
 
 @dataclass(frozen=True)
 class Base:
@@ -158,7 +162,8 @@ class Sample:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: np.ndarray | None = None
-    """[P - 1, K] int32 tokens after each token but the last, to be given their log-probabilities; -1: none."""
+    """[P - 1, K] int32 tokens in the place after each token but the last, whose log-probabilities are asked
+    for; -1: none."""
 
 
 class Likeliest(NamedTuple):
