@@ -29,6 +29,7 @@ import httpx2
 import jax
 import numpy as np
 
+from quatrain.config.derive import MICRO_BATCH_TOKENS
 from quatrain.config.load import load_config
 from quatrain.loop.policy import load_policy
 from quatrain.serve.tinker.calls import AdamNumbers, Base, Datum, LoraRequest, Pass, Sample, Snapshot, Units
@@ -278,7 +279,7 @@ def loaded_base(model: str) -> Base:
         dtype=config.model.dtype,
         remat=config.model.remat,
         seed=config.seed,
-        max_tokens=config.update.max_tokens_per_device or loaded.arch.longest,
+        max_tokens=config.update.max_tokens_per_device or MICRO_BATCH_TOKENS,
         fingerprint="",
     )
 
