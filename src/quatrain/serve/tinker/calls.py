@@ -158,7 +158,8 @@ class Sample:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: np.ndarray | None = None
-    """[P - 1, K] int32 tokens after each token but the last, to be given their log-probabilities; -1: none."""
+    """[P - 1, K] int32 tokens after each token but the last, whose log-probabilities are asked for; -1:
+    none."""
 
 
 class Likeliest(NamedTuple):
