@@ -17,13 +17,18 @@ from quatrain.backend import Backend
 from quatrain.models.architecture import Architecture
 
 T = TypeVar("T")
-Units = Generator[None, None, T]
-"""Work of the device in units: it yields after each, so that other clients' units come between, and returns
-its result. A unit is a micro-batch, an optimizer step, or the files of a checkpoint."""
+Units = Generator[Any, None, T]
+"""Work of the device in units: it yields between two, so that other clients' units come there, and returns
+its result. A unit is a micro-batch, an optimizer step, or the files of a checkpoint. What it yields are
+arrays of the unit, or None: JAX returns before they are computed, the next client's unit begins after."""
 
 
 class Refused(ValueError):
     """What a client asked for cannot be done, for a reason that it can change: the error of its promise."""
+
+    address: tuple[str, int] | None = None
+    """(id, number) of the request, if it has a place among others and this could be read: it must fail there,
+    because the client sends its next request as the one after it."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,8 @@ class Sample:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: np.ndarray | None = None
-    """[P - 1, K] int32 tokens after each token but the last, whose log-probabilities are asked for; -1:
-    none."""
+    """[P - 1, K] int32 tokens in the place after each token but the last, whose log-probabilities are asked
+    for; -1: none."""
 
 
 class Likeliest(NamedTuple):
