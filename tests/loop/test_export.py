@@ -24,8 +24,9 @@ from quatrain.models.lora import adapters_of, frozen_part, with_adapters, with_t
 from quatrain.models.params import init_params
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.serve.tinker.calls import LoraRequest, Trained
-from quatrain.serve.tinker.checkpoint import adapted, what_loads
+from quatrain.serve.tinker.checkpoint import what_loads
 from quatrain.serve.tinker.store import Store
+from quatrain.serve.tinker.training import adapted
 from quatrain.weights.adapter import save_adapter
 from quatrain.weights.hf import save_hf
 from quatrain.weights.load_model import load_model

@@ -25,8 +25,9 @@ from quatrain.models.lora import adapter_names, adapters_of, with_adapters, with
 from quatrain.models.params import leaf_at, param_specs
 from quatrain.serve.tinker import checkpoint, store
 from quatrain.serve.tinker.calls import LoraRequest, Refused, Trained
-from quatrain.serve.tinker.checkpoint import Missing, adapted, what_loads
+from quatrain.serve.tinker.checkpoint import Missing, what_loads
 from quatrain.serve.tinker.store import Store, paged
+from quatrain.serve.tinker.training import adapted
 from quatrain.weights.adapter import adapters_from, save_adapter
 
 OWNER, OTHER, MODEL = "a" * 64, "b" * 64, "session-1:train:0"

@@ -25,10 +25,9 @@ from quatrain.config.dump import sections_yaml
 from quatrain.config.errors import disk_is_full, listed
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import local_path
-from quatrain.config.schema import Config, LoraConfig
-from quatrain.models.architecture import Architecture
-from quatrain.models.lora import with_lora
+from quatrain.config.schema import Config
 from quatrain.serve.tinker.calls import Base, LoraRequest, Refused, Trained
+from quatrain.serve.tinker.training import ALPHA, adapted
 from quatrain.weights.adapter import WEIGHTS, adapter_files
 
 Kind = Literal["weights", "sampler_weights"]
@@ -37,7 +36,6 @@ TYPES = {"weights": "training", "sampler_weights": "sampler"}
 META, CONFIG, MOMENTS = "meta.json", "config.yaml", "moments.safetensors"
 DRAFT = "~draft"
 """The end of the names of what is being written; no checkpoint is named so."""
-ALPHA = 32.0
 
 
 class Missing(Refused):
@@ -92,11 +90,6 @@ class Meta(Description):
             "user_metadata": self.user_metadata,
             "expires_at": None if self.expires is None else time_of(self.expires),
         }
-
-
-def adapted(arch: Architecture, rank: int) -> Architecture:
-    """`arch` with the adapters of a training client."""
-    return with_lora(arch, LoraConfig(rank=rank, alpha=ALPHA))
 
 
 def contents(trained: Trained, base: Base, config: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
