@@ -36,7 +36,8 @@ from quatrain.parallel.mesh import check_held, device_put, mesh_shape, shardings
 from quatrain.run.best import best_step
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.run_dir import checkpoint_steps
-from quatrain.serve.tinker.checkpoint import CONFIG, META, adapted, read_checkpoint
+from quatrain.serve.tinker.checkpoint import CONFIG, META, read_checkpoint
+from quatrain.serve.tinker.training import adapted
 from quatrain.weights.adapter import adapters_from, check_base, save_adapter
 from quatrain.weights.hf import save_hf
 

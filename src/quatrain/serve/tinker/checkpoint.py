@@ -25,10 +25,9 @@ from quatrain.config.dump import sections_yaml
 from quatrain.config.errors import disk_is_full, listed
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import local_path
-from quatrain.config.schema import Config, LoraConfig
-from quatrain.models.architecture import Architecture
-from quatrain.models.lora import with_lora
+from quatrain.config.schema import Config
 from quatrain.serve.tinker.calls import Base, LoraRequest, Refused, Trained
+from quatrain.serve.tinker.training import ALPHA, adapted
 from quatrain.weights.adapter import WEIGHTS, adapter_files
 
 Kind = Literal["weights", "sampler_weights"]
@@ -37,7 +36,6 @@ TYPES = {"weights": "training", "sampler_weights": "sampler"}
 META, CONFIG, MOMENTS = "meta.json", "config.yaml", "moments.safetensors"
 DRAFT = "~draft"
 """The end of the names of what is being written; no checkpoint is named so."""
-ALPHA = 32.0
 
 
 class Missing(Refused):
@@ -94,13 +92,8 @@ class Meta(Description):
         }
 
 
-def adapted(arch: Architecture, rank: int) -> Architecture:
-    """`arch` with the adapters of a training client."""
-    return with_lora(arch, LoraConfig(rank=rank, alpha=ALPHA))
-
-
 def contents(trained: Trained, base: Base, config: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of each file of a checkpoint but `meta.json`; `config` loads the base.
+    """(name, content) of each file of a checkpoint that has a digest; `config` loads the base.
 
     Raises Refused for numbers that are not finite.
     """
@@ -111,7 +104,6 @@ def contents(trained: Trained, base: Base, config: Mapping[str, Any]) -> Iterato
             f"weights that are not finite are not saved; these are not: {listed(bad)}; go back to an "
             "earlier checkpoint, with a smaller learning rate"
         )
-    yield CONFIG, config_of(config, trained.lora)
     path, arch = str(config["model"]["path"]), adapted(base.arch, trained.lora.rank)
     yield from adapter_files(arch, trained.adapters, base=path, fingerprint=base.fingerprint).items()
     if trained.moments is not None:
@@ -136,12 +128,15 @@ def what_loads(config: Config) -> dict[str, Any]:
 
 
 def config_of(config: Mapping[str, Any], lora: LoraRequest) -> bytes:
-    """`config.yaml`: what loads the base, and the adapters."""
+    """`config.yaml`: what loads the base, and the adapters.
+
+    It has no digest: whoever moves the base may correct it, and the base has a fingerprint.
+    """
     return sections_yaml({**config, "lora": {"rank": lora.rank, "alpha": ALPHA}}).encode()
 
 
 def read_checkpoint(folder: Path) -> tuple[Meta, Trained]:
-    """The checkpoint in `folder`, every byte of which is compared with the digests of its `meta.json`.
+    """The checkpoint in `folder`, every byte that is read compared with the digests of its `meta.json`.
 
     Raises Missing if there is none, and Refused with the file that is damaged.
     """

@@ -156,6 +156,7 @@ class Store:
             try:
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
+                write(draft / CONFIG, config_of(self._config, trained.lora))
                 for file, content in contents(trained, self._base, self._config):
                     # Of the bytes in memory, not of the file: what goes wrong on its way to disk is found.
                     digest = hashlib.sha256(content).hexdigest()

@@ -37,6 +37,7 @@ from quatrain.serve.tinker.losses import ForLoss
 from quatrain.update.gradient import Accumulated, metrics_of_call
 from quatrain.update.optimizer import OptimizerNumbers
 from quatrain.update.trainer import StepTotals, Trainer
+from quatrain.weights.adapter import adapters_from
 
 ALPHA = 32.0
 """Of all adapters: their scale is 32 / rank, which the service's users assume."""
@@ -248,18 +249,12 @@ class TrainingClient:
     def _tree(self, arrays: Mapping[str, np.ndarray], start: str = "") -> Any:
         """A tree like the adapters of `arrays`, whose names begin with `start`; raises Refused if it has
         others."""
-        names, like = adapter_names(self.arch), self._adapters
-        whole = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), like)
-        for name in names:
-            array, shape = arrays.get(start + name.name), name.shape_in(leaf_at(whole, name.path).shape)
-            if array is None or array.shape != shape:
-                raise Refused(
-                    f"a checkpoint must have adapters of the served model; {start}{name.name} must be "
-                    f"{list(shape)}, got {'none' if array is None else list(array.shape)}; load it where "
-                    "its base is served"
-                )
-            name.put(leaf_at(whole, name.path), array)
-        return jax.tree.map(lambda array, leaf: device_put(array, leaf.sharding), whole, like)
+        own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+        try:
+            whole = adapters_from(self.arch, own, f"the checkpoint's {start or 'adapters'}")
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return jax.tree.map(lambda array, leaf: device_put(array, leaf.sharding), whole, self._adapters)
 
 
 def _zeros_like(array: jax.Array) -> jax.Array:
