@@ -113,7 +113,7 @@ def export(
     from quatrain.config.dotenv import load_dotenv
     from quatrain.config.places import HUB_ID
     from quatrain.loop.export import export as write
-    from quatrain.loop.export import export_checkpoint, is_checkpoint
+    from quatrain.serve.tinker.checkpoint import META
 
     if push is not None and not HUB_ID.fullmatch(push):
         raise ValueError(f"--push names a repository on the Hugging Face Hub, as OWNER/NAME; got {push!r}")
@@ -124,15 +124,13 @@ def export(
             "nothing says where the model goes; give a folder OUTPUT, --push OWNER/NAME, or both"
         )
     load_dotenv(os.environ)
-    if is_checkpoint(Path(run)):
-        if output is None or push is not None or step is not None:
-            raise ValueError(
-                f"{run} is one checkpoint of a training server, which is written to a folder: give OUTPUT, "
-                "and leave --step and --push out, which are for runs"
-            )
-        typer.echo(f"{run}, of step {export_checkpoint(Path(run), output)}, is in {output}")
-        return
-    (home,) = run_folders([run])
+    of_server = (Path(run) / META).is_file()
+    if of_server and (push is not None or step is not None):
+        raise ValueError(
+            f"{run} is one checkpoint of a training server; leave --step and --push out, which are for runs, "
+            "and give OUTPUT"
+        )
+    home = Path(run) if of_server else run_folders([run])[0]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) if output is None else output
         if push is not None:

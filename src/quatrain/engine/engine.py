@@ -124,7 +124,14 @@ class RolloutEngine:
         self._before = EngineStats()
 
     @classmethod
-    def of(cls, config: Config, policy: Policy, *, per_request_sampling: bool = False) -> Self:
+    def of(
+        cls,
+        config: Config,
+        policy: Policy,
+        *,
+        per_request_sampling: bool = False,
+        cache_bytes: int | None = None,
+    ) -> Self:
         """The engine that samples from `policy` on devices of this run, without weights."""
         return cls(
             policy.arch,
@@ -135,6 +142,7 @@ class RolloutEngine:
             dtype=config.model.dtype,
             attention=policy.attention,
             mesh=policy.meshes.rollout,
+            cache_bytes=cache_bytes,
             usual_prompt=policy.usual_prompt,
             per_request_sampling=per_request_sampling,
             backend=policy.backend,

@@ -113,17 +113,8 @@ def _check_output(output: Path) -> None:
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is that of a checkpoint of the training server."""
-    return (folder / META).is_file()
-
-
-def export_checkpoint(folder: Path, output: Path) -> int:
-    """`quatrain export` of a checkpoint of the training server; returns its optimizer steps.
-
-    Raises ValueError if it is damaged, if the model that its `config.yaml` names is not the one it was
-    trained on, and if `output` exists and is not an empty folder.
-    """
+def _export_checkpoint(folder: Path, output: Path) -> int:
+    """Writes a checkpoint of the training server; returns its optimizer steps."""
     _check_output(output)
     meta, trained = read_checkpoint(folder)
     config = load_config(folder / CONFIG, ANY_DEVICES, environ={}).config
@@ -140,10 +131,13 @@ def export_checkpoint(folder: Path, output: Path) -> int:
 def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     """`quatrain export`: writes checkpoint `step` (default: the latest) of the run at `run` to `output`.
 
-    `step` may be `best`, the checkpoint with the best `checkpoint.best_metric`. Returns the step. Raises
-    ValueError if `run` has no configuration or no such checkpoint, or if `output` exists and is not an empty
-    folder.
+    `step` may be `best`, the checkpoint with the best `checkpoint.best_metric`. `run` may also be the folder
+    of one checkpoint of the training server. Returns the step. Raises ValueError if `run` has no
+    configuration or no such checkpoint, if the base of adapters is not the one they were trained on, or if
+    `output` exists and is not an empty folder.
     """
+    if (run / META).is_file():
+        return _export_checkpoint(run, output)
     number = check_export(run, output, step=step)
     config = load_config(run / "config.yaml", ANY_DEVICES, environ={}).config
     loaded = load_policy(config, critic=False, environments=False)

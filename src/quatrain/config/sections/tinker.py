@@ -19,8 +19,8 @@ class TinkerConfig(Section):
     """Further names by which programs may ask for the served model, as in
     `{Qwen/Qwen3.5-9B: models/smollm2}`; each value is `model.path`."""
     replace_stable_reinforce: REPLACEMENTS | None = None
-    """The loss that stands in for `stable_reinforce`, whose formula is not public; null: programs that ask for
-    it get an error."""
+    """The loss that stands in for `stable_reinforce`, whose formula is not public; null: programs that ask
+    for it get an error."""
     max_models: Count | None = None
     """Training clients at once; null: as many as the memory has room for, by what each of them takes."""
     max_samplers: Count | None = None

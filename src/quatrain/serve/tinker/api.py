@@ -14,7 +14,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from quatrain.config.schema import TinkerConfig
 from quatrain.config.secrets import TINKER_KEY
 from quatrain.serve.tinker import asks, wire
 from quatrain.serve.tinker.calls import Base, LoraRequest, Refused, Sample, Snapshot, Units
+from quatrain.serve.tinker.checkpoint import Kind, Missing
 from quatrain.serve.tinker.http import (
     FLAGS,
     PROTOBUF,
@@ -48,11 +49,12 @@ from quatrain.serve.tinker.journal import Journal, Rows
 from quatrain.serve.tinker.overview import overview
 from quatrain.serve.tinker.promises import Promises, UnknownPromise, then
 from quatrain.serve.tinker.sampling import Samplers
-from quatrain.serve.tinker.store import Kind, Missing, Store
+from quatrain.serve.tinker.store import Store
 from quatrain.serve.tinker.tenants import Made, Model, SamplerOf, Session, Tenants, Unknown, num_parameters
 from quatrain.serve.tinker.training import TrainingClient
 from quatrain.serve.tinker.wire import Limits
 from quatrain.serve.tinker.worker import Worker
+from quatrain.workers.loop_thread import carry_out
 
 METRICS = "metrics.jsonl"
 logger = logging.getLogger(__name__)
@@ -80,10 +82,10 @@ BYTES_OF_SAMPLING = 4
 class TinkerApi:
     """Answers requests to train adapters of `base` and to sample with them.
 
-    `names` are what programs may call the base, the first of them the folder with its tokenizer. `room` is in
-    bytes of a device, for training clients and weights of samplers. `key`: the only API key that is taken;
-    None: any. Of the folder of a training client, `rows` opens what takes its figures, and `run_page` makes their
-    page.
+    `names` are what programs may call the base, the first of them the folder with its tokenizer. `room` are
+    the bytes of a device for training clients and weights of samplers. `key`: the only API key that is taken;
+    None: any. Of the folder of a training client, `rows` opens what takes its figures, and `run_page` makes
+    their page.
     """
 
     def __init__(
@@ -113,6 +115,16 @@ class TinkerApi:
         )
         self._named_sessions: dict[tuple[str, str], str] = {}
         self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """What programs call the base: the folder with its tokenizer."""
+        return self._names[0]
+
+    @property
+    def has_key(self) -> bool:
+        """Whether one key alone is taken."""
+        return self._key is not None
 
     @property
     def routes(self) -> list[BaseRoute]:
@@ -210,13 +222,15 @@ class TinkerApi:
 
     def end(self, session: Session, why: str) -> None:
         """Ends a session: its training clients and samplers are freed, and its checkpoints stay."""
-        models = self.tenants.end(session, why)
-        for model in models:
+        if session.ended is not None:
+            return
+        for model in session.models.values():
             model.lane.close(f"the session has ended: {why}")
         self.promises.forget(session.id)
         self._worker.forget(session.id)
-        for model in models:
-            self._worker.call(session.id, lambda model=model: model.journal.close() if model.is_alive else None)
+        # What frees memory comes after this, or it would be forgotten too.
+        for model in self.tenants.end(session, why):
+            self._worker.call(session.id, model.close)
 
     # Sessions
 
@@ -299,12 +313,12 @@ class TinkerApi:
         if asked.model_id is not None:
             model = self._model(owner, asked.model_id)
             return self._promised_turn(model, asked.address[1], lambda: self._begin_load(model, asked))
-        assert asked.session_id is not None and asked.model_seq_id is not None
-        session, number = self.tenants.session(owner, asked.session_id), asked.model_seq_id
+        name, number = asked.address
+        session = self.tenants.session(owner, name)
 
         def begin() -> Future[Any]:
             lora = self._saved_lora(owner, asked.path)
-            name = self._names[0] if asked.base_model is None else self._base_name(asked.base_model)
+            base = self._names[0] if asked.base_model is None else self._base_name(asked.base_model)
 
             def make() -> TrainingClient:
                 trained = self._store.load(owner, asked.path)
@@ -312,7 +326,7 @@ class TinkerApi:
                 client.load(trained, moments=asked.optimizer)
                 return client
 
-            model = self._new_model(session, number, name, lora, make, asked.user_metadata)
+            model = self._new_model(session, number, base, lora, make, asked.user_metadata)
             return then(model.made, lambda client: _loaded(model, asked.path))
 
         return self._promised_model(session, number, begin)
@@ -570,7 +584,12 @@ class TinkerApi:
         """Gives a sampler its weights, which `snapshot` makes in the thread of the device."""
         self.tenants.make_room(sampler.num_bytes, "the weights of one more sampler")
         owner = sampler.session.id
-        sampler.opened = self._worker.call(owner, lambda: self._samplers.open(snapshot(), owner))
+
+        def open_it() -> int:
+            sampler.key = self._samplers.open(snapshot(), owner)
+            return sampler.key
+
+        sampler.opened = self._worker.call(owner, open_it)
         return sampler.opened
 
     def _opened(self, sampler: SamplerOf) -> Future[int]:
@@ -582,8 +601,8 @@ class TinkerApi:
             return self._open(sampler, lambda: Snapshot(None, None, -1, 0))
         if path is None:
             raise Refused(
-                f"the weights of sampler {sampler.id} had to make room for those of newer ones; save them with a "
-                "name (save_weights_for_sampler), by which they are read again"
+                f"the weights of sampler {sampler.id} had to make room for those of newer ones; save them "
+                "under a name (save_weights_for_sampler), by which they are read again"
             )
 
         def snapshot() -> Snapshot:
@@ -595,11 +614,12 @@ class TinkerApi:
         return self._open(sampler, snapshot)
 
     def _close_sampler(self, sampler: SamplerOf) -> None:
-        opened = sampler.opened
-        assert opened is not None
-        self._worker.call(
-            sampler.session.id, lambda: None if opened.exception() else self._samplers.close(opened.result())
-        )
+        def close() -> None:
+            if sampler.key is not None:
+                self._samplers.close(sampler.key)
+                sampler.key = None
+
+        self._worker.call(sampler.session.id, close)
 
     async def _join_sampler(self, request: Request, owner: str) -> Response:
         asked = await asked_of(asks.JoinSamplingSession, request)
@@ -737,26 +757,17 @@ def chained(first: Future[T], begin: Callable[[T], Future[U]]) -> Future[U]:
     """The future of what `begin` begins with the result of `first`; its cancellation is passed on."""
     result: Future[U] = Future()
 
-    def follow(done: Future[U]) -> None:
-        if result.cancelled():
-            return
-        if done.cancelled():
-            result.cancel()
-        elif (error := done.exception()) is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(done.result())
-
     def went(done: Future[T]) -> None:
         if result.cancelled():
             return
         try:
             second = begin(done.result())
         except Exception as error:
-            result.set_exception(error)
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                result.set_exception(error)
             return
+        second.add_done_callback(lambda each: carry_out(each.result, result))
         result.add_done_callback(lambda each: second.cancel() if each.cancelled() else None)
-        second.add_done_callback(follow)
 
     first.add_done_callback(went)
     return result

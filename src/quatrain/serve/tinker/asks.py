@@ -1,8 +1,8 @@
 """The JSON requests of the Tinker API, checked.
 
 Data flow: JSON -> `parsed` -> `CreateModel`, `OptimStep`, `ASample`, … -> what they ask for, by `calls.py`. A
-field that is null counts as left out. A field that is not known here is refused by name: what it asks for would
-not be done.
+field that is null counts as left out. A field that is not known here is refused by name, as what it asks for
+would not be done.
 """
 
 from __future__ import annotations
@@ -108,6 +108,12 @@ def _address(kind: type[Ask], given: Mapping[str, Any]) -> tuple[str, int] | Non
         if isinstance(given.get(name), str) and type(given.get(number)) is int and given[number] >= 0:
             return given[name], given[number]
     return None
+
+
+class ClientConfig(Ask):
+    """`client/config` and `client/dynamic_config`."""
+
+    sdk_version: str = ""
 
 
 class CreateSession(Ask):
@@ -452,11 +458,8 @@ class ASample(Ask):
                 f"prompt, {len(tokens)}; got {last}"
             )
         how = self.sampling_params
-        check_tokens(
-            "stop",
-            np.asarray([0, *(each for each in how.stop or () if type(each) is int)], object),
-            limits.vocab_size,
-        )
+        stops = [each for each in how.stop or () if not isinstance(each, str)]
+        check_tokens("stop", np.asarray(stops, object), limits.vocab_size)  # of any size
         return Sample(
             tokens.astype(np.int32),
             n=self.num_samples,
@@ -487,8 +490,8 @@ class ASample(Ask):
             or (csr is None and (sparse or len(values) != num_rows * width))
         ):
             raise Refused(
-                f"{name} must have the shape [P - 1, K], with P = {num_tokens} as the prompt, and as many values, "
-                "or sparse_crow_indices and sparse_col_indices for them; got the shape "
+                f"{name} must have the shape [P - 1, K], with P = {num_tokens} as the prompt, and as many "
+                "values, or sparse_crow_indices and sparse_col_indices for them; got the shape "
                 f"{asked.shape} and {len(values)} values"
             )
         check_tokens(name, values[values != -1], vocab_size)

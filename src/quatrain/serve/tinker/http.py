@@ -40,7 +40,7 @@ REFUSED = {
     ("GET", f"{_CHECKPOINT}/external_weights_urls"): f"checkpoints are not written elsewhere: {A_FOLDER}",
     ("POST", f"{_CHECKPOINT}/publish"): f"checkpoints are not published: {A_FOLDER}",
     ("DELETE", f"{_CHECKPOINT}/publish"): "no checkpoint is published, so none can be taken back",
-    ("POST", "/create_custom_loss"): "custom losses run in the client; give forward_backward_custom a function",
+    ("POST", "/create_custom_loss"): "losses of one's own run in the client (forward_backward_custom)",
     ("POST", "/auth/token"): "this server takes API keys alone; set TINKER_API_KEY",
     ("PUT", "/sessions/{session}/project"): "this server has no projects; leave project_id out",
     ("POST", "/sessions/search"): "sessions are not searched; list them with GET /api/v1/sessions",

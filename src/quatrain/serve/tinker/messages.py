@@ -103,8 +103,8 @@ TopkLogprobs
   4 uint32 length
 """
 """`number type name`, and after a bar the group of which one field is set at most; of a field alone in its
-group the empty value is written too. A map is a list of pairs, which has the same bytes: a key that comes twice
-is then seen. Spans, images and audio are not read, and stay bytes."""
+group the empty value is written too. A map is a list of pairs, which has the same bytes: a key that comes
+twice is then seen. Spans, images and audio are not read, and stay bytes."""
 
 _WIRE_TYPES = {"bool": 0, "int32": 0, "int64": 0, "uint32": 0, "double": 1}
 """How values are written: 0, numbers of variable length; 1, in 8 bytes; all others 2, after their length."""
@@ -188,8 +188,8 @@ def _check_fields(body: bytes) -> None:
             field = known.get(tag >> 3)
             if field is None or tag & 7 not in field.wire_types:
                 raise Refused(
-                    f"{message} has a field {tag >> 3} of wire type {tag & 7} that this server does not know, "
-                    "and would not follow; use the version of the client that docs/tinker.md names"
+                    f"{message} has a field {tag >> 3} of wire type {tag & 7} that this server does not "
+                    "know, and would not follow; use the version of the client that docs/tinker.md names"
                 )
             left -= 1
             size = 8

@@ -218,9 +218,8 @@ class Samplers:
 
     @property
     def waiting(self) -> list[tuple[str, int]]:
-        """(owner, key) of the samplers whose next round does something, the one that waits longest first."""
-        ready, _ = self._ready()
-        return [(self._samplers[key].owner, key) for key in sorted(ready, key=self._last)]
+        """(owner, key) of the samplers whose next round does something."""
+        return [(self._samplers[key].owner, key) for key in self._ready()[0]]
 
     @property
     def num_bytes(self) -> int:
@@ -248,14 +247,11 @@ class Samplers:
             self._fail(sampler, error)
             self._end(sampler)
 
-    def _last(self, key: int) -> int:
-        return self._samplers[key].last
-
     def _ready(self) -> tuple[list[int], float]:
         """(keys of samplers whose next round does something, the first ticket that waits for an engine)."""
         running = [key for key, sampler in self._samplers.items() if sampler.running]
         first = {
-            key: min(sampler.waiting)
+            key: next(iter(sampler.waiting))
             for key, sampler in self._samplers.items()
             if sampler.waiting and not sampler.running
         }
@@ -269,7 +265,7 @@ class Samplers:
         idle = [k for k, other in self._samplers.items() if other.engine is not None and not other.running]
         if sum(other.engine is not None for other in self._samplers.values()) >= self._most:
             # Of those that are to have one next, none: they would be made anew.
-            self._end(self._samplers[min(idle, key=lambda k: (k in ready, self._last(k)))])
+            self._end(self._samplers[min(idle, key=lambda k: (k in ready, self._samplers[k].last))])
         if self._params is None:
             # Once, so that engines whose dtype or mesh is another one share the copy.
             self._params = self._engine(self._base.arch).placed(self._base.params)

@@ -280,8 +280,10 @@ class Store:
 
     def _own_run(self, owner: str, model_id: str) -> Path:
         folder = self.run_folder(model_id)
-        if (folder / RUN).is_file() and self._read_run(folder).owner == owner:
-            return folder
+        if (folder / RUN).is_file():
+            run = self._read_run(folder)
+            if (run.owner, run.model_id) == (owner, model_id):  # other ids may have the same folder
+                return folder
         raise Missing(f"there is no training run {model_id}")
 
     def _read_run(self, folder: Path) -> _Run:

@@ -76,6 +76,11 @@ class Model:
             raise Refused(f"training client {self.id} was not made; make a new one")
         return self.made.result(timeout=0)
 
+    def close(self) -> None:
+        """Its last call, in the thread of the device."""
+        if self.is_alive:
+            self.journal.close()
+
     def void(self, why: str) -> None:
         """Clears its gradient; the next optimizer step is not taken, for the reason `why`."""
         self.client.void(why)
@@ -97,6 +102,8 @@ class SamplerOf:
     """Whether it has no weights of its own."""
     opened: Future[int] | None = None
     """Its key among the samplers of the device; None: it has no weights there now."""
+    key: int | None = None
+    """The same, as the thread of the device has it."""
     waiting: set[Future[Any]] = field(default_factory=set)
     """Requests without an answer yet."""
     used: float = 0.0
@@ -199,8 +206,8 @@ class Tenants:
         number = len(self._models())
         if self._most_models is not None and number >= self._most_models:
             raise Refused(
-                f"this server has at most {self._most_models} training clients at once (tinker.max_models), and "
-                f"has {number}; end a program, or wait until one has ended"
+                f"this server has at most {self._most_models} training clients (tinker.max_models), and has "
+                f"{number}; end a program, or wait until one has ended"
             )
         self.make_room(num_bytes, "one more training client")
 
@@ -233,8 +240,6 @@ class Tenants:
 
     def end(self, session: Session, why: str) -> list[Model]:
         """Ends a session: its samplers are closed; its training clients, which the caller ends."""
-        if session.ended is not None:
-            return []
         for sampler in session.samplers.values():
             self.close_sampler(sampler)
         models = list(session.models.values())

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Hashable
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
+
+import jax
 
 from quatrain.cluster.start_thread import start_thread
 from quatrain.serve.tinker.calls import Refused, Sample, Sampled, Units
@@ -70,8 +72,19 @@ class _Job:
 
     units: Callable[[], Units[Any]]
     future: Future[Any]
-    steps: Generator[None, None, Any] | None = None
+    steps: Units[Any] | None = None
     """None: it has not begun."""
+
+    def step(self) -> None:
+        """A unit; raises what it raises, and StopIteration with the result."""
+        if self.steps is None:
+            self.steps = self.units()
+        computed = next(self.steps)
+        try:
+            # JAX queues what it is to compute: else others would wait for all that is queued, not for a unit.
+            jax.block_until_ready(computed)
+        except Exception as error:  # which the job must see as its own
+            self.steps.throw(error)
 
     def drop(self, error: Exception) -> None:
         """Ends it between two units, with `error` unless it is done."""
@@ -122,7 +135,8 @@ class Worker:
         self._thread = start_thread(self._work, name="tinker worker")
 
     def submit(self, owner: str, units: Callable[[], Units[T]]) -> Future[T]:
-        """What the generator that `units` makes returns; one step of it is a unit.
+        """What the generator that `units` makes returns; one step of it is a unit, which ends once what it
+        yields is computed.
 
         The future can be cancelled until the first unit begins; it has ServiceFailed if the worker ends
         before.
@@ -267,8 +281,7 @@ class Worker:
             self._leave(owner, job)
             return
         try:
-            job.steps = job.units() if job.steps is None else job.steps
-            next(job.steps)
+            job.step()
         except StopIteration as end:
             self._leave(owner, job)
             job.future.set_result(end.value)
