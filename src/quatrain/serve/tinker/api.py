@@ -68,6 +68,7 @@ MOST_WAITING = 10_000
 """Requests without a result, of all sessions."""
 POLL_S = 20.0
 """Seconds after which a poll is answered that nothing came: the client's own limit is 45."""
+MOST_SESSIONS = 10_000
 CLONE = 10**9
 """Requests of each copy of a sampler are numbered from a multiple of it."""
 SWEEP_S = 10.0
@@ -216,7 +217,7 @@ class TinkerApi:
                 expired = time.monotonic()
                 try:
                     await asyncio.to_thread(self._store.expire, time.time())
-                except OSError as error:
+                except Exception as error:  # it is tried again, and sessions end meanwhile
                     logger.warning("checkpoints that have expired could not be deleted: %s", error)
             await asyncio.sleep(SWEEP_S)
 
@@ -247,6 +248,10 @@ class TinkerApi:
         named = (owner, request.headers.get("x-idempotency-key", ""))
         name = self._named_sessions.get(named) if named[1] else None
         if name is None:
+            if sum(1 for _ in self.tenants) >= MOST_SESSIONS:
+                raise HTTPException(
+                    429, f"{MOST_SESSIONS} sessions have begun and not ended; try again later"
+                )
             name = self.tenants.begin(owner, asked.user_metadata, asked.display_name).id
             self._named_sessions[named] = name
             while len(self._named_sessions) > MOST_WAITING:
@@ -423,8 +428,7 @@ class TinkerApi:
     async def _save_for_sampler(self, request: Request, owner: str) -> Response:
         def begin(model: Model, asked: asks.SaveWeightsForSampler) -> Future[Any]:
             if asked.path is not None:
-                # Programs name the samplers of a run by its steps, and resume it from an earlier one.
-                return self._save(model, "sampler_weights", asked.path, asked, overwrite=True)
+                return self._save(model, "sampler_weights", asked.path, asked)
             number = asked.sampling_session_seq_id
             assert number is not None
             sampler = self._new_sampler(model.session, number, model.name, model.lora)
@@ -441,7 +445,7 @@ class TinkerApi:
         name: str,
         asked: asks.SaveWeights | asks.SaveWeightsForSampler,
         *,
-        overwrite: bool,
+        overwrite: bool = False,
     ) -> Future[Any]:
         def units() -> Units[dict[str, Any]]:
             trained = model.client.trained(moments=kind == "weights")

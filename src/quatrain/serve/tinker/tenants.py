@@ -24,8 +24,8 @@ from quatrain.serve.tinker.journal import Journal
 from quatrain.serve.tinker.promises import Lane
 from quatrain.serve.tinker.training import TrainingClient, adapted
 
-MOST_SESSIONS = 10_000
-"""Sessions that have ended are remembered so long that their heartbeats get an answer."""
+MOST_ENDED = 1000
+"""Sessions that have ended and are remembered, so that what asks for them learns why."""
 
 
 class Unknown(LookupError):
@@ -160,7 +160,7 @@ class Tenants:
         name = secrets.token_hex(8)
         session = Session(name, owner, user_metadata, display_name, datetime.now(UTC), self._clock())
         self._sessions[name] = session
-        for ended in [s for s in self._sessions.values() if s.ended is not None][:-MOST_SESSIONS]:
+        for ended in [s for s in self._sessions.values() if s.ended is not None][:-MOST_ENDED]:
             del self._sessions[ended.id]
         return session
 
