@@ -80,12 +80,12 @@ def test_the_figures_of_a_step_are_over_all_its_calls(journal, kept):
 
 
 def test_a_loss_without_a_sampler_has_no_ratio(journal, kept):
-    """Weights of 0 and targets of -1 are no rows; without weights every target is one."""
-    data = (datum([[3, 4], [5, -1]], weights=[[1, 0], [1, 1]]), datum([1, 2]))
-    found = Passed([np.zeros((2, 2), np.float32), np.zeros(2, np.float32)], {"loss:sum": 8.0})
+    """Weights of 0 and targets of -1 make no row; a row of two targets is one; without weights all count."""
+    data = (datum([[3, 4], [5, -1], [6, -1]], weights=[[1, 1], [0, 1], [2, 0]]), datum([1, 2]))
+    found = Passed([np.zeros((3, 2), np.float32), np.zeros(2, np.float32)], {"loss:sum": 8.0})
     journal.passed(Pass(data, "cross_entropy"), found)
     journal.stepped(1, ADAM, {})
-    assert kept.rows == [(1, {"loss": 2.0, "batch/tokens": 4.0, "update/learning_rate": 0.25})]
+    assert kept.rows == [(1, {"loss": 2.0, "batch/tokens": 5.0, "update/learning_rate": 0.25})]
 
 
 def test_only_what_is_stepped_with_is_in_a_row(journal, kept):

@@ -245,7 +245,7 @@ def test_each_kind_of_damage_is_named_and_nothing_is_half_read(opened, base):
         content = (whole / name).read_bytes()
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        for damaged in (flipped, content[:-1], b"", None):
+        for damaged in (flipped, content[:-3], b"", None):
             (whole / name).unlink()
             if damaged is not None:
                 (whole / name).write_bytes(damaged)

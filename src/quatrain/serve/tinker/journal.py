@@ -116,6 +116,7 @@ def _metrics_of(asked: Pass, passed: Passed) -> dict[str, Metric]:
 
 
 def _counted(datum: Datum) -> np.ndarray:
-    """bool of the shape of the targets: the rows that the loss counts."""
+    """[T] bool: the rows that the loss counts, each once however many targets it has."""
     by = datum.columns.get("advantages", datum.columns.get("weights", np.ones(1)))
-    return (datum.targets >= 0) & (by != 0)
+    counted = (datum.targets >= 0) & (by != 0)
+    return counted if counted.ndim == 1 else counted.any(axis=-1)
