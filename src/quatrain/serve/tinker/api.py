@@ -50,7 +50,16 @@ from quatrain.serve.tinker.overview import overview
 from quatrain.serve.tinker.promises import Promises, UnknownPromise, then
 from quatrain.serve.tinker.sampling import Samplers
 from quatrain.serve.tinker.store import Store
-from quatrain.serve.tinker.tenants import Made, Model, SamplerOf, Session, Tenants, Unknown, num_parameters
+from quatrain.serve.tinker.tenants import (
+    Made,
+    Model,
+    SamplerOf,
+    Session,
+    Tenants,
+    Unknown,
+    has_failed,
+    num_parameters,
+)
 from quatrain.serve.tinker.training import TrainingClient
 from quatrain.serve.tinker.wire import Limits
 from quatrain.serve.tinker.worker import Worker
@@ -599,7 +608,7 @@ class TinkerApi:
     def _opened(self, sampler: SamplerOf) -> Future[int]:
         """The key of a sampler, whose weights are read again where they made room for others."""
         owner, path = sampler.session.owner, sampler.path
-        if sampler.opened is not None:
+        if sampler.opened is not None and not has_failed(sampler.opened):
             return sampler.opened
         if sampler.of_base:
             return self._open(sampler, lambda: Snapshot(None, None, -1, 0))

@@ -58,7 +58,7 @@ class Model:
     @property
     def is_alive(self) -> bool:
         """Whether it was made, or will be."""
-        return not self.made.done() or not (self.made.cancelled() or self.made.exception())
+        return not has_failed(self.made)
 
     @property
     def client(self) -> TrainingClient:
@@ -254,7 +254,13 @@ class Tenants:
         return [model for session in self for model in session.models.values() if model.is_alive]
 
     def _open(self) -> list[SamplerOf]:
-        return [s for session in self for s in session.samplers.values() if s.opened is not None]
+        samplers = [sampler for session in self for sampler in session.samplers.values()]
+        return [each for each in samplers if each.opened is not None and not has_failed(each.opened)]
+
+
+def has_failed(future: Future[Any]) -> bool:
+    """Whether it is done and has no result."""
+    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def _number(text: str) -> int:
