@@ -176,7 +176,7 @@ class Program:
         self.session = self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
         self.lora, self.model = {"rank": 4, **lora}, f"{self.session}:train:0"
 
-    def post(self, path, *, headers=None, **fields):
+    def post(self, path, /, *, headers=None, **fields):
         return self.http.post(
             f"/api/v1/{path}", json=fields, headers={"X-API-Key": self.key, **(headers or {})}
         )
@@ -188,7 +188,7 @@ class Program:
         asked = {"session_id": self.session, "model_seq_id": number, "base_model": base}
         return self.post("create_model", **asked, **{"lora_config": self.lora, **fields})
 
-    def of_model(self, path, seq_id, **fields):
+    def of_model(self, path, seq_id, /, **fields):
         return self.post(path, model_id=self.model, seq_id=seq_id, **fields)
 
     def step(self, seq_id, rate=0.5):

@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from quatrain.config.schema import TinkerConfig
 from quatrain.config.secrets import TINKER_KEY
-from quatrain.serve.tinker import asks, wire
+from quatrain.serve.tinker import asks, messages, wire
 from quatrain.serve.tinker.calls import Base, LoraRequest, Refused, Sample, Snapshot, Units
 from quatrain.serve.tinker.checkpoint import Kind, Missing
 from quatrain.serve.tinker.http import (
@@ -374,7 +374,7 @@ class TinkerApi:
         )
 
     async def _info(self, request: Request, owner: str) -> Response:
-        model = self._model(owner, await asked_of(asks.GetInfo, request).model_id)
+        model = self._model(owner, (await asked_of(asks.GetInfo, request)).model_id)
         data = {
             "arch": self._base.arch.family,
             "model_name": model.name,
@@ -396,7 +396,8 @@ class TinkerApi:
         try:
             model_id, seq_id, asked = await asyncio.to_thread(wire.read_pass, body, self._limits)
         except Refused as error:
-            return self._refused_in_order(owner, error, voids=True)
+            voids = error.address is not None and not messages.is_forward_only(body)
+            return self._refused_in_order(owner, error, voids=voids)
         model = self._model(owner, model_id)
 
         def units() -> Units[bytes]:
@@ -596,6 +597,7 @@ class TinkerApi:
     def _open(self, sampler: SamplerOf, snapshot: Callable[[], Snapshot]) -> Future[int]:
         """Gives a sampler its weights, which `snapshot` makes in the thread of the device."""
         self.tenants.make_room(sampler.num_bytes, "the weights of one more sampler")
+        self.tenants.touch(sampler)
         owner = sampler.session.id
 
         def open_it() -> int:
@@ -697,7 +699,7 @@ class TinkerApi:
         return Json({"completions": completions, "cursor": cursor})
 
     async def _cancel(self, request: Request, owner: str) -> Response:
-        self.promises.cancel(await asked_of(asks.CancelFuture, request).request_id, owner)
+        self.promises.cancel((await asked_of(asks.CancelFuture, request)).request_id, owner)
         return Json({})
 
     # Checkpoints
