@@ -154,7 +154,7 @@ class _LoraConfig(_Strict):
 
 
 class _OptimizerConfig(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
     type: str
 
     @field_validator("type")
@@ -353,7 +353,7 @@ class SetTtl(Ask):
 
 
 class _Chunk(BaseModel):
-    model_config = ConfigDict(extra="ignore")  # those of images, which the type refuses
+    model_config = ConfigDict(extra="ignore", strict=True)  # those of images, which the type refuses
     type: str = "encoded_text"
     tokens: Annotated[Ints, Field(validate_default=True)] = []
 

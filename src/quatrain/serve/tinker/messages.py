@@ -204,10 +204,12 @@ def _check_fields(body: bytes) -> None:
             if tag & 7 == 0:
                 size = 0
             elif field.message is not None:
-                parts.append((at, min(at + size, end), field.message))
+                parts.append((at, at + size, field.message))
             elif field.packed:
                 left -= size
             at += size
+            if at > end:
+                raise IndexError
             if left < 0:
                 raise Refused(
                     f"a request has at most {MOST_FIELDS} fields in all its messages; this one has more; "
