@@ -28,6 +28,7 @@ from quatrain.update.gradient import Objective
 
 LOW, HIGH, BETA = "clip_low_threshold", "clip_high_threshold", "beta"
 SEQUENCE = "sequence_ratio_mask"
+MOST_FLOAT = float(np.finfo(np.float32).max)
 MOST_CELLS = 2**26
 """Of an array with lists of targets, on the host or in a micro-batch: 256 MiB."""
 
@@ -223,7 +224,7 @@ def _of_ratios(asked: Pass, loss: Loss, rows: _Rows) -> dict[str, np.ndarray]:
     for name, default in loss.numbers.items():
         value = asked.numbers.get(name, default)
         assert value is not None, f"{asked.loss} has {name}"
-        if abs(value) > np.finfo(np.float32).max and name in asked.numbers:
+        if abs(value) > MOST_FLOAT and name in asked.numbers:
             raise Refused(f"{name} must be a number of float32; got {value}; give a smaller one")
         columns[name] = rows.column(name, value)[..., 0]
     if LOW in columns and (above := columns[LOW] > columns[HIGH]).any():
