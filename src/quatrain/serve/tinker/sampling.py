@@ -30,7 +30,6 @@ from quatrain.engine.scoring import Scores
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import with_trained
 from quatrain.parallel.mesh import make_mesh, mesh_shape
-from quatrain.serve.requests import MOST_TOP_K
 from quatrain.serve.tinker.calls import Base, Likeliest, Refused, Sample, Sampled, Sequence, Snapshot
 from quatrain.serve.tinker.training import adapted
 from quatrain.types.batches import Prompt
@@ -346,7 +345,7 @@ class Samplers:
             max_new_tokens=room if sample.max_tokens is None else min(sample.max_tokens, room),
             temperature=sample.temperature,
             top_p=sample.top_p,
-            top_k=min(max(sample.top_k, 0), MOST_TOP_K),
+            top_k=max(sample.top_k, 0),
             stop=tuple(stop for stop in sample.stop or () if isinstance(stop, str)),
         )
         seed, step = self._randomness(sampler, sample)
