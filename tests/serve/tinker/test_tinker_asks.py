@@ -88,11 +88,11 @@ def test_a_request_that_is_refused_keeps_its_place(name):
 
 
 def test_a_request_without_a_place_has_none():
-    for changed in ({"seq_id": None}, {"seq_id": "4"}, {"seq_id": True}, {"seq_id": -4}, {"model_id": 3}):
+    wrong = ({"seq_id": each} for each in (None, "4", True, 0, 2**31))
+    for changed in (*wrong, {"model_id": 3}):
         with pytest.raises(Refused) as caught:
             read("OptimStep", **changed)
         assert caught.value.address is None
-    assert "seq_id" in refusal("OptimStep", seq_id=0)
 
 
 @pytest.mark.parametrize(

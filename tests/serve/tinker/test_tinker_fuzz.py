@@ -154,11 +154,11 @@ def altered_json(given, rng):
             case 0 if isinstance(holder, dict):
                 del holder[last]
             case 1 if isinstance(holder, dict):
-                holder[rng.choice(("another", "seq_id", "type", ""))] = rng.choice(HOSTILE)
+                holder[rng.choice(("another", "seq_id", "type", ""))] = copy.deepcopy(rng.choice(HOSTILE))
             case 2 if isinstance(holder[last], list):
                 holder[last] *= rng.choice((2, 20))
             case _:
-                holder[last] = rng.choice(HOSTILE)
+                holder[last] = copy.deepcopy(rng.choice(HOSTILE))
         if not given:
             break
     body = json.dumps(given).encode()

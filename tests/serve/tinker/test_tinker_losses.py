@@ -21,7 +21,7 @@ def request(loss: str, numbers=None, *, seed: int = 0, without=(), **columns) ->
     for length in LENGTHS:
         own = -random.exponential(2.0, length)
         given = {
-            "logprobs": own + 0.6 * random.standard_normal(length),
+            "logprobs": own + 1.5 * random.standard_normal(length),
             "advantages": random.standard_normal(length) * (random.uniform(size=length) > 0.4),
         }
         given |= {name: draw(random, length) for name, draw in columns.items()}
@@ -125,7 +125,7 @@ CASES = {
 def test_losses_are_their_formulas(case):
     """Sums over rows, nothing divided; the gradient, bounds, masks and metrics of each."""
     loss, numbers, columns, bounds = CASES[case]
-    clipped_ever = set()
+    all_clips = all_counted = 0
     for seed in range(3):
         asked, logprobs = request(loss, numbers, seed=seed, **columns)
         value, pulls, metrics = computed(asked, logprobs)
@@ -151,8 +151,9 @@ def test_losses_are_their_formulas(case):
             },
             rel=1e-5,
         )
-        clipped_ever |= {bool(clips), clips < counted}
-    assert clipped_ever == ({False, True} if loss in ("importance_sampling", "dro") else {True})
+        all_clips, all_counted = all_clips + clips, all_counted + counted
+    assert all_clips < all_counted
+    assert (all_clips > 0) == (loss not in ("importance_sampling", "dro"))
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])

@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from quatrain.config.schema import TinkerConfig
 from quatrain.config.secrets import TINKER_KEY
-from quatrain.serve.tinker import asks, wire
+from quatrain.serve.tinker import asks, messages, wire
 from quatrain.serve.tinker.calls import Base, LoraRequest, Refused, Sample, Snapshot, Units
 from quatrain.serve.tinker.checkpoint import Kind, Missing
 from quatrain.serve.tinker.http import (
@@ -50,7 +50,16 @@ from quatrain.serve.tinker.overview import overview
 from quatrain.serve.tinker.promises import Promises, UnknownPromise, then
 from quatrain.serve.tinker.sampling import Samplers
 from quatrain.serve.tinker.store import Store
-from quatrain.serve.tinker.tenants import Made, Model, SamplerOf, Session, Tenants, Unknown, num_parameters
+from quatrain.serve.tinker.tenants import (
+    Made,
+    Model,
+    SamplerOf,
+    Session,
+    Tenants,
+    Unknown,
+    has_failed,
+    num_parameters,
+)
 from quatrain.serve.tinker.training import TrainingClient
 from quatrain.serve.tinker.wire import Limits
 from quatrain.serve.tinker.worker import Worker
@@ -68,6 +77,7 @@ MOST_WAITING = 10_000
 """Requests without a result, of all sessions."""
 POLL_S = 20.0
 """Seconds after which a poll is answered that nothing came: the client's own limit is 45."""
+MOST_SESSIONS = 10_000
 CLONE = 10**9
 """Requests of each copy of a sampler are numbered from a multiple of it."""
 SWEEP_S = 10.0
@@ -216,7 +226,7 @@ class TinkerApi:
                 expired = time.monotonic()
                 try:
                     await asyncio.to_thread(self._store.expire, time.time())
-                except OSError as error:
+                except Exception as error:  # it is tried again, and sessions end meanwhile
                     logger.warning("checkpoints that have expired could not be deleted: %s", error)
             await asyncio.sleep(SWEEP_S)
 
@@ -247,6 +257,10 @@ class TinkerApi:
         named = (owner, request.headers.get("x-idempotency-key", ""))
         name = self._named_sessions.get(named) if named[1] else None
         if name is None:
+            if sum(1 for _ in self.tenants) >= MOST_SESSIONS:
+                raise HTTPException(
+                    429, f"{MOST_SESSIONS} sessions have begun and not ended; try again later"
+                )
             name = self.tenants.begin(owner, asked.user_metadata, asked.display_name).id
             self._named_sessions[named] = name
             while len(self._named_sessions) > MOST_WAITING:
@@ -360,7 +374,7 @@ class TinkerApi:
         )
 
     async def _info(self, request: Request, owner: str) -> Response:
-        model = self._model(owner, await asked_of(asks.GetInfo, request).model_id)
+        model = self._model(owner, (await asked_of(asks.GetInfo, request)).model_id)
         data = {
             "arch": self._base.arch.family,
             "model_name": model.name,
@@ -382,7 +396,8 @@ class TinkerApi:
         try:
             model_id, seq_id, asked = await asyncio.to_thread(wire.read_pass, body, self._limits)
         except Refused as error:
-            return self._refused_in_order(owner, error, voids=True)
+            voids = error.address is not None and not messages.is_forward_only(body)
+            return self._refused_in_order(owner, error, voids=voids)
         model = self._model(owner, model_id)
 
         def units() -> Units[bytes]:
@@ -423,8 +438,7 @@ class TinkerApi:
     async def _save_for_sampler(self, request: Request, owner: str) -> Response:
         def begin(model: Model, asked: asks.SaveWeightsForSampler) -> Future[Any]:
             if asked.path is not None:
-                # Programs name the samplers of a run by its steps, and resume it from an earlier one.
-                return self._save(model, "sampler_weights", asked.path, asked, overwrite=True)
+                return self._save(model, "sampler_weights", asked.path, asked)
             number = asked.sampling_session_seq_id
             assert number is not None
             sampler = self._new_sampler(model.session, number, model.name, model.lora)
@@ -441,7 +455,7 @@ class TinkerApi:
         name: str,
         asked: asks.SaveWeights | asks.SaveWeightsForSampler,
         *,
-        overwrite: bool,
+        overwrite: bool = False,
     ) -> Future[Any]:
         def units() -> Units[dict[str, Any]]:
             trained = model.client.trained(moments=kind == "weights")
@@ -583,6 +597,7 @@ class TinkerApi:
     def _open(self, sampler: SamplerOf, snapshot: Callable[[], Snapshot]) -> Future[int]:
         """Gives a sampler its weights, which `snapshot` makes in the thread of the device."""
         self.tenants.make_room(sampler.num_bytes, "the weights of one more sampler")
+        self.tenants.touch(sampler)
         owner = sampler.session.id
 
         def open_it() -> int:
@@ -595,7 +610,7 @@ class TinkerApi:
     def _opened(self, sampler: SamplerOf) -> Future[int]:
         """The key of a sampler, whose weights are read again where they made room for others."""
         owner, path = sampler.session.owner, sampler.path
-        if sampler.opened is not None:
+        if sampler.opened is not None and not has_failed(sampler.opened):
             return sampler.opened
         if sampler.of_base:
             return self._open(sampler, lambda: Snapshot(None, None, -1, 0))
@@ -684,7 +699,7 @@ class TinkerApi:
         return Json({"completions": completions, "cursor": cursor})
 
     async def _cancel(self, request: Request, owner: str) -> Response:
-        self.promises.cancel(await asked_of(asks.CancelFuture, request).request_id, owner)
+        self.promises.cancel((await asked_of(asks.CancelFuture, request)).request_id, owner)
         return Json({})
 
     # Checkpoints

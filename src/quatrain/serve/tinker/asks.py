@@ -40,9 +40,10 @@ def _small(value: Any) -> Any:
 
 
 Id = Annotated[str, Field(min_length=1, max_length=1024)]
-SessionNumber = Annotated[int, Field(ge=0, lt=2**63)]
+_OF_SESSION, _OF_MODEL = range(2**63), range(1, 2**31)
+SessionNumber = Annotated[int, Field(ge=_OF_SESSION.start, lt=_OF_SESSION.stop)]
 """The place of a request among those of its session."""
-ModelNumber = Annotated[int, Field(ge=1, lt=2**31)]
+ModelNumber = Annotated[int, Field(ge=_OF_MODEL.start, lt=_OF_MODEL.stop)]
 """The place of a request among those of its model."""
 Metadata = Annotated[dict[str, Any], BeforeValidator(_small)]
 TextMetadata = Annotated[dict[str, str], BeforeValidator(_small)]
@@ -61,8 +62,9 @@ class _Strict(BaseModel):
 class Ask(_Strict):
     """A request."""
 
-    addresses: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Fields that have the id and the number of the request; of several pairs a request has one."""
+    addresses: ClassVar[tuple[tuple[str, str, range], ...]] = ()
+    """Fields that have the id and the number of the request, and which numbers there are; of several pairs a
+    request has one."""
     type: str = ""
     """The name of the request, which the client gives to some."""
 
@@ -104,8 +106,8 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _address(kind: type[Ask], given: Mapping[str, Any]) -> tuple[str, int] | None:
-    for name, number in kind.addresses:
-        if isinstance(given.get(name), str) and type(given.get(number)) is int and given[number] >= 0:
+    for name, number, numbers in kind.addresses:
+        if isinstance(given.get(name), str) and type(given.get(number)) is int and given[number] in numbers:
             return given[name], given[number]
     return None
 
@@ -152,7 +154,7 @@ class _LoraConfig(_Strict):
 
 
 class _OptimizerConfig(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
     type: str
 
     @field_validator("type")
@@ -166,7 +168,7 @@ class _OptimizerConfig(BaseModel):
 class CreateModel(Ask):
     """`create_model`."""
 
-    addresses = (("session_id", "model_seq_id"),)
+    addresses = (("session_id", "model_seq_id", _OF_SESSION),)
     session_id: Id
     model_seq_id: SessionNumber
     base_model: Id
@@ -195,7 +197,7 @@ class GetInfo(Ask):
 
 
 class _OfModel(Ask):
-    addresses = (("model_id", "seq_id"),)
+    addresses = (("model_id", "seq_id", _OF_MODEL),)
     model_id: Id
     seq_id: ModelNumber
 
@@ -261,7 +263,7 @@ class SaveWeightsForSampler(_OfModel):
 class LoadWeights(Ask):
     """`load_weights`: into a new model of a session, or into a model."""
 
-    addresses = (("model_id", "seq_id"), ("session_id", "model_seq_id"))
+    addresses = (("model_id", "seq_id", _OF_MODEL), ("session_id", "model_seq_id", _OF_SESSION))
     path: Id
     optimizer: bool
     session_id: Id | None = None
@@ -288,7 +290,7 @@ class LoadWeights(Ask):
 class CreateSamplingSession(Ask):
     """`create_sampling_session`: of weights, or of the base model."""
 
-    addresses = (("session_id", "sampling_session_seq_id"),)
+    addresses = (("session_id", "sampling_session_seq_id", _OF_SESSION),)
     session_id: Id
     sampling_session_seq_id: SessionNumber
     model_path: Id | None = None
@@ -351,7 +353,7 @@ class SetTtl(Ask):
 
 
 class _Chunk(BaseModel):
-    model_config = ConfigDict(extra="ignore")  # those of images, which the type refuses
+    model_config = ConfigDict(extra="ignore", strict=True)  # those of images, which the type refuses
     type: str = "encoded_text"
     tokens: Annotated[Ints, Field(validate_default=True)] = []
 
@@ -409,7 +411,7 @@ class _TargetTokens(_Strict):
 class ASample(Ask):
     """`asample`."""
 
-    addresses = (("sampling_session_id", "seq_id"),)
+    addresses = (("sampling_session_id", "seq_id", _OF_SESSION),)
     sampling_session_id: Id
     seq_id: SessionNumber
     num_samples: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 1

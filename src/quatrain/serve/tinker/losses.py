@@ -28,6 +28,7 @@ from quatrain.update.gradient import Objective
 
 LOW, HIGH, BETA = "clip_low_threshold", "clip_high_threshold", "beta"
 SEQUENCE = "sequence_ratio_mask"
+MOST_FLOAT = float(np.finfo(np.float32).max)
 MOST_CELLS = 2**26
 """Of an array with lists of targets, on the host or in a micro-batch: 256 MiB."""
 
@@ -191,7 +192,7 @@ class _Rows:
         self.input_ids, self.attention = padded([datum.tokens for datum in data], behind=1)
         self.scored = np.zeros(self.attention.shape, bool)
         self.scored[:, 1:] = self.attention[:, :-1]
-        width = max((int(each.ranks.max(initial=0)) for each in self.cells), default=0) + 1
+        width = max(int(each.ranks.max(initial=0)) for each in self.cells) + 1
         # A power of two, since a program is compiled for each width.
         self.width = 1 << (width - 1).bit_length()
         if width > 1 and self.width * max(self.scored.size, most_tokens) > MOST_CELLS:
@@ -204,11 +205,11 @@ class _Rows:
 
     def column(self, name: str, default: float) -> np.ndarray:
         """[B, T, width] float32: the input `name`, `default` in datums without it, 0 where no target is."""
-        default_of = np.float32(default)
-        every = (datum.columns.get(name, np.full(datum.targets.shape, default_of)) for datum in self.data)
-        return self._put(list(every), np.float32(0))
+        shapes = (datum.targets.shape for datum in self.data)
+        defaults = (np.full(shape, default, np.float32) for shape in shapes)
+        return self._put([d.columns.get(name, x) for d, x in zip(self.data, defaults, strict=True)], 0)
 
-    def _put(self, each: Sequence[np.ndarray], none: float) -> np.ndarray:
+    def _put(self, each: Sequence[np.ndarray], none: int) -> np.ndarray:
         found = np.full((*self.scored.shape, self.width), none, each[0].dtype)
         for row, (values, cells) in enumerate(zip(each, self.cells, strict=True)):
             found[row, cells.rows + 1, cells.ranks] = values.reshape(cells.real.shape)[cells.real]
@@ -223,7 +224,7 @@ def _of_ratios(asked: Pass, loss: Loss, rows: _Rows) -> dict[str, np.ndarray]:
     for name, default in loss.numbers.items():
         value = asked.numbers.get(name, default)
         assert value is not None, f"{asked.loss} has {name}"
-        if abs(value) > np.finfo(np.float32).max and name in asked.numbers:
+        if abs(value) > MOST_FLOAT and name in asked.numbers:
             raise Refused(f"{name} must be a number of float32; got {value}; give a smaller one")
         columns[name] = rows.column(name, value)[..., 0]
     if LOW in columns and (above := columns[LOW] > columns[HIGH]).any():

@@ -37,6 +37,7 @@ ForwardBackwardRequest
 Address
   1 string model_id
   2 int32 seq_id
+  6 bool forward_only
 Number
   1 string key | _key
   2 double value | _value
@@ -154,7 +155,7 @@ def _declared() -> tuple[dict[str, Any], dict[str, dict[int, _Field]]]:
 _CLASSES, _FIELDS = _declared()
 ForwardBackwardRequest = _CLASSES["ForwardBackwardRequest"]
 Address = _CLASSES["Address"]
-"""The beginning of a `ForwardBackwardRequest`; what else its bytes have is skipped."""
+"""The plain fields of a `ForwardBackwardRequest`; what else its bytes have is skipped."""
 ForwardBackwardOutput = _CLASSES["ForwardBackwardOutput"]
 SampleResponse = _CLASSES["SampleResponse"]
 
@@ -175,6 +176,11 @@ def address(body: bytes) -> tuple[str, int] | None:
     except DecodeError:
         return None
     return (found.model_id, found.seq_id) if found.model_id and found.seq_id > 0 else None
+
+
+def is_forward_only(body: bytes) -> bool:
+    """Whether a request that has an `address` asks for no gradient."""
+    return bool(Address.FromString(body).forward_only)
 
 
 def _check_fields(body: bytes) -> None:
@@ -198,10 +204,12 @@ def _check_fields(body: bytes) -> None:
             if tag & 7 == 0:
                 size = 0
             elif field.message is not None:
-                parts.append((at, min(at + size, end), field.message))
+                parts.append((at, at + size, field.message))
             elif field.packed:
                 left -= size
             at += size
+            if at > end:
+                raise IndexError
             if left < 0:
                 raise Refused(
                     f"a request has at most {MOST_FIELDS} fields in all its messages; this one has more; "

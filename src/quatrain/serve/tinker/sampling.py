@@ -24,14 +24,15 @@ import numpy as np
 
 from quatrain.config.derive import PREFIX_SHARE
 from quatrain.config.mesh import MeshShape
-from quatrain.config.schema import LoraConfig, RolloutConfig
+from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine, Ticket, memory_for_cache
 from quatrain.engine.scoring import MOST_OF_PROMPT, Scores
 from quatrain.models.architecture import Architecture
-from quatrain.models.lora import with_lora, with_trained
+from quatrain.models.lora import with_trained
 from quatrain.parallel.mesh import make_mesh, mesh_shape
 from quatrain.serve.requests import LEAST_TOP_P, MOST_TOP_K
 from quatrain.serve.tinker.calls import Base, Likeliest, Refused, Sample, Sampled, Sequence, Snapshot
+from quatrain.serve.tinker.training import adapted
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import PerRequestSampling, Request
@@ -374,11 +375,6 @@ class Samplers:
         names = self._base.seed, sample.seed, snapshot.model, snapshot.step, before
         digest = hashlib.sha256(repr(names).encode() + prompt).digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
-
-
-def adapted(arch: Architecture, rank: int) -> Architecture:
-    """`arch` with the adapters that all training clients of a rank have."""
-    return with_lora(arch, LoraConfig(rank=rank, alpha=32.0))
 
 
 def _check(base: Base, sample: Sample) -> None:

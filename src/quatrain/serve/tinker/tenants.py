@@ -24,8 +24,8 @@ from quatrain.serve.tinker.journal import Journal
 from quatrain.serve.tinker.promises import Lane
 from quatrain.serve.tinker.training import TrainingClient, adapted
 
-MOST_SESSIONS = 10_000
-"""Sessions that have ended are remembered so long that their heartbeats get an answer."""
+MOST_ENDED = 1000
+"""Sessions that have ended and are remembered, so that what asks for them learns why."""
 
 
 class Unknown(LookupError):
@@ -58,7 +58,7 @@ class Model:
     @property
     def is_alive(self) -> bool:
         """Whether it was made, or will be."""
-        return not self.made.done() or not (self.made.cancelled() or self.made.exception())
+        return not has_failed(self.made)
 
     @property
     def client(self) -> TrainingClient:
@@ -160,7 +160,7 @@ class Tenants:
         name = secrets.token_hex(8)
         session = Session(name, owner, user_metadata, display_name, datetime.now(UTC), self._clock())
         self._sessions[name] = session
-        for ended in [s for s in self._sessions.values() if s.ended is not None][:-MOST_SESSIONS]:
+        for ended in [s for s in self._sessions.values() if s.ended is not None][:-MOST_ENDED]:
             del self._sessions[ended.id]
         return session
 
@@ -254,7 +254,13 @@ class Tenants:
         return [model for session in self for model in session.models.values() if model.is_alive]
 
     def _open(self) -> list[SamplerOf]:
-        return [s for session in self for s in session.samplers.values() if s.opened is not None]
+        samplers = [sampler for session in self for sampler in session.samplers.values()]
+        return [each for each in samplers if each.opened is not None and not has_failed(each.opened)]
+
+
+def has_failed(future: Future[Any]) -> bool:
+    """Whether it is done and has no result."""
+    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def _number(text: str) -> int:

@@ -53,8 +53,7 @@ def adapted(arch: Architecture, rank: int) -> Architecture:
     All training clients of a rank have these, whatever they train, and so share their programs. Raises
     Refused for a rank that a matrix does not have.
     """
-    if rank < 1:
-        raise Refused(f"lora_config.rank must be at least 1, as only adapters are trained; got {rank}")
+    assert rank >= 1, "only adapters are trained"
     try:
         return with_lora(arch, LoraConfig(rank=rank, alpha=ALPHA))
     except ValueError as error:
@@ -178,10 +177,8 @@ class TrainingClient:
         if moments:
             adam = self._adam
             state = {"count": np.array(adam.count)}
-            state |= {
-                f"{key}.{name}": x for key in ("mu", "nu") for name, x in self._named(getattr(adam, key))
-            }
-        return Trained(self.lora, self.model, self.step, dict(self._named(self._adapters)), state)
+            state |= self._named(adam.mu, "mu.") | self._named(adam.nu, "nu.")
+        return Trained(self.lora, self.model, self.step, self._named(self._adapters), state)
 
     def load(self, trained: Trained, moments: bool) -> None:
         """Take the weights of `trained`, and with `moments` its optimizer state; else that begins anew.
