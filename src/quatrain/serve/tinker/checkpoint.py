@@ -115,8 +115,9 @@ def what_loads(config: Config) -> dict[str, Any]:
 
     The lengths are among it: of some models the architecture depends on them.
     """
-    model, data = config.model.model_dump(mode="json"), {"max_prompt_length": config.data.max_prompt_length}
-    data |= {"chat_template": config.data.chat_template}
+    model: dict[str, Any] = config.model.model_dump(mode="json")
+    data: dict[str, Any] = {"max_prompt_length": config.data.max_prompt_length}
+    data["chat_template"] = config.data.chat_template
     for section, key in ((model, "path"), (model, "tokenizer"), (data, "chat_template")):
         # A template may be its text, which is too long for a path.
         with suppress(OSError):
