@@ -231,7 +231,12 @@ def test_the_error_of_a_job_is_its_own(setting):
         setting.worker.submit("b", setting.units("b", 9, "others")),
     ]
     setting.gate.set()
-    errors = [(RuntimeError, "broken"), (Refused, "model"), (ZeroDivisionError, "division"), (Refused, "too long")]
+    errors = [
+        (RuntimeError, "broken"),
+        (Refused, "model"),
+        (ZeroDivisionError, "division"),
+        (Refused, "too long"),
+    ]
     for future, (kind, message) in zip(failing, errors, strict=True):
         with pytest.raises(kind, match=message):
             future.result(WAIT_S)
