@@ -34,13 +34,15 @@ from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.ops.divergences import Divergence, token_divergences
 from quatrain.ops.logprobs import Head, token_logprobs
 from quatrain.ops.tokens import (
+    LISTED_WORDS,
     TEACHER_WORD_LOGPROBS,
     TEACHER_WORDS,
     DistilledTokens,
+    ListedTokens,
     ScoredTokens,
     ValuedTokens,
 )
-from quatrain.ops.top_words import outcome_divergence, outcome_logits, top_words
+from quatrain.ops.top_words import NO_WORD, listed_logprobs, outcome_divergence, outcome_logits, top_words
 from quatrain.parallel.axes import CP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 from quatrain.parallel.mesh import mesh_shape, one_device
@@ -52,7 +54,7 @@ class Predicted(NamedTuple):
     """What a model predicts of a micro-batch."""
 
     numbers: tuple[jax.Array, ...]
-    """[R, K] float32 each, in the order of `Tokens.predictions`."""
+    """[R, K, ...] float32 each, in the order of `Tokens.predictions`."""
     routers: RouterSums | None = None
 
 
@@ -72,13 +74,19 @@ class ModelSpec(ABC):
 
     tokens: ClassVar[type[Any]]
     """The `ops.tokens.Tokens` that an objective reads; its `predictions` name the arrays of `predict`."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The columns of a micro-batch that `predict` reads without a gradient too."""
 
     @abstractmethod
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
-        """Arrays [R, K] float32 with a number for each scored token, and what routers did, if they are asked.
+        """Arrays [R, K, ...] float32 with numbers of each scored token, and what routers did, if asked.
 
         In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
         """
+
+    def predicted_shapes(self, batch: MicroBatch) -> list[tuple[int, ...]]:
+        """The shape of each array of `predict`, without computing it."""
+        return [batch.mask.shape] * len(self.tokens.predictions)
 
     def extended(self, spec: type[Extended], /, **more: Any) -> Extended:
         """This model as a `spec` of a subclass, whose further fields are `more`."""
@@ -196,6 +204,12 @@ class PolicySpec(ModelSpec):
         self, params: Any, batch: MicroBatch
     ) -> tuple[ScoredStates, tuple[jax.Array, jax.Array]]:
         """The states before the scored tokens, and log-probability and entropy of these tokens."""
+        scored = self.scored_states(params, batch)
+        targets = batch.targets.reshape(-1)[scored.order]
+        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
+
+    def scored_states(self, params: Any, batch: MicroBatch) -> ScoredStates:
+        """The states before the scored tokens."""
         hidden, routers = self.hidden(params, batch)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
@@ -205,9 +219,7 @@ class PolicySpec(ModelSpec):
         # computed.
         order = jnp.argsort(~here.reshape(-1), stable=True)
         states = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
-        scored = ScoredStates(hidden.reshape(-1, hidden.shape[-1])[states], order, here, routers)
-        targets = batch.targets.reshape(-1)[order]
-        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
+        return ScoredStates(hidden.reshape(-1, hidden.shape[-1])[states], order, here, routers)
 
 
 class ScoredStates(NamedTuple):
@@ -352,6 +364,37 @@ class OutcomesSpec(PolicySpec):
         divergence = outcome_divergence(self.kind, logits, log_q, beta=self.beta)
         mass = jax.lax.stop_gradient(jax.nn.softmax(logits)[:, :-1].sum(axis=-1))
         return scored.predicted((*results, jnp.where(alive, divergence, 0.0), mass))
+
+
+@dataclass(frozen=True)
+class ListedSpec(PolicySpec):
+    """A policy: log-probabilities of words that are listed for each scored token, exact over all words.
+
+    Micro-batches have the column `listed_words` [R, K, W]; their `targets` are not read.
+    """
+
+    tokens = ListedTokens
+    reads = (LISTED_WORDS,)
+
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
+        """Log-probabilities [R, K, W] in nats, 0 where the list has no word."""
+        scored, words = self.scored_states(params, batch), batch.columns[LISTED_WORDS]
+        # Past the live tokens no logits are computed: no words are listed there.
+        alive = jnp.arange(len(scored.order)) < scored.live
+        words = jnp.where(alive[:, None], words.reshape(-1, words.shape[-1])[scored.order], NO_WORD)
+        outcomes = outcome_logits(
+            self.scorer,
+            output_head(params, self.arch, scored.hidden.dtype),
+            scored.hidden,
+            words,
+            head_gradient=self.arch.lora is None,
+            **self.tiling(scored.live),
+        )
+        return scored.predicted([listed_logprobs(outcomes, words)])
+
+    def predicted_shapes(self, batch: MicroBatch) -> list[tuple[int, ...]]:
+        """[R, K, W]."""
+        return [batch.columns[LISTED_WORDS].shape]
 
 
 def _counted(spec: TopWordsSpec | OutcomesSpec) -> int | None:

@@ -2,7 +2,8 @@
 
 Data flow: hidden states of the teacher -> `top_words`, its k likeliest words in the place of each scored
 token, with the logits of them and the rest -> `outcome_logits`, the policy's of the same outcomes ->
-`outcome_divergence` -> the distillation loss. The logits of one tile exist at a time (`logprobs.py`).
+`outcome_divergence` -> the distillation loss, or `listed_logprobs` of words that were given. The logits of
+one tile exist at a time (`logprobs.py`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,21 @@ def outcome_logits(
     (states, chosen), live = chunked(tile, num_live, hidden, words.astype(jnp.int32))
     how = How((head,), tile, vocabulary_axis, head_gradient)
     return _outcomes(how, num_words, rows, states, chosen, live).reshape(-1, num_outcomes)[:num_tokens]
+
+
+def listed_logprobs(outcomes: jax.Array, words: jax.Array) -> jax.Array:
+    """[N, k] float32: the log-probabilities of `words` [N, k], of what `outcome_logits` has for them.
+
+    0 for `NO_WORD`. A word may be listed several times. Gradients flow to `outcomes`.
+    """
+    logits, rest = outcomes[:, :-1], outcomes[:, -1:]
+    # A word that is listed again has the same logit, and must count once in the total.
+    order = jnp.argsort(words, axis=-1)
+    ordered = jnp.take_along_axis(words, order, axis=-1)
+    again = jnp.pad(ordered[:, 1:] == ordered[:, :-1], [(0, 0), (1, 0)])
+    counted = jnp.where(again, LOWEST, jnp.take_along_axis(logits, order, axis=-1))
+    total = jax.nn.logsumexp(jnp.concatenate([counted, rest], axis=-1), axis=-1, keepdims=True)
+    return jnp.where(words == NO_WORD, 0.0, logits - total)
 
 
 def top_words(

@@ -86,7 +86,7 @@ def test_the_schema_is_that_of_the_client():
         "Setting": ("key", "value"),
         "Input": ("key", "value"),
         "Field": ("key", "value"),
-        "Address": ("model_id", "seq_id"),
+        "Address": ("model_id", "seq_id", "forward_only"),
     }
     for name, message in messages._CLASSES.items():
         mine = {each.number: each for each in message.DESCRIPTOR.fields}

@@ -17,9 +17,10 @@ from quatrain.backend import Backend
 from quatrain.models.architecture import Architecture
 
 T = TypeVar("T")
-Units = Generator[None, None, T]
-"""Work of the device in units: it yields after each, so that other clients' units come between, and returns
-its result. A unit is a micro-batch, an optimizer step, or the files of a checkpoint."""
+Units = Generator[Any, None, T]
+"""Work of the device in units: it yields between two, so that other clients' units come there, and returns
+its result. A unit is a micro-batch, an optimizer step, or the files of a checkpoint. What it yields are
+arrays of the unit, or None: JAX returns before they are computed, the next client's unit begins after."""
 
 
 class Refused(ValueError):

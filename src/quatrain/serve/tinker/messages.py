@@ -37,6 +37,7 @@ ForwardBackwardRequest
 Address
   1 string model_id
   2 int32 seq_id
+  6 bool forward_only
 Number
   1 string key | _key
   2 double value | _value
@@ -154,7 +155,7 @@ def _declared() -> tuple[dict[str, Any], dict[str, dict[int, _Field]]]:
 _CLASSES, _FIELDS = _declared()
 ForwardBackwardRequest = _CLASSES["ForwardBackwardRequest"]
 Address = _CLASSES["Address"]
-"""The beginning of a `ForwardBackwardRequest`; what else its bytes have is skipped."""
+"""The plain fields of a `ForwardBackwardRequest`; what else its bytes have is skipped."""
 ForwardBackwardOutput = _CLASSES["ForwardBackwardOutput"]
 SampleResponse = _CLASSES["SampleResponse"]
 
@@ -175,6 +176,11 @@ def address(body: bytes) -> tuple[str, int] | None:
     except DecodeError:
         return None
     return (found.model_id, found.seq_id) if found.model_id and found.seq_id > 0 else None
+
+
+def is_forward_only(body: bytes) -> bool:
+    """Whether a request that has an `address` asks for no gradient."""
+    return bool(Address.FromString(body).forward_only)
 
 
 def _check_fields(body: bytes) -> None:
