@@ -129,7 +129,7 @@ def other_numbers(data, rng):
     numbers = np.frombuffer(data[: len(data) // 8 * 8], dtype).copy()
     if not len(numbers) or rng.random() < 0.2:
         return rng.randbytes(rng.choice((0, 1, 7, 8, 12, 64)))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         numbers[rng.randrange(len(numbers))] = np.asarray(rng.choice((*NUMBERS, 2.5)), "<f8").astype(dtype)
     return numbers.tobytes()
 

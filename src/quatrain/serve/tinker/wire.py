@@ -250,10 +250,12 @@ class _Tensor(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: Any) -> _Tensor:
         """The tensor of a message; raises Refused for other dtypes than `name` has."""
-        dtype, read_as = _DTYPES.get(tensor.dtype, (f"dtype {tensor.dtype}", None))
+        found = _DTYPES.get(tensor.dtype)
         wanted = ("int64", "int32") if name == TARGETS else ("float32", "bfloat16")
-        if read_as is None or dtype not in wanted:
-            raise Refused(f"{name} must be {wanted[0]}; got {dtype}; convert it")
+        if found is None or found[0] not in wanted:
+            got = f"dtype {tensor.dtype}" if found is None else found[0]
+            raise Refused(f"{name} must be {wanted[0]}; got {got}; convert it")
+        dtype, read_as = found
         encoding, csr = tensor.WhichOneof("encoding"), None
         if encoding is None:
             raise Refused(f"{name} must be dense or sparse_csr; got neither")
