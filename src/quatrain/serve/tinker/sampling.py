@@ -26,23 +26,16 @@ from quatrain.config.derive import PREFIX_SHARE
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine, Ticket, memory_for_cache
-from quatrain.engine.scoring import MOST_OF_PROMPT, Scores
+from quatrain.engine.scoring import Scores
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import with_trained
 from quatrain.parallel.mesh import make_mesh, mesh_shape
-from quatrain.serve.requests import LEAST_TOP_P, MOST_TOP_K
 from quatrain.serve.tinker.calls import Base, Likeliest, Refused, Sample, Sampled, Sequence, Snapshot
 from quatrain.serve.tinker.training import adapted
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import PerRequestSampling, Request
 
-LEAST_TEMPERATURE = 0.01
-"""Logits that are divided by less may be infinite."""
-MOST_STOPS = 64
-"""Strings or token ids that end a sequence beside the model's own; each is looked for after each round."""
-MOST_LISTED = 2**22
-"""Tokens whose log-probabilities a request may ask for in `target_prompt_logprobs`."""
 NO_LOGPROB = -99999.0
 """The log-probability of a likeliest token where there is none."""
 
@@ -337,23 +330,24 @@ class Samplers:
     def _requests(self, sampler: _Sampler, sample: Sample) -> list[Request]:
         """The turns of a request, each with what its randomness derives from; raises Refused."""
         base = self._base
-        _check(base, sample)
+        if not 1 <= len(sample.tokens) <= base.longest:
+            raise Refused(
+                f"a prompt must have 1 to {base.longest} tokens, the model's positions; got "
+                f"{len(sample.tokens)}; shorten it, or begin it with a token"
+            )
         stop_ids = () if sample.stop == () else base.stop_ids
         ids = tuple(stop for stop in sample.stop or () if isinstance(stop, int))
         # A sequence ends in the last position, except for a prompt that fills all: whoever asks for its
         # log-probabilities gets a token, which nothing follows.
         room = max(base.longest - len(sample.tokens), 1)
-        try:
-            sampling = Sampling(
-                n=1,
-                max_new_tokens=room if sample.max_tokens is None else min(sample.max_tokens, room),
-                temperature=sample.temperature,
-                top_p=max(sample.top_p, LEAST_TOP_P) if sample.top_p > 0 else sample.top_p,
-                top_k=min(max(sample.top_k, 0), MOST_TOP_K),
-                stop=tuple(stop for stop in sample.stop or () if isinstance(stop, str)),
-            )
-        except ValueError as error:
-            raise Refused(str(error)) from error
+        sampling = Sampling(
+            n=1,
+            max_new_tokens=room if sample.max_tokens is None else min(sample.max_tokens, room),
+            temperature=sample.temperature,
+            top_p=sample.top_p,
+            top_k=max(sample.top_k, 0),
+            stop=tuple(stop for stop in sample.stop or () if isinstance(stop, str)),
+        )
         seed, step = self._randomness(sampler, sample)
         prompt = Prompt(0, np.asarray(sample.tokens, np.int32), "")
         own = PerRequestSampling(sampling, seed, step, 0, stop_ids=(*stop_ids, *ids))
@@ -375,62 +369,3 @@ class Samplers:
         names = self._base.seed, sample.seed, snapshot.model, snapshot.step, before
         digest = hashlib.sha256(repr(names).encode() + prompt).digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
-
-
-def _check(base: Base, sample: Sample) -> None:
-    """Raises Refused for what the model cannot do; each with the rule, what came, and the remedy."""
-    size, words = len(sample.tokens), base.arch.vocab_size
-    if not size:
-        raise Refused("a prompt must have at least one token; got none; begin it with a token")
-    if size > base.longest:
-        raise Refused(
-            f"a prompt must fit into the model's {base.longest} positions; got {size} tokens; shorten it"
-        )
-    _check_ids("a prompt's tokens", sample.tokens, 0, words)
-    if sample.n < 1:
-        raise Refused(f"num_samples must be at least 1; got {sample.n}; set it to 1")
-    if sample.max_tokens is not None and sample.max_tokens < 1:
-        raise Refused(f"max_tokens must be at least 1; got {sample.max_tokens}; set it to 1, or leave it out")
-    if 0 < sample.temperature < LEAST_TEMPERATURE:
-        raise Refused(
-            f"temperature must be 0, which takes the likeliest token, or at least {LEAST_TEMPERATURE}; got "
-            f"{sample.temperature}; set it to 0"
-        )
-    if sample.top_k < 1 and sample.top_k != -1:
-        raise Refused(f"top_k must be at least 1, or -1 for all tokens; got {sample.top_k}; set it to -1")
-    stops = sample.stop or ()
-    if len(stops) > MOST_STOPS or "" in stops:
-        raise Refused(
-            f"stop must have at most {MOST_STOPS} strings or token ids, no string empty; got {len(stops)}; "
-            "leave out those that never come"
-        )
-    _check_ids("the token ids of stop", [stop for stop in stops if isinstance(stop, int)], 0, words)
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        count, most = getattr(sample, name), min(MOST_OF_PROMPT, words)
-        if not 0 <= count <= most:
-            raise Refused(f"{name} must be from 0 to {most}; got {count}; ask for fewer")
-    last = sample.prompt_logprobs_last_n
-    if last is not None and not (sample.prompt_logprobs and 1 <= last < size):
-        raise Refused(
-            "prompt_logprobs_last_n must be at least 1 and less than the tokens of the prompt, with "
-            f"prompt_logprobs; got {last} of {size} tokens, prompt_logprobs {sample.prompt_logprobs}; leave "
-            "it out"
-        )
-    listed = sample.target_prompt_logprobs
-    if listed is not None:
-        if listed.ndim != 2 or len(listed) != size - 1 or not 0 < listed.size <= MOST_LISTED:
-            raise Refused(
-                "target_prompt_logprobs must be [tokens of the prompt - 1, K], with at least one and at most "
-                f"{MOST_LISTED} entries; got {listed.shape} for {size} tokens; ask for fewer at a time"
-            )
-        _check_ids("target_prompt_logprobs", listed, -1, words)
-
-
-def _check_ids(what: str, ids: Any, least: int, words: int) -> None:
-    found = np.asarray(ids, np.int64)
-    wrong = found[(found < least) | (found >= words)]
-    if wrong.size:
-        raise Refused(
-            f"{what} must be from {least} to {words - 1}, as the model has {words} tokens; got {wrong[0]}; "
-            "use the tokenizer of this model"
-        )
