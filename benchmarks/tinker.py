@@ -1,6 +1,6 @@
 """What a call of the training server costs beside the device's work.
 
-    quatrain serve builtin:tiny --train --port 8001
+    quatrain serve --set model.path=builtin:tiny --train --port 8001
     python benchmarks/tinker.py http://127.0.0.1:8001 builtin:tiny
 
 Calls go to the running server as its clients send them, and then straight to the training client and the

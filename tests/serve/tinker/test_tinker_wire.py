@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,17 @@ def test_each_loss_reads_its_inputs_and_numbers():
         name: [value] * 3 for name, value in clip.items()
     }
     assert read_pass(golden("gspo"), LIMITS)[2].data[0].columns["sequence_ratio_mask"].tolist() == [0, 1, 1]
+
+
+def test_thresholds_belong_to_the_losses_that_clip():
+    """A loss that takes no thresholds, or not from the configuration; equal ones, which are fine."""
+    clip = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
+    for loss in ("ppo", "cispo", "gspo"):
+        assert read(datum(**ROW), loss=loss, loss_fn_config=numbers(**clip)).numbers == clip
+        rows = read(datum(**ROW, **{name: [1.0] * 3 for name in clip}), loss=loss).data[0].columns
+        assert rows.keys() == {"logprobs", "advantages", *clip}
+    for loss in ("importance_sampling", "dro", "cross_entropy"):
+        assert "loss_fn_config 'clip_" in refusal(datum(**ROW), loss=loss, loss_fn_config=numbers(**clip))
 
 
 def test_the_second_form_of_the_numbers_counts_where_it_is_given():
@@ -383,6 +395,7 @@ def test_columns_may_go_back_where_a_row_begins():
 def test_limits_on_sizes(monkeypatch):
     """A request of any size is taken, or one of the largest size is not."""
     one = datum(target_tokens=[1, 2, 3])
+    assert len(read(datum((1,) * 16, target_tokens=[1] * 16)).data[0].tokens) == LIMITS.longest
     assert len(read(*[one] * wire.MOST_DATUMS).data) == wire.MOST_DATUMS
     assert (
         refusal(*[one] * (wire.MOST_DATUMS + 1))
@@ -442,6 +455,10 @@ def test_other_bytes_are_refused():
         with pytest.raises(Refused, match="ForwardBackwardRequest") as caught:
             read_pass(other, LIMITS)
         assert caught.value.address is None
+    began = time.process_time()
+    with pytest.raises(Refused, match="these bytes are not"):
+        read_pass(b"\x10" + b"\x80" * 2**20, LIMITS)  # a number of any length, which takes the square of it
+    assert time.process_time() - began < 1
     for given in (
         {"model_id": "", "seq_id": 1},
         {"model_id": "m", "seq_id": 0},

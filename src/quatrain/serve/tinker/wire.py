@@ -29,7 +29,7 @@ THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 REDUCTIONS = frozenset({"sum", "mean", "min", "max", "slack", "hash2", "unique"})
 """How the client joins the metrics of several requests."""
 
-_DTYPES = {
+_DTYPES: dict[int, tuple[str, np.dtype[Any]]] = {
     messages.FLOAT32: ("float32", np.dtype("<f4")),
     messages.INT64: ("int64", np.dtype("<i8")),
     messages.INT32: ("int32", np.dtype("<i4")),
@@ -287,7 +287,7 @@ class _Tensor(NamedTuple):
         return whole
 
 
-def _array(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
+def _array(name: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise Refused(f"{name} must have whole numbers of {dtype.itemsize} bytes; got {len(data)} bytes")
     return np.frombuffer(data, dtype)
