@@ -46,7 +46,7 @@ def overview(base: Base, tenants: Tenants, promises: Promises, worker: Worker) -
         for sampler in session.samplers.values()
     ]
     waiting = {session.id: promises.num_running(session.id) for session in sessions}
-    numbers = [
+    numbers: list[list[Any]] = [
         ["programs", len(sessions)],
         ["requests that wait", sum(waiting.values())],
         ["bytes of adapters, gradients and moments", f"{tenants.used_bytes:,} of {tenants.room:,}"],
