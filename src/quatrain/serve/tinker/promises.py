@@ -308,10 +308,11 @@ class Promises:
             has = self._sessions.get(owner, _Session()).num_bytes
             return self.num_bytes > self._most_bytes and has * num_owners >= self._most_bytes
 
-    def num_running(self, owner: str) -> int:
-        """Promises of a session that have no result yet."""
+    @property
+    def num_running(self) -> int:
+        """Promises of all sessions that have no result yet."""
         with self._lock:
-            return self._sessions.get(owner, _Session()).num_running
+            return sum(session.num_running for session in self._sessions.values())
 
     def _session(self, owner: str) -> _Session:
         return self._sessions.setdefault(owner, _Session())
