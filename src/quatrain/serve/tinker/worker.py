@@ -192,8 +192,8 @@ class Worker:
 
     def _queue(self, owner: str, future: Future[Any], put: Callable[[], None]) -> None:
         with self._changed:
-            if self._closed or self.error is not None:
-                future.set_exception(ServiceFailed(self.error or CLOSED))
+            if self.error is not None:
+                future.set_exception(ServiceFailed(self.error))
                 return
             put()
             self._open.setdefault(owner, set()).add(future)
@@ -299,9 +299,7 @@ class Worker:
 
     def _sampled(self, sampling: _Sampling, outcome: Sampled | Exception) -> None:
         """Tells what came of a request to a sampler, unless it was cancelled."""
-        if sampling not in self._sampling:
-            return
-        self._sampling.remove(sampling)
+        self._sampling.discard(sampling)
         if not sampling.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Exception):
