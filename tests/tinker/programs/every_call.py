@@ -736,7 +736,7 @@ def check_other_keys(once):
     refused([], other.create_sampling_client, model_path=path)
     rest = tinker.RestClient(api_key="tml-another")
     assert rest.list_user_checkpoints(limit=100).result().checkpoints == []
-    other.close().result()
+    other.close("success").result()
 
 
 def check_a_closed_session(once):
