@@ -276,6 +276,7 @@ def test_a_failure_of_the_device_is_told_to_all(setting, caplog):
     assert "MemoryError" in setting.worker.error
     assert closed == ["job"]
     assert caplog.records[0].exc_info
+    assert setting.worker.close(WAIT_S)
     assert [setting.worker.num_waiting(owner) for owner in "abcde"] == [0] * 5
 
 
@@ -363,6 +364,7 @@ def test_a_job_that_is_cancelled_before_it_begins_never_does(setting):
     assert futures[1].cancel()
     setting.gate.set()
     wait([futures[0], futures[2]], WAIT_S)
+    assert setting.worker.close(WAIT_S)
     assert setting.log == ["a0", "a2"]
     assert setting.worker.num_waiting("a") == 0
 
@@ -399,8 +401,10 @@ def test_what_a_session_leaves_behind_is_dropped(setting):
     assert sample.cancelled()
     assert closed == ["job"]
     assert not {"a", "a*", "a unit too many"} & set(setting.log)
-    assert setting.worker.num_waiting("a") == 0
     setting.worker.forget("unknown")
+    assert setting.worker.close(WAIT_S)
+    assert setting.worker.num_waiting("a") == 0
+    assert not setting.worker._open
 
 
 def test_a_job_that_ends_as_it_is_forgotten_takes_no_other_with_it(setting):
@@ -486,7 +490,8 @@ def test_threads_that_submit_cancel_and_forget_at_once_leave_nothing_undone(sett
     assert setting.worker.error is None
     assert all(ran[owner] == sorted(ran[owner]) and len(ran[owner]) > 10 for owner in range(4))
     assert setting.worker.call("end", lambda: len(setting.samplers.requests)).result(WAIT_S) == 0
-    assert [setting.worker.num_waiting(str(owner)) for owner in range(4)] == [0] * 4
+    assert setting.worker.close(WAIT_S)
+    assert not setting.worker._open
     errors = {type(future.exception()) for future in futures if not future.cancelled()}
     assert errors <= {type(None), Refused}
 
