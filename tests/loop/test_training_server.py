@@ -51,14 +51,19 @@ class Served:
         options = {"host": "127.0.0.1", "port": 0, "ready": said.put, "trains": lambda *each: said.put(each)}
         self.thread = threading.Thread(target=serve, args=(config,), kwargs=options, daemon=True)
         self.thread.start()
-        self.url, self.trains = said.get(timeout=120), said.get(timeout=120)
-        self.server = servers.get(timeout=120)
+        self.url, self.trains, self.server = (self.next_of(each) for each in (said, said, servers))
         while not self.server.started:
             assert self.thread.is_alive()
             time.sleep(0.01)
         self.http = httpx.Client(base_url=self.url, headers=KEY, timeout=120)
 
-    def post(self, path, **fields):
+    def next_of(self, queue):
+        while queue.empty():
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        return queue.get()
+
+    def post(self, path, /, **fields):
         return self.http.post(f"/api/v1/{path}", json=fields).raise_for_status().json()
 
     def result(self, promise):
@@ -67,7 +72,7 @@ class Served:
         assert found.status_code == 200, found.text
         return found.json() if "json" in found.headers["content-type"] else found.content
 
-    def promised(self, path, **fields):
+    def promised(self, path, /, **fields):
         return self.result({"request_id": self.post(path, **fields)["request_id"]})
 
     def end(self):

@@ -22,5 +22,5 @@ def test_the_example_teaches_the_built_in_model(tmp_path):
         ]
         first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
         print(f"\n{len(rewards)} steps in {time.monotonic() - began:.1f} s, reward {first:.3f} to {last:.3f}")
-        assert first < 0.65
-        assert last > 0.9
+        assert first < 0.5
+        assert last > 0.75

@@ -89,7 +89,9 @@ def test_a_recipe_run_twice_has_the_same_numbers(server, tmp_path):
           f"{[round(step['time/total'], 2) for step in runs[1] if 'time/total' in step]}")  # fmt: skip
     assert "env/all/reward/total" in compared
     for first, second in zip(*kept, strict=True):
-        assert [first.get(key) for key in compared] == [second.get(key) for key in compared]
+        for key in compared:  # log-probabilities of the sampler round with the batch that they are decoded in
+            exact = key.startswith("env/")
+            assert first.get(key) == (second.get(key) if exact else pytest.approx(second.get(key), abs=1e-5))
     assert drawn(tmp_path / "first") == drawn(tmp_path / "second")
 
 

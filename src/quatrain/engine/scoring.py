@@ -118,9 +118,9 @@ def score_packs(
         program=program,
         num_likeliest=_compiled(num_likeliest, program.arch.vocab_size),
     )
-    logprobs, *likeliest, of_listed = map(np.asarray, jax.device_get(found))
-    likeliest = [array[:, :num_likeliest] for array in likeliest]
-    of_token = Scores(logprobs, *likeliest, of_listed[:, :num_listed])
+    logprobs, *more = map(np.asarray, jax.device_get(found))
+    counts = num_likeliest, num_likeliest, num_listed
+    of_token = Scores(logprobs, *(x[:, :count] for x, count in zip(more, counts, strict=True)))
     return [Scores(*(array[places] for array in of_token)) for places in where]
 
 

@@ -37,8 +37,9 @@ from quatrain.serve.tinker.worker import Worker
 
 MOST_SAMPLERS = 8
 """Where `tinker.max_samplers` does not say it."""
-USUAL_RANK = 32
-"""Of the adapters by which the memory of a micro-batch is planned: the client's default."""
+ANY_RANK = 1
+"""Of the adapters by which the memory of a micro-batch is planned, which is that of the base's activations:
+each model can have it."""
 KEY_START = "tml-"
 """How keys begin; the client refuses others."""
 
@@ -57,7 +58,7 @@ class Memory(NamedTuple):
         """One half for adapters, one for caches; raises ValueError if there is none."""
         shape, model = mesh_shape(loaded.meshes.train), config.model
         planned = activations(
-            adapted(loaded.arch, USUAL_RANK),
+            adapted(loaded.arch, ANY_RANK),
             tokens=_micro_batch_tokens(config),
             remat=model.remat,
             mesh=shape,

@@ -254,8 +254,8 @@ class Summed(NamedTuple):
     """Of each micro-batch, if they are wanted: the first number that the model predicts of each token."""
 
 
-def all_at_once(units: Generator[None, None, T]) -> T:
-    """What `units` return, which stop after each pass for those who have other work in between."""
+def all_at_once(units: Generator[Any, None, T]) -> T:
+    """What `units` return, which stop between passes for those who have other work there."""
     while True:
         try:
             next(units)
@@ -292,9 +292,11 @@ def passes(
     total: Any = None,
     want: bool = False,
     backward: bool = True,
-) -> Generator[None, None, Summed]:
-    """`sum_gradients`, which stops after each micro-batch; without `backward` it has metrics, and what is
-    wanted, alone."""
+) -> Generator[Any, None, Summed]:
+    """`sum_gradients`, which stops between micro-batches and yields what the last of them computes.
+
+    Without `backward` it has metrics, and what is wanted, alone.
+    """
     program = gradient_program(model.backend)
     static: dict[str, Any] = {"model": model, "objective": objective, "want": want}
     if not backward:
@@ -312,11 +314,12 @@ def passes(
         if sums is None:
             # Metrics begin anew in each call: another objective has others.
             sums = _zero_total(params, batch, model, objective, total)
+        else:  # not after the last, whose result would wait until the others had their turns
+            yield sums
         with trim_after_compiling():
             (sums, predicted), _ = program(params, sums, batch, **static)
         if predicted is not None:
             predictions.append(predicted)
-        yield
     assert sums is not None, "a mini-batch has at least one micro-batch"
     return Summed(*sums, predictions)
 

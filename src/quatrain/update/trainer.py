@@ -177,8 +177,9 @@ class Trainer:
         *,
         want: bool = False,
         backward: bool = True,
-    ) -> Generator[None, None, Accumulated]:
-        """`forward_backward`, which stops after each micro-batch, for those who have other work in between.
+    ) -> Generator[Any, None, Accumulated]:
+        """`forward_backward`, which stops between micro-batches, as `gradient.passes`, for those who have
+        other work there.
 
         From the first pass on `total` is donated. Without `backward` there is no gradient: `total` is then
         neither read nor added to, and what is returned has the metrics of this call alone.

@@ -290,14 +290,17 @@ def test_a_poll_ends_after_its_time_and_leaves_nothing_behind():
             asyncio.create_task(promises.completed("s", "g", 0, LONG_S)),
         ]
         await asyncio.sleep(0.01)
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
         for poll in polls:
             poll.cancel()
+        running.set_result({"path": "p"})  # before those who leave have stopped listening
         await asyncio.gather(*polls, return_exceptions=True)
 
+    faults = []
     asyncio.run(leave())
+    assert faults == []
     assert not promise.bell
     assert not promise.group.bell
-    running.set_result({"path": "p"})
     assert fetched(promises, promise) == {"path": "p"}
 
 
@@ -324,6 +327,19 @@ def test_a_result_is_kept_for_ten_minutes_after_it_was_last_fetched():
     assert fetched(promises, other) == b"x" * 10
     assert promises.begin("a", "k", begin, owner="s") is not promise
     assert len(begun) == 3
+
+
+def test_each_result_has_a_time_of_its_own():
+    """One that is fetched again and again must not keep the others; a name ends with its result."""
+    promises = Promises(clock=(clock := Clock()))
+    often, once = (promises.begin(n, "k", lambda: done(b"x"), owner="s") for n in (1, 2))
+    for promise in (often, once):
+        fetched(promises, promise)
+    clock.now += 500
+    fetched(promises, often)
+    clock.now += 101
+    assert promises.begin(2, "k", lambda: done(b"y"), owner="s") is not once
+    assert promises.begin(1, "k", lambda: done(b"y"), owner="s") is often
 
 
 def test_results_that_clients_have_go_first_where_room_is_needed():
@@ -371,6 +387,10 @@ def test_a_session_that_fetches_nothing_does_not_stop_others():
     promises.begin("c", "k", lambda: done(b"x"), owner="other")  # which has its half now
     assert promises.is_full("other")
     assert not promises.is_full("new")
+    last = promises.begin("d", "k", lambda: done(b"x" * 60), owner="new")
+    fetched(promises, last)
+    told(promises, owner="new", retrieved=[last.request_id])  # it makes room for the others
+    assert not promises.is_full("new")
     promises.forget("hoards")
     assert not promises.is_full("other")
     assert promises.num_bytes == 50
@@ -397,7 +417,9 @@ def test_cursors_tell_what_was_completed_since():
     assert told(promises, cursor=2) == ([ids[3]], 3)
     assert told(promises, cursor=3) == ([], 3)
     futures[1].set_result({"a": 1})
+    began = time.monotonic()
     assert told(promises, cursor=3, timeout_s=LONG_S) == ([ids[1]], 4)
+    assert time.monotonic() - began < SOON_S  # what is there needs no waiting
     # A cursor that this server never gave is of one before it: nothing must be hidden by it.
     assert told(promises, cursor=17, timeout_s=LONG_S) == ([ids[1]], 4)
 
@@ -407,7 +429,7 @@ def test_cancelling_ends_the_work_and_fails_the_promise():
     promise = promises.begin("a", "k", lambda: running, owner="s", group="g")
     promises.cancel(promise.request_id, "k")
     assert running.cancelled()
-    assert promises.num_running("s") == 0
+    assert promises.num_running == 0
     assert fetched(promises, promise) == {"error": "the request was cancelled", "category": "user"}
     assert told(promises) == ([promise.request_id + "!"], 1)
     finished = promises.begin("b", "k", lambda: done(b"x"), owner="s")
@@ -448,7 +470,7 @@ def test_a_session_that_has_ended_leaves_nothing_behind():
     has = promises.begin("c", "k", lambda: done(b"x" * 10), owner="s")
     kept = promises.begin("a", "l", lambda: others, owner="t")
     fetched(promises, has)
-    assert (promises.num_running("s"), promises.num_running("t")) == (2, 1)
+    assert promises.num_running == 3
 
     async def wait():
         polls = [
@@ -466,7 +488,7 @@ def test_a_session_that_has_ended_leaves_nothing_behind():
     assert completions == ([], 0)
     assert running.cancelled()
     deaf.set_result(b"x" * 20)
-    assert (promises.num_running("s"), promises.num_bytes) == (0, 0)
+    assert (promises.num_running, promises.num_bytes) == (1, 0)  # that of the other session
     assert not promises.is_full("s")
     with pytest.raises(UnknownPromise):
         fetched(promises, has)

@@ -178,6 +178,17 @@ def test_all_that_names_a_request_changes_its_tokens(base):
     assert len(set(map(str, found))) == len(cases)
 
 
+def test_how_tokens_are_drawn_is_as_the_request_says(base):
+    """The fault: one of temperature, top_k and top_p does not arrive."""
+    asking = Asking(base)
+    greedy = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}]
+    found = [tokens_of(asking.ask(PROMPT, **FREE, **how)) for how in greedy]
+    assert found[0] == found[1] == found[2]
+    drawn = [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}]
+    found = [tokens_of(asking.ask(PROMPT, **FREE, seed=1, **how)) for how in drawn]
+    assert len(set(map(str, found))) == 4
+
+
 def test_a_request_with_a_seed_repeats_itself_and_is_not_counted(base):
     asking = Asking(base)
     seeded = [tokens_of(asking.ask(PROMPT, **FREE, seed=5)) for _ in range(2)]
@@ -251,6 +262,19 @@ def test_the_engine_used_least_recently_goes_first(base):
     assert asking.engine(a) is not None
     assert asking.most_engines == 2
     assert {asking.engine(a)._cache_bytes, asking.engine(c)._cache_bytes} == {1 << 24}
+
+
+def test_an_engine_that_is_wanted_next_does_not_go(base):
+    """The fault: it would be made anew at once, without its contexts, and another stays for nothing."""
+    asking = Asking(base, *(replace(ALONE, step=i) for i in range(3)), most=2)
+    a, b, c = asking.keys
+    long = words(8, 100)
+    for key in (a, b):
+        asking.ask(long, key, **FREE)
+    asking.start(long, c, **FREE)
+    number = asking.start(long, a, **FREE)
+    asking.run()
+    assert asking.results[number].cached_tokens == 99
 
 
 def test_a_sequence_ends_in_the_last_position(base):
@@ -403,6 +427,17 @@ def _reference(arch, params, sequences):
     table = TokenTable(ids, real.astype(bool), scored, {})
     model, planner = PolicySpec(arch, temperature=1.0), MicroBatchPlanner(rows=8)
     return every, predict_tokens(params, table, model=model, planner=planner)
+
+
+def test_scoring_and_decoding_take_turns(trained):
+    """The fault: log-probabilities wait until all that decodes has ended, or the other way round."""
+    asking = Asking(trained[0])
+    long = asking.start(words(4, 6), max_tokens=40, stop=())
+    short = [asking.start(words(i, 5), max_tokens=1, prompt_logprobs=True) for i in range(3)]
+    asking.run(rounds=6)
+    assert list(asking.results) == short
+    running = asking.samplers._samplers[asking.keys[0]].running[asking.tickets[long]]
+    assert len(asking.engine().completions(running.turns[0])[0].tokens) == 1 + 3 * 8
 
 
 def test_weights_that_diverged_are_an_error(trained):

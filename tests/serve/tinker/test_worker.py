@@ -231,7 +231,12 @@ def test_the_error_of_a_job_is_its_own(setting):
         setting.worker.submit("b", setting.units("b", 9, "others")),
     ]
     setting.gate.set()
-    errors = [(RuntimeError, "broken"), (Refused, "model"), (ZeroDivisionError, "division"), (Refused, "too long")]
+    errors = [
+        (RuntimeError, "broken"),
+        (Refused, "model"),
+        (ZeroDivisionError, "division"),
+        (Refused, "too long"),
+    ]
     for future, (kind, message) in zip(failing, errors, strict=True):
         with pytest.raises(kind, match=message):
             future.result(WAIT_S)
@@ -328,6 +333,7 @@ def test_a_request_that_is_cancelled_frees_its_slots(setting):
     assert not setting.samplers.requests
     assert setting.log == ["a*", "a*"]
     assert next(setting.samplers.tickets) == 2
+    assert not setting.worker._sampling
     assert not other.cancel()
 
 
@@ -395,6 +401,43 @@ def test_what_a_session_leaves_behind_is_dropped(setting):
     assert not {"a", "a*", "a unit too many"} & set(setting.log)
     assert setting.worker.num_waiting("a") == 0
     setting.worker.forget("unknown")
+
+
+def test_a_job_that_ends_as_it_is_forgotten_takes_no_other_with_it(setting):
+    """What was submitted since is at the same place of its owner's."""
+    inside, later = threading.Event(), []
+
+    def last_unit():
+        inside.set()
+        assert setting.gate.wait(WAIT_S)
+        return "ended"
+
+    ends = setting.worker.call("a", last_unit)
+    assert inside.wait(WAIT_S)
+    setting.worker.forget("a")
+    later.append(setting.worker.call("a", lambda: "later"))
+    setting.gate.set()
+    assert ends.result(WAIT_S) == "ended"
+    assert later[0].result(WAIT_S) == "later"
+
+
+def test_what_is_submitted_after_a_cancellation_is_done_after_it(setting):
+    """Also where both come as the thread takes in what came before: here, as it starts a request."""
+    key, others, looks = setting.samplers.key("a"), setting.samplers.key("c"), []
+    first = setting.worker.sample("a", key, 10**9)
+    while not setting.samplers.requests:
+        time.sleep(0.001)
+    start = setting.samplers.start
+
+    def cancels(*args):
+        assert first.cancel()
+        looks.append(setting.worker.call("b", lambda: list(setting.samplers.cancelled)))
+        return start(*args)
+
+    setting.samplers.start = cancels
+    second = setting.worker.sample("c", others, 1)
+    assert second.result(WAIT_S) == "of c"
+    assert looks[0].result(WAIT_S) == [0]
 
 
 def test_a_session_that_is_forgotten_while_it_samples_frees_its_slots(setting):

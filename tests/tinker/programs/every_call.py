@@ -471,13 +471,11 @@ def check_greedy(once):
 
 
 def check_filters(once):
-    """top_k 1 is greedy; a tiny top_p too; a temperature changes what is drawn."""
+    """top_k 1 is greedy, and so is a tiny top_p."""
     prompt = rows(24, 1)[0]
     greedy = sample(once, prompt, temperature=0.0).sequences[0].tokens
     assert sample(once, prompt, top_k=1).sequences[0].tokens == greedy
     assert sample(once, prompt, top_p=1e-6).sequences[0].tokens == greedy
-    cold = sample(once, prompt, 4, temperature=1e-3)
-    assert all(each.tokens == greedy for each in cold.sequences)
 
 
 def check_stops(once):
@@ -502,8 +500,6 @@ def check_stops(once):
         assert middle in decoded
         assert middle not in tokenizer.decode(found.tokens[:-1])
         assert found.tokens == free[: len(found.tokens)]
-    everything = list(range(tokenizer.vocab_size))
-    assert len(sample(once, prompt, max_tokens=24, stop=everything).sequences[0].tokens) == 1
 
 
 def check_prompt_logprobs(once):
@@ -592,6 +588,8 @@ def check_refused_samples(once):
     refused(["num_samples"], ask, n=0)
     refused(["num_samples"], ask, n=100_000)
     refused(["temperature"], ask, temperature=-1.0)
+    refused(["temperature"], ask, temperature=1e-3)
+    refused(["stop"], ask, stop=list(range(65)))
     refused(["top_p"], ask, top_p=1.5)
     refused(["positions"], ask, types.ModelInput.from_ints([1] * 100_000))
     image = types.ModelInput(chunks=[types.ImageChunk(data=b"12", format="png", expected_tokens=1)])
@@ -738,7 +736,7 @@ def check_other_keys(once):
     refused([], other.create_sampling_client, model_path=path)
     rest = tinker.RestClient(api_key="tml-another")
     assert rest.list_user_checkpoints(limit=100).result().checkpoints == []
-    other.close().result()
+    other.close("success").result()
 
 
 def check_a_closed_session(once):

@@ -36,7 +36,7 @@ if len(sys.argv) > 3:  # all have compiled, and begin at the same moment
     turned, training = training, other
     turn(0)
     training = turned
-    warming.close().result()
+    warming.close("success").result()
     Path(sys.argv[3]).touch()
     while not Path(sys.argv[4]).exists():
         time.sleep(0.05)
@@ -47,7 +47,7 @@ for number in range(steps):
     waits.append(time.monotonic() - started)
     digest.update(np.concatenate(ell).tobytes())
     tokens += drawn
-session.close().result()
+session.close("success").result()
 print(
     json.dumps(
         {

@@ -556,7 +556,7 @@ class TinkerApi:
         group: Hashable = None,
         **more: Any,
     ) -> Response:
-        if sum(self.promises.num_running(each.id) for each in self.tenants) >= MOST_WAITING:
+        if self.promises.num_running >= MOST_WAITING:
             raise HTTPException(
                 429, f"{MOST_WAITING} requests wait already, the most that this server takes; send it again"
             )

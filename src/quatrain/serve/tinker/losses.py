@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def gspo(tokens: ScoredTokens) -> TokenLoss:
     return _of_ratio(tokens, sequence_ratio(of_mean, **_distances(tokens)))
 
 
-def _distances(tokens: ScoredTokens) -> dict[str, jax.Array]:
+def _distances(tokens: ScoredTokens) -> dict[str, Any]:
     """The bounds of the ratio as the losses of `ops` have them, which are exact from 0.5 to 2."""
     return {"clip_low": 1 - tokens.column(LOW), "clip_high": tokens.column(HIGH) - 1}
 

@@ -45,10 +45,9 @@ def overview(base: Base, tenants: Tenants, promises: Promises, worker: Worker) -
         for session in sessions
         for sampler in session.samplers.values()
     ]
-    waiting = {session.id: promises.num_running(session.id) for session in sessions}
-    numbers = [
+    numbers: list[list[Any]] = [
         ["programs", len(sessions)],
-        ["requests that wait", sum(waiting.values())],
+        ["requests that wait", promises.num_running],
         ["bytes of adapters, gradients and moments", f"{tenants.used_bytes:,} of {tenants.room:,}"],
         ["bytes of results that are kept", f"{promises.num_bytes:,}"],
     ]

@@ -238,13 +238,10 @@ class Promises:
         with self._lock:
             self._make_room()
             promise = self._find(request_id, key)
-
-        def is_done() -> bool:
-            return promise.result is not None or request_id not in self._promises
-
-        await self._wait(promise.bell, is_done, timeout_s)
+            woken = _listen(promise.bell) if promise.result is None else None
+        await self._wait(promise.bell, woken, timeout_s)
         with self._lock:
-            self._find(request_id, key)
+            self._find(request_id, key)  # its session may have ended
             if promise.result is not None:
                 self._fetch(promise)
             return promise.result
@@ -272,16 +269,12 @@ class Promises:
                 del of_group.completed[number]
             for request_id in retrieved:
                 promise = self._promises.get(request_id)
-                if promise is not None and promise.session is session and promise.result is not None:
-                    self._fetch(promise)
+                if promise in self._fetched and promise.session is session:
                     self._acknowledged[promise] = None
-
-        def has_come() -> bool:
-            return of_group.num_completed > cursor or self._sessions.get(owner) is not session
-
-        await self._wait(of_group.bell, has_come, timeout_s)
+            woken = None if of_group.completed else _listen(of_group.bell)
+        await self._wait(of_group.bell, woken, timeout_s)
         with self._lock:
-            new = [promise for number, promise in of_group.completed.items() if number > cursor]
+            new = of_group.completed.values()
             states = [{"state": _state(each), "request_id": each.request_id} for each in new]
             return states, of_group.num_completed
 
@@ -315,10 +308,11 @@ class Promises:
             has = self._sessions.get(owner, _Session()).num_bytes
             return self.num_bytes > self._most_bytes and has * num_owners >= self._most_bytes
 
-    def num_running(self, owner: str) -> int:
-        """Promises of a session that have no result yet."""
+    @property
+    def num_running(self) -> int:
+        """Promises of all sessions that have no result yet."""
         with self._lock:
-            return self._sessions.get(owner, _Session()).num_running
+            return sum(session.num_running for session in self._sessions.values())
 
     def _session(self, owner: str) -> _Session:
         return self._sessions.setdefault(owner, _Session())
@@ -330,13 +324,10 @@ class Promises:
             raise UnknownPromise(f"this server has no request {request_id[:100]!r}; {rule}")
         return promise
 
-    async def _wait(self, bell: Bell, is_ready: Callable[[], bool], timeout_s: float) -> None:
-        """Returns once `is_ready`, for which `bell` is rung, or after `timeout_s`."""
-        with self._lock:
-            if is_ready():
-                return
-            woken = asyncio.get_running_loop().create_future()
-            bell.add(woken)
+    async def _wait(self, bell: Bell, woken: asyncio.Future[None] | None, timeout_s: float) -> None:
+        """Returns once `bell` is rung, to which `woken` listens, or after `timeout_s`; None: at once."""
+        if woken is None:
+            return
         try:
             await asyncio.wait_for(woken, timeout_s)
         except TimeoutError:
@@ -394,6 +385,13 @@ class Promises:
         if promise.group is not None:
             promise.group.completed.pop(promise.number, None)
         _ring(promise.bell)
+
+
+def _listen(bell: Bell) -> asyncio.Future[None]:
+    """Done once the bell is rung; made with the lock, so that nothing comes between a look and this."""
+    woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    bell.add(woken)
+    return woken
 
 
 def _ring(bell: Bell) -> None:

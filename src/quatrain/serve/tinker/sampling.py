@@ -268,7 +268,7 @@ class Samplers:
             arch = adapted(arch, snapshot.lora.rank)
             params = with_trained(params, snapshot.adapters, arch)
         engine = self._engine(arch)
-        engine.sync_weights(params, snapshot.step)
+        engine.sync_weights(params, 0)
         return engine
 
     def _engine(self, arch: Architecture) -> RolloutEngine:

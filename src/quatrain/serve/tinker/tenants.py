@@ -232,7 +232,8 @@ class Tenants:
     @property
     def used_bytes(self) -> int:
         """What training clients and the weights of samplers take."""
-        return sum(each.num_bytes for each in [*self._models(), *self._open()])
+        models = sum(model.num_bytes for model in self._models())
+        return models + sum(sampler.num_bytes for sampler in self._open())
 
     def touch(self, sampler: SamplerOf) -> None:
         """The sampler is used now."""

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.schema import LogprobConfig, LoraConfig, OptimizerConfig
+from quatrain.config.sections.model_on_devices import ALL_LINEAR
 from quatrain.forward.specs import ListedSpec, PolicySpec
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import adapter_names, trained_part, with_adapters, with_lora, with_trained
-from quatrain.models.params import leaf_at
+from quatrain.models.params import LM_HEAD, leaf_at
 from quatrain.models.spec import LORA_A
 from quatrain.parallel.mesh import device_put, full, to_host
 from quatrain.serve.tinker.calls import (
@@ -48,14 +49,14 @@ EXPLICIT, DERIVED = 0, 1
 
 
 def adapted(arch: Architecture, rank: int) -> Architecture:
-    """`arch` with adapters on all its linear matrices.
+    """`arch` with adapters on all its linear matrices and the output head.
 
     All training clients of a rank have these, whatever they train, and so share their programs. Raises
     Refused for a rank that a matrix does not have.
     """
     assert rank >= 1, "only adapters are trained"
     try:
-        return with_lora(arch, LoraConfig(rank=rank, alpha=ALPHA))
+        return with_lora(arch, LoraConfig(rank=rank, alpha=ALPHA, targets=(ALL_LINEAR, LM_HEAD)))
     except ValueError as error:
         raise Refused(f"lora_config.rank {rank}: {error}") from error
 
@@ -227,13 +228,15 @@ class TrainingClient:
         words = [DERIVED, self.base.seed, self.model] if seed is None else [EXPLICIT, seed]
         # As unsigned words: a seed may be any int64.
         sequence = np.random.SeedSequence([word % 2**64 for word in words])
-        key = jax.random.wrap_key_data(sequence.generate_state(2), impl="threefry2x32")
+        key = jax.random.wrap_key_data(jnp.asarray(sequence.generate_state(2)), impl="threefry2x32")
         params = with_adapters(self.base.params, self.arch, key, self.base.mesh)
         adapters = trained_part(params, self.arch)
         for kind, layer in zip(self.arch.layers, adapters["layers"], strict=True):
             for block, is_trained in ((kind.mixer, self.lora.train_attn), (kind.mlp, self.lora.train_mlp)):
                 for name in {f"{tensor.path[0]}{LORA_A}" for tensor in block.tensors()} & {*layer}:
                     layer[name] = layer[name] if is_trained else _zeros_like(layer[name])
+        if not self.lora.train_unembed:
+            adapters[LM_HEAD + LORA_A] = _zeros_like(adapters[LM_HEAD + LORA_A])
         return self._with(adapters)
 
     def _named(self, tree: Any, start: str = "") -> dict[str, np.ndarray]:

@@ -192,8 +192,8 @@ class Worker:
 
     def _queue(self, owner: str, future: Future[Any], put: Callable[[], None]) -> None:
         with self._changed:
-            if self._closed or self.error is not None:
-                future.set_exception(ServiceFailed(self.error or CLOSED))
+            if self.error is not None:
+                future.set_exception(ServiceFailed(self.error))
                 return
             put()
             self._open.setdefault(owner, set()).add(future)
@@ -258,7 +258,10 @@ class Worker:
     def _one_unit(self) -> None:
         """A unit of whoever is next, if anybody has work."""
         with self._changed:
-            waiting: dict[str, list[int]] = {owner: [_JOBS] for owner in self._jobs}
+            if self._dropped or self._cancelled:  # what was asked for after this must be done after it
+                return
+            first = {owner: jobs[0] for owner, jobs in self._jobs.items()}
+        waiting = {owner: [_JOBS] for owner in first}
         for owner, key in self._samplers.waiting:
             waiting.setdefault(owner, []).append(key)
         self._sources = {owner: self._sources.get(owner) or _Turns() for owner in waiting}
@@ -267,16 +270,12 @@ class Worker:
         owner = self._owners.next(waiting)
         source = self._sources[owner].next(waiting[owner])
         if source == _JOBS:
-            self._step(owner)
+            self._step(owner, first[owner])
         else:
             self._samplers.round(source)
 
-    def _step(self, owner: str) -> None:
-        """A unit of the owner's first job."""
-        with self._changed:
-            if owner not in self._jobs:  # forgotten meanwhile
-                return
-            job = self._jobs[owner][0]
+    def _step(self, owner: str, job: _Job) -> None:
+        """A unit of the owner's first job, which may have been forgotten meanwhile."""
         if job.steps is None and not job.future.set_running_or_notify_cancel():
             self._leave(owner, job)
             return
@@ -300,9 +299,7 @@ class Worker:
 
     def _sampled(self, sampling: _Sampling, outcome: Sampled | Exception) -> None:
         """Tells what came of a request to a sampler, unless it was cancelled."""
-        if sampling not in self._sampling:
-            return
-        self._sampling.remove(sampling)
+        self._sampling.discard(sampling)
         if not sampling.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Exception):
