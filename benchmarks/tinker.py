@@ -3,7 +3,7 @@
     quatrain serve --set model.path=builtin:tiny --train --port 8001
     python benchmarks/tinker.py http://127.0.0.1:8001 builtin:tiny
 
-Calls go to the running server as its clients send them, and then straight to the training client and the
+Calls go in turns to the running server, as its clients send them, and straight to a training client and a
 sampler of the same model in this process, without HTTP, promises, threads and turns. Prints JSON: medians in
 milliseconds of `--calls` calls each of forward, forward_backward and optim_step, one after the other, and the
 seconds of batches of `--samples` samples in flight; the difference is what the server adds.
@@ -22,8 +22,9 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import jax
@@ -36,6 +37,8 @@ from quatrain.serve.tinker.calls import AdamNumbers, Base, Datum, LoraRequest, P
 from quatrain.serve.tinker.messages import FLOAT32, INT64, ForwardBackwardRequest
 from quatrain.serve.tinker.sampling import Samplers
 from quatrain.serve.tinker.training import TrainingClient
+
+Name = TypeVar("Name")
 
 RANK, MAX_TOKENS = 8, 8
 WARM = 3
@@ -54,12 +57,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=64, help="in flight")
     parser.add_argument("--batches", type=int, default=10, help="of samples")
     args = parser.parse_args(arguments)
-    with Server.opened(args.url) as server:
-        served = timed_calls(served_calls(server, args), args.calls)
-        served_batches = asyncio.run(server.batches(args))
     base = loaded_base(args.model)
-    alone = timed_calls(direct_calls(base, args), args.calls)
-    alone_batches = direct_batches(base, args)
+    with Server.opened(args.url, args.samples) as server, asyncio.Runner() as loop:
+        seconds = timed(
+            {
+                (where, name): call
+                for where, calls in (
+                    ("served", served_calls(server, args)),
+                    ("alone", direct_calls(base, args)),
+                )
+                for name, call in calls.items()
+            },
+            args.calls,
+        )
+        served, alone = (
+            {name: each for (at, name), each in seconds.items() if at == where}
+            for where in ("served", "alone")
+        )
+        numbers = count()
+        batches = timed(
+            {
+                "served": lambda: loop.run(server.batch(next(numbers), args)),
+                "alone": direct_batches(base, args),
+            },
+            args.batches,
+        )
+        loop.run(server.aclose())
     each = 1000 / args.samples
     report = {
         "device": jax.devices()[0].device_kind,
@@ -73,17 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name in served
         },
         f"{args.samples} samples in flight": {
-            "served_s": round(served_batches, 4),
-            "alone_s": round(alone_batches, 4),
-            "overhead_ms_each": round(each * (served_batches - alone_batches), 3),
+            "served_s": round(batches["served"], 4),
+            "alone_s": round(batches["alone"], 4),
+            "overhead_ms_each": round(each * (batches["served"] - batches["alone"]), 3),
         },
     }
     print(json.dumps(report, indent=1))
 
 
-def timed_calls(calls: dict[str, Callable[[], Any]], number: int) -> dict[str, float]:
+def timed(calls: dict[Name, Callable[[], Any]], number: int) -> dict[Name, float]:
     """Median seconds of each call; all are done in turns, so that a drift of the machine is in each."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(WARM + number):
         for name, call in calls.items():
             began = time.perf_counter()
@@ -100,8 +123,8 @@ def tokens_of(number: int, length: int) -> np.ndarray:
 class Server:
     """A model of a session of the running server, and a sampler of the base."""
 
-    def __init__(self, client: httpx2.Client):
-        self._client, self._seq_id, self._num_samples = client, 0, 0
+    def __init__(self, client: httpx2.Client, samples: httpx2.AsyncClient):
+        self._client, self._samples, self._seq_id = client, samples, 0
         (model, *_) = self._client.get("/api/v1/get_server_capabilities").json()["supported_models"]
         name = model["model_name"]
         self._session = self.post("create_session", tags=[], sdk_version="0.38.0")["session_id"]
@@ -120,10 +143,12 @@ class Server:
 
     @classmethod
     @contextmanager
-    def opened(cls, url: str) -> Iterator[Server]:
+    def opened(cls, url: str, num_samples: int) -> Iterator[Server]:
         """The server at `url`; its session is finished with the block."""
-        with httpx2.Client(base_url=url, headers={"X-API-Key": KEY}, timeout=60) as client:
-            server = cls(client)
+        limits, headers = httpx2.Limits(max_connections=num_samples), {"X-API-Key": KEY}
+        samples = httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=120)
+        with httpx2.Client(base_url=url, headers=headers, timeout=120) as client:
+            server = cls(client, samples)
             yield server
             server.post(f"sessions/{server._session}/finish", reason={"type": "success"})
 
@@ -166,22 +191,17 @@ class Server:
     def optim_step(self) -> None:
         self.result(self.post("optim_step", **self.next(), adam_params={"learning_rate": 1e-4}))
 
-    async def batches(self, args: argparse.Namespace) -> float:
-        """Median seconds of a batch of samples in flight."""
-        limits = httpx2.Limits(max_connections=args.samples)
-        headers = dict(self._client.headers)
-        async with httpx2.AsyncClient(
-            base_url=self._client.base_url, headers=headers, limits=limits, timeout=120
-        ) as client:
-            seconds = []
-            for batch in range(WARM + args.batches):
-                began = time.perf_counter()
-                numbers = range(batch * args.samples, (batch + 1) * args.samples)
-                await asyncio.gather(*(self._sample(client, number, args.tokens) for number in numbers))
-                seconds.append(time.perf_counter() - began)
-        return median(seconds[WARM:])
+    async def batch(self, batch: int, args: argparse.Namespace) -> None:
+        """Samples in flight at once."""
+        numbers = range(batch * args.samples, (batch + 1) * args.samples)
+        await asyncio.gather(*(self._sample(number, args.tokens) for number in numbers))
 
-    async def _sample(self, client: httpx2.AsyncClient, number: int, length: int) -> None:
+    async def aclose(self) -> None:
+        """Closes the connections of samples."""
+        await self._samples.aclose()
+
+    async def _sample(self, number: int, length: int) -> None:
+        client = self._samples
         asked = {
             "sampling_session_id": self.sampler,
             "seq_id": number,
@@ -244,23 +264,24 @@ def whole(units: Units[Any]) -> Any:
             return end.value
 
 
-def direct_batches(base: Base, args: argparse.Namespace) -> float:
-    """Median seconds of the same batches of samples in this process."""
+def direct_batches(base: Base, args: argparse.Namespace) -> Callable[[], None]:
+    """What samples the next of the same batches in this process."""
     samplers = Samplers(base, most=1)
     key = samplers.open(Snapshot(None, None, -1, 0), "benchmark")
-    seconds = []
-    for batch in range(WARM + args.batches):
-        began, done = time.perf_counter(), []
-        for number in range(batch * args.samples, (batch + 1) * args.samples):
+    batches = count()
+
+    def batch() -> None:
+        first, done = next(batches) * args.samples, []
+        for number in range(first, first + args.samples):
             asked = Sample(tokens_of(number, args.tokens), max_tokens=MAX_TOKENS, stop=())
             samplers.start(key, asked, done.append)
         while len(done) < args.samples:
             samplers.round(key)
-        seconds.append(time.perf_counter() - began)
         for each in done:
             if isinstance(each, Exception):
                 raise each
-    return median(seconds[WARM:])
+
+    return batch
 
 
 def loaded_base(model: str) -> Base:
