@@ -171,7 +171,7 @@ class PolicySpec(ModelSpec):
 
     temperature: float = field(default=1.0, kw_only=True)
 
-    tokens = ScoredTokens
+    tokens: ClassVar[type[Any]] = ScoredTokens
 
     @classmethod
     def of(cls, config: ModelConfig, policy: Policy, *, temperature: float) -> Self:
@@ -283,11 +283,11 @@ class DistilledSpec(PolicySpec):
         """Log-probability, entropy and divergence in nats, and mass of the other words [R, K]."""
         policy, teacher = params["policy"], self.teacher
         scored, results = self.scored_logprobs(policy, batch)
-        states = batch.teacher_hidden
-        assert states is not None, "micro-batches have the teacher's hidden states"
-        states = states.reshape(-1, states.shape[-1])[scored.order]
+        hidden = batch.teacher_hidden
+        assert hidden is not None, "micro-batches have the teacher's hidden states"
+        hidden = hidden.reshape(-1, hidden.shape[-1])[scored.order]
         own = output_head(policy, self.arch, scored.hidden, backend=self.backend)
-        head, states = output_head(params["teacher"], teacher.arch, states, backend=teacher.backend)
+        head, states = output_head(params["teacher"], teacher.arch, hidden, backend=teacher.backend)
         words = min(len(first_of(own[0])), len(first_of(head)))
         tiling = self.tiling(scored.live)
         divergence, log_total = token_divergences(
@@ -301,7 +301,7 @@ class DistilledSpec(PolicySpec):
         mass = jnp.zeros_like(divergence)
         # Static: where the vocabularies agree no further pass over the teacher's head is compiled.
         if len(head) > words:
-            nothing = jnp.zeros((len(states), 0), jnp.int32)
+            nothing = jnp.zeros((len(hidden), 0), jnp.int32)
             # Over `tp` both vocabularies have as many rows, so there is no axis to sum over here.
             given = teacher.scorer, head[words:], states, nothing
             outside = outcome_logits(*given, **{**tiling, "vocabulary_axis": None})[:, 0]

@@ -73,8 +73,8 @@ def check_lora(arch: Architecture, lora: LoRA) -> None:
         matrices, layer = kind.matrices(), kind.params(arch.hidden_size, arch.norm, 1.0, None)
         for name in lora.targets:
             for tensor in matrices.get(name, ()):
-                shape = tensor.shape_in(layer[name].shape)[-2:]
-                sides.append((name, tensor.name.split(".")[-2], *shape))
+                rows, columns = tensor.shape_in(layer[name].shape)[-2:]
+                sides.append((name, tensor.name.split(".")[-2], rows, columns))
     for name, module, rows, columns in sides:
         if name in lora.targets and lora.rank > min(rows, columns):
             raise ValueError(

@@ -266,7 +266,9 @@ class Tiled:
                 to_rows, to_hidden = grads
 
                 def logits_of(trained: list[jax.Array], states: States) -> jax.Array:
-                    return self._how.heads[0].logits(structure.unflatten([*frozen, *trained]), states)
+                    return self._how.heads[0].logits(
+                        jax.tree.unflatten(structure, [*frozen, *trained]), states
+                    )
 
                 # In float32, in which the products of the gradients are then summed.
                 at = jax.tree.map(_float32, (trained, jax.tree.map(lambda x: x[i], hidden)))
@@ -295,7 +297,7 @@ class Tiled:
         to_head, to_hidden = lax.fori_loop(0, self.words.num_tiles, one_tile, zeros)
         summed = [x.astype(own.dtype) for x, own in zip(to_head, head[num_frozen:], strict=True)]
         to_hidden = jax.tree.map(lambda x, own: x.astype(own.dtype), to_hidden, hidden)
-        return structure.unflatten([*[None] * num_frozen, *summed]), to_hidden
+        return jax.tree.unflatten(structure, [*[None] * num_frozen, *summed]), to_hidden
 
 
 class Sums(NamedTuple):
