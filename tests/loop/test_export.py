@@ -84,9 +84,15 @@ def test_adapters_name_a_base_that_peft_can_load(base, copied, tmp_path, monkeyp
     plain = builtin_architecture("tiny", len(tokenizer), (2,))
     params = init_params(plain, jax.random.key(0))
     save_hf(tmp_path / "folder", plain, params)
-    arch = replace(plain, lora=LoRA(2, 2.0, ("o",)))
+    arch = replace(plain, lora=LoRA(2, 2.0, ("o", "lm_head")))
     export_policy(Path("out"), arch, with_adapters(params, arch, jax.random.key(1)), tokenizer, base=base)
-    named = json.loads(Path("out/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    adapter = json.loads(Path("out/adapter/adapter_config.json").read_text())
+    assert adapter["target_modules"] == ["o_proj", "lm_head"]
+    named = adapter["base_model_name_or_path"]
+    # The base's head is its embeddings, that of the merged model is not, even where B is still 0.
+    found = load_model("out")
+    assert (plain.tie_embeddings, found.arch.tie_embeddings) == (True, False)
+    np.testing.assert_array_equal(found.params["lm_head"], params["embed"])
     assert Path("out/base").exists() == copied
     if base == "a/b":
         assert named == base

@@ -27,7 +27,7 @@ from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Session, SessionSettings
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
-from quatrain.models.lora import adapters_of, copies_if_aliased, merged
+from quatrain.models.lora import adapters_of, copies_if_aliased, merged, merged_architecture
 from quatrain.models.params import partition
 from quatrain.parallel.mesh import check_held, mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
@@ -96,7 +96,7 @@ class RolloutEngine:
         backend: Backend | None = None,
     ):
         self._with_adapters = arch
-        self.arch = replace(arch, lora=None) if config.lora == "merged" else arch
+        self.arch = merged_architecture(arch) if config.lora == "merged" else arch
         self.tokenizer, self.seed = tokenizer, seed
         self.stop_ids = tuple(stop_ids)
         self.dtype = jnp.dtype(dtype)

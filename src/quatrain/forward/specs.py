@@ -32,7 +32,7 @@ from quatrain.models.params import output_head_name, partition
 from quatrain.models.prefix_tree import RowForms
 from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.ops.divergences import Divergence, token_divergences
-from quatrain.ops.logprobs import Head, token_logprobs
+from quatrain.ops.logprobs import Head, first_of, token_logprobs
 from quatrain.ops.tokens import (
     LISTED_WORDS,
     TEACHER_WORD_LOGPROBS,
@@ -285,16 +285,14 @@ class DistilledSpec(PolicySpec):
         scored, results = self.scored_logprobs(policy, batch)
         states = batch.teacher_hidden
         assert states is not None, "micro-batches have the teacher's hidden states"
-        heads = (
-            output_head(policy, self.arch, scored.hidden.dtype),
-            output_head(params["teacher"], teacher.arch, states.dtype),
-        )
-        words = min(map(len, heads))
         states = states.reshape(-1, states.shape[-1])[scored.order]
+        own = output_head(policy, self.arch, scored.hidden, backend=self.backend)
+        head, states = output_head(params["teacher"], teacher.arch, states, backend=teacher.backend)
+        words = min(len(first_of(own[0])), len(first_of(head)))
         tiling = self.tiling(scored.live)
         divergence, log_total = token_divergences(
-            *(self.scorer, heads[0][:words], scored.hidden),
-            *(teacher.scorer, heads[1][:words], states),
+            *(self.scorer, jax.tree.map(lambda x: x[:words], own[0]), own[1]),
+            *(teacher.scorer, head[:words], states),
             kind=self.kind,
             beta=self.beta,
             head_gradient=self.arch.lora is None,
@@ -302,10 +300,10 @@ class DistilledSpec(PolicySpec):
         )
         mass = jnp.zeros_like(divergence)
         # Static: where the vocabularies agree no further pass over the teacher's head is compiled.
-        if len(heads[1]) > words:
+        if len(head) > words:
             nothing = jnp.zeros((len(states), 0), jnp.int32)
             # Over `tp` both vocabularies have as many rows, so there is no axis to sum over here.
-            given = teacher.scorer, heads[1][words:], states, nothing
+            given = teacher.scorer, head[words:], states, nothing
             outside = outcome_logits(*given, **{**tiling, "vocabulary_axis": None})[:, 0]
             mass = jax.lax.stop_gradient(jnp.exp(outside - jnp.logaddexp(outside, log_total)))
         return scored.predicted((*results, divergence, mass))
@@ -322,8 +320,8 @@ class TopWordsSpec(PolicySpec):
         """Log-probability [R, K], words [R, K, k], log-probabilities of them and the rest [R, K, k + 1], and
         mass of the words that do not count [R, K]."""
         scored, (logprobs, _) = self.scored_logprobs(params, batch)
-        head = output_head(params, self.arch, scored.hidden.dtype)
-        given = self.scorer, head, scored.hidden, self.count
+        head = output_head(params, self.arch, scored.hidden, backend=self.backend)
+        given = self.scorer, *head, self.count
         words, logits, mass = top_words(*given, num_words=_counted(self), **self.tiling(scored.live))
         return scored.predicted((logprobs, words, jax.nn.log_softmax(logits), mass))
 
@@ -351,8 +349,7 @@ class OutcomesSpec(PolicySpec):
         )
         logits = outcome_logits(
             self.scorer,
-            output_head(params, self.arch, scored.hidden.dtype),
-            scored.hidden,
+            *output_head(params, self.arch, scored.hidden, backend=self.backend),
             words,
             num_words=_counted(self),
             head_gradient=self.arch.lora is None,
@@ -384,8 +381,7 @@ class ListedSpec(PolicySpec):
         words = jnp.where(alive[:, None], words.reshape(-1, words.shape[-1])[scored.order], NO_WORD)
         outcomes = outcome_logits(
             self.scorer,
-            output_head(params, self.arch, scored.hidden.dtype),
-            scored.hidden,
+            *output_head(params, self.arch, scored.hidden, backend=self.backend),
             words,
             head_gradient=self.arch.lora is None,
             **self.tiling(scored.live),
@@ -426,8 +422,8 @@ def head_logprobs(
 
     The first `num_live` are computed. In a function mapped over the mesh.
     """
-    scorer, head = policy.scorer, output_head(params, policy.arch, hidden.dtype)
-    given = scorer.project, head, hidden, targets, scorer.temperature
+    scorer, head = policy.scorer, output_head(params, policy.arch, hidden, backend=policy.backend)
+    given = scorer.project, *head, targets, scorer.temperature
     return token_logprobs(*given, head_gradient=policy.arch.lora is None, **policy.tiling(num_live))
 
 

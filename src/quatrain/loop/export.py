@@ -20,7 +20,14 @@ from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
 from quatrain.loop.policy import load_policy
 from quatrain.models.families import Architecture
-from quatrain.models.lora import frozen_part, merged, trained_part, with_trained, without_adapters
+from quatrain.models.lora import (
+    frozen_part,
+    merged,
+    merged_architecture,
+    trained_part,
+    with_trained,
+    without_adapters,
+)
 from quatrain.models.params import SCORE
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import check_held, to_memory
@@ -68,15 +75,16 @@ def export_policy(
     """
     check_held(params, "the parameters to export", "give those of the newest state")
     params = to_memory("device", params)
-    plain = replace(arch, lora=None, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
-    save_hf(directory, plain, merged(params, arch), sampling=sampling)
+    arch = replace(arch, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
+    save_hf(directory, merged_architecture(arch), merged(params, arch), sampling=sampling)
     if arch.lora:
         own = local_path(base)
         if base and own.is_dir():
             base = str(own.resolve())
         elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
             unscored = {name: jnp.zeros_like(leaf) for name, leaf in params.items() if name == SCORE}
-            save_hf(directory / BASE, plain, without_adapters(params) | unscored, sampling=sampling)
+            plain, weights = replace(arch, lora=None), without_adapters(params) | unscored
+            save_hf(directory / BASE, plain, weights, sampling=sampling)
             base = str((directory / BASE).resolve())
         save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():

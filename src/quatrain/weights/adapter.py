@@ -19,8 +19,8 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.experts import APART
 from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, frozen_part
-from quatrain.models.params import SCORE, Params, leaf_at
-from quatrain.models.spec import TensorName
+from quatrain.models.params import LM_HEAD, SCORE, Params, leaf_at
+from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import to_host
 
@@ -75,9 +75,11 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
 def _targets(arch: Architecture, names: Sequence[TensorName]) -> tuple[list[str], list[str]]:
     """(names of modules, names of parameters) that have adapters, for peft."""
     assert arch.lora is not None
-    paths = [name.name.split(".")[5:-2] for name in names if name.path != (SCORE,) and not name.stacked]
+    tops = [(SCORE,), (LM_HEAD + LORA_A,), (LM_HEAD + LORA_B,)]
+    paths = [name.name.split(".")[5:-2] for name in names if name.path not in tops and not name.stacked]
     as_parameters = [path[-1] in APART and arch.family in TAKEN_FOR_EXPERTS for path in paths]
     modules = [path[-1] for path, whole in zip(paths, as_parameters, strict=True) if not whole]
+    modules += [LM_HEAD] * (LM_HEAD in arch.lora.targets)
     parameters = [".".join([*path, "weight"]) for path in compress(paths, as_parameters)]
     parameters += [EXPERT_PARAMETERS[name] for name in arch.lora.targets if name in EXPERT_PARAMETERS]
     return list(dict.fromkeys(modules)), list(dict.fromkeys(parameters))

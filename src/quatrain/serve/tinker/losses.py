@@ -1,21 +1,20 @@
-"""The losses of the interface: what each takes of a request, and its formula as an objective of tokens.
+"""The losses of the interface: the formula of each as an objective of tokens, and the table of a request.
 
-Data flow: `Pass` -> `ForLoss.of`, which checks it -> a `TokenTable` and an objective -> `training.py`. A loss
-is a sum over rows; nothing is divided. Thresholds and betas are columns of the table, not constants of a
-program: no configuration compiles anything.
+Data flow: `Pass`, which `wire.py` has checked -> `ForLoss.of` -> a `TokenTable` and an objective -> the
+trainer (`training.py`) -> predictions -> `ForLoss.logprobs`. A loss is a sum over rows; nothing is divided.
+Thresholds and betas are columns of the table, not constants of a program: no configuration compiles anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.config.errors import listed, shown
 from quatrain.forward.table import TokenTable, padded
 from quatrain.ops.kl import MAX_LOG_RATIO
 from quatrain.ops.losses.cispo import cispo as clipped_weight
@@ -29,8 +28,9 @@ from quatrain.update.gradient import Objective
 
 LOW, HIGH, BETA = "clip_low_threshold", "clip_high_threshold", "beta"
 SEQUENCE = "sequence_ratio_mask"
-MOST = float(np.finfo(np.float32).max)
-"""The largest number that float32 has."""
+MOST_FLOAT = float(np.finfo(np.float32).max)
+MOST_CELLS = 2**26
+"""Of an array with lists of targets, on the host or in a micro-batch: 256 MiB."""
 
 
 def cross_entropy(tokens: ScoredTokens) -> TokenLoss:
@@ -65,7 +65,7 @@ def gspo(tokens: ScoredTokens) -> TokenLoss:
     return _of_ratio(tokens, sequence_ratio(of_mean, **_distances(tokens)))
 
 
-def _distances(tokens: ScoredTokens) -> dict[str, jax.Array]:
+def _distances(tokens: ScoredTokens) -> dict[str, Any]:
     """The bounds of the ratio as the losses of `ops` have them, which are exact from 0.5 to 2."""
     return {"clip_low": 1 - tokens.column(LOW), "clip_high": tokens.column(HIGH) - 1}
 
@@ -85,27 +85,39 @@ def _of_ratio(tokens: ScoredTokens, loss: TokenLoss) -> TokenLoss:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a loss takes of a request, by the names of the interface."""
+    """How a loss is computed."""
 
     objective: Objective
-    inputs: tuple[str, ...] = ("logprobs", "advantages")
-    """Every datum has these beside its targets."""
-    further: tuple[str, ...] = ()
-    """A datum may have these."""
-    numbers: Mapping[str, float | None] = field(default_factory=dict)
-    """Those of `loss_fn_config`, or inputs of every datum, with their defaults; None: one must be given."""
-    fixed: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the objective that no request changes."""
+    numbers: Mapping[str, float | None]
+    """Further columns, which a datum or `loss_fn_config` has, and what they are where neither does; None: one
+    of them does."""
 
 
 LOSSES = {
-    "cross_entropy": Loss(cross_entropy, inputs=(), further=("weights",)),
-    "importance_sampling": Loss(ppo, fixed={LOW: 0.0, HIGH: np.inf}),
-    "ppo": Loss(ppo, numbers={LOW: 0.8, HIGH: 1.2}),
-    "cispo": Loss(cispo, numbers={LOW: 0.0, HIGH: 4.0}),
-    "dro": Loss(dro, numbers={BETA: None}),
-    "gspo": Loss(gspo, further=(SEQUENCE,), numbers={LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
+    "importance_sampling": Loss(ppo, {LOW: 0.0, HIGH: np.inf}),
+    "ppo": Loss(ppo, {LOW: 0.8, HIGH: 1.2}),
+    "cispo": Loss(cispo, {LOW: 0.0, HIGH: 4.0}),
+    "dro": Loss(dro, {BETA: None}),
+    "gspo": Loss(gspo, {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
 }
+"""Those of ratios; the other one is cross-entropy."""
+
+
+class _Cells(NamedTuple):
+    """The targets of a datum that are some, and their places in lists without gaps."""
+
+    real: np.ndarray
+    """[T, K] bool."""
+    rows: np.ndarray
+    """[cells]: the row of each."""
+    ranks: np.ndarray
+    """[cells]: how many stand before it in its row."""
+
+    @classmethod
+    def of(cls, targets: np.ndarray) -> Self:
+        """Those of [T] or [T, K] targets, of which NO_WORD is none."""
+        real = targets.reshape(len(targets), -1) != NO_WORD
+        return cls(real, np.nonzero(real)[0], (np.cumsum(real, axis=1) - 1)[real])
 
 
 @dataclass(frozen=True)
@@ -115,41 +127,52 @@ class ForLoss:
     objective: Objective
     table: TokenTable
     lists: bool
-    """Whether rows have lists of targets, the column `LISTED_WORDS`."""
+    """Whether rows have several targets, the column `LISTED_WORDS`."""
     num_counted: int
     """Rows with a weight or an advantage other than 0."""
+    cells: tuple[_Cells, ...]
 
     @classmethod
-    def of(cls, asked: Pass) -> Self:
-        """`asked`, whose arrays have the shapes that `Datum` says, checked.
+    def of(cls, asked: Pass, most_tokens: int) -> Self:
+        """The table of `asked`, whose datums have up to `most_tokens`.
 
-        Raises Refused for a loss that is not computed here, and for inputs and numbers that a loss does not
-        take, lacks, or cannot use.
+        Raises Refused for longer ones, lists of targets that need too much memory, and numbers that a loss
+        cannot use.
         """
-        loss, width = _checked(asked), max(datum.targets[:1].size for datum in asked.data)
-        if width > 1 and asked.loss != "cross_entropy":
-            raise Refused(
-                f"loss_fn {asked.loss} takes one target for each row, target_tokens [T]; got [T, {width}]; "
-                "send the sampled tokens alone, or use cross_entropy"
-            )
-        # A power of two, since a program is compiled for each width.
-        rows = _Rows(asked.data, 1 << max(width - 1, 0).bit_length())
-        targets = rows.column([datum.targets for datum in asked.data], NO_WORD)
-        real = rows.scored[..., None] & (targets != NO_WORD)
+        for number, datum in enumerate(asked.data):
+            if len(datum.tokens) > most_tokens:
+                raise Refused(
+                    f"datum {number}: model_input must have at most {most_tokens} tokens, which this server "
+                    f"computes at once; got {len(datum.tokens)}; shorten it"
+                )
+        rows = _Rows(asked.data, most_tokens)
+        real = rows.scored & (rows.targets[..., 0] != NO_WORD)
         if asked.loss == "cross_entropy":
-            weights = np.where(real, rows.inputs("weights", 1.0), 0.0).astype(np.float32)
+            objective: Objective = cross_entropy
+            weights = rows.column("weights", 1.0)
             counted = (weights != 0).any(axis=-1)
             columns = {"weights": weights[..., 0]}
         else:
-            columns = _of_ratios(asked, loss, rows, real[..., 0])
+            loss = LOSSES[asked.loss]
+            objective, columns = loss.objective, _of_ratios(asked, loss, rows)
             counted = columns["advantages"] != 0
-        table = TokenTable(rows.input_ids, rows.attention, real[..., 0], columns, targets=targets[..., 0])
-        if width > 1:
-            given = {"weights": rows.scored.astype(np.float32), "listed_weights": weights}
-            columns = {**given, LISTED_WORDS: targets}
-            table = replace(table, completion_mask=rows.scored, columns=columns, targets=None)
-        objective = listed_cross_entropy if width > 1 else loss.objective
-        return cls(objective, table, width > 1, int(counted.sum()))
+        table = TokenTable(rows.input_ids, rows.attention, real, columns, targets=rows.targets[..., 0])
+        lists = rows.targets.shape[-1] > 1
+        if lists:
+            assert asked.loss == "cross_entropy", "a loss of ratios has one target for each row"
+            objective = listed_cross_entropy
+            columns = {"weights": real.astype(np.float32), "listed_weights": weights}
+            table = replace(table, columns={**columns, LISTED_WORDS: rows.targets}, targets=None)
+        return cls(objective, table, lists, int(counted.sum()), tuple(rows.cells))
+
+    def logprobs(self, predictions: np.ndarray, asked: Pass) -> list[np.ndarray]:
+        """Those of each datum of `asked` in the shape of its targets, of [B, T] or [B, T, W] of the table."""
+        found = []
+        for predicted, cells, datum in zip(predictions, self.cells, asked.data, strict=True):
+            values = np.zeros(cells.real.shape, np.float32)
+            values[cells.real] = predicted[(cells.rows + 1, cells.ranks)[: predicted.ndim]]
+            found.append(values.reshape(datum.targets.shape))
+        return found
 
     def metrics(self, found: Mapping[str, Metric]) -> dict[str, float]:
         """The metrics of the interface, of those of a call; of ratios over the rows that count, or 0."""
@@ -164,88 +187,56 @@ class ForLoss:
 class _Rows:
     """The rows of datums at their places in a table, where the token after each would stand."""
 
-    def __init__(self, data: Sequence[Datum], width: int) -> None:
-        self.data, self.width = data, width
+    def __init__(self, data: Sequence[Datum], most_tokens: int) -> None:
+        self.data, self.cells = data, [_Cells.of(datum.targets) for datum in data]
         self.input_ids, self.attention = padded([datum.tokens for datum in data], behind=1)
         self.scored = np.zeros(self.attention.shape, bool)
         self.scored[:, 1:] = self.attention[:, :-1]
+        width = max(int(each.ranks.max(initial=0)) for each in self.cells) + 1
+        # A power of two, since a program is compiled for each width.
+        self.width = 1 << (width - 1).bit_length()
+        if width > 1 and self.width * max(self.scored.size, most_tokens) > MOST_CELLS:
+            raise Refused(
+                f"lists of targets must fit {MOST_CELLS} cells: {self.width}, for up to {width} targets of a "
+                f"row, times {list(self.scored.shape)}, the datums and the tokens of the longest, or times "
+                f"the {most_tokens} tokens computed at once; send fewer datums at once, or fewer targets"
+            )
+        self.targets = self._put([datum.targets for datum in data], NO_WORD)
 
-    def column(self, each: Sequence[np.ndarray], none: float) -> np.ndarray:
-        """[B, T, width], of an array [T] or [T, K] of each datum; `none` where there is nothing."""
+    def column(self, name: str, default: float) -> np.ndarray:
+        """[B, T, width] float32: the input `name`, `default` in datums without it, 0 where no target is."""
+        shapes = (datum.targets.shape for datum in self.data)
+        defaults = (np.full(shape, default, np.float32) for shape in shapes)
+        return self._put([d.columns.get(name, x) for d, x in zip(self.data, defaults, strict=True)], 0)
+
+    def _put(self, each: Sequence[np.ndarray], none: int) -> np.ndarray:
         found = np.full((*self.scored.shape, self.width), none, each[0].dtype)
-        for row, values in enumerate(each):
-            values = values if values.ndim == 2 else values[:, None]
-            found[row, 1 : len(values) + 1, : values.shape[1]] = values
+        for row, (values, cells) in enumerate(zip(each, self.cells, strict=True)):
+            found[row, cells.rows + 1, cells.ranks] = values.reshape(cells.real.shape)[cells.real]
         return found
 
-    def inputs(self, name: str, default: float) -> np.ndarray:
-        """[B, T, width] float32: the input `name`, or `default` of datums that do not have it."""
-        every = [datum.columns.get(name) for datum in self.data]
-        shapes = [datum.targets.shape for datum in self.data]
-        filled = (np.full(shape, default) if x is None else x for x, shape in zip(every, shapes, strict=True))
-        return self.column([x.astype(np.float32) for x in filled], 0.0)
 
-
-def _of_ratios(asked: Pass, loss: Loss, rows: _Rows, real: np.ndarray) -> dict[str, np.ndarray]:
-    """The columns [B, T] of a loss of ratios, whose rows are `real`."""
-    old, advantages = (rows.inputs(name, 0.0)[..., 0] for name in ("logprobs", "advantages"))
-    columns = {"old_logprobs": old, "advantages": np.where(real, advantages, 0).astype(np.float32)}
-    for name, default in {**loss.numbers, **loss.fixed}.items():
-        columns[name] = rows.inputs(name, asked.numbers.get(name, default))[..., 0]
-    if LOW in columns and (columns[LOW] > columns[HIGH]).any():
-        at = np.unravel_index(np.argmax(columns[LOW] > columns[HIGH]), real.shape)
-        raise Refused(
-            f"{LOW} must be at most {HIGH}, both as ratios; got {columns[LOW][at]:g} and "
-            f"{columns[HIGH][at]:g}; the defaults of {asked.loss} are {loss.numbers[LOW]} and "
-            f"{loss.numbers[HIGH]}"
-        )
-    if SEQUENCE in loss.further:
-        inside = rows.inputs(SEQUENCE, 0.0)[..., 0] > 0
-        # By default a sequence is its rows with an advantage; each datum has a mask or has none.
-        without = np.array([SEQUENCE not in datum.columns for datum in asked.data])
-        inside = np.where(without[:, None], columns["advantages"] != 0, inside)
-        columns["advantages"] = np.where(inside, columns["advantages"], 0).astype(np.float32)
-        columns[SEQUENCE] = inside.astype(np.float32)
-    return {**columns, "weights": real.astype(np.float32)}
-
-
-def _checked(asked: Pass) -> Loss:
-    """The loss of `asked`, whose inputs and numbers it takes; else raises Refused."""
-    if not asked.data:
-        raise Refused("a request must have at least one datum; got none")
-    if asked.loss == "stable_reinforce":
-        raise Refused(
-            "loss_fn stable_reinforce is computed only by Tinker's service; use importance_sampling, ppo, "
-            "cispo, dro or gspo (in the cookbook: loss_fn=ppo)"
-        )
-    loss = LOSSES.get(asked.loss)
-    if loss is None:
-        raise Refused(f"loss_fn must be one of {listed(LOSSES)}; got {shown(asked.loss)}")
-    for name, value in asked.numbers.items():
-        if name not in loss.numbers:
-            known = listed(loss.numbers) if loss.numbers else "nothing"
-            raise Refused(f"loss_fn_config of {asked.loss} has {known}; got {shown(name)}; leave it out")
-        if not abs(value) <= MOST:
-            raise Refused(f"{name} must be a finite number of float32; got {value}")
-    required = {*loss.inputs}
+def _of_ratios(asked: Pass, loss: Loss, rows: _Rows) -> dict[str, np.ndarray]:
+    """The columns [B, T] of a loss of ratios."""
+    columns = {"weights": rows.scored.astype(np.float32)}
+    columns |= {name: rows.column(name, 0.0)[..., 0] for name in ("logprobs", "advantages")}
+    columns["old_logprobs"] = columns.pop("logprobs")
     for name, default in loss.numbers.items():
-        having = sum(name in datum.columns for datum in asked.data)
-        if having and name in asked.numbers:
-            raise Refused(f"{name} must be given once; got it in loss_fn_config and in loss_fn_inputs")
-        if having or (default is None and name not in asked.numbers):
-            # Of rows: in some datums alone, the others would have a default that nobody asked for.
-            required.add(name)
-    for number, datum in enumerate(asked.data):
-        if missing := sorted(required - {*datum.columns}):
-            remedy = " or to loss_fn_config" if missing[0] in loss.numbers else ""
-            raise Refused(
-                f"loss_fn {asked.loss} needs {listed(sorted(required))}; datum {number} has no {missing[0]}; "
-                f"add it to loss_fn_inputs{remedy}"
-            )
-        if more := sorted({*datum.columns} - {*required, *loss.further}):
-            takes = listed(["target_tokens", *sorted({*required, *loss.further, *loss.numbers})])
-            raise Refused(
-                f"loss_fn {asked.loss} takes the inputs {takes}; datum {number} has {shown(more[0])}; leave "
-                "it out"
-            )
-    return loss
+        value = asked.numbers.get(name, default)
+        assert value is not None, f"{asked.loss} has {name}"
+        if abs(value) > MOST_FLOAT and name in asked.numbers:
+            raise Refused(f"{name} must be a number of float32; got {value}; give a smaller one")
+        columns[name] = rows.column(name, value)[..., 0]
+    if LOW in columns and (above := columns[LOW] > columns[HIGH]).any():
+        low, high = (float(columns[name][above][0]) for name in (LOW, HIGH))
+        raise Refused(
+            f"{LOW} must be at most {HIGH}; got {low:g} and {high:g}; the defaults of {asked.loss} are "
+            f"{loss.numbers[LOW]} and {loss.numbers[HIGH]}"
+        )
+    if asked.loss == "gspo":
+        # Without a mask a sequence is its rows with an advantage.
+        masked = np.array([SEQUENCE in datum.columns for datum in rows.data])[:, None]
+        inside = np.where(masked, rows.column(SEQUENCE, 0.0)[..., 0] > 0, columns["advantages"] != 0)
+        columns["advantages"] = columns["advantages"] * inside
+        columns[SEQUENCE] = inside.astype(np.float32)
+    return columns

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.schema import LogprobConfig, LoraConfig, OptimizerConfig
+from quatrain.config.sections.model_on_devices import ALL_LINEAR
 from quatrain.forward.specs import ListedSpec, PolicySpec
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import adapter_names, trained_part, with_adapters, with_lora, with_trained
-from quatrain.models.params import leaf_at
+from quatrain.models.params import LM_HEAD, leaf_at
 from quatrain.models.spec import LORA_A
-from quatrain.parallel.mesh import device_put, to_host
+from quatrain.parallel.mesh import device_put, full, to_host
 from quatrain.serve.tinker.calls import (
     AdamNumbers,
     Base,
@@ -33,15 +34,13 @@ from quatrain.serve.tinker.calls import (
     Trained,
     Units,
 )
-from quatrain.serve.tinker.losses import MOST, ForLoss
+from quatrain.serve.tinker.losses import ForLoss
 from quatrain.update.gradient import Accumulated, metrics_of_call
 from quatrain.update.optimizer import OptimizerNumbers
 from quatrain.update.trainer import StepTotals, Trainer
 
 ALPHA = 32.0
 """Of all adapters: their scale is 32 / rank, which the service's users assume."""
-LEAST_EPS = float(np.finfo(np.float32).tiny)
-"""In float32 0 / (0 + eps) must be 0: what is not trained has a gradient of 0."""
 ADAMW = OptimizerConfig(learning_rate=0.0, stochastic_rounding=False)
 """Its form; the numbers come with each step."""
 EXPLICIT, DERIVED = 0, 1
@@ -49,15 +48,14 @@ EXPLICIT, DERIVED = 0, 1
 
 
 def adapted(arch: Architecture, rank: int) -> Architecture:
-    """`arch` with adapters on all its linear matrices.
+    """`arch` with adapters on all its linear matrices and the output head.
 
     All training clients of a rank have these, whatever they train, and so share their programs. Raises
     Refused for a rank that a matrix does not have.
     """
-    if rank < 1:
-        raise Refused(f"lora_config.rank must be at least 1, as only adapters are trained; got {rank}")
+    assert rank >= 1, "only adapters are trained"
     try:
-        return with_lora(arch, LoraConfig(rank=rank, alpha=ALPHA))
+        return with_lora(arch, LoraConfig(rank=rank, alpha=ALPHA, targets=(ALL_LINEAR, LM_HEAD)))
     except ValueError as error:
         raise Refused(f"lora_config.rank {rank}: {error}") from error
 
@@ -117,34 +115,16 @@ class TrainingClient:
         return passed
 
     def _passed(self, asked: Pass, before: Accumulated | None) -> Units[tuple[Passed, Accumulated]]:
-        self._check_lengths(asked)
-        given = ForLoss.of(asked)
+        most = self._trainers[0].planner.max_tokens
+        assert most is not None
+        given = ForLoss.of(asked, min(most, self.base.longest))
         trainer, state = self._trainers[given.lists], self._state
         backward = not asked.forward_only
         found = yield from trainer.passes(
             state, given.table, given.objective, StepTotals(), before, want=True, backward=backward
         )
         assert found.predictions is not None
-        logprobs = []
-        for predicted, datum in zip(found.predictions, asked.data, strict=True):
-            rows = predicted[1 : len(datum.tokens) + 1]
-            if given.lists and datum.targets.ndim == 2:
-                rows = rows[:, : datum.targets.shape[1]]
-            elif given.lists:
-                rows = rows[:, 0]
-            logprobs.append(np.ascontiguousarray(rows).reshape(datum.targets.shape))
-        return Passed(logprobs, given.metrics(metrics_of_call(found))), found
-
-    def _check_lengths(self, asked: Pass) -> None:
-        most = self._trainers[0].planner.max_tokens
-        assert most is not None
-        most = min(most, self.base.longest)
-        for number, datum in enumerate(asked.data):
-            if not 0 < len(datum.tokens) <= most:
-                raise Refused(
-                    f"model_input must have 1 to {most} tokens, which this server computes at once; datum "
-                    f"{number} has {len(datum.tokens)}; shorten it"
-                )
+        return Passed(given.logprobs(found.predictions, asked), given.metrics(metrics_of_call(found))), found
 
     def void(self, why: str) -> None:
         """Clears the gradient; the next optimizer step is not taken, for the reason `why`."""
@@ -154,14 +134,21 @@ class TrainingClient:
         """One step of AdamW with all gradients since the last, or with a gradient of 0; a single unit.
 
         w ← w (1 - lr wd) - lr m̂ / (√v̂ + eps), for gradients times min(1, grad_clip_norm / their norm).
-        Raises Refused where nothing was changed: for numbers that it cannot compute with, a gradient that is
-        void, and one that is not finite. The gradient is cleared in each case.
+        Raises Refused, with nothing changed but the gradient cleared, where it is void or not finite.
         """
         accumulated, self._accumulated = self._accumulated, None
         void, self._void = self._void, None
         if void is not None:
             raise Refused(f"step not taken: {void}; its gradient is cleared, so send it again")
-        numbers = _numbers(adam, self.step)
+        numbers = OptimizerNumbers.of(
+            self.step,
+            learning_rate=adam.learning_rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            max_grad_norm=adam.grad_clip_norm or None,
+        )
         trainer = self._trainers[0]
         if self._lent:
             # The step takes the memory of what it changes, which a snapshot still reads.
@@ -190,10 +177,8 @@ class TrainingClient:
         if moments:
             adam = self._adam
             state = {"count": np.array(adam.count)}
-            state |= {
-                f"{key}.{name}": x for key in ("mu", "nu") for name, x in self._named(getattr(adam, key))
-            }
-        return Trained(self.lora, self.model, self.step, dict(self._named(self._adapters)), state)
+            state |= self._named(adam.mu, "mu.") | self._named(adam.nu, "nu.")
+        return Trained(self.lora, self.model, self.step, self._named(self._adapters), state)
 
     def load(self, trained: Trained, moments: bool) -> None:
         """Take the weights of `trained`, and with `moments` its optimizer state; else that begins anew.
@@ -242,13 +227,15 @@ class TrainingClient:
         words = [DERIVED, self.base.seed, self.model] if seed is None else [EXPLICIT, seed]
         # As unsigned words: a seed may be any int64.
         sequence = np.random.SeedSequence([word % 2**64 for word in words])
-        key = jax.random.wrap_key_data(sequence.generate_state(2), impl="threefry2x32")
+        key = jax.random.wrap_key_data(jnp.asarray(sequence.generate_state(2)), impl="threefry2x32")
         params = with_adapters(self.base.params, self.arch, key, self.base.mesh)
         adapters = trained_part(params, self.arch)
         for kind, layer in zip(self.arch.layers, adapters["layers"], strict=True):
             for block, is_trained in ((kind.mixer, self.lora.train_attn), (kind.mlp, self.lora.train_mlp)):
                 for name in {f"{tensor.path[0]}{LORA_A}" for tensor in block.tensors()} & {*layer}:
-                    layer[name] = layer[name] if is_trained else jnp.zeros_like(layer[name])
+                    layer[name] = layer[name] if is_trained else _zeros_like(layer[name])
+        if not self.lora.train_unembed:
+            adapters[LM_HEAD + LORA_A] = _zeros_like(adapters[LM_HEAD + LORA_A])
         return self._with(adapters)
 
     def _named(self, tree: Any, start: str = "") -> dict[str, np.ndarray]:
@@ -275,31 +262,10 @@ class TrainingClient:
         return jax.tree.map(lambda array, leaf: device_put(array, leaf.sharding), whole, like)
 
 
+def _zeros_like(array: jax.Array) -> jax.Array:
+    return full(array.shape, 0.0, array.dtype, array.sharding)
+
+
 def _parts(lora: LoraRequest) -> str:
     parts = {"attention": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     return f"rank {lora.rank} on {', '.join(name for name, of in parts.items() if of) or 'nothing'}"
-
-
-def _numbers(adam: AdamNumbers, step: int) -> OptimizerNumbers:
-    """The numbers of a step; raises Refused for those that AdamW cannot compute with in float32."""
-    most_below_one = float(np.nextafter(np.float32(1), np.float32(0)))
-    bounds = {
-        "learning_rate": (0.0, MOST),
-        "beta1": (0.0, most_below_one),
-        "beta2": (0.0, most_below_one),
-        "eps": (LEAST_EPS, MOST),
-        "weight_decay": (0.0, MOST),
-        "grad_clip_norm": (0.0, MOST),
-    }
-    for name, (least, most) in bounds.items():
-        if not least <= (value := getattr(adam, name)) <= most:
-            raise Refused(f"adam_params.{name} must be from {least:g} to {most:g}; got {value}")
-    return OptimizerNumbers.of(
-        step,
-        learning_rate=adam.learning_rate,
-        beta1=adam.beta1,
-        beta2=adam.beta2,
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
-        max_grad_norm=adam.grad_clip_norm or None,
-    )
