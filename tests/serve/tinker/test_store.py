@@ -88,7 +88,7 @@ def assert_same(found, trained):
         if mine is not None:
             assert mine.keys() == other.keys()
             for name, array in other.items():
-                assert mine[name].dtype == array.dtype
+                assert (mine[name].dtype, mine[name].shape) == (array.dtype, array.shape), name
                 np.testing.assert_array_equal(mine[name], array, err_msg=name)
 
 

@@ -107,7 +107,8 @@ def contents(trained: Trained, base: Base, config: Mapping[str, Any]) -> Iterato
     path, arch = str(config["model"]["path"]), adapted(base.arch, trained.lora.rank)
     yield from adapter_files(arch, trained.adapters, base=path, fingerprint=base.fingerprint).items()
     if trained.moments is not None:
-        yield MOMENTS, save({name: np.ascontiguousarray(array) for name, array in moments.items()})
+        # Not `ascontiguousarray`, which gives the count a dimension: the step would be another program then.
+        yield MOMENTS, save({name: np.asarray(array, order="C") for name, array in moments.items()})
 
 
 def what_loads(config: Config) -> dict[str, Any]:
