@@ -608,7 +608,7 @@ RULES: tuple[Rule, ...] = (
     *_of_optimizer("critic_optimizer"),
     Rule(
         "tinker.aliases",
-        lambda c: {*map(os.path.normpath, c.tinker.aliases.values())} - {os.path.normpath(c.model.path)},
+        lambda c: {*map(os.path.normpath, dict.values(c.tinker.aliases))} - {os.path.normpath(c.model.path)},
         "must be names of the model that is served, model.path {c.model.path}; serve others by servers of "
         "their own",
     ),
