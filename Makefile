@@ -11,7 +11,7 @@ RUNS    := $(VENV)/.installed-to-run
 # Set in many images for containers; the processes that tests start, hundreds, would each parse all of src.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-faults test-dist check types imports bench docs site dist release smollm2 oracles
+.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-tinker test-faults test-dist check types imports bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -55,6 +55,10 @@ test-vllm: $(STAMP) ## train with a real vLLM on this CPU (installs 4 GB into .v
 test-hubs: $(STAMP) ## train with real environments of verifiers and openenv (installs 600 MB into .hubs/)
 	$(BIN)/python scripts/install_hubs.py
 	$(BIN)/python -m pytest -m hubs tests/hubs -rs --durations=5
+
+test-tinker: $(STAMP) ## programs of the real Tinker client and its cookbook's recipes (installs 1.6 GB into .tinker/)
+	$(BIN)/python scripts/install_tinker.py
+	$(BIN)/python -m pytest -m tinker tests/tinker -rs -s --durations=5
 
 check: $(STAMP) ## run linter, format check, type checker and the check of import directions
 	$(BIN)/ruff check .
@@ -109,6 +113,7 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python tests/oracles/make_gradient_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_score_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_trainer_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_tinker_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_smollm2_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_sentencepiece_golden.py
 	$(ORACLES)/bin/python tests/oracles/make_judge_goldens.py

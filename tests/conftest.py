@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Flags that are set already come last and win. The long proofs (`-m slow`) and the tests on an accelerator
     (`-m gpu`) run the programs that users get.
     """
-    if "not slow" in config.option.markexpr:
+    if "not slow" in config.option.markexpr or config.option.markexpr == "tinker":
         given = os.environ.get("XLA_FLAGS", "").split()
         cheap = [flag for flag in CHEAP_COMPILATION if flag not in given]
         os.environ["XLA_FLAGS"] = " ".join([*cheap, *given])

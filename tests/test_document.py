@@ -24,6 +24,7 @@ from quatrain.models.families.ropes import ROPE_TYPES
 from quatrain.ops.aggregation import LOSS_AGGREGATIONS
 from quatrain.ops.kl import KL_ESTIMATORS
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
+from quatrain.serve.tinker.losses import LOSSES as PROGRAM_LOSSES
 from quatrain.servers.kinds import KINDS
 from quatrain.types.call_forms import FORMS
 from quatrain.types.rollouts import Sampling
@@ -138,6 +139,7 @@ def features():
         "KL estimators": set(KL_ESTIMATORS),
         "corrections": choices("update", "correction"),
         "rules that": set(REJECTIONS),
+        "losses of [programs": {"cross_entropy", *PROGRAM_LOSSES},
         "distillation": choices("distill", "loss"),
         "optimizers": choices("optimizer", "name"),
         "schedules": choices("optimizer", "schedule"),

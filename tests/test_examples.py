@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollouts import make_rollouts
+from typer.main import get_command
 
+from quatrain.cli.main import app
 from quatrain.config.load import load_config
 from quatrain.data.builtin import EOS
 from quatrain.data.tokenizer import render
@@ -53,6 +55,13 @@ def test_the_command_of_the_own_sampler_names_it(monkeypatch):
     settings = [value for flag, value in pairwise(options) if flag == "--set"]
     config = load_config(None, settings, environ={}).config
     own_sampler(config.rollout.sampler, {"arch": None, "stop_ids": ()}, 294).close()
+
+
+def test_the_command_of_the_tinker_example_has_options_of_serve():
+    """What it teaches a model: tests/tinker/test_example.py."""
+    words = command_of(EXAMPLES / "tinker_rl.py", "quatrain ")
+    known = {name for parameter in get_command(app).commands[words[1]].params for name in parameter.opts}
+    assert {"--train", "--port"} == {word for word in words if word.startswith("--")} <= known
 
 
 def test_the_custom_reward_is_added_to_the_built_in_one(monkeypatch):

@@ -137,6 +137,6 @@ def test_the_wheel_trains_with_nothing_else_installed(versions, tmp_path):
 
 @pytest.mark.slow
 def test_the_pinned_versions_allow_the_extras_together(tmp_path):
-    extras = "dev,hub,ray,serve,site,tensorboard,trackio,wandb"
+    extras = "dev,hub,ray,serve,site,tensorboard,tinker,trackio,wandb"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed")
     run(*pip, "-c", ROOT / "constraints.txt", f"{ROOT}[{extras}]", folder=tmp_path)

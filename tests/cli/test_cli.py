@@ -981,6 +981,21 @@ def test_a_run_is_evaluated_served_and_exported_by_its_name(quatrain, monkeypatc
         assert (status, "got 'second'; runs in runs: first" in " ".join(err.split())) == (2, True)
 
 
+def test_a_checkpoint_of_a_training_server_is_exported_by_its_folder(quatrain, monkeypatch):
+    """It is no run: it has one step, and no card to push."""
+    calls = []
+    stand_in(monkeypatch, "loop.export", "export", lambda run, output, *, step: calls.append(run) or 3)
+    folder = Path("tinker-state", "s_train_0", "weights", "final")
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text("{}")
+    status, out, _ = quatrain("export", str(folder), "out")
+    assert (status, out, calls) == (0, f"step 3 of {folder} is in out\n", [folder])
+    for option in (("--step", "3"), ("--push", "a/b")):
+        status, _, err = quatrain("export", str(folder), "out", *option)
+        assert (status, "leave --step and --push out" in " ".join(err.split())) == (2, True)
+    assert calls == [folder]
+
+
 def test_an_error_in_the_options_is_one_line_and_names_the_key(quatrain):
     cases = {
         ("train", "--set"): "error: Option '--set' requires an argument. (quatrain --help)",

@@ -32,8 +32,8 @@ def test_alpha_is_derived_from_the_rank():
         (("lora.rank=-1",), "lora.rank"),
         (("lora.rank=4", "lora.alpha=0"), "lora.alpha"),
         (("lora.rank=4", "lora.targets=[]"), "lora.targets"),
-        (("lora.rank=4", "lora.targets=[lm_head]"), "lora.targets.*'qkv', 'o', 'gate_up', 'down', 'exp"),
-        (("lora.rank=4", "lora.targets=[all-linear, lm_head]"), "lora.targets.*'all-linear', 'qkv', 'o'"),
+        (("lora.rank=4", "lora.targets=[embed]"), "lora.targets.*'qkv', 'o', 'gate_up', 'down', 'exp"),
+        (("lora.rank=4", "lora.targets=[all-linear, embed]"), "lora.targets.*'all-linear', 'qkv', 'o'"),
         (("lora.rank=4", "lora.targets=[all-linear, router]"), "not name router: routers have no adapters"),
         (("lora.rank=4", "lora.targets=[gate]"), "not name gate: routers have no adapters"),
         (("lora.rank=4", "lora.targets=[all-linear, all-linear]"), "must name each matrix once"),
@@ -77,6 +77,7 @@ def test_a_frozen_base_in_bfloat16_is_not_warned_about():
     [
         ("all-linear", ("all-linear",)),
         ("[o, all-linear, k_proj, experts]", ("all-linear", "experts_gate_up", "experts_down")),
+        ("[all-linear, lm_head]", ("all-linear", "lm_head")),
         ("[qkv, experts]", ("qkv", "experts_gate_up", "experts_down")),
         ("[experts_down]", ("experts_down",)),
         ("[o_proj, v_proj, k_proj, q_proj]", ("o", "qkv")),

@@ -22,7 +22,7 @@ FEW_BYTES = 3 << 14
 
 
 def short_memory(patch):
-    patch.setattr(engine, "_memory_for_cache", lambda mesh, other_bytes: FEW_BYTES)
+    patch.setattr(engine, "memory_for_cache", lambda mesh, other_bytes: FEW_BYTES)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Sequences that come one by one, each with a sampling of its own, share the slots of an engine."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,25 @@ def test_a_stop_string_ends_its_sequence_alone(engine_of, tokenizer):
     assert len(cut.tokens) <= 3
     assert stop in tokenizer.decode(cut.tokens)
     assert same.tokens == whole.tokens
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_stop_tokens_of_a_sequence_end_it_alone(engine_of):
+    """Of an engine without stop tokens; what was decoded after one, and other sequences, change nothing."""
+    engine = engine_of()
+    engine.stop_ids = ()
+    free = PerRequestSampling(Sampling(n=1, max_new_tokens=30), 5, 0, 0)
+    [whole] = finish(engine, submit_own(engine, PROMPTS[:1], [free]))
+    ends = (whole.tokens[11], whole.tokens[20])
+    at = min(map(whole.tokens.index, ends))
+    stopped = replace(free, stop_ids=ends)
+    [cut, same] = finish(engine, submit_own(engine, [PROMPTS[0]] * 2, [stopped, free]))
+    assert (cut.tokens, cut.finish_reason) == (whole.tokens[: at + 1], "stop")
+    assert cut.logprobs == whole.logprobs[: at + 1]
+    assert (same.tokens, same.finish_reason) == (whole.tokens, "length")
+    stats = engine.stats
+    assert stats.useful_slot_steps == 29 + at + 29  # the first token of each is that of the prefill
+    assert stats.slot_steps > stats.useful_slot_steps
 
 
 @pytest.mark.usefixtures("computed_by")

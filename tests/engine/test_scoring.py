@@ -61,3 +61,18 @@ def test_scores_are_those_of_the_forward_pass(
         np.testing.assert_allclose(best, -np.sort(-wanted)[:, :num_likeliest], atol=1e-5)
         chosen = scores.likeliest[1:] == np.array(ids[1:])[:, None]
         assert (scores.likeliest_logprobs[1:] == scores.logprobs[1:, None])[chosen].all()
+
+
+def test_listed_words_are_scored_in_the_place_of_each_token(engine, small_arch, small_params, monkeypatch):
+    """The faults: words one place off, in another order, or those of another tile."""
+    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 11 * small_arch.vocab_size)
+    [sequence] = sequences = [RNG.integers(0, 290, 33).tolist()]
+    listed = RNG.integers(0, 290, (33, 3)).astype(np.int32)
+    listed[::4, 1] = -1
+    [[scores]] = engine.score(sequences, 0, listed)
+    [wanted] = expected(small_arch, small_params, sequences)
+    assert scores.listed_logprobs.shape == (33, 3)
+    there = listed[1:] >= 0
+    found = np.take_along_axis(wanted, np.maximum(listed[1:], 0), axis=1)
+    np.testing.assert_allclose(scores.listed_logprobs[1:][there], found[there], atol=1e-5)
+    np.testing.assert_allclose(scores.logprobs[1:], wanted[np.arange(32), sequence[1:]], atol=1e-5)

@@ -31,7 +31,7 @@ from quatrain.update.gradient import Accumulated, init_optimizer, optimizer_step
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import Optimizer
 
-ADAPTERS = LoRA(rank=4, alpha=6.0, targets=ADAPTED)
+ADAPTERS = LoRA(rank=4, alpha=6.0, targets=(*ADAPTED, "lm_head"))
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 OPTIMIZER = Optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 

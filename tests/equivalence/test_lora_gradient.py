@@ -21,12 +21,13 @@ from quatrain.models.lora import (
     adapters_of,
     changed,
     merged,
+    merged_architecture,
     trained_part,
     with_adapters,
     with_trained,
     without_adapters,
 )
-from quatrain.models.params import init_params
+from quatrain.models.params import init_params, output_head_name
 from quatrain.models.spec import LORA_A, LORA_B
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
@@ -76,7 +77,7 @@ def _gradient(arch, params, table, planner, remat="layer"):
 
 def _of_merged(arch, params, table):
     """The gradient of A and B by autodiff through the merged matrices of a model without adapters."""
-    plain = _model(replace(arch, lora=None))
+    plain = _model(merged_architecture(arch))
     ((_, batch),) = micro_batches(table, ALL_ROWS, one_device())
 
     def loss(adapters):
@@ -89,7 +90,11 @@ def _of_merged(arch, params, table):
                 how = {"stacked": kind.stacked(name), "experts": name.startswith("experts_")}
                 change[name] = changed(layer[name], *both, arch.lora.scale, **how)
             layers.append({**layer, **change})
-        predictions = plain.predict({**base, "layers": layers}, batch)
+        head = {}
+        if "lm_head" in arch.lora.targets:
+            both = adapters["lm_head" + LORA_A], adapters["lm_head" + LORA_B]
+            head["lm_head"] = changed(base[output_head_name(arch)], *both, arch.lora.scale)
+        predictions = plain.predict({**base, **head, "layers": layers}, batch)
         return weighted_loss(predictions, batch, plain, OBJECTIVE)[0]
 
     return jax.jit(jax.grad(loss))(adapters_of(params))
@@ -137,6 +142,29 @@ def test_the_gradient_of_some_adapters(case, targets, remat, make_batch):
         MicroBatchPlanner(max_tokens=500, share_prompts=True),
     ):
         _assert_same(_gradient(arch, params, table, planner, remat)[0], expected)
+
+
+HEAD = ("o", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("case", "tied", "planner"),
+    [
+        ("llama", True, PADDED),
+        *(
+            pytest.param(case, tied, planner, marks=pytest.mark.slow)
+            for case in ("llama", "gemma2", "granite")
+            for tied in (False, True)
+            for planner in (PADDED, PACKED)
+            if (case, tied, planner) != ("llama", True, PADDED)
+        ),
+    ],
+)
+def test_the_gradient_of_adapters_of_the_output_head(case, tied, planner, make_batch):
+    """Tied or not, with a soft cap of the logits (Gemma 2) or a scale of them (Granite)."""
+    arch = replace(_arch(case, HEAD), tie_embeddings=tied)
+    params, table = _params(arch), _table(make_batch)
+    _assert_same(_gradient(arch, params, table, planner)[0], _of_merged(arch, params, table))
 
 
 EXPERTS = ("experts_gate_up", "experts_down")

@@ -22,7 +22,7 @@ from quatrain.types.batches import Prompt
 @pytest.fixture(scope="module")
 def adapted(small_arch, small_params):
     """(architecture, parameters) of a model whose adapters move its logits by about their own size."""
-    return _adapted(replace(small_arch, lora=LoRA(4, 8.0, ADAPTED)), small_params)
+    return _adapted(replace(small_arch, lora=LoRA(4, 8.0, (*ADAPTED, "lm_head"))), small_params)
 
 
 def _adapted(arch, base):
@@ -80,3 +80,4 @@ def test_a_sampler_with_adapters_has_no_copy_of_the_base(adapted, tokenizer):
     for name, leaf in placed["merged"]["layers"][0].items():
         assert (leaf is params["layers"][0][name]) == (name not in ADAPTED), name
     assert placed["merged"]["embed"] is params["embed"]
+    assert placed["adapter"]["lm_head_lora_b"] is not params["lm_head_lora_b"]

@@ -1,6 +1,7 @@
 import ast
 import inspect
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from quatrain.loop import build
 from quatrain.loop.policy import load_policy
 from quatrain.loop.stages import build_engine, keeping_environments
 from quatrain.loop.train import dry_run
+from quatrain.models.architecture import LoRA
 from quatrain.rollout.publish import gathered
 from quatrain.rollout.start_fleet import servers
 from quatrain.update.learner import Learner
@@ -86,6 +88,16 @@ def test_a_teacher_is_loaded_for_the_longest_sequence_that_it_reads():
     loaded = load_policy(config)
     longest = [TeacherLoader(config, loaded, prompt).longest for prompt in (0, 40, 55)]
     assert longest == [64, 64, 79]
+
+
+def test_a_server_loads_no_output_head_beside_the_embeddings(tmp_path):
+    """It would take one of both in place of the other: its samples would be of other weights."""
+    settings = (f"run.dir={tmp_path}", "run.name=r", "rollout.servers=[http://127.0.0.1:9]")
+    config, loaded = load_config(None, settings, environ={}).config, _load()
+    adapted = replace(loaded.arch, lora=LoRA(2, 2.0, ("o", "lm_head")))
+    with pytest.raises(ValueError, match=r"lm_head with rollout.servers .* tied to the embeddings"):
+        servers(config, replace(loaded, arch=adapted))
+    assert servers(config, replace(loaded, arch=replace(adapted, tie_embeddings=False)))
 
 
 def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):

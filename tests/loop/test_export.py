@@ -2,21 +2,32 @@ import json
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from goldens import read_golden
+from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from quatrain.config.load import load_config
 from quatrain.data.gguf_tokenizer import CHATML
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
-from quatrain.loop.export import export_policy
+from quatrain.loop.export import export, export_policy
+from quatrain.loop.policy import load_policy
 from quatrain.models.architecture import LoRA
+from quatrain.models.decoder import forward, logits
 from quatrain.models.families import builtin_architecture
-from quatrain.models.lora import with_adapters
+from quatrain.models.lora import adapters_of, frozen_part, with_adapters, with_trained, without_adapters
 from quatrain.models.params import init_params
+from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.serve.tinker.calls import LoraRequest, Trained
+from quatrain.serve.tinker.checkpoint import what_loads
+from quatrain.serve.tinker.store import Store
+from quatrain.serve.tinker.training import adapted
+from quatrain.weights.adapter import save_adapter
 from quatrain.weights.hf import save_hf
 from quatrain.weights.load_model import load_model
 
@@ -84,12 +95,69 @@ def test_adapters_name_a_base_that_peft_can_load(base, copied, tmp_path, monkeyp
     plain = builtin_architecture("tiny", len(tokenizer), (2,))
     params = init_params(plain, jax.random.key(0))
     save_hf(tmp_path / "folder", plain, params)
-    arch = replace(plain, lora=LoRA(2, 2.0, ("o",)))
+    arch = replace(plain, lora=LoRA(2, 2.0, ("o", "lm_head")))
     export_policy(Path("out"), arch, with_adapters(params, arch, jax.random.key(1)), tokenizer, base=base)
-    named = json.loads(Path("out/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    adapter = json.loads(Path("out/adapter/adapter_config.json").read_text())
+    assert adapter["target_modules"] == ["o_proj", "lm_head"]
+    named = adapter["base_model_name_or_path"]
+    # The base's head is its embeddings, that of the merged model is not, even where B is still 0.
+    found = load_model("out")
+    assert (plain.tie_embeddings, found.arch.tie_embeddings) == (True, False)
+    np.testing.assert_array_equal(found.params["lm_head"], params["embed"])
     assert Path("out/base").exists() == copied
     if base == "a/b":
         assert named == base
     else:
         assert named == str(tmp_path / ("out/base" if copied else "folder"))
         jax.tree.map(np.testing.assert_array_equal, load_model(named).params, params)
+
+
+@pytest.fixture
+def of_server(narrow_model, tmp_path):
+    """(folder of a checkpoint of the training server, its parameters and architecture with adapters)."""
+    config = load_config(None, ["model.path=builtin:tiny", "seed=3"], {}).config
+    loaded = load_policy(config, critic=False, adapters=False, environments=False)
+    arch = adapted(loaded.arch, 4)
+    params = with_adapters(loaded.params, arch, jax.random.key(1))
+    keys = iter(jax.random.split(jax.random.key(2), 100))
+    drawn = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 8, adapters_of(params))
+    params = with_trained(params, drawn, arch)
+    save_adapter(tmp_path / "plain", arch, params, base="builtin:tiny")
+    fingerprint = tree_fingerprint(frozen_part(loaded.params))
+    base = SimpleNamespace(name="/served", arch=loaded.arch, fingerprint=fingerprint)
+    store = Store(tmp_path / "state", base, what_loads(config))
+    store.note_run("o", "s:train:0", LoraRequest(4))
+    tensors = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    trained = Trained(LoraRequest(4), 0, 5, tensors, {"count": np.array(5, np.int32)})
+    list(store.save("o", "s:train:0", "weights", "final", trained))
+    store.close()
+    return store.run_folder("s:train:0") / "weights" / "final", params, arch
+
+
+def scored(params, arch):
+    tokens, mask = jnp.arange(12)[None], jnp.ones((1, 12), bool)
+    return logits(params, arch, forward(params, arch, tokens, tokens, mask).hidden)
+
+
+def test_a_checkpoint_of_the_server_becomes_the_model_that_was_trained(of_server, tmp_path):
+    """Its merged weights compute what base and adapters compute; its adapters are those of the checkpoint."""
+    folder, params, arch = of_server
+    assert export(folder, tmp_path / "out") == 5
+    model = load_model(str(tmp_path / "out"))
+    scores = scored(params, arch)
+    np.testing.assert_allclose(scored(model.params, model.arch), scores, atol=2e-5)
+    base = scored(without_adapters(params), replace(arch, lora=None))
+    assert np.abs(base - scores).max() > 0.1
+    written = tmp_path / "out" / "adapter" / "adapter_model.safetensors"
+    assert written.read_bytes() == (folder / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="not an empty folder"):
+        export(folder, tmp_path / "out")
+
+
+def test_a_checkpoint_of_the_server_is_not_merged_into_another_base(of_server, tmp_path):
+    folder, _, _ = of_server
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("seed: 3", "seed: 4"))
+    with pytest.raises(ValueError, match="base with fingerprint"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -11,7 +11,9 @@ from architectures import ADAPTED, of_golden
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig
 from quatrain.models.architecture import LoRA
+from quatrain.models.decoder import logits
 from quatrain.models.lora import (
+    adapter_names,
     adapters_of,
     changed,
     check_lora,
@@ -19,6 +21,7 @@ from quatrain.models.lora import (
     frozen_part,
     has_adapters,
     merged,
+    merged_architecture,
     trained_part,
     with_adapters,
     with_lora,
@@ -69,6 +72,62 @@ def test_the_rank_is_never_sharded_and_the_rest_as_its_matrix(small_arch):
     assert tuple(layer["o_lora_b"]) == ("fsdp", None)
     assert tuple(layer["gate_up_lora_b"]) == ("fsdp", "tp", None)
     assert tuple(layer["down_lora_a"]) == (None, "tp")
+
+
+@pytest.fixture
+def with_head(small_arch, small_params):
+    """Adapters on one matrix of the layers and on the output head, which is the embeddings; B is not 0."""
+    arch = replace(small_arch, lora=LoRA(4, 8.0, ("o", "lm_head")))
+    params = with_adapters(small_params, arch, jax.random.key(1))
+    return arch, with_trained(params, jax.tree.map(lambda x: x + 0.05, adapters_of(params)), arch)
+
+
+def test_adapters_of_the_output_head_are_a_part_of_what_is_trained(with_head, small_arch, small_params):
+    arch, params = with_head
+    new = with_adapters(small_params, arch, jax.random.key(1))
+    words, trained = small_arch.vocab_size, trained_part(new, arch)
+    assert trained.keys() == {"layers", "lm_head_lora_a", "lm_head_lora_b"}
+    a, b = new["lm_head_lora_a"], new["lm_head_lora_b"]
+    assert (a.shape, b.shape) == ((4, 32), (words, 4))
+    assert not b.any()
+    assert 0.9 * 32**-0.5 < float(jnp.abs(a).max()) <= 32**-0.5
+    of_layers = replace(arch, lora=LoRA(4, 8.0, ("o",)))
+    assert num_params(arch) - num_params(of_layers) == 4 * (32 + words)
+    drawn = adapters_of(with_adapters(small_params, of_layers, jax.random.key(1)))["layers"]
+    jax.tree.map(np.testing.assert_array_equal, trained["layers"], drawn)
+    places = partition(arch, MeshShape(1, 2, 2))
+    assert tuple(places["lm_head_lora_a"]) == (None, "fsdp")
+    assert tuple(places["lm_head_lora_b"]) == (places["embed"][0], None) == ("tp", None)
+    assert jax.tree.structure(trained_part(places, arch)) == jax.tree.structure(trained)
+    base = without_adapters(params)
+    assert all(x is y for x, y in zip(jax.tree.leaves(base), jax.tree.leaves(small_params), strict=True))
+    assert has_adapters(small_params | {"lm_head_lora_a": a})
+    copies = copies_if_aliased(params, params)
+    assert copies["lm_head_lora_b"] is not params["lm_head_lora_b"]
+    assert copies["embed"] is params["embed"]
+    assert [name.name for name in adapter_names(arch)][:2] == [
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.lm_head.lora_B.weight",
+    ]
+
+
+def test_logits_of_an_adapted_head_are_those_of_the_merged_model_whose_embeddings_stay(with_head):
+    """W h + (alpha / r) B A h, where the head was the embeddings: merged into these, inputs would change."""
+    arch, params = with_head
+    hidden = jax.random.normal(jax.random.key(2), (3, arch.hidden_size))
+    whole = params["embed"] + 2 * params["lm_head_lora_b"] @ params["lm_head_lora_a"]
+    np.testing.assert_allclose(logits(params, arch, hidden), hidden @ whole.T, rtol=1e-4, atol=1e-5)
+    plain, into = merged_architecture(arch), merged(params, arch)
+    assert not plain.tie_embeddings
+    assert plain.lora is None
+    assert not has_adapters(into)
+    assert jax.tree.structure(into) == jax.tree.structure(partition(plain, MeshShape()))
+    np.testing.assert_allclose(into["lm_head"], whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(into["embed"], params["embed"])
+    assert merged_architecture(replace(arch, lora=LoRA(4, 8.0, ("o",)))).tie_embeddings
+    apart = replace(arch, tie_embeddings=False)
+    other = merged(params | {"lm_head": 3 * params["embed"]}, apart)
+    np.testing.assert_allclose(other["lm_head"], whole + 2 * params["embed"], rtol=1e-5, atol=1e-5)
 
 
 def test_base_and_adapters_are_parts_of_one_tree(adapted, small_params):
@@ -189,3 +248,7 @@ def test_models_that_cannot_have_the_adapters(small_arch):
     with pytest.raises(ValueError, match="down_proj of this llama model is 32 x 48, got rank 33"):
         with_lora(small_arch, LoraConfig(rank=33, targets=("down",)))
     assert with_lora(small_arch, LoraConfig()) is small_arch
+    with pytest.raises(ValueError, match=r"lm_head of this llama model is \d+ x 32, got rank 33"):
+        with_lora(small_arch, LoraConfig(rank=33, targets=("lm_head",)))
+    with pytest.raises(ValueError, match="a llama model has no lm_head; choose from qkv, o, "):
+        with_lora(replace(small_arch, head="value_head"), LoraConfig(rank=4, targets=("qkv", "lm_head")))

@@ -102,6 +102,27 @@ def test_a_frozen_head_has_no_gradient_and_hidden_states_have_the_same(tile):
     assert not np.asarray(by_head).any()
 
 
+def both(rows, states):
+    return dot(rows[0], states[0]) + dot(rows[1], states[1])
+
+
+@pytest.mark.parametrize("tile", [Tile(3, 4), Tile(7, 16, 4 * 7 * 11)])
+def test_of_two_matrices_of_which_the_first_is_frozen_the_other_has_its_gradient(tile):
+    """As of one matrix that has the columns of both: those of a head's adapters are behind the others."""
+    gradient_of, _ = eleven_words()
+
+    def ours(hidden, head, targets):
+        rows, states = (head[:, :3], head[:, 3:]), (hidden[:, :3], hidden[:, 3:])
+        return token_logprobs(both, rows, states, targets, 0.7, tile=tile, head_gradient=False)
+
+    value, (by_hidden, by_head) = gradient_of(ours)
+    whole = gradient_of(lambda h, w, targets: token_logprobs(dot, w, h, targets, 0.7, tile=tile))
+    np.testing.assert_allclose(value, whole[0], rtol=1e-5)
+    np.testing.assert_allclose(by_hidden, whole[1][0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(by_head[:, 3:], whole[1][1][:, 3:], rtol=1e-5, atol=1e-5)
+    assert not np.asarray(by_head[:, :3]).any()
+
+
 def test_the_gradient_of_a_frozen_head_costs_nothing():
     hidden, head = jnp.zeros((64, 16)), jnp.zeros((512, 16))
 
@@ -116,6 +137,14 @@ def test_the_gradient_of_a_frozen_head_costs_nothing():
     # Logits in the forward and in the backward pass, and the gradient of the hidden states.
     assert num_operations(head_gradient=False) == 3
     assert num_operations() == 4
+
+    def with_adapters(states, b):
+        given = (head, b), states, jnp.zeros(64, jnp.int32), 1.0
+        return token_logprobs(both, *given, tile=Tile(64, 512), head_gradient=False)[0].sum()
+
+    given = (hidden, jnp.zeros((64, 2))), jnp.zeros((512, 2))
+    lowered = jax.make_jaxpr(jax.grad(with_adapters, (0, 1)))(*given)
+    assert lowered.pretty_print().count("dot_general") == 3 + 4
 
 
 @pytest.mark.parametrize("tile", [Tile(64, 4096), Tile(2048, 128), Tile(512, 500)])

@@ -9,7 +9,13 @@ from head_gradients import assert_head_gradients
 from test_divergences import KINDS, QUICK_TILES, P, Q, dot, given, naive, pick
 
 from quatrain.ops.logprobs import LOWEST, Head, Tile
-from quatrain.ops.top_words import NO_WORD, outcome_divergence, outcome_logits, top_words
+from quatrain.ops.top_words import (
+    NO_WORD,
+    listed_logprobs,
+    outcome_divergence,
+    outcome_logits,
+    top_words,
+)
 
 TILES = (Tile(1, 1), Tile(2, 3), Tile(3, 4), Tile(64, 64))
 
@@ -141,6 +147,26 @@ def test_words_that_do_not_count(tile):
     np.testing.assert_allclose(value, short, rtol=1e-5)
     np.testing.assert_allclose(gradient[:, :8], of_short, rtol=1e-5, atol=1e-6)
     assert not gradient[:, 8:].any()
+
+
+def test_listed_words_have_the_log_probabilities_of_the_whole_vocabulary():
+    """In any order, some listed twice, which must count once in the total, or not at all."""
+    rng = np.random.default_rng(5)
+    hidden, head, weights = rng.normal(size=(4, 5)), rng.normal(size=(11, 5)), rng.normal(size=(4, 4))
+    words = np.array([[3, 10, 3, 0], [7, NO_WORD, 7, 7], [NO_WORD] * 4, [9, 1, 4, NO_WORD]])
+    logits = hidden @ head.T / 0.7
+    logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    value = np.where(words >= 0, np.take_along_axis(logprobs, np.maximum(words, 0), axis=-1), 0)
+    by_logits = -np.exp(logprobs) * np.where(words >= 0, weights, 0).sum(axis=-1, keepdims=True)
+    for row, word in zip(*np.nonzero(words >= 0)):
+        by_logits[row, words[row, word]] += weights[row, word]
+
+    def total(head, hidden):
+        outcomes = outcome_logits(Head(dot, 0.7), head, hidden, jnp.int32(words), tile=Tile(3, 4))
+        found = listed_logprobs(outcomes, jnp.int32(words))
+        return (jnp.float32(weights) * found).sum(), found
+
+    assert_head_gradients(total, head, hidden, value, by_logits / 0.7)
 
 
 @pytest.mark.slow

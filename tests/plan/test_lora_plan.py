@@ -64,6 +64,24 @@ def test_bytes_are_those_of_the_arrays(final):
     assert parts(final(SMALL, "rollout.lora=adapter"))["rollout_weights"] == 0
 
 
+def test_bytes_of_an_adapted_head_are_those_of_the_arrays(final):
+    """Merged into a tied head, the sampler has one of its own."""
+    shape = SMALL | {"tie_word_embeddings": True}
+    config = final(shape, "lora.targets=[qkv, lm_head]")
+    arch = with_lora(architecture_from_hf(shape), config.lora)
+    params = with_adapters(init_params(replace(arch, lora=None), jax.random.key(0)), arch, jax.random.key(0))
+    copies, found = merged(params, arch), parts(config)
+    merged_bytes = sum(layer["qkv"].nbytes for layer in copies["layers"]) + copies["lm_head"].nbytes
+    assert found["rollout_weights"] == merged_bytes
+    assert found["adapters"] == sum(x.nbytes for x in jax.tree.leaves(adapters_of(params)))
+    dtypes = {"dtype": "float32", "param_dtype": "float32"}
+    sizes = {"tokens": 64, "remat": "layer", "mesh": MeshShape(), **dtypes}
+    others = replace(arch, lora=LoRA(4, 4.0, ("qkv",)))
+    head, plain = (activations(each, **sizes) for each in (arch, others))
+    assert head.head - plain.head == 4 * (2 * 64 * 4 + arch.vocab_size * 8)
+    assert head.gradients - plain.gradients == 4 * 4 * (arch.vocab_size + arch.hidden_size)
+
+
 def test_seven_billion_parameters_fit_one_device_of_80_gb_with_adapters(final):
     sizes = (
         "model.dtype=bfloat16", "model.param_dtype=bfloat16", "model.remat=layer", "update.kl_coef=0.01",

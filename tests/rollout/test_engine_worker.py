@@ -9,7 +9,7 @@ import pytest
 from rollouts import fleet_rollouts, local_rollouts
 
 from quatrain.config.schema import LoraConfig, RolloutConfig
-from quatrain.models.lora import with_adapters, with_lora
+from quatrain.models.lora import adapters_of, with_adapters, with_lora, with_trained
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.publish import Folder, InMemory, gathered
@@ -108,16 +108,9 @@ def test_old_weights_are_freed_before_new_ones_are_read(make_engine, small_param
 
 
 def test_of_adapters_a_worker_needs_only_these(make_engine, small_arch, small_params, tokenizer):
-    arch = with_lora(small_arch, LoraConfig(rank=2))
+    arch = with_lora(small_arch, LoraConfig(rank=2, targets=("all-linear", "lm_head")))
     params = with_adapters(small_params, arch, jax.random.key(3))
-    changed = jax.tree.map(lambda x: x + 0.05, params["layers"])
-    params = {
-        **params,
-        "layers": [
-            {**b, **{k: c[k] for k in c if k not in s}}
-            for b, c, s in zip(params["layers"], changed, small_params["layers"], strict=True)
-        ],
-    }
+    params = with_trained(params, jax.tree.map(lambda x: x + 0.05, adapters_of(params)), arch)
     whole = make_engine(arch)
     whole.sync_weights(params, 2)
     fleet = fleet_of([make_engine(arch)], tokenizer, base=small_params)

@@ -1,6 +1,7 @@
 """What asks a sampler: turns come to those who asked for them, whatever the sampler does and when."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,7 +70,8 @@ def test_a_turn_that_was_refused_may_still_end():
 
 def test_a_request_is_the_same_in_another_process():
     [request] = requests_of(4, n=3)
-    for each in (request, *request.singly(7)):
+    ends = replace(request.singly(7)[0].own, stop_ids=(3, 4))
+    for each in (request, *request.singly(7), replace(request, own=ends)):
         again = request_of(plain(each))
         assert (again.step, again.sampling, again.own) == (each.step, each.sampling, each.own)
         assert again.prompt.input_ids.tolist() == each.prompt.input_ids.tolist()

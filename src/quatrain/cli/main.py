@@ -393,6 +393,7 @@ def plan(
         "serve --set model.path=runs/my-run/final",
         "serve runs/my-run --port 9000 --name my-model",
         "serve configs/gsm8k_smollm2_cpu.yaml --set rollout.max_concurrency=16",
+        "serve models/smollm2 --train --port 8001",
     )
 )
 def serve(
@@ -412,13 +413,25 @@ def serve(
     name: Annotated[
         str | None, option("Name of the model for clients (`model` in requests); default: its path.", "MODEL")
     ] = None,
+    train: Annotated[
+        bool, flag("--train", "Also train: programs of the client tinker train adapters of the model.")
+    ] = False,
 ) -> None:
-    """Serve a model, or that of a run, over HTTP with OpenAI's interface."""
+    """Serve a model, or that of a run, over HTTP with OpenAI's interface, and with Tinker's."""
     if name is not None and not name.strip():
         raise ValueError("--name must be the name that requests give the model; got an empty one")
     resolved = _resolve(given(words, set_, folders=True), trains=False)
-    with _served("serve"):
+    with _served("serve", "serve"):
         from quatrain.loop.serve import serve as run
+    with _served("serve --train", "tinker"):
+        if train:
+            pass
+
+    def trains(url: str, folder: str, has_key: bool) -> None:
+        key = "the value of QUATRAIN_TINKER_KEY" if has_key else "tml-local, or any that begins with tml-"
+        typer.echo(f"programs train it with TINKER_BASE_URL={url} and TINKER_API_KEY: {key}")
+        typer.echo(f"recipes take model_name={folder}")
+
     model = resolved.config.model.path if name is None else name
     with _cached(resolved):
         run(
@@ -432,6 +445,7 @@ def serve(
                 "need no others",
                 err=True,
             ),
+            trains=trains if train else None,
         )
 
 
@@ -454,7 +468,7 @@ def agent(
     asked = given(words, set_, folders=True)
     asked = asked._replace(overrides=[*asked.overrides, f"rollout.agent={json.dumps(agent)}"])
     resolved = _resolve(asked, trains=False)
-    with _served("agent"):
+    with _served("agent", "serve"):
         from quatrain.loop.agent import play_rows
     with _cached(resolved):
         for text in play_rows(resolved, rows):
@@ -479,14 +493,14 @@ app.add_typer(runs.app)
 
 
 @contextmanager
-def _served(command: str) -> Iterator[None]:
+def _served(command: str, extra: str) -> Iterator[None]:
     """The block imports what serves over HTTP, which needs packages of an extra."""
+    packages = {"serve": "starlette and uvicorn", "tinker": "starlette, uvicorn and protobuf"}[extra]
     try:
         yield
     except ImportError as error:
         raise ValueError(
-            f"quatrain {command} needs starlette and uvicorn: {error}; install them with "
-            f"{installation('serve')}"
+            f"quatrain {command} needs {packages}: {error}; install them with {installation(extra)}"
         ) from error
 
 

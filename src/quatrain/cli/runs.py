@@ -77,11 +77,17 @@ def samples(
     epilog=examples(
         "export runs/my-run exported/",
         "export my-run exported/ --step 50",
+        "export tinker-state/MODEL/weights/final exported/",
         "export runs/my-run --push OWNER/NAME",
     )
 )
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run's folder or name, or the folder of a training server's checkpoint."
+        ),
+    ],
     output: Annotated[
         Path | None, argument("Folder to write the model to; may be left out with --push.", "OUTPUT")
     ] = None,
@@ -102,10 +108,12 @@ def export(
     ] = None,
     public: Annotated[bool, flag("--public", "Make the repository of --push public if it is new.")] = False,
 ) -> None:
-    """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer), or push it."""
+    """Write the weights of a run, or of a checkpoint of `quatrain serve --train`, as a Hugging Face folder
+    (safetensors, config, tokenizer), or push those of a run."""
     from quatrain.config.dotenv import load_dotenv
     from quatrain.config.places import HUB_ID
     from quatrain.loop.export import export as write
+    from quatrain.serve.tinker.checkpoint import META
 
     if push is not None and not HUB_ID.fullmatch(push):
         raise ValueError(f"--push names a repository on the Hugging Face Hub, as OWNER/NAME; got {push!r}")
@@ -116,7 +124,13 @@ def export(
             "nothing says where the model goes; give a folder OUTPUT, --push OWNER/NAME, or both"
         )
     load_dotenv(os.environ)
-    (home,) = run_folders([run])
+    of_server = (Path(run) / META).is_file()
+    if of_server and (push is not None or step is not None):
+        raise ValueError(
+            f"{run} is one checkpoint of a training server; leave --step and --push out, which are for runs, "
+            "and give OUTPUT"
+        )
+    home = Path(run) if of_server else run_folders([run])[0]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) if output is None else output
         if push is not None:

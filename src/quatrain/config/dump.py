@@ -90,6 +90,12 @@ def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, dept
             yield f"{text:<{COMMENT_COLUMN}}  # {provenance[key]}"
 
 
+def sections_yaml(values: Mapping[str, Any]) -> str:
+    """YAML of some sections or keys of a configuration, which can be loaded; secrets are redacted."""
+    shown = redact_values(dict(values), os.environ)
+    return str(yaml.dump(shown, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
+
+
 def inline(value: Any) -> str:
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf, sort_keys=False

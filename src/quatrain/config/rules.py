@@ -4,6 +4,7 @@ Data flow: `Config` with sections that are valid alone -> `broken_rule`, the fir
 Conditions and sentences read the configuration as `c.section.key` and `{c.section.key}`.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -605,4 +606,10 @@ RULES: tuple[Rule, ...] = (
     *(_of_estimator(name, estimator.scales) for name, estimator in ESTIMATORS.items()),
     *_of_optimizer("optimizer"),
     *_of_optimizer("critic_optimizer"),
+    Rule(
+        "tinker.aliases",
+        lambda c: {*map(os.path.normpath, dict.values(c.tinker.aliases))} - {os.path.normpath(c.model.path)},
+        "must be names of the model that is served, model.path {c.model.path}; serve others by servers of "
+        "their own",
+    ),
 )

@@ -20,6 +20,7 @@ from quatrain.config.sections.given import DPOConfig, GivenConfig, RMConfig, SFT
 from quatrain.config.sections.model_on_devices import LoraConfig, ModelConfig, OffloadConfig, PlacementConfig
 from quatrain.config.sections.reward import AdvantageConfig, DistillConfig, RewardConfig
 from quatrain.config.sections.rollout import RolloutConfig
+from quatrain.config.sections.tinker import TinkerConfig
 from quatrain.config.sections.update import (
     CriticConfig,
     CriticOptimizerConfig,
@@ -87,6 +88,7 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     offload: OffloadConfig = OffloadConfig()
     distributed: DistributedConfig = DistributedConfig()
+    tinker: TinkerConfig = TinkerConfig()
 
     @model_validator(mode="after")
     def _keys_agree(self, info: ValidationInfo) -> Self:

@@ -26,6 +26,8 @@ from urllib.parse import quote, unquote
 
 SERVE_TOKEN = "QUATRAIN_SERVE_TOKEN"
 """The environment variable with the token that servers are sent, and that `quatrain serve` asks for."""
+TINKER_KEY = "QUATRAIN_TINKER_KEY"
+"""The environment variable with the only API key that `quatrain serve --train` takes."""
 
 REDACTED = "[redacted]"
 SHORTEST_SECRET = 4

@@ -61,6 +61,8 @@ _INSTEAD = {
 def has_part(c: Any, key: str) -> bool:
     """Whether a run with the `Config` c reads the key."""
     task, section = c.run.task, key.partition(".")[0]
+    if section == "tinker":
+        return False
     if section in SECTIONS:
         return section == task or (task == "rl" and section == "sft" and key not in _ALONE_IN_SFT)
     if task == "rl":
@@ -104,7 +106,9 @@ def without_part(c: Any, key: str) -> str:
     if key == "data.train" and task == "sft":
         return "has no effect beside sft.data; leave one of the two out"
     where, instead = f"in quatrain {COMMANDS[task]}", "use quatrain train"
-    if section in SECTIONS:
+    if section == "tinker":
+        instead = "use quatrain serve --train"
+    elif section in SECTIONS:
         first = section == "sft" and task != "rl"
         instead = f"run quatrain {section}{' first, and set model.path to the final/ of its run' * first}"
     elif _INSTEAD.get(key) in type(getattr(c, task)).model_fields:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from quatrain.backend import Backend, this_backend
@@ -26,7 +27,7 @@ from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Session, SessionSettings
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
-from quatrain.models.lora import adapters_of, copies_if_aliased, merged
+from quatrain.models.lora import adapters_of, copies_if_aliased, merged, merged_architecture
 from quatrain.models.params import partition
 from quatrain.parallel.mesh import check_held, mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
@@ -95,7 +96,7 @@ class RolloutEngine:
         backend: Backend | None = None,
     ):
         self._with_adapters = arch
-        self.arch = replace(arch, lora=None) if config.lora == "merged" else arch
+        self.arch = merged_architecture(arch) if config.lora == "merged" else arch
         self.tokenizer, self.seed = tokenizer, seed
         self.stop_ids = tuple(stop_ids)
         self.dtype = jnp.dtype(dtype)
@@ -123,7 +124,14 @@ class RolloutEngine:
         self._before = EngineStats()
 
     @classmethod
-    def of(cls, config: Config, policy: Policy, *, per_request_sampling: bool = False) -> Self:
+    def of(
+        cls,
+        config: Config,
+        policy: Policy,
+        *,
+        per_request_sampling: bool = False,
+        cache_bytes: int | None = None,
+    ) -> Self:
         """The engine that samples from `policy` on devices of this run, without weights."""
         return cls(
             policy.arch,
@@ -134,6 +142,7 @@ class RolloutEngine:
             dtype=config.model.dtype,
             attention=policy.attention,
             mesh=policy.meshes.rollout,
+            cache_bytes=cache_bytes,
             usual_prompt=policy.usual_prompt,
             per_request_sampling=per_request_sampling,
             backend=policy.backend,
@@ -148,7 +157,7 @@ class RolloutEngine:
         began = time.perf_counter()
         if self._session is None or not self._session.num_groups:
             self._params = None  # with nothing in flight, free the old weights before placing the new
-        placed = self._placed(params)
+        placed = self.placed(params)
         if version == self._version and self._session is not None:
             self._session.forget_contexts()  # which are found by the version; these may be other weights
         self._params, self._version = placed, version
@@ -159,9 +168,9 @@ class RolloutEngine:
 
         They are copied from device to device. Arrays in the host's memory come to the devices one at a time.
         """
-        return jax.block_until_ready(copies_if_aliased(self._placed(params), params))
+        return jax.block_until_ready(copies_if_aliased(self.placed(params), params))
 
-    def _placed(self, params: Any) -> Any:
+    def placed(self, params: Any) -> Any:
         """As `copy_weights`, but arrays that have that sharding and dtype already are not copied."""
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
@@ -230,15 +239,18 @@ class RolloutEngine:
         """Forget a request, finished or not."""
         ticket.session.cancel(ticket.group)
 
-    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Iterator[list[Scores]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], num_likeliest: int, listed: np.ndarray | None = None
+    ) -> Iterator[list[Scores]]:
         """Log-probabilities of given tokens, by the weights that are set; the next sequences at each step.
 
-        A step is one call of the device, between two rounds.
+        A step is one call of the device, between two rounds. `listed` [T, W] int32 are words to score in the
+        place of each of the T tokens of a single sequence; -1: none.
         """
         model = self.arch, self.stop_ids, self.dtype, self._attention, self.mesh
         program = Program(*model, self._backend)
         for packs in packs_to_score(sequences, mesh_shape(self.mesh).num_data_shards):
-            yield score_packs(program, self._weights(), packs, num_likeliest)
+            yield score_packs(program, self._weights(), packs, num_likeliest, listed)
 
     def advance(self) -> None:
         """Run one round of what was submitted: prefill of new requests, and a decode call."""
@@ -272,7 +284,7 @@ class RolloutEngine:
             # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
             version = self._weights() if self._copies_base else adapters_of(self._weights())
             on_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(version))
-            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * on_device)
+            self._cache_bytes = memory_for_cache(self.mesh, self._more_copies * on_device)
         model = self.arch, self.tokenizer, self.stop_ids, self.seed, self.dtype, self._attention, self.mesh
         settings = SessionSettings(*model, self._cache_bytes, self._usual_prompt)
         settings = replace(settings, records_routes=self._records_routes, backend=self._backend)
@@ -288,7 +300,7 @@ class RolloutEngine:
         return self._params
 
 
-def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
+def memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
     """Bytes that the KV cache may use on each device of `mesh`; a CPU device uses memory of the host.
 
     `reserved` bytes of a device are left for what does not exist yet. The minimum over all processes, because

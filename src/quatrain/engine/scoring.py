@@ -27,6 +27,7 @@ from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decoder import logits
 from quatrain.models.delta_rule import Chunks
 from quatrain.ops.logprobs import even_parts
+from quatrain.ops.shape_buckets import power_of_two
 from quatrain.parallel.collectives import all_gather_shards
 from quatrain.types.batches import Prompt
 
@@ -50,6 +51,8 @@ class Scores(NamedTuple):
     """[T, K] int32, the likeliest tokens in the place of each, in order."""
     likeliest_logprobs: np.ndarray
     """[T, K] float32; a token that is among the likeliest has the same value here to the bit."""
+    listed_logprobs: np.ndarray
+    """[T, W] float32, those of the words that were listed for the place of each; arbitrary where none was."""
 
     def pairs(self) -> list[list[tuple[int, float]]]:
         """The likeliest tokens in the place of each, with their log-probabilities."""
@@ -65,6 +68,7 @@ class PackedRow(NamedTuple):
     segment_ids: jax.Array  # [T] int32
     branch_ids: jax.Array  # [T] int32
     predictors: jax.Array  # [T] int32, the place of the token before each; arbitrary for the first ones
+    listed: jax.Array  # [T, W] int32, words that are scored in the place of each
     layout: Unpacking | None  # of [1, T] tokens
     chunks: Chunks | None  # of [1, T] tokens
 
@@ -82,8 +86,14 @@ def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Ite
         yield call + [[]] * (num_replicas - len(call))
 
 
-def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest: int) -> list[Scores]:
-    """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token."""
+def score_packs(
+    program: Program, params: Any, packs: list[Pack], num_likeliest: int, listed: np.ndarray | None = None
+) -> list[Scores]:
+    """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token.
+
+    `listed` [T, W] int32 are words for the place of each token of the only sequence, to be scored too; -1:
+    none.
+    """
     packed = pack_prompts(packs, 1, 1, program.forms, UsualSampling())
     num_tokens, most = (len(array) // len(packs) for array in (packed.input_ids, packed.starts))
     starts, lengths, common = map(np.asarray, (packed.starts, packed.lengths, packed.num_common))
@@ -96,15 +106,21 @@ def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest:
             # The token before the first one after the common prefix is the last of that prefix.
             before[replica, starts[i]] = max(common[replica] - 1, 0)
             where.append(replica * num_tokens + places)
-    [predictors] = as_jit_arguments(before.reshape(-1))
+    num_listed = 0 if listed is None else listed.shape[1]
+    words = np.zeros((before.size, power_of_two(num_listed) if num_listed else 0), np.int32)
+    if listed is not None:
+        [places] = where
+        words[places, :num_listed] = np.maximum(listed, 0)
+    [predictors, words_of_token] = as_jit_arguments(before.reshape(-1), words)
     found = score_program(program.backend)(
         params,
-        PackedRow(*packed[:4], predictors, packed.layout, packed.chunks),
+        PackedRow(*packed[:4], predictors, words_of_token, packed.layout, packed.chunks),
         program=program,
         num_likeliest=_compiled(num_likeliest, program.arch.vocab_size),
     )
-    logprobs, *likeliest = map(np.asarray, jax.device_get(found))
-    of_token = Scores(logprobs, *(array[:, :num_likeliest] for array in likeliest))
+    logprobs, *more = map(np.asarray, jax.device_get(found))
+    counts = num_likeliest, num_likeliest, num_listed
+    of_token = Scores(logprobs, *(x[:, :count] for x, count in zip(more, counts, strict=True)))
     return [Scores(*(array[places] for array in of_token)) for places in where]
 
 
@@ -113,28 +129,26 @@ def _compiled(num_likeliest: int, num_words: int) -> int:
     return min(next(most for most in (0, MOST_LIKELIEST, MOST_OF_PROMPT) if most >= num_likeliest), num_words)
 
 
-def _score(
-    params: dict, packed: PackedRow, program: Program, num_likeliest: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _score(params: dict, packed: PackedRow, program: Program, num_likeliest: int) -> tuple[jax.Array, ...]:
     """`Scores` of each of the packed tokens of all replicas."""
     hidden_TD, *_ = program.hidden(params, packed)
     num_tokens = len(hidden_TD)
     most = max(LOGITS_AT_ONCE // program.arch.vocab_size, 1)
     num_chunks, size = even_parts(num_tokens, most)
-    padding = (0, num_chunks * size - num_tokens)
-    before, targets = (
-        jnp.pad(x, padding).reshape(num_chunks, size) for x in (packed.predictors, packed.input_ids)
-    )
+    words = jnp.concatenate([packed.input_ids[:, None], packed.listed], axis=1)
+    padded = num_chunks * size - num_tokens
+    before = jnp.pad(packed.predictors, (0, padded)).reshape(num_chunks, size)
+    words = jnp.pad(words, ((0, padded), (0, 0))).reshape(num_chunks, size, -1)
 
-    def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        before, targets = chunk
+    def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        before, words = chunk
         scores = logits(params, program.arch, hidden_TD[before], backend=program.backend)
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        own = jnp.take_along_axis(scores, targets[:, None], axis=-1) - total
+        own = jnp.take_along_axis(scores, words, axis=-1) - total
         best, likeliest = lax.top_k(scores, num_likeliest)
-        return own[:, 0], likeliest, best - total
+        return own[:, 0], likeliest, best - total, own[:, 1:]
 
-    found = lax.map(of_chunk, (before, targets))
+    found = lax.map(of_chunk, (before, words))
     whole = (x.reshape(num_chunks * size, *x.shape[2:])[:num_tokens] for x in found)
     return all_gather_shards(tuple(whole))
 

@@ -28,6 +28,7 @@ from quatrain.engine.admission import Admission
 from quatrain.engine.cache import FEWEST_OF_REQUESTS, Cache, Room
 from quatrain.engine.contexts import EndedTurn, Found, KeptContexts
 from quatrain.engine.decode import (
+    TOKENS_PER_CALL,
     Program,
     Slots,
     decode_program,
@@ -535,10 +536,13 @@ class Session:
         self._kept.keep_turns(self._cache, turns)
 
     def _ended(self, samples: Sequence[tuple[Group, int]]) -> list[int]:
-        """Indices of `samples` whose turn has ended; they are counted, and truncated after a stop string."""
+        """Indices of `samples` whose turn has ended; they are counted, and truncated after a stop string, or
+        after the first of its own stop tokens, which the program does not know."""
         with_stop = []
         for group, index in samples:
             stop = self.sampling.stop if group.own is None else group.own.sampling.stop
+            if group.own is not None and group.own.stop_ids:
+                _cut_at_stop_ids(group.completions[index], group.own.stop_ids)
             if stop:
                 with_stop.append((group.completions[index], stop))
         if with_stop:
@@ -604,3 +608,13 @@ class Session:
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.prefix_slots]
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))
+
+
+def _cut_at_stop_ids(completion: Completion, stop_ids: tuple[int, ...]) -> None:
+    """Drops what a round has sampled after the first of `stop_ids`."""
+    first = max(len(completion.tokens) - TOKENS_PER_CALL, 0)
+    new = completion.tokens[first:]  # of what came before, none has ended the turn
+    ends = next((at for at, token in enumerate(new, first + 1) if token in stop_ids), None)
+    if ends is not None:
+        completion.cut(ends)
+        completion.finish_reason = "stop"

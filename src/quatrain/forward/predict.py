@@ -102,7 +102,7 @@ def predict_columns(
 ) -> list[np.ndarray]:
     """[B, T, ...] each: the first `count` predictions of `model`, as `predict_tokens`."""
     # So that one program predicts for tables of any columns.
-    table = replace(table, columns={}, balance=None)
+    table = replace(table, columns={name: table.columns[name] for name in model.reads}, balance=None)
     # Sums of routers are for the loss; without them the program of a pass has fewer inputs and outputs.
     forms = model.forms._replace(counted=False)
 

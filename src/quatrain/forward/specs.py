@@ -32,15 +32,17 @@ from quatrain.models.params import output_head_name, partition
 from quatrain.models.prefix_tree import RowForms
 from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.ops.divergences import Divergence, token_divergences
-from quatrain.ops.logprobs import Head, token_logprobs
+from quatrain.ops.logprobs import Head, first_of, token_logprobs
 from quatrain.ops.tokens import (
+    LISTED_WORDS,
     TEACHER_WORD_LOGPROBS,
     TEACHER_WORDS,
     DistilledTokens,
+    ListedTokens,
     ScoredTokens,
     ValuedTokens,
 )
-from quatrain.ops.top_words import outcome_divergence, outcome_logits, top_words
+from quatrain.ops.top_words import NO_WORD, listed_logprobs, outcome_divergence, outcome_logits, top_words
 from quatrain.parallel.axes import CP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 from quatrain.parallel.mesh import mesh_shape, one_device
@@ -52,7 +54,7 @@ class Predicted(NamedTuple):
     """What a model predicts of a micro-batch."""
 
     numbers: tuple[jax.Array, ...]
-    """[R, K] float32 each, in the order of `Tokens.predictions`."""
+    """[R, K, ...] float32 each, in the order of `Tokens.predictions`."""
     routers: RouterSums | None = None
 
 
@@ -72,13 +74,19 @@ class ModelSpec(ABC):
 
     tokens: ClassVar[type[Any]]
     """The `ops.tokens.Tokens` that an objective reads; its `predictions` name the arrays of `predict`."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The columns of a micro-batch that `predict` reads without a gradient too."""
 
     @abstractmethod
     def predict(self, params: Any, batch: MicroBatch) -> Predicted:
-        """Arrays [R, K] float32 with a number for each scored token, and what routers did, if they are asked.
+        """Arrays [R, K, ...] float32 with numbers of each scored token, and what routers did, if asked.
 
         In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
         """
+
+    def predicted_shapes(self, batch: MicroBatch) -> list[tuple[int, ...]]:
+        """The shape of each array of `predict`, without computing it."""
+        return [batch.mask.shape] * len(self.tokens.predictions)
 
     def extended(self, spec: type[Extended], /, **more: Any) -> Extended:
         """This model as a `spec` of a subclass, whose further fields are `more`."""
@@ -163,7 +171,7 @@ class PolicySpec(ModelSpec):
 
     temperature: float = field(default=1.0, kw_only=True)
 
-    tokens = ScoredTokens
+    tokens: ClassVar[type[Any]] = ScoredTokens
 
     @classmethod
     def of(cls, config: ModelConfig, policy: Policy, *, temperature: float) -> Self:
@@ -196,6 +204,12 @@ class PolicySpec(ModelSpec):
         self, params: Any, batch: MicroBatch
     ) -> tuple[ScoredStates, tuple[jax.Array, jax.Array]]:
         """The states before the scored tokens, and log-probability and entropy of these tokens."""
+        scored = self.scored_states(params, batch)
+        targets = batch.targets.reshape(-1)[scored.order]
+        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
+
+    def scored_states(self, params: Any, batch: MicroBatch) -> ScoredStates:
+        """The states before the scored tokens."""
         hidden, routers = self.hidden(params, batch)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
@@ -205,9 +219,7 @@ class PolicySpec(ModelSpec):
         # computed.
         order = jnp.argsort(~here.reshape(-1), stable=True)
         states = (jnp.arange(len(hidden))[:, None] * hidden.shape[1] + places).reshape(-1)[order]
-        scored = ScoredStates(hidden.reshape(-1, hidden.shape[-1])[states], order, here, routers)
-        targets = batch.targets.reshape(-1)[order]
-        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
+        return ScoredStates(hidden.reshape(-1, hidden.shape[-1])[states], order, here, routers)
 
 
 class ScoredStates(NamedTuple):
@@ -271,18 +283,16 @@ class DistilledSpec(PolicySpec):
         """Log-probability, entropy and divergence in nats, and mass of the other words [R, K]."""
         policy, teacher = params["policy"], self.teacher
         scored, results = self.scored_logprobs(policy, batch)
-        states = batch.teacher_hidden
-        assert states is not None, "micro-batches have the teacher's hidden states"
-        heads = (
-            output_head(policy, self.arch, scored.hidden.dtype),
-            output_head(params["teacher"], teacher.arch, states.dtype),
-        )
-        words = min(map(len, heads))
-        states = states.reshape(-1, states.shape[-1])[scored.order]
+        hidden = batch.teacher_hidden
+        assert hidden is not None, "micro-batches have the teacher's hidden states"
+        hidden = hidden.reshape(-1, hidden.shape[-1])[scored.order]
+        own = output_head(policy, self.arch, scored.hidden, backend=self.backend)
+        head, states = output_head(params["teacher"], teacher.arch, hidden, backend=teacher.backend)
+        words = min(len(first_of(own[0])), len(first_of(head)))
         tiling = self.tiling(scored.live)
         divergence, log_total = token_divergences(
-            *(self.scorer, heads[0][:words], scored.hidden),
-            *(teacher.scorer, heads[1][:words], states),
+            *(self.scorer, jax.tree.map(lambda x: x[:words], own[0]), own[1]),
+            *(teacher.scorer, head[:words], states),
             kind=self.kind,
             beta=self.beta,
             head_gradient=self.arch.lora is None,
@@ -290,10 +300,10 @@ class DistilledSpec(PolicySpec):
         )
         mass = jnp.zeros_like(divergence)
         # Static: where the vocabularies agree no further pass over the teacher's head is compiled.
-        if len(heads[1]) > words:
-            nothing = jnp.zeros((len(states), 0), jnp.int32)
+        if len(head) > words:
+            nothing = jnp.zeros((len(hidden), 0), jnp.int32)
             # Over `tp` both vocabularies have as many rows, so there is no axis to sum over here.
-            given = teacher.scorer, heads[1][words:], states, nothing
+            given = teacher.scorer, head[words:], states, nothing
             outside = outcome_logits(*given, **{**tiling, "vocabulary_axis": None})[:, 0]
             mass = jax.lax.stop_gradient(jnp.exp(outside - jnp.logaddexp(outside, log_total)))
         return scored.predicted((*results, divergence, mass))
@@ -310,8 +320,8 @@ class TopWordsSpec(PolicySpec):
         """Log-probability [R, K], words [R, K, k], log-probabilities of them and the rest [R, K, k + 1], and
         mass of the words that do not count [R, K]."""
         scored, (logprobs, _) = self.scored_logprobs(params, batch)
-        head = output_head(params, self.arch, scored.hidden.dtype)
-        given = self.scorer, head, scored.hidden, self.count
+        head = output_head(params, self.arch, scored.hidden, backend=self.backend)
+        given = self.scorer, *head, self.count
         words, logits, mass = top_words(*given, num_words=_counted(self), **self.tiling(scored.live))
         return scored.predicted((logprobs, words, jax.nn.log_softmax(logits), mass))
 
@@ -339,8 +349,7 @@ class OutcomesSpec(PolicySpec):
         )
         logits = outcome_logits(
             self.scorer,
-            output_head(params, self.arch, scored.hidden.dtype),
-            scored.hidden,
+            *output_head(params, self.arch, scored.hidden, backend=self.backend),
             words,
             num_words=_counted(self),
             head_gradient=self.arch.lora is None,
@@ -352,6 +361,36 @@ class OutcomesSpec(PolicySpec):
         divergence = outcome_divergence(self.kind, logits, log_q, beta=self.beta)
         mass = jax.lax.stop_gradient(jax.nn.softmax(logits)[:, :-1].sum(axis=-1))
         return scored.predicted((*results, jnp.where(alive, divergence, 0.0), mass))
+
+
+@dataclass(frozen=True)
+class ListedSpec(PolicySpec):
+    """A policy: log-probabilities of words that are listed for each scored token, exact over all words.
+
+    Micro-batches have the column `listed_words` [R, K, W]; their `targets` are not read.
+    """
+
+    tokens = ListedTokens
+    reads = (LISTED_WORDS,)
+
+    def predict(self, params: Any, batch: MicroBatch) -> Predicted:
+        """Log-probabilities [R, K, W] in nats, 0 where the list has no word."""
+        scored, words = self.scored_states(params, batch), batch.columns[LISTED_WORDS]
+        # Past the live tokens no logits are computed: no words are listed there.
+        alive = jnp.arange(len(scored.order)) < scored.live
+        words = jnp.where(alive[:, None], words.reshape(-1, words.shape[-1])[scored.order], NO_WORD)
+        outcomes = outcome_logits(
+            self.scorer,
+            *output_head(params, self.arch, scored.hidden, backend=self.backend),
+            words,
+            head_gradient=self.arch.lora is None,
+            **self.tiling(scored.live),
+        )
+        return scored.predicted([listed_logprobs(outcomes, words)])
+
+    def predicted_shapes(self, batch: MicroBatch) -> list[tuple[int, ...]]:
+        """[R, K, W]."""
+        return [batch.columns[LISTED_WORDS].shape]
 
 
 def _counted(spec: TopWordsSpec | OutcomesSpec) -> int | None:
@@ -383,8 +422,8 @@ def head_logprobs(
 
     The first `num_live` are computed. In a function mapped over the mesh.
     """
-    scorer, head = policy.scorer, output_head(params, policy.arch, hidden.dtype)
-    given = scorer.project, head, hidden, targets, scorer.temperature
+    scorer, head = policy.scorer, output_head(params, policy.arch, hidden, backend=policy.backend)
+    given = scorer.project, *head, targets, scorer.temperature
     return token_logprobs(*given, head_gradient=policy.arch.lora is None, **policy.tiling(num_live))
 
 

@@ -1,6 +1,7 @@
 """Exports a policy as a Hugging Face folder: weights, configuration and tokenizer for transformers.
 
-Used at the end of a run (for the folder `final/`) and by `quatrain export`, for any checkpoint of a run.
+Used at the end of a run (for the folder `final/`) and by `quatrain export`, for any checkpoint of a run or of
+the training server.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from quatrain.cluster.processes import is_main_process
@@ -20,14 +22,24 @@ from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
 from quatrain.loop.policy import load_policy
 from quatrain.models.families import Architecture
-from quatrain.models.lora import frozen_part, merged, trained_part, with_trained, without_adapters
-from quatrain.models.params import SCORE
+from quatrain.models.lora import (
+    adapters_of,
+    frozen_part,
+    merged,
+    merged_architecture,
+    trained_part,
+    with_trained,
+    without_adapters,
+)
+from quatrain.models.params import SCORE, partition
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.parallel.mesh import check_held, to_memory
+from quatrain.parallel.mesh import check_held, device_put, mesh_shape, shardings, to_memory
 from quatrain.run.best import best_step
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.run_dir import checkpoint_steps
-from quatrain.weights.adapter import check_base, save_adapter
+from quatrain.serve.tinker.checkpoint import CONFIG, META, read_checkpoint
+from quatrain.serve.tinker.training import adapted
+from quatrain.weights.adapter import adapters_from, check_base, save_adapter
 from quatrain.weights.hf import save_hf
 
 BEST = "best"
@@ -68,15 +80,16 @@ def export_policy(
     """
     check_held(params, "the parameters to export", "give those of the newest state")
     params = to_memory("device", params)
-    plain = replace(arch, lora=None, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
-    save_hf(directory, plain, merged(params, arch), sampling=sampling)
+    arch = replace(arch, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
+    save_hf(directory, merged_architecture(arch), merged(params, arch), sampling=sampling)
     if arch.lora:
         own = local_path(base)
         if base and own.is_dir():
             base = str(own.resolve())
         elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
             unscored = {name: jnp.zeros_like(leaf) for name, leaf in params.items() if name == SCORE}
-            save_hf(directory / BASE, plain, without_adapters(params) | unscored, sampling=sampling)
+            plain, weights = replace(arch, lora=None), without_adapters(params) | unscored
+            save_hf(directory / BASE, plain, weights, sampling=sampling)
             base = str((directory / BASE).resolve())
         save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():
@@ -91,21 +104,43 @@ def check_export(run: Path, output: Path, *, step: int | str | None) -> int | No
         )
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
+    _check_output(output)
     number = best_step(run) if step == BEST else None if step is None else int(step)
     if number is not None or not checkpoint_steps(run):
         Checkpointer(run / "checkpoints").read_host(number)
     return number
 
 
+def _check_output(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
+
+
+def _export_checkpoint(folder: Path, output: Path) -> int:
+    """Writes a checkpoint of the training server; returns its optimizer steps."""
+    _check_output(output)
+    meta, trained = read_checkpoint(folder)
+    config = load_config(folder / CONFIG, ANY_DEVICES, environ={}).config
+    loaded = load_policy(config, critic=False, adapters=False, environments=False)
+    check_base(meta.fingerprint, tree_fingerprint(frozen_part(loaded.params)), config.model.path, folder)
+    arch, mesh = adapted(loaded.arch, trained.lora.rank), loaded.meshes.train
+    places = adapters_of(shardings(mesh, partition(arch, mesh_shape(mesh))))
+    adapters = jax.tree.map(device_put, adapters_from(arch, trained.adapters, folder), places)
+    params = with_trained(loaded.params, adapters, arch)
+    export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
+    return trained.step
+
+
 def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     """`quatrain export`: writes checkpoint `step` (default: the latest) of the run at `run` to `output`.
 
-    `step` may be `best`, the checkpoint with the best `checkpoint.best_metric`. Returns the step. Raises
-    ValueError if `run` has no configuration or no such checkpoint, or if `output` exists and is not an empty
-    folder.
+    `step` may be `best`, the checkpoint with the best `checkpoint.best_metric`. `run` may also be the folder
+    of one checkpoint of the training server. Returns the step. Raises ValueError if `run` has no
+    configuration or no such checkpoint, if the base of adapters is not the one they were trained on, or if
+    `output` exists and is not an empty folder.
     """
+    if (run / META).is_file():
+        return _export_checkpoint(run, output)
     number = check_export(run, output, step=step)
     config = load_config(run / "config.yaml", ANY_DEVICES, environ={}).config
     loaded = load_policy(config, critic=False, environments=False)

@@ -1,6 +1,7 @@
 """Loads a model and serves it: `quatrain serve`.
 
-Data flow: configuration -> `RolloutEngine` -> `EngineService` -> `Api` -> uvicorn, until a signal.
+Data flow: configuration -> `RolloutEngine` -> `EngineService` -> `Api` -> uvicorn, until a signal. With
+`training_server.py`, programs also train adapters of the model.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import uvicorn
 
 from quatrain.config.derive import PREFIX_SHARE, longest_of_run
 from quatrain.config.schema import Config
-from quatrain.config.secrets import SERVE_TOKEN
+from quatrain.config.secrets import SERVE_TOKEN, TINKER_KEY
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.loop.policy import LoadedPolicy, load_policy
@@ -43,12 +44,16 @@ def serve(
     ready: Callable[[str], None],
     compiles: Callable[[], None] = lambda: None,
     name: str | None = None,
+    trains: Callable[[str, str, bool], None] | None = None,
 ) -> None:
     """Serve the model of `config` until the process gets a signal; `ready` gets the address.
 
     `compiles` is called when answers begin to wait for programs that are compiled, again after QUIET_S.
 
     Requests call the model `name`; None: by `model.path`.
+
+    With `trains`, programs train adapters of the model too, and it gets the address, the name of the model
+    for them, and whether there is one key that is taken (`QUATRAIN_TINKER_KEY`).
 
     `port` 0 takes any free port. Raises ValueError if the address cannot be used, if it is not one of this
     machine alone and there is no token (`QUATRAIN_SERVE_TOKEN`), and for a model that cannot be loaded.
@@ -61,11 +66,25 @@ def serve(
             f"alone, and {SERVE_TOKEN} is not set; set it to a secret that clients send, or use "
             "--host 127.0.0.1"
         )
+    if trains and not local and not os.environ.get(TINKER_KEY):
+        raise ValueError(
+            f"a training server that others can reach needs a key: --host {host} is not an address of this "
+            f"machine alone, and {TINKER_KEY} is not set; set it to a secret that begins with `tml-`, or use "
+            "--host 127.0.0.1"
+        )
     with _bound(host, port) as bound:
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
-        engine = serving_engine(config, loaded)
-        service = EngineService(engine, weights_of(loaded.arch, config, engine))
-        try:
+        with ExitStack() as ends:
+            training, cache_bytes = None, None
+            if trains:
+                from quatrain.loop.training_server import Memory, training_server
+
+                memory = Memory.of(config, loaded)
+                training = ends.enter_context(training_server(config, loaded, memory, name=name))
+                cache_bytes = memory.cache
+            engine = serving_engine(config, loaded, cache_bytes)
+            service = EngineService(engine, weights_of(loaded.arch, config, engine))
+            ends.callback(service.close)
             api = Api(
                 service,
                 loaded.tokenizer,
@@ -77,7 +96,9 @@ def serve(
             address, number = bound.getsockname()[:2]
             reached = f"[{address}]" if ":" in address else address
             settings = uvicorn.Config(
-                api.app((*LOOPBACK, reached) if local else ("*",)),
+                api.app(
+                    (*LOOPBACK, reached) if local else ("*",), () if training is None else training.routes
+                ),
                 log_level="error",
                 access_log=False,
                 lifespan="off",
@@ -85,6 +106,8 @@ def serve(
             )
             bound.listen()
             ready(f"http://{reached}:{number}")
+            if trains and training is not None:
+                trains(f"http://{reached}:{number}", training.name, training.has_key)
             told = -math.inf
 
             def tell() -> None:
@@ -95,18 +118,19 @@ def serve(
 
             with watching_compilations(tell), suppress(KeyboardInterrupt):  # the way to end it
                 uvicorn.Server(settings).run(sockets=[bound])
-        finally:
-            service.close()
 
 
-def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
-    """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
+def serving_engine(config: Config, loaded: LoadedPolicy, cache_bytes: int | None = None) -> RolloutEngine:
+    """An engine for requests that each have a sampling of their own, with the weights of `loaded`.
+
+    Its KV cache has `cache_bytes` of a device; None: a share of what is free.
+    """
     # Weights are loaded in place of the old ones: memory for copies of other versions would be left unused.
     share = config.rollout.prefix_share
     changes: dict[str, Any] = {"max_staleness": 0, "in_flight": False}
     changes |= {"prefix_share": PREFIX_SHARE if share is None else share}
     served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
-    engine = RolloutEngine.of(served, loaded, per_request_sampling=True)
+    engine = RolloutEngine.of(served, loaded, per_request_sampling=True, cache_bytes=cache_bytes)
     engine.sync_weights(loaded.params, 0)
     return engine
 

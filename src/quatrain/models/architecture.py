@@ -46,7 +46,8 @@ class LoRA:
     """Adapters of low rank on matrices of every layer: W x becomes W x + (alpha / rank) B (A x).
 
     A is [rank, in], B [out, rank] (Hu et al. 2021, arXiv 2106.09685). `targets` are names of a layer's
-    matrices (`models.params`).
+    matrices (`models.params`), and `lm_head`, the output head of the vocabulary. Where this is tied to the
+    embeddings they stay as they are.
     """
 
     rank: int

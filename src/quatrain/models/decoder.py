@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache as cached
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +31,10 @@ from quatrain.models.blocks.experts import Experts, Routed, RouterSums
 from quatrain.models.blocks.layer_run import Enter, LayerRun, gather_params, recomputed
 from quatrain.models.delta_rule import Chunks, DeltaWeights, delta_rule, one_sequence
 from quatrain.models.layers import Layer, matmul_transposed, product_in, softcap
-from quatrain.models.params import Params, output_head_name, partition
+from quatrain.models.params import LM_HEAD, Params, output_head_name, partition
 from quatrain.models.rope import Angles, rope_angles
+from quatrain.models.spec import LORA_A, LORA_B
+from quatrain.ops.logprobs import Rows, States
 from quatrain.parallel.axes import CP, TP
 from quatrain.parallel.collectives import (
     all_gather,
@@ -41,6 +44,7 @@ from quatrain.parallel.collectives import (
     current_mesh,
     heads_to_columns,
     local_columns,
+    psum_backward,
     psum_forward,
 )
 
@@ -280,29 +284,47 @@ def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax
     return psum_forward(jnp.where(here[..., None], table_VD[jnp.where(here, rows, 0)], 0), axis)
 
 
-def output_head(params: Params, arch: Architecture, dtype: DTypeLike) -> jax.Array:
-    """The matrix [V, D] in `dtype` that `project` takes; this device's shard if the vocabulary is sharded."""
-    name = output_head_name(arch)
-    return gather_params(params[name], partition(arch, current_mesh())[name], dtype)
+def output_head(
+    params: Params, arch: Architecture, hidden: jax.Array, *, backend: Backend = ACCELERATOR
+) -> tuple[Rows, States]:
+    """What `project` takes: the output head, and what it multiplies of the `hidden` states [..., D].
+
+    The head is a matrix [V, D] in the dtype of `hidden`; this device's shard if the vocabulary is sharded.
+    With adapters it is (W [V, D], B [V, r]), and the states are (h, scale · A h [..., r]).
+    """
+    specs, name = partition(arch, current_mesh()), output_head_name(arch)
+    head_VD = gather_params(params[name], specs[name], hidden.dtype)
+    if LM_HEAD + LORA_A not in params:
+        return head_VD, hidden
+    assert arch.lora is not None
+    names = LM_HEAD + LORA_A, LM_HEAD + LORA_B
+    a_rD, b_Vr = (gather_params(params[name], specs[name], hidden.dtype) for name in names)
+    if (axis := vocabulary_axis(arch)) is not None:  # each device uses A for its part of the vocabulary
+        a_rD = psum_backward(a_rD, axis)
+    low = arch.lora.scale * matmul_transposed(hidden, a_rD, few_rows=backend.few_rows)
+    return (head_VD, b_Vr), (hidden, low)
 
 
 def project(
-    head_VD: jax.Array,
+    head: Rows,
     arch: Architecture,
-    hidden: jax.Array,
+    states: States,
     *,
     dtype: DTypeLike | None = None,
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
-    """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned.
+    """Next-token logits [..., V] float32 of what `output_head` returned.
 
-    The product and those of its gradients are in `dtype`, by default that of `hidden`. If the vocabulary is
-    sharded over `tp` (`vocabulary_axis`), the logits are those of this device's shard.
+    The products and those of their gradients are in `dtype`, by default that of `states`. If the vocabulary
+    is sharded over `tp` (`vocabulary_axis`), the logits are those of this device's shard.
     """
-    if dtype is None or dtype == jnp.float32:
-        scores = matmul_transposed(hidden, head_VD, jnp.float32, few_rows=backend.few_rows)
-    else:
-        scores = product_in(hidden, head_VD, dtype)
+
+    def product(rows: jax.Array, states: jax.Array) -> jax.Array:
+        if dtype is None or dtype == jnp.float32:
+            return matmul_transposed(states, rows, jnp.float32, few_rows=backend.few_rows)
+        return product_in(states, rows, dtype)
+
+    scores = reduce(add, map(product, jax.tree.leaves(head), jax.tree.leaves(states)))
     return softcap(scores, arch.final_softcap)
 
 
@@ -319,7 +341,8 @@ def logits(
     params: Params, arch: Architecture, hidden: jax.Array, *, backend: Backend = ACCELERATOR
 ) -> jax.Array:
     """Next-token logits [..., V] float32 of the whole vocabulary, on every device."""
-    scores = project(output_head(params, arch, hidden.dtype), arch, hidden, backend=backend)
+    head, states = output_head(params, arch, hidden, backend=backend)
+    scores = project(head, arch, states, backend=backend)
     axis = vocabulary_axis(arch)
     return scores if axis is None else all_gather(scores, [((axis,), scores.ndim - 1)])
 

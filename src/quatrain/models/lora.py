@@ -24,7 +24,15 @@ from quatrain.config.sections.model_on_devices import ALL_LINEAR, MODULES
 from quatrain.models.architecture import Architecture, LayerKind, LoRA
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_run import OF_EXPERTS
-from quatrain.models.params import SCORE, Params, draw_params, param_specs, partition
+from quatrain.models.params import (
+    LM_HEAD,
+    SCORE,
+    Params,
+    draw_params,
+    output_head_name,
+    param_specs,
+    partition,
+)
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
@@ -44,7 +52,7 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
     """
     if not config.rank:
         return arch
-    known = {name for kind in arch.kinds for name in kind.matrices()}
+    known = _known(arch)
     words = ([each for each in MODULES if each in known] if w == ALL_LINEAR else [w] for w in config.targets)
     lora = LoRA(config.rank, config.alpha or float(config.rank), tuple(chain(*words)))
     check_lora(arch, lora)
@@ -53,24 +61,33 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
 
 def check_lora(arch: Architecture, lora: LoRA) -> None:
     """Raises ValueError if a model of `arch` cannot have these adapters."""
-    known = {name: None for kind in arch.kinds for name in kind.matrices()}
+    known = _known(arch)
     for name in lora.targets:
         if name not in known:
             raise ValueError(
-                f"lora.targets must be matrices of the model's layers; a {arch.family} model has no "
-                f"{name}; choose from {', '.join(known)}"
+                f"lora.targets must be matrices of the model's layers, or its output head; a {arch.family} "
+                f"model has no {name}; choose from {', '.join(known)}"
             )
+    sides = [(LM_HEAD, LM_HEAD, arch.vocab_size, arch.hidden_size)]
     for kind in arch.kinds:
         matrices, layer = kind.matrices(), kind.params(arch.hidden_size, arch.norm, 1.0, None)
         for name in lora.targets:
             for tensor in matrices.get(name, ()):
                 rows, columns = tensor.shape_in(layer[name].shape)[-2:]
-                if lora.rank > min(rows, columns):
-                    raise ValueError(
-                        "lora.rank must be at most the shorter side of each matrix that has adapters; "
-                        f"{tensor.name.split('.')[-2]} of this {arch.family} model is {rows} x {columns}, "
-                        f"got rank {lora.rank}; lower lora.rank, or leave {name} out of lora.targets"
-                    )
+                sides.append((name, tensor.name.split(".")[-2], rows, columns))
+    for name, module, rows, columns in sides:
+        if name in lora.targets and lora.rank > min(rows, columns):
+            raise ValueError(
+                "lora.rank must be at most the shorter side of each matrix that has adapters; "
+                f"{module} of this {arch.family} model is {rows} x {columns}, got rank {lora.rank}; lower "
+                f"lora.rank, or leave {name} out of lora.targets"
+            )
+
+
+def _known(arch: Architecture) -> list[str]:
+    """The matrices of `arch` that may have adapters."""
+    names = dict.fromkeys(name for kind in arch.kinds for name in kind.matrices())
+    return [*names, *[LM_HEAD] * (arch.head == "lm_head")]
 
 
 def adapter_names(arch: Architecture) -> list[TensorName]:
@@ -83,6 +100,9 @@ def adapter_names(arch: Architecture) -> list[TensorName]:
     if arch.head == "value_head":
         names.append(TensorName(f"base_model.model.{SCORE}.weight", (SCORE,), vector=False))
     targets = arch.lora.targets if arch.lora else ()
+    for end, adapter in (("A", LORA_A), ("B", LORA_B)) if LM_HEAD in targets else ():
+        name = f"base_model.model.{LM_HEAD}.lora_{end}.weight"
+        names.append(TensorName(name, (LM_HEAD + adapter,), vector=False))
     for i, kind in enumerate(arch.layers):
         layer = f"base_model.model.model.layers.{i}"
         names += _of_experts(f"{layer}.{EXPERTS_MODULE}", i, kind, targets)
@@ -124,7 +144,7 @@ def with_adapters(params: Params, arch: Architecture, key: jax.Array, mesh: Mesh
 
 
 def trained_part(tree: Any, arch: Architecture) -> Any:
-    """Of a tree like the parameters of `arch`, what is trained: all, or `{"layers": [...]}` of adapters.
+    """Of a tree like the parameters of `arch`, what is trained: all, or its `adapters_of`.
 
     With adapters a score head is trained too, `{"layers": [...], "score": …}`: at the start it is zero.
     """
@@ -147,24 +167,24 @@ def frozen_part(tree: Any) -> Any:
 
 
 def adapters_of(tree: Any) -> Any:
-    """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`."""
+    """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`, and those of the head."""
     layers = [{name: layer[name] for name in layer if is_adapter(name)} for layer in tree["layers"]]
-    return {"layers": layers}
+    return {"layers": layers} | {name: leaf for name, leaf in tree.items() if is_adapter(name)}
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
     layers = [{name: layer[name] for name in layer if not is_adapter(name)} for layer in tree["layers"]]
-    return {**tree, "layers": layers}
+    return {name: leaf for name, leaf in tree.items() if not is_adapter(name)} | {"layers": layers}
 
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(is_adapter(name) for layer in tree.get("layers", ()) for name in layer)
+    return any(is_adapter(name) for names in (tree, *tree.get("layers", ())) for name in names)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name in a layer is one of a matrix's adapters."""
+    """Whether a parameter of this name is one of a matrix's adapters."""
     return name.endswith((LORA_A, LORA_B))
 
 
@@ -179,11 +199,20 @@ def copies_if_aliased(placed: Params, params: Params) -> Params:
         return placed  # merged with its adapters, which are none of its arrays
     copied = jax.tree.map(copy_if_aliased, adapters_of(placed), adapters_of(params))
     layers = zip(placed["layers"], copied["layers"], strict=True)
-    return {**placed, "layers": [layer | adapters for layer, adapters in layers]}
+    return {**placed, **copied, "layers": [layer | adapters for layer, adapters in layers]}
+
+
+def merged_architecture(arch: Architecture) -> Architecture:
+    """That of the parameters that `merged` returns: without adapters.
+
+    A head that has some is no longer tied to the embeddings, which stay as they are.
+    """
+    apart = arch.lora is not None and LM_HEAD in arch.lora.targets
+    return replace(arch, lora=None, tie_embeddings=arch.tie_embeddings and not apart)
 
 
 def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -> Params:
-    """The parameters of a model without adapters that computes what `params` of `arch` compute.
+    """The parameters of `merged_architecture`, a model that computes what `params` of `arch` compute.
 
     A matrix W with adapters becomes W + (alpha / rank) B A in `dtype` (default: that of W), on the devices:
     W as a model of that dtype has it, and the sum in float32, rounded once. A score head gets the dtype of
@@ -198,18 +227,21 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     base = without_adapters(params)
     layers = [dict(layer) for layer in base["layers"]]
     key = jax.random.key(STREAM, impl="threefry2x32")
-    for number, (layer, whole) in enumerate(zip(layers, params["layers"], strict=True)):
+    head = {name: leaf.astype(base["embed"].dtype) for name, leaf in base.items() if name == SCORE}
+    # Where each matrix with its adapters is, and where it comes to; the head's last, behind all layers.
+    parts = [(whole, layer, kind) for whole, layer, kind in zip(params["layers"], layers, arch.layers)]
+    for number, (whole, into, kind) in enumerate([*parts, (params, head, None)]):
         for place, name in enumerate(arch.lora.targets, start=number * len(arch.lora.targets)):
             if name + LORA_A not in whole:
                 continue
-            matrix, a, b = to_memory("device", [whole[name + end] for end in ("", LORA_A, LORA_B)])
+            own = whole[name if kind else output_head_name(arch)]
+            matrix, a, b = to_memory("device", [own, whole[name + LORA_A], whole[name + LORA_B]])
             how = {"dtype": jnp.dtype(dtype or matrix.dtype), "sharding": matrix.sharding}
-            how["stacked"] = arch.layers[number].stacked(name)
+            how["stacked"] = kind.stacked(name) if kind else ()
             how["experts"] = name.startswith(OF_EXPERTS)
-            layer[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
-            if matrix is not whole[name]:
-                jax.block_until_ready(layer[name])  # the device has room for one such copy at a time
-    head = {name: leaf.astype(base["embed"].dtype) for name, leaf in base.items() if name == SCORE}
+            into[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
+            if matrix is not own:
+                jax.block_until_ready(into[name])  # the device has room for one such copy at a time
     return {**base, **head, "layers": layers}
 
 

@@ -29,8 +29,11 @@ Params = dict[str, Any]
 
 The head is `lm_head` [V, D] unless it is tied to `embed`, or `score` [1, D] (`Architecture.head`). Models
 whose layers have inputs of their own also have `layer_embed` [V, L P], `layer_projection` [L P, D] and
-`layer_norm` [P].
+`layer_norm` [P]. Adapters of the head are `lm_head_lora_a` [r, D] and `lm_head_lora_b` [V, r], tied or not.
 """
+
+LM_HEAD = "lm_head"
+"""The name of the head that makes logits of the vocabulary, and of its adapters."""
 
 SCORE = "score"
 """The name of the head that makes one number of a hidden state (`Architecture.head` is `value_head`)."""
@@ -70,6 +73,8 @@ def param_specs(arch: Architecture) -> Params:
         }
     score = ParamSpec((1, d), ("norm", "norm"), "constant", 0.0, "float32" if arch.lora else None)
     specs[output_head_name(arch)] = score if arch.head == "value_head" else specs["embed"]
+    if arch.lora and LM_HEAD in arch.lora.targets:
+        specs |= specs["embed"].adapters(LM_HEAD, arch.lora.rank, 1)
     return specs
 
 
@@ -77,7 +82,7 @@ def output_head_name(arch: Architecture) -> str:
     """The name of the output head's parameter: `score`, `embed` if the embeddings are tied, or `lm_head`."""
     if arch.head == "value_head":
         return SCORE
-    return "embed" if arch.tie_embeddings else "lm_head"
+    return "embed" if arch.tie_embeddings else LM_HEAD
 
 
 def is_spec(leaf: object) -> bool:

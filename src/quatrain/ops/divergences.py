@@ -14,18 +14,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from quatrain.ops.logprobs import LOWEST, Arrays, Head, How, Sums, Tile, Tiled, chunked
+from quatrain.ops.logprobs import (
+    LOWEST,
+    Arrays,
+    Head,
+    How,
+    Rows,
+    States,
+    Sums,
+    Tile,
+    Tiled,
+    chunked,
+    first_of,
+)
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 def token_divergences(
     policy: Head,
-    head: jax.Array,
-    hidden: jax.Array,
+    head: Rows,
+    hidden: States,
     teacher: Head,
-    teacher_head: jax.Array,
-    teacher_hidden: jax.Array,
+    teacher_head: Rows,
+    teacher_hidden: States,
     *,
     kind: Divergence,
     beta: float = 0.5,
@@ -44,12 +56,12 @@ def token_divergences(
     in the forward pass, and all make them again in the backward pass. Gradients flow to `head` and `hidden`.
 
     Args:
-        head, teacher_head: [V, ...] each, what logits are made of, word by word.
+        head, teacher_head: [V, ...] each, what logits are made of, word by word, or several such arrays.
         hidden, teacher_hidden: [N, D] and [N, D_t] states of the position before each token.
         tile, num_live, vocabulary_axis, head_gradient: as for `token_logprobs`.
     """
-    assert len(head) == len(teacher_head), "both heads have the same words"
-    num_tokens = len(hidden)
+    assert len(first_of(head)) == len(first_of(teacher_head)), "both heads have the same words"
+    num_tokens = len(first_of(hidden))
     if not num_tokens:
         return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
     chunks, live = chunked(tile, num_live, hidden, teacher_hidden)
@@ -64,10 +76,10 @@ def token_divergences(
 def _by_tiles(
     how: How,
     formula: tuple[Divergence, float],
-    head: jax.Array,
-    hidden: jax.Array,
-    teacher_head: jax.Array,
-    teacher_hidden: jax.Array,
+    head: Rows,
+    hidden: States,
+    teacher_head: Rows,
+    teacher_hidden: States,
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """[chunks, n] divergences of hidden [chunks, n, D], and the teacher's logsumexp; 0 after chunk `live`.
@@ -80,13 +92,13 @@ def _by_tiles(
 def _forward(
     how: How,
     formula: tuple[Divergence, float],
-    head: jax.Array,
-    hidden: jax.Array,
-    teacher_head: jax.Array,
-    teacher_hidden: jax.Array,
+    head: Rows,
+    hidden: States,
+    teacher_head: Rows,
+    teacher_hidden: States,
     live: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    (kind, beta), shape = formula, hidden.shape[:2]
+    (kind, beta), shape = formula, first_of(hidden).shape[:2]
     tiled = Tiled(how, (head, teacher_head), (hidden, teacher_hidden), live)
     zeros = jnp.zeros(shape, jnp.float32)
     lowest = jnp.full_like(zeros, LOWEST)

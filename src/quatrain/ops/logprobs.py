@@ -15,12 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-Project = Callable[[jax.Array, jax.Array], jax.Array]
+Arrays = tuple[jax.Array, ...]
+Rows = jax.Array | Arrays
+"""What logits are made of, word by word: [V, ...]; or several such arrays, as a matrix and its adapters."""
+States = jax.Array | Arrays
+"""Hidden states [N, D]; with several arrays of `Rows` as many, [N, ...] each."""
+Project = Callable[[Any, Any], jax.Array]
 """(rows [v, ...] of a head, hidden states [n, D]) -> logits [n, v].
 
 Differentiated at arguments in float32, so that gradients are not rounded before they are summed.
 """
-Arrays = tuple[jax.Array, ...]
 
 LOWEST = -1e30
 """Below every logit but that of a forbidden token; finite, so that differences are."""
@@ -67,8 +71,8 @@ def even_parts(total: int, most: int, unit: int = 1) -> tuple[int, int]:
 
 def token_logprobs(
     project: Project,
-    head: jax.Array,
-    hidden: jax.Array,
+    head: Rows,
+    hidden: States,
     targets: jax.Array,
     temperature: float,
     *,
@@ -89,8 +93,8 @@ def token_logprobs(
 
     Args:
         project: computes the logits of each token and word by itself.
-        head: [V, ...], what logits are made of, word by word.
-        hidden: [N, D] hidden states, each of the position before its target.
+        head: [V, ...], what logits are made of, word by word, or several such arrays.
+        hidden: [N, D] hidden states, each of the position before its target; as many arrays as `head`.
         targets: [N] integer token ids in [0, V).
         temperature: static float > 0 that the tokens were sampled at.
         tile: tokens and words whose logits exist at one time (`Backend.tile`); need not divide N and V.
@@ -99,7 +103,8 @@ def token_logprobs(
         vocabulary_axis: in a function mapped over a mesh, the axis whose devices each have an equal part of
             the vocabulary, in order, as their `head`. The gradients of `hidden` are then each device's part
             of the sum, those of `head` its own.
-        head_gradient: whether `head` is trained; its gradient is not computed otherwise, and is zero.
+        head_gradient: whether `head` is trained; its gradient is not computed otherwise, and is zero. Of
+            several arrays this says it of the first, and the others, adapters, always are.
 
     Raises ValueError for a temperature <= 0 and for shapes that do not fit.
     """
@@ -108,30 +113,39 @@ def token_logprobs(
             f"token log-probabilities need a temperature > 0, got {temperature}; greedy completions "
             "(temperature 0) have no distribution to train on: sample them at a positive temperature"
         )
-    if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
+    shape = first_of(hidden).shape
+    if len(shape) != 2 or targets.shape != shape[:1]:
         raise ValueError(
-            f"expected hidden [N, D] and targets [N], got {hidden.shape} and {targets.shape}; "
+            f"expected hidden [N, D] and targets [N], got {shape} and {targets.shape}; "
             "flatten batch and time together"
         )
-    num_tokens = len(hidden)
+    num_tokens = len(targets)
     if not num_tokens:
         return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
     (hidden, targets), live = chunked(tile, num_live, hidden, targets)
     how = How((Head(project, temperature),), tile, vocabulary_axis, head_gradient)
-    outputs = _by_tiles(how, kept_logits(num_tokens, len(head), tile) > 0, head, hidden, targets, live)
+    keep = kept_logits(num_tokens, len(first_of(head)), tile) > 0
+    outputs = _by_tiles(how, keep, head, hidden, targets, live)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
 
 
-def chunked(
-    tile: Tile, num_live: jax.Array | int | None, *arrays: jax.Array
-) -> tuple[list[jax.Array], jax.Array]:
+def first_of(arrays: Rows | States) -> jax.Array:
+    """The array, or the first of several."""
+    return arrays[0] if isinstance(arrays, tuple) else arrays
+
+
+def chunked(tile: Tile, num_live: jax.Array | int | None, *arrays: States) -> tuple[list[Any], jax.Array]:
     """(the arrays [N, ...] as [chunks, n, ...], padded with zeros; the number of chunks with live tokens)."""
-    num_tokens = len(arrays[0])
+    num_tokens = len(first_of(arrays[0]))
     count, size = even_parts(num_tokens, tile.tokens)
     live = jnp.int32(count) if num_live is None else jnp.minimum(-(-num_live // size), count)
-    padded = (jnp.pad(x, [(0, count * size - num_tokens), *[(0, 0)] * (x.ndim - 1)]) for x in arrays)
-    return [x.reshape(count, size, *x.shape[1:]) for x in padded], live
+
+    def cut(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, count * size - num_tokens), *[(0, 0)] * (x.ndim - 1)])
+        return padded.reshape(count, size, *x.shape[1:])
+
+    return jax.tree.map(cut, [*arrays]), live
 
 
 @dataclass(frozen=True)
@@ -168,7 +182,7 @@ class Head(NamedTuple):
     project: Project
     temperature: float
 
-    def logits(self, rows: jax.Array, chunk: jax.Array) -> jax.Array:
+    def logits(self, rows: Rows, chunk: States) -> jax.Array:
         """[n, v] float32, divided by the temperature."""
         return self.project(rows, chunk).astype(jnp.float32) / jnp.float32(self.temperature)
 
@@ -183,9 +197,9 @@ class How(NamedTuple):
     """Of the mesh, over which the vocabulary is sharded."""
     head_gradient: bool
 
-    def first_word(self, rows: jax.Array) -> jax.Array | int:
+    def first_word(self, rows: Rows) -> jax.Array | int:
         """The number of the first of this device's `rows` of the vocabulary."""
-        return 0 if self.axis is None else lax.axis_index(self.axis) * len(rows)
+        return 0 if self.axis is None else lax.axis_index(self.axis) * len(first_of(rows))
 
 
 class Tiled:
@@ -195,20 +209,21 @@ class Tiled:
     not computed.
     """
 
-    def __init__(self, how: How, rows: Sequence[jax.Array], hidden: Sequence[jax.Array], live: jax.Array):
-        self.words = Words.of(len(rows[0]), how.tile)
+    def __init__(self, how: How, rows: Sequence[Rows], hidden: Sequence[States], live: jax.Array):
+        self.words = Words.of(len(first_of(rows[0])), how.tile)
         self._how, self._rows, self._hidden, self._live = how, rows, hidden, live
         # Cast once here: within the loops XLA would cast the same rows again for every chunk of tokens.
-        self._narrow = [narrowed(x, states.dtype) for x, states in zip(rows, hidden, strict=True)]
+        self._narrow = jax.tree.map(lambda x, states: narrowed(x, states.dtype), [*rows], [*hidden])
 
-    def _rows_of(self, j: jax.Array) -> list[jax.Array]:
+    def _rows_of(self, j: jax.Array) -> list[Rows]:
         """The rows of tile `j` of each model."""
-        return [lax.dynamic_slice_in_dim(x, self.words.first(j), self.words.size) for x in self._narrow]
+        first, size = self.words.first(j), self.words.size
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), self._narrow)
 
-    def _logits(self, rows: Sequence[jax.Array], i: jax.Array, first: int = 0) -> list[jax.Array]:
+    def _logits(self, rows: Sequence[Rows], i: jax.Array, first: int = 0) -> list[jax.Array]:
         """The logits of chunk `i` from the `rows` of a tile, of the models from `first` on."""
         given = zip(self._how.heads[first:], rows, self._hidden[first:], strict=True)
-        return [head.logits(own, states[i]) for head, own, states in given]
+        return [head.logits(own, jax.tree.map(lambda x: x[i], states)) for head, own, states in given]
 
     def over(self, one: Callable[..., Arrays], carry: Arrays, kept: Arrays = ()) -> tuple[Arrays, Arrays]:
         """`one(tile, chunk, carry of the chunk, its logits by each model)` over all tiles and live chunks.
@@ -231,33 +246,39 @@ class Tiled:
 
         return lax.fori_loop(0, self.words.num_tiles, one_tile, (carry, kept))
 
-    def gradients(
-        self, to_logits: Callable[..., jax.Array], kept: Arrays = ()
-    ) -> tuple[jax.Array | None, jax.Array]:
-        """The gradients of the first model's rows (None unless they are trained) and hidden states.
+    def gradients(self, to_logits: Callable[..., jax.Array], kept: Arrays = ()) -> tuple[Any, States]:
+        """The gradients of the first model's rows (None of those that are frozen) and hidden states.
 
         The logits of a tile of words and a chunk are made again, unless they were `kept`, and
         `to_logits(tile, chunk, logits by each model)` gives the gradients of those of the first.
         """
-        head, hidden, trained = self._rows[0], self._hidden[0], self._how.head_gradient
+        head, structure = jax.tree.flatten(self._rows[0])
+        hidden, num_frozen = self._hidden[0], 0 if self._how.head_gradient else 1
 
-        def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
-            to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
+        def one_tile(j: jax.Array, grads: tuple[Arrays, States]) -> tuple[Arrays, States]:
+            to_head, to_hidden = grads  # `to_head` has one array for each of the rows that are trained
             first = self.words.first(j)
-            rows, *others = self._rows_of(j)
+            own, *others = self._rows_of(j)
+            rows = jax.tree.leaves(own)
+            frozen, trained = rows[:num_frozen], rows[num_frozen:]
 
-            def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
+            def one_chunk(i: jax.Array, grads: tuple[Arrays, States]) -> tuple[Arrays, States]:
                 to_rows, to_hidden = grads
-                logits_of = self._how.heads[0].logits
+
+                def logits_of(trained: list[jax.Array], states: States) -> jax.Array:
+                    return self._how.heads[0].logits(
+                        jax.tree.unflatten(structure, [*frozen, *trained]), states
+                    )
+
                 # In float32, in which the products of the gradients are then summed.
-                if trained:
-                    logits, pull = jax.vjp(logits_of, _float32(rows), _float32(hidden[i]))
-                else:
-                    logits, pull = jax.vjp(partial(logits_of, rows), _float32(hidden[i]))
+                at = jax.tree.map(_float32, (trained, jax.tree.map(lambda x: x[i], hidden)))
+                logits, pull = jax.vjp(logits_of, *at)
                 all_logits = [kept[0][j, i] if kept else logits, *self._logits(others, i, 1)]
                 shown = (self.words.without_earlier(each, j) for each in all_logits)
-                *by_rows, by_chunk = pull(to_logits(j, i, *shown))
-                to_hidden = to_hidden.at[i].add(by_chunk.astype(to_hidden.dtype))
+                by_rows, by_chunk = pull(to_logits(j, i, *shown))
+                to_hidden = jax.tree.map(
+                    lambda old, new: old.at[i].add(new.astype(old.dtype)), to_hidden, by_chunk
+                )
                 added = zip(to_rows, by_rows, strict=True)
                 return tuple(old + new.astype(jnp.float32) for old, new in added), to_hidden
 
@@ -268,11 +289,15 @@ class Tiled:
             return tuple(lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in updated), to_hidden
 
         # Sums over chunks and tiles are in float32 even where parameters and activations are not.
-        summed = jnp.float32 if self.words.num_tiles > 1 else hidden.dtype
-        nothing = (jnp.zeros(head.shape, jnp.float32),) if trained else ()
-        zeros = nothing, jnp.zeros(hidden.shape, summed)
+        several = self.words.num_tiles > 1
+        zeros = (
+            tuple(jnp.zeros(x.shape, jnp.float32) for x in head[num_frozen:]),
+            jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32 if several else x.dtype), hidden),
+        )
         to_head, to_hidden = lax.fori_loop(0, self.words.num_tiles, one_tile, zeros)
-        return (to_head[0].astype(head.dtype) if trained else None), to_hidden.astype(hidden.dtype)
+        summed = [x.astype(own.dtype) for x, own in zip(to_head, head[num_frozen:], strict=True)]
+        to_hidden = jax.tree.map(lambda x, own: x.astype(own.dtype), to_hidden, hidden)
+        return jax.tree.unflatten(structure, [*[None] * num_frozen, *summed]), to_hidden
 
 
 class Sums(NamedTuple):
@@ -290,7 +315,7 @@ class Sums(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_tiles(
-    how: How, keep: bool, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
+    how: How, keep: bool, head: Rows, hidden: States, targets: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on.
 
@@ -300,7 +325,7 @@ def _by_tiles(
 
 
 def _forward(
-    how: How, keep: bool, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
+    how: How, keep: bool, head: Rows, hidden: States, targets: jax.Array, live: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     axis, tiled = how.axis, Tiled(how, [head], [hidden], live)
     words = tiled.words

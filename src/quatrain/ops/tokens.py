@@ -23,6 +23,9 @@ BROUGHT_BY = {
 TEACHER_WORDS, TEACHER_WORD_LOGPROBS = "teacher_words", "teacher_word_logprobs"
 """Columns [R, K, k] int32 and [R, K, k + 1] float32: the teacher's likeliest words, and the log-probabilities
 of them and of all others together (`top_words.py`). The model reads them."""
+LISTED_WORDS = "listed_words"
+"""Column [R, K, W] int32: words whose log-probabilities are asked for in the place of each scored token;
+`top_words.NO_WORD` where there are fewer. The model reads it."""
 
 
 class Tokens:
@@ -123,6 +126,23 @@ class DistilledTokens(ScoredTokens):
     mass: jax.Array | None = None
     """[R, K] float32 probability, without a gradient: with the teacher's top k words, of these under the
     policy; else of words that only the teacher has, under the teacher."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ListedTokens(Tokens):
+    """Scored tokens with the log-probabilities of the words that the column `listed_words` has for each.
+
+    The gradient flows through `listed` alone.
+    """
+
+    predictions: ClassVar[tuple[str, ...]] = ("listed",)
+
+    listed: jax.Array
+    """[R, K, W] float32 log-probability in nats of each word; 0 where the list has no word."""
+    mask: jax.Array
+    sequence_ids: jax.Array
+    columns: Mapping[str, jax.Array] = field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass

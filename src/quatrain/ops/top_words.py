@@ -2,7 +2,8 @@
 
 Data flow: hidden states of the teacher -> `top_words`, its k likeliest words in the place of each scored
 token, with the logits of them and the rest -> `outcome_logits`, the policy's of the same outcomes ->
-`outcome_divergence` -> the distillation loss. The logits of one tile exist at a time (`logprobs.py`).
+`outcome_divergence` -> the distillation loss, or `listed_logprobs` of words that were given. The logits of
+one tile exist at a time (`logprobs.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from quatrain.ops.divergences import Divergence, log_mixture
-from quatrain.ops.logprobs import LOWEST, Arrays, Head, How, Sums, Tile, Tiled, Words, chunked
+from quatrain.ops.logprobs import (
+    LOWEST,
+    Arrays,
+    Head,
+    How,
+    Rows,
+    States,
+    Sums,
+    Tile,
+    Tiled,
+    Words,
+    chunked,
+    first_of,
+)
 
 NO_WORD = -1
 """Stands where a token has fewer words than others."""
@@ -25,7 +39,7 @@ LEAST_REST = 1e-9
 
 
 def _divided(
-    how: How, num_words: int | None, rows: jax.Array, logits: jax.Array, first: jax.Array
+    how: How, num_words: int | None, rows: Rows, logits: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """`logits` of the rows from `first` on: those of the words that count, and those of the others.
 
@@ -63,8 +77,8 @@ def outcome_divergence(
 
 def outcome_logits(
     head: Head,
-    rows: jax.Array,
-    hidden: jax.Array,
+    rows: Rows,
+    hidden: States,
     words: jax.Array,
     *,
     tile: Tile,
@@ -79,8 +93,8 @@ def outcome_logits(
     or a rest of no words, has `LOWEST`. Gradients flow to `rows` and `hidden`.
 
     Args:
-        rows: [V, ...], what logits are made of, word by word.
-        hidden: [N, D] states of the position before each token.
+        rows: [V, ...], what logits are made of, word by word, or several such arrays.
+        hidden: [N, D] states of the position before each token; as many arrays as `rows`.
         num_words: the first so many words count, by default all V.
         tile, num_live, vocabulary_axis, head_gradient: as for `token_logprobs`.
     """
@@ -92,10 +106,25 @@ def outcome_logits(
     return _outcomes(how, num_words, rows, states, chosen, live).reshape(-1, num_outcomes)[:num_tokens]
 
 
+def listed_logprobs(outcomes: jax.Array, words: jax.Array) -> jax.Array:
+    """[N, k] float32: the log-probabilities of `words` [N, k], of what `outcome_logits` has for them.
+
+    0 for `NO_WORD`. A word may be listed several times. Gradients flow to `outcomes`.
+    """
+    logits, rest = outcomes[:, :-1], outcomes[:, -1:]
+    # A word that is listed again has the same logit, and must count once in the total.
+    order = jnp.argsort(words, axis=-1)
+    ordered = jnp.take_along_axis(words, order, axis=-1)
+    again = jnp.pad(ordered[:, 1:] == ordered[:, :-1], [(0, 0), (1, 0)])
+    counted = jnp.where(again, LOWEST, jnp.take_along_axis(logits, order, axis=-1))
+    total = jax.nn.logsumexp(jnp.concatenate([counted, rest], axis=-1), axis=-1, keepdims=True)
+    return jnp.where(words == NO_WORD, 0.0, logits - total)
+
+
 def top_words(
     head: Head,
-    rows: jax.Array,
-    hidden: jax.Array,
+    rows: Rows,
+    hidden: States,
     count: int,
     *,
     tile: Tile,
@@ -113,20 +142,21 @@ def top_words(
     how = How((head,), tile, vocabulary_axis, head_gradient=False)
     words, logits, outside = _likeliest(how, num_words, rows, states, live, count)
     mass = jnp.exp(outside - jnp.logaddexp(outside, jax.nn.logsumexp(logits, axis=-1)))
-    words, logits, mass = (x.reshape(-1, *x.shape[2:])[: len(hidden)] for x in (words, logits, mass))
+    num_tokens, found = len(first_of(hidden)), (words, logits, mass)
+    words, logits, mass = (x.reshape(-1, *x.shape[2:])[:num_tokens] for x in found)
     return words, logits, mass
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _outcomes(
-    how: How, num_words: int | None, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array
+    how: How, num_words: int | None, rows: Rows, hidden: States, words: jax.Array, live: jax.Array
 ) -> jax.Array:
     """[chunks, n, k + 1] logits of `words` [chunks, n, k] and the rest; LOWEST from chunk `live` on."""
     return _forward(how, num_words, rows, hidden, words, live)[0]
 
 
 def _forward(
-    how: How, num_words: int | None, rows: jax.Array, hidden: jax.Array, words: jax.Array, live: jax.Array
+    how: How, num_words: int | None, rows: Rows, hidden: States, words: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, Any]:
     tiled = Tiled(how, [rows], [hidden], live)
     tiles = tiled.words
@@ -170,11 +200,12 @@ _outcomes.defvjp(_forward, _backward)
 
 
 def _likeliest(
-    how: How, num_words: int | None, rows: jax.Array, hidden: jax.Array, live: jax.Array, count: int
+    how: How, num_words: int | None, rows: Rows, hidden: States, live: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """([chunks, n, count] words, [chunks, n, count + 1] their logits and logsumexp of the others, [chunks, n]
     logsumexp of those that do not count)."""
-    tiled, shape, kept = Tiled(how, [rows], [hidden], live), hidden.shape[:2], min(count, len(rows))
+    tiled, shape = Tiled(how, [rows], [hidden], live), first_of(hidden).shape[:2]
+    kept = min(count, len(first_of(rows)))
     tiles = tiled.words
 
     def one(j: jax.Array, i: jax.Array, seen: Arrays, logits: jax.Array) -> Arrays:

@@ -23,7 +23,7 @@ from quatrain.backend import ACCELERATOR
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.lora import trained_part
-from quatrain.models.params import ParamSpec, is_spec, param_specs, partition
+from quatrain.models.params import LM_HEAD, ParamSpec, is_spec, param_specs, partition
 from quatrain.ops.logprobs import even_parts
 from quatrain.parallel.axes import EP, TP, axes_of
 
@@ -84,7 +84,8 @@ def activations(
     Keys and values that layers lend are added to `layer` twice, the inputs of all layers three times.
 
     With adapters of rank r, their gradients are the only ones. The r columns of A x of each adapted matrix
-    are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`.
+    are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`. Of
+    the output head they add 2 r b bytes per token and r (b + 4) for each of V words to `head`.
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     sharded, cast = mesh.fsdp * mesh.cp * mesh.ep > 1, dtype != param_dtype
@@ -119,6 +120,8 @@ def activations(
         logits = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
         whole_head = table * (b * cast + own_b * sharded) + trained_table * FLOAT32
         head += (3 + bool(arch.final_softcap)) * FLOAT32 * logits + whole_head
+        if arch.lora and LM_HEAD in arch.lora.targets:
+            head += arch.lora.rank * (2 * tokens * b + n.vocabulary * (b + FLOAT32))
     return Activations(
         num_layers=arch.num_layers,
         kept=tokens * (columns * b + statistics) + in_dtype * (remat == "none"),

@@ -30,7 +30,7 @@ from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
 from quatrain.models.flops import parameters_read
 from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes_per_state
-from quatrain.models.lora import is_adapter, trained_part, with_lora
+from quatrain.models.lora import is_adapter, merged_architecture, trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, check_policy, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
 from quatrain.plan.activations import (
@@ -476,7 +476,7 @@ class _Plan:
                 return 0
             return elements_on_device(spec.shape, place, self.rollout_mesh) * jnp.dtype(dtype).itemsize
 
-        arch = replace(self.arch, lora=None) if merges else self.arch
+        arch = merged_architecture(self.arch) if merges else self.arch
         places = partition(arch, self.rollout_mesh)
         sizes = jax.tree_util.tree_map_with_path(num_bytes, param_specs(arch), places, is_leaf=is_spec)
         why = f"model.dtype {model.dtype} on rollout.mesh {self.rollout_mesh}"
@@ -494,7 +494,7 @@ class _Plan:
         lora, dtype = self.arch.lora, self.config.model.dtype
         assert lora is not None
         specs, shardings = (
-            [[layer[name] for name in lora.targets if name in layer] for layer in tree["layers"]]
+            [[part[name] for name in lora.targets if name in part] for part in (*tree["layers"], tree)]
             for tree in (param_specs(self.arch), partition(self.arch, self.mesh))
         )
         elements = sum_on_device(specs, shardings, self.mesh)

@@ -30,6 +30,8 @@ from quatrain.run.run_dir import LOCK_FILES
 
 RUNNING, FINISHED, ENDED = "running", "finished", "not finished"
 UNSET = "not set"
+CLIENT = "training_run.json"
+"""A file in the folder of a training client of the server (`quatrain serve --train`), as no run has it."""
 READ = ("metrics.jsonl", "config.yaml", "plan.json", "hints.jsonl", "run.json")
 
 
@@ -223,6 +225,8 @@ def start_rows(start: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _state(folder: Path, ended: bool, last_step: int | None, total_steps: Any) -> str:
     if not ended and _writer_is_alive(folder):
         return RUNNING
+    if (folder / CLIENT).is_file():  # whose end removes the lock's file
+        return ENDED if (folder / LOCK_FILES[1]).is_file() else FINISHED
     # A run that finished and was resumed for more steps has the model of its first end.
     to_do = isinstance(total_steps, int) and last_step is not None and last_step < total_steps
     to_do &= last_step != ended_with(folder / "run.json")  # `run.stop_when` may end it earlier

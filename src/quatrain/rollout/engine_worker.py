@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.models.architecture import Architecture
-from quatrain.models.lora import with_trained
+from quatrain.models.lora import adapters_of, with_trained
 from quatrain.models.params import partition
 from quatrain.parallel.mesh import device_put, mesh_shape, shardings
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost
@@ -138,9 +138,6 @@ def weights_reader(arch: Architecture, mesh: Mesh, base: Any = None) -> Callable
             return load_hf(weights, mesh=mesh)[1]
         if base is None:
             return jax.tree.map(device_put, weights, places)
-        names = [
-            {name: places["layers"][i][name] for name in layer} for i, layer in enumerate(weights["layers"])
-        ]
-        return with_trained(base, jax.tree.map(device_put, weights, {"layers": names}), arch)
+        return with_trained(base, jax.tree.map(device_put, weights, adapters_of(places)), arch)
 
     return read

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from quatrain.config.roles import devices_of_worker, worker_config
 from quatrain.config.schema import Config
 from quatrain.data.policy import Policy
 from quatrain.engine.engine import records_routes
-from quatrain.models.lora import merged
+from quatrain.models.lora import merged, merged_architecture
 from quatrain.rollout import http_worker
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import Folder, InMemory, Publisher
@@ -81,6 +80,13 @@ def ray_workers(
 def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Publisher]:
     """The factories of workers that are inference servers, which load weights from folders."""
     rollout = config.rollout
+    arch = merged_architecture(policy.arch)
+    # A server with the base has one matrix for both, and would load one of them in place of the other.
+    if arch.tie_embeddings != policy.arch.tie_embeddings:
+        raise ValueError(
+            "lora.targets must not name lm_head with rollout.servers where the output head is tied to the "
+            f"embeddings, as in this {arch.family} model: a server cannot load it apart; leave lm_head out"
+        )
     rules = ServerRules(
         policy.tokenizer,
         policy.stop_ids,
@@ -97,7 +103,7 @@ def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Pu
     own = _run_folder(config) / "weights"
     if rollout.weights_dir is not None:
         own = _weights_folder(config, rollout.weights_dir)
-    return factories, Folder(own, replace(policy.arch, lora=None), policy.sampling)
+    return factories, Folder(own, arch, policy.sampling)
 
 
 def _weights_folder(config: Config, weights_dir: str) -> Path:

@@ -25,7 +25,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from quatrain import __version__
 from quatrain.config.secrets import SERVE_TOKEN
@@ -108,8 +108,9 @@ class Api:
         self._encoding = asyncio.Lock()
         warn_of_unread(self._tokenizer, has_tools=False)
 
-    def app(self, hosts: Sequence[str]) -> Starlette:
-        """The application; it answers requests that name one of `hosts`, or any with "*"."""
+    def app(self, hosts: Sequence[str], further: Sequence[BaseRoute] = ()) -> Starlette:
+        """The application, with `further` routes; it answers requests that name one of `hosts`, or any with
+        "*"."""
         routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self._health),
             "/version": ("GET", self._version),
@@ -129,7 +130,8 @@ class Api:
                 Route(place + path, self._answered(path, handler), methods=[method])
                 for path, (method, handler) in routes.items()
                 for place in (places if _is_of_sessions(path) else places[:1])
-            ],
+            ]
+            + list(further),
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
             exception_handlers={HTTPException: _unknown, Exception: _failed},
         )

@@ -98,6 +98,13 @@ class BadRequest(ValueError):
         self.field, self.status, self.code = field, status, code
 
 
+def no_tiny_temperature(value: float | None) -> float | None:
+    """`value`; raises ValueError if a temperature is so near to 0 that logits become infinite."""
+    if value is not None and 0 < value < 0.01:
+        raise ValueError("must be 0, which takes the likeliest token, or at least 0.01")
+    return value
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False)
 
@@ -151,12 +158,7 @@ class _Request(_Strict):
     learns nothing of others' prompts."""
     logit_bias: dict[str, float] | None = None
 
-    @field_validator("temperature")
-    @classmethod
-    def _no_tiny_temperature(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < 0.01:
-            raise ValueError("must be 0, which takes the likeliest token, or at least 0.01")
-        return value
+    _no_tiny_temperature = field_validator("temperature")(no_tiny_temperature)
 
     @field_validator("return_routed_experts")
     @classmethod
@@ -443,7 +445,7 @@ def parsed(kind: type[_Parsed], body: bytes, overridden: Counter[str] | None = N
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise BadRequest(*_first_fault(error)) from error
+        raise BadRequest(*first_fault(error)) from error
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:
@@ -468,7 +470,7 @@ def _changes_something(kind: type[_Request], name: str, given: Any) -> bool:
     raise BadRequest(f"{name} {what}; got {shown(given)}; leave it out", name)
 
 
-def _first_fault(error: ValidationError) -> tuple[str, str]:
+def first_fault(error: ValidationError) -> tuple[str, str]:
     """(message, field) of the first fault."""
     fault = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, fault["loc"]))

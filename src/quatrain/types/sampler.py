@@ -42,6 +42,8 @@ class PerRequestSampling:
     """Who asks again with a context that grows, for whom it is kept; "": nobody."""
     salt: str = ""
     """Kept contexts are shared with requests of the same salt alone."""
+    stop_ids: tuple[int, ...] | None = None
+    """The tokens that end it, of an engine that has none of its own; None: the engine's."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,9 @@ def request_of(values: dict[str, Any]) -> Request:
     prompt = Prompt(values["group"], np.array(values["ids"], np.int32), "")
     own = values["own"]
     if own is not None:
-        own = PerRequestSampling(**{**own, "sampling": _sampling_of(own["sampling"])})
+        stop_ids = None if own["stop_ids"] is None else tuple(own["stop_ids"])
+        changes = {"sampling": _sampling_of(own["sampling"]), "stop_ids": stop_ids}
+        own = PerRequestSampling(**{**own, **changes})
     return Request(prompt, values["step"], _sampling_of(values["sampling"]), own)
 
 

@@ -6,11 +6,11 @@ sum over micro-batches, and nothing is divided afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial, reduce
 from operator import add
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from quatrain.types.routes import live_of
 from quatrain.update.optimizer import OptimizerForm, OptimizerNumbers
 from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, per_device_spec
 
+T = TypeVar("T")
 Total = tuple[Any, Any]
 """A gradient of what is trained, and summed metrics."""
 Objective = Callable[[Any], TokenLoss]
@@ -92,6 +93,11 @@ def plain_gradient(loss: Callable[..., Any], params: Any, known: Any) -> tuple[A
     return *jax.grad(loss, has_aux=True)(params), []
 
 
+def no_gradient(loss: Callable[..., Any], params: Any, known: Any) -> tuple[Any, Any, Arrays]:
+    """No gradient, of a pass that goes forward alone, and no array to hold: a `GradientFunction`."""
+    return (), loss(params)[1], []
+
+
 @partial(jax.jit, static_argnames=("model", "objective", "gradient", "want"))
 def _added(
     params: Any,
@@ -134,7 +140,7 @@ def _added(
 
     # Summing over `dp` waits for the optimizer step: one all-reduce of a gradient, not one for each micro-
     # batch.
-    totals = _copies(model), PartitionSpec()
+    totals = () if gradient is no_gradient else _copies(model), PartitionSpec()
     in_specs = model.partition, totals, PartitionSpec(DATA_AXES)
     out_specs = (totals, PartitionSpec()), per_device_spec(model.mesh)
     return shard_mapped(on_shard, model.mesh, in_specs, out_specs)(params, total, batch)
@@ -184,24 +190,26 @@ def _zero_total(
     if batch.counts is not None and (routes := model.arch.routes):
         of_experts, of_layers = floats(routes.layers, routes.num_experts), floats(routes.layers)
         routers = RouterSums(of_experts, of_experts, of_layers, of_layers)
-    predicted = Predicted((floats(*batch.mask.shape),) * len(model.tokens.predictions), routers)
+    predicted = Predicted(tuple(floats(*shape) for shape in model.predicted_shapes(batch)), routers)
     summed = partial(weighted_loss, model=model, objective=objective)
     # The names of metrics come from the loss itself, also a user's, and are known without running the model.
     _, stats = jax.eval_shape(summed, predicted, batch)
-    if grads is None:
-        grads = jax.tree.map(
-            lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
-            model.trained(params),
-            shardings(model.mesh, _copies(model)),
-        )
     everywhere = NamedSharding(model.mesh, PartitionSpec())
-    return grads, {
+    return _zero_gradient(params, model) if grads is None else grads, {
         kind: {
             name: full(x.shape, -jnp.inf if kind == "max" else 0.0, jnp.float32, everywhere)
             for name, x in named.items()
         }
         for kind, named in stats.items()
     }
+
+
+def _zero_gradient(params: Any, model: ModelSpec) -> Any:
+    return jax.tree.map(
+        lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
+        model.trained(params),
+        shardings(model.mesh, _copies(model)),
+    )
 
 
 @partial(jax.jit, static_argnames=("form",), donate_argnames=("params", "opt_state"))
@@ -246,6 +254,15 @@ class Summed(NamedTuple):
     """Of each micro-batch, if they are wanted: the first number that the model predicts of each token."""
 
 
+def all_at_once(units: Generator[Any, None, T]) -> T:
+    """What `units` return, which stop between passes for those who have other work there."""
+    while True:
+        try:
+            next(units)
+        except StopIteration as end:
+            return end.value
+
+
 def sum_gradients(
     params: Any,
     batches: Iterable[MicroBatch],
@@ -261,9 +278,30 @@ def sum_gradients(
     The gradient is added to `total`, an earlier one, which is donated; the metrics are those of `batches`
     alone. `residuals` is memory that the backward pass of each micro-batch uses again.
     """
+    settings: dict[str, Any] = {"residuals": residuals, "total": total, "want": want}
+    return all_at_once(passes(params, batches, model=model, objective=objective, **settings))
+
+
+def passes(
+    params: Any,
+    batches: Iterable[MicroBatch],
+    *,
+    model: ModelSpec,
+    objective: Objective,
+    residuals: ResidualMemory | None = None,
+    total: Any = None,
+    want: bool = False,
+    backward: bool = True,
+) -> Generator[Any, None, Summed]:
+    """`sum_gradients`, which stops between micro-batches and yields what the last of them computes.
+
+    Without `backward` it has metrics, and what is wanted, alone.
+    """
     program = gradient_program(model.backend)
     static: dict[str, Any] = {"model": model, "objective": objective, "want": want}
-    if residuals is not None:
+    if not backward:
+        static["gradient"], total = no_gradient, ()
+    elif residuals is not None:
         # The same program for every micro-batch of a shape: the memory is lent between calls, not between
         # layers.
         program = residuals.reused_by(program, model.mesh)
@@ -276,6 +314,8 @@ def sum_gradients(
         if sums is None:
             # Metrics begin anew in each call: another objective has others.
             sums = _zero_total(params, batch, model, objective, total)
+        else:  # not after the last, whose result would wait until the others had their turns
+            yield sums
         with trim_after_compiling():
             (sums, predicted), _ = program(params, sums, batch, **static)
         if predicted is not None:
@@ -322,6 +362,19 @@ class Accumulated(NamedTuple):
     """The sum of the coupled losses, which no program knows; `stats` have the others."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Those of the coupled losses."""
+
+
+def nothing_accumulated(params: Any, model: ModelSpec) -> Accumulated:
+    """The sums of no call: the optimizer step that follows has a gradient of zeros."""
+    zero = full((), 0.0, jnp.float32, NamedSharding(model.mesh, PartitionSpec()))
+    stats = {"sum": {"loss": zero, "tokens": zero}, "max": {}, "routers": {}}
+    return Accumulated(_zero_gradient(params, model), (stats,))
+
+
+def metrics_of_call(accumulated: Accumulated) -> dict[str, Metric]:
+    """What the objective of the last call reports of its tokens, and the sum of their `loss`."""
+    stats = jax.device_get(accumulated.stats[-1])
+    return {"loss": Metric(float(stats["sum"]["loss"]), reduction="sum"), **_token_metrics(stats)}
 
 
 class Stepped(NamedTuple):

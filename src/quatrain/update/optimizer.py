@@ -50,6 +50,23 @@ class OptimizerNumbers(NamedTuple):
     max_grad_norm: Any
     """Infinite where gradients are not scaled down."""
 
+    @classmethod
+    def of(
+        cls,
+        schedule_step: int,
+        *,
+        learning_rate: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float | None,
+    ) -> Self:
+        """These numbers as they come to a step; `max_grad_norm` None: gradients are not scaled down."""
+        most = math.inf if max_grad_norm is None else max_grad_norm
+        numbers = learning_rate, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, most
+        return cls(np.int32(schedule_step), *map(np.float32, numbers))
+
 
 @dataclass(frozen=True)
 class OptimizerForm:
@@ -283,13 +300,15 @@ class Optimizer:
     def numbers(self, step: int) -> OptimizerNumbers:
         """What optimizer step `step` of the schedule computes with."""
         config = self.config
-        most = math.inf if config.max_grad_norm is None else config.max_grad_norm
-        numbers = (
-            self.learning_rate(step),
-            *(config.beta1, 1 - config.beta1, config.beta2, 1 - config.beta2),
-            *(config.eps, config.weight_decay, most),
+        return OptimizerNumbers.of(
+            step,
+            learning_rate=self.learning_rate(step),
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
         )
-        return OptimizerNumbers(np.int32(step), *map(np.float32, numbers))
 
 
 def is_decayed(params: optax.Params) -> Any:

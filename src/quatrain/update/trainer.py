@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -27,9 +27,11 @@ from quatrain.update.gradient import (
     Accumulated,
     Objective,
     abstract_optimizer,
+    all_at_once,
     init_optimizer,
+    nothing_accumulated,
     optimizer_step,
-    sum_gradients,
+    passes,
 )
 from quatrain.update.optimizer import Optimizer, OptimizerNumbers
 from quatrain.update.residuals import residual_memory
@@ -163,6 +165,25 @@ class Trainer:
         further pass. Raises ValueError for a coupled loss that is not one (`check_coupled`); `total` is then
         as it was.
         """
+        return all_at_once(self.passes(state, table, objective, totals, total, want=want))
+
+    def passes(
+        self,
+        state: State,
+        table: TokenTable,
+        objective: Objective | Coupled,
+        totals: StepTotals,
+        total: Accumulated | None = None,
+        *,
+        want: bool = False,
+        backward: bool = True,
+    ) -> Generator[Any, None, Accumulated]:
+        """`forward_backward`, which stops between micro-batches, as `gradient.passes`, for those who have
+        other work there.
+
+        From the first pass on `total` is donated. Without `backward` there is no gradient: `total` is then
+        neither read nor added to, and what is returned has the metrics of this call alone.
+        """
         loss, metrics, predictions = 0.0, {}, None
         if isinstance(objective, Coupled):
             assert self.teacher is None, "a coupled loss reads the policy alone"
@@ -179,7 +200,9 @@ class Trainer:
         totals.shard_s += time.perf_counter() - began
         if self.teacher is not None:
             model, params, batches = self.teacher.joined(model, params, batches)
-        summed = sum_gradients(
+        if not backward:
+            total = None
+        summed = yield from passes(
             params,
             batches,
             model=model,
@@ -187,6 +210,7 @@ class Trainer:
             residuals=self.residuals,
             total=None if total is None else total.total,
             want=want and predictions is None,
+            backward=backward,
         )
         before = total or Accumulated(None, ())
         if want and predictions is None:
@@ -199,6 +223,10 @@ class Trainer:
             before.loss + loss,
             combine(before.metrics, metrics),
         )
+
+    def nothing(self, state: State) -> Accumulated:
+        """The sums before the first `forward_backward`: an optimizer step with them has a gradient of 0."""
+        return nothing_accumulated(state.params, self.model)
 
     def optim_step(
         self,

@@ -1,26 +1,28 @@
-"""Writes adapters as a folder that peft loads, and checks which base adapters belong to.
+"""Writes adapters as a folder that peft loads, reads them, and checks which base adapters belong to.
 
-Data flow: parameters with adapters -> adapter_config.json and adapter_model.safetensors, at the end of a run
-and by `quatrain export`.
+Data flow: parameters with adapters -> adapter_config.json and adapter_model.safetensors, at the end of a run,
+by `quatrain export`, and in the checkpoints of the training server, which reads them again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.config.errors import listed
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.experts import APART
-from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, frozen_part
-from quatrain.models.params import SCORE, Params, leaf_at
-from quatrain.models.spec import TensorName
+from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, adapters_of, frozen_part
+from quatrain.models.params import LM_HEAD, SCORE, Params, is_spec, leaf_at, param_specs
+from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import to_host
 
@@ -46,8 +48,21 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}
     if not is_main_process():
         return
+    tensors = {name.name: _of_peft(name, whole[name.path]) for name in names}
     directory.mkdir(parents=True, exist_ok=True)
-    modules, parameters = _targets(arch, names)
+    for file, content in adapter_files(arch, tensors, base=base, fingerprint=fingerprint).items():
+        (directory / file).write_bytes(content)
+
+
+def adapter_files(
+    arch: Architecture, tensors: Mapping[str, np.ndarray], *, base: str, fingerprint: str
+) -> dict[str, bytes]:
+    """The files of a folder that peft loads: `tensors` by peft's names, all those of `adapter_names(arch)`.
+
+    `fingerprint`: of the base, which peft finds at `base`.
+    """
+    assert arch.lora is not None, "a model without adapters has none to write"
+    modules, parameters = _targets(arch, adapter_names(arch))
     alpha = arch.lora.alpha
     task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
     if arch.head == "value_head":
@@ -65,19 +80,44 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors: dict[str, np.ndarray] = {name.name: _of_peft(name, whole[name.path]) for name in names}
-    (directory / BASE).write_text(json.dumps({"model": base, "fingerprint": fingerprint}, indent=2) + "\n")
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / WEIGHTS).chmod((directory / CONFIG).stat().st_mode & 0o777)
+    described = {CONFIG: config, BASE: {"model": base, "fingerprint": fingerprint}}
+    texts = {file: (json.dumps(content, indent=2) + "\n").encode() for file, content in described.items()}
+    return {**texts, WEIGHTS: save(dict(tensors), metadata={"format": "pt"})}
+
+
+def adapters_from(arch: Architecture, tensors: Mapping[str, np.ndarray], where: object) -> Any:
+    """A tree of the adapters of `arch`, as `models.lora.adapters_of` gives it, of host arrays in float32.
+
+    `tensors`: by peft's names, read from `where`. Raises ValueError if they are not those of `arch`. Adapters
+    of experts' matrices are not read.
+    """
+    specs = adapters_of(param_specs(arch))
+    tree = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), specs, is_leaf=is_spec)
+    names = {name.name: name for name in adapter_names(arch)}
+    shapes = {each: name.shape_in(leaf_at(tree, name.path).shape) for each, name in names.items()}
+    wrong = [
+        name for name in shapes.keys() | tensors if getattr(tensors.get(name), "shape", 0) != shapes.get(name)
+    ]
+    if wrong:
+        raise ValueError(
+            f"adapters must have the tensors of their {arch.family} model, no other and in its shapes; in "
+            f"{where} these are missing, unknown or of another shape: {listed(sorted(wrong))}; use adapters "
+            "of this model and rank"
+        )
+    for each, name in names.items():
+        assert not name.stacked, "adapters of experts have no place here"
+        name.put(leaf_at(tree, name.path), tensors[each])
+    return tree
 
 
 def _targets(arch: Architecture, names: Sequence[TensorName]) -> tuple[list[str], list[str]]:
     """(names of modules, names of parameters) that have adapters, for peft."""
     assert arch.lora is not None
-    paths = [name.name.split(".")[5:-2] for name in names if name.path != (SCORE,) and not name.stacked]
+    tops = [(SCORE,), (LM_HEAD + LORA_A,), (LM_HEAD + LORA_B,)]
+    paths = [name.name.split(".")[5:-2] for name in names if name.path not in tops and not name.stacked]
     as_parameters = [path[-1] in APART and arch.family in TAKEN_FOR_EXPERTS for path in paths]
     modules = [path[-1] for path, whole in zip(paths, as_parameters, strict=True) if not whole]
+    modules += [LM_HEAD] * (LM_HEAD in arch.lora.targets)
     parameters = [".".join([*path, "weight"]) for path in compress(paths, as_parameters)]
     parameters += [EXPERT_PARAMETERS[name] for name in arch.lora.targets if name in EXPERT_PARAMETERS]
     return list(dict.fromkeys(modules)), list(dict.fromkeys(parameters))

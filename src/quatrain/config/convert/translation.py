@@ -234,6 +234,7 @@ _MATRICES = {
     "o": ("o_proj", "attn_vec_einsum"),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
+    "lm_head": ("lm_head",),
 }
 
 
@@ -251,7 +252,9 @@ def put_lora_targets(t: Translation, name: str) -> None:
     elif text == "all-linear":
         t.put("lora.targets", ["all-linear"], name)
     else:
-        t.leave("lora.targets has other matrices: all-linear, or some of qkv, o, gate_up, down", name)
+        t.leave(
+            "lora.targets has other matrices: all-linear, or some of qkv, o, gate_up, down, lm_head", name
+        )
 
 
 def _fits(key: str, value: Any) -> bool:

@@ -100,7 +100,12 @@ class LoraConfig(Section):
     alpha: Annotated[float | None, MustAgreeOnResume(where="lora.rank")] = Field(None, gt=0)
     """What adapters add to a product is multiplied by `alpha` / `rank`; derived: `lora.rank`."""
     targets: Annotated[
-        tuple[Literal["all-linear", "qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down"], ...],
+        tuple[
+            Literal[
+                "all-linear", "qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "lm_head"
+            ],
+            ...,
+        ],
         BeforeValidator(_as_matrices),
         must("have at least one entry", len),
         must("name each matrix once", lambda names: len({*names}) == len(names)),
@@ -110,7 +115,7 @@ class LoraConfig(Section):
     has; `qkv` (queries, keys and values, each with adapters of its
     own; in DeltaNet layers all its inputs), `o` (the output of attention), `gate_up` and `down` (the
     MLP, or the expert of all tokens), `experts_gate_up` and `experts_down` or in one word `experts` (adapters
-    for each expert of its own).
+    for each expert of its own); and `lm_head`, the output head.
     peft's names of modules are taken too, such as `o_proj`, those of one matrix together."""
 
 

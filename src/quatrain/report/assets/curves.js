@@ -11,6 +11,7 @@ const PLAIN = [
   { title: "Truncated completions", unit: "fraction", of: ["rollout/truncated_fraction"], match: /^eval\/(?:.+\/)?truncated_fraction$/ },
   { title: "Entropy", unit: "nats per token", of: ["update/entropy"] },
   { title: "KL", unit: "nats per token", of: ["update/kl", "reward/kl", "update/behaviour_kl"] },
+  { title: "Probability ratio", unit: "current to old policy", of: ["update/ratio_mean", "update/ratio_max"] },
   { title: "Clipped tokens", unit: "fraction", of: ["update/clip_fraction", "update/clip_low_fraction", "update/clip_high_fraction", "update/clip_dual_fraction", "update/corrected_fraction"] },
   { title: "Log-probability gap, sampler to trainer", unit: "nats per token", of: ["rollout/logprob_diff_mean", "rollout/logprob_diff_max"], log: true },
   { title: "Groups without signal", unit: "fraction", of: ["advantage/zero_signal_fraction"] },

@@ -1,0 +1,242 @@
+"""Recipes of the cookbook, as they are, against `quatrain serve --train` (`make test-tinker`).
+
+Their data sets cannot be had without a network: folders with the same names and columns stand in for them.
+"""
+
+import collections
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+from tinker_server import PROGRAMS, Server, finished, metrics_of, run_recipe, served, start_program
+
+pytestmark = pytest.mark.tinker
+
+NAMED = ("Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-4B")
+"""Names of models that recipes look their renderer up by; each is a folder with the tokenizer as well."""
+SFT = ("batch_size=8", "lora_rank=8", "learning_rate=3e-3", "renderer_name=role_colon")
+RL = (
+    "env=arithmetic", "loss_fn=importance_sampling", "renderer_name=role_colon", "groups_per_batch=4",
+    "group_size=4", "lora_rank=8", "learning_rate=1e-3",
+)  # fmt: skip
+CONVERSATIONS = [
+    [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
+    for a in range(16)
+    for b in range(8)
+]
+
+
+def lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def conversations(place):
+    return lines(place / "conversations.jsonl", [{"messages": each} for each in CONVERSATIONS])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    place = tmp_path_factory.mktemp("recipes")
+    aliases = "{" + ", ".join(f"{name}: 'builtin:tiny'" for name in NAMED) + "}"
+    with served(place, f"tinker.aliases={aliases}") as running:
+        yield running
+
+
+def model(server):
+    return f"model_name={server.base}"
+
+
+def drawn(place):
+    """How often each (prompt, tokens of its samples) was drawn."""
+    found = [json.loads(line) for line in (place / "tokens.jsonl").read_text().splitlines()]
+    return collections.Counter(
+        (tuple(prompt), tuple(tokens)) for prompt, sequences in found for tokens in sequences
+    )
+
+
+def test_sft_learns(server, tmp_path):
+    """The quick form of T7, on the built-in model without a warm start."""
+    began = time.monotonic()
+    steps = run_recipe(
+        server, "chat_sl.train", tmp_path, model(server), *SFT, f"dataset={conversations(tmp_path)}",
+        "num_epochs=3", "lr_schedule=constant", "learning_rate=1e-2",
+    )  # fmt: skip
+    losses = [step["train_mean_nll"] for step in steps if "train_mean_nll" in step]
+    print(f"\n{len(losses)} steps, {time.monotonic() - began:.1f} s, nll {losses[0]:.3f} to {losses[-1]:.3f}")
+    assert losses[-1] < 0.6 * losses[0], losses
+
+
+def test_a_recipe_run_twice_has_the_same_numbers(server, tmp_path):
+    """T14. Catches randomness that depends on clocks, names of sessions or the order of arrival."""
+    runs = [
+        run_recipe(server, "math_rl.train", tmp_path / name, model(server), *RL, "max_steps=4")
+        for name in ("first", "second")
+    ]
+    kept = [
+        [{key: value for key, value in step.items() if not key.startswith("time")} for step in steps]
+        for steps in runs
+    ]
+    compared = [
+        key
+        for key in kept[0][0]
+        if key.startswith(("env/", "optim/")) and isinstance(kept[0][0][key], int | float)
+    ]
+    print(f"\n{len(compared)} figures of {len(runs[0])} rows, seconds of steps "
+          f"{[round(step['time/total'], 2) for step in runs[1] if 'time/total' in step]}")  # fmt: skip
+    assert "env/all/reward/total" in compared
+    for first, second in zip(*kept, strict=True):
+        for key in compared:  # log-probabilities of the sampler round with the batch that they are decoded in
+            exact = key.startswith("env/")
+            assert first.get(key) == (second.get(key) if exact else pytest.approx(second.get(key), abs=1e-5))
+    assert drawn(tmp_path / "first") == drawn(tmp_path / "second")
+
+
+def killed_and_resumed(place, recipe, words, step):
+    """The recipe with server and program killed when step `step` has been logged, and both started again."""
+    server = Server(place).start()
+    try:
+        words = [PROGRAMS / "recorded.py", f"tinker_cookbook.recipes.{recipe}", f"log_path={place / 'log'}",
+                 "behavior_if_log_dir_exists=resume", model(server), *words]  # fmt: skip
+        process = start_program(server, words, place)
+        log = place / "log" / "metrics.jsonl"
+        while not log.is_file() or len(log.read_text().splitlines()) < step:
+            assert process.poll() is None, (place / "out.log").read_text()[-4000:]
+            time.sleep(0.05)
+        server.kill()
+        process.kill()
+        process.wait()
+        shutil.copy(log, place / "before.jsonl")
+        server.start()
+        finished(start_program(server, words, place), place)
+        saved = server.get("checkpoints?limit=1000&offset=0")["checkpoints"]
+        return server, saved
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+def arrays_of(server, training):
+    """The arrays of the last checkpoint with the optimizer's state, by name, of the newest training run."""
+    from safetensors.numpy import load_file
+
+    folders = sorted((server.place / "state").glob("**/weights/final"), key=lambda path: path.stat().st_mtime)
+    files = sorted(folders[-1].glob("**/*.safetensors"))
+    assert files, list(folders[-1].iterdir())
+    return {f"{file.name}:{name}": array for file in files for name, array in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_run_goes_on_after_both_sides_were_killed(tmp_path, kind):
+    """T10. SFT ends with the same weights to the bit; RL draws what the uninterrupted run drew."""
+    if kind == "sft":
+        recipe = "chat_sl.train"
+        words = [*SFT, f"dataset={conversations(tmp_path)}", "save_every=3", "max_steps=12"]
+    else:
+        recipe, words = "math_rl.train", [*RL, "save_every=3", "max_steps=12", "eval_every=0"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    whole.mkdir()
+    again.mkdir()
+    with served(whole) as server:
+        run_recipe(server, recipe, whole, model(server), *words)
+    resumed, saved = killed_and_resumed(again, recipe, words, step=7)
+    print(f"\n{kind}: {len(saved)} checkpoints after the second start")
+    assert saved
+    first, second = arrays_of(server, None), arrays_of(resumed, None)
+    assert first.keys() == second.keys()
+    if kind == "sft":
+        assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+        losses = [[step["train_mean_nll"] for step in metrics_of(place)] for place in (whole, again)]
+        assert losses[0] == losses[1]
+    else:
+        apart = max(np.abs(first[name] - second[name]).max() for name in first)
+        missing = drawn(again) - drawn(whole) - drawn(whole)  # some steps were sampled twice
+        share = 1 - missing.total() / drawn(again).total()
+        print(f"{share:.4f} of {drawn(again).total()} sequences alike, weights apart {apart:.2g}")
+        assert share >= 0.999
+
+
+def data_sets(place):
+    """Stand-ins, in the working directory, for data sets and models that recipes name."""
+    said = [[question["content"], answer["content"]] for question, answer in CONVERSATIONS]
+    readme = "---\nconfigs:\n- config_name: main\n  data_files:\n"
+    readme += (
+        "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test")) + "---\n"
+    )
+    for split in ("train", "test"):
+        gsm8k = [{"question": q, "answer": f"It is {a}.\n#### {a}"} for q, a in said]
+        lines(place / "openai" / "gsm8k" / f"{split}.jsonl", gsm8k)
+        robots = [{"messages": each, "prompt": q} for each, (q, _) in zip(CONVERSATIONS, said)]
+        lines(place / "HuggingFaceH4" / "no_robots" / f"{split}.jsonl", robots * 2)
+        pairs = [
+            {
+                key: f"\n\nHuman: {q}\n\nAssistant: {a if key == 'chosen' else 'no'}"
+                for key in ("chosen", "rejected")
+            }
+            for q, a in said
+        ]
+        lines(place / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", pairs)
+        deep = [{"question": q, "final_answer": a, "difficulty": 1.0} for q, a in said]
+        lines(place / "zwhe99" / "DeepMath-103K" / f"{split}.jsonl", deep)
+    (place / "openai" / "gsm8k" / "README.md").write_text(readme)
+
+
+TWO = "max_steps=2"
+GAME = ("renderer_name=role_colon", "batch_size=2", "group_size=2", "max_tokens=4", TWO)
+RECIPES = {
+    "math_rl.train ppo": [*RL[:1], "loss_fn=ppo", *RL[2:], TWO],
+    "math_rl.train cispo": ["env=gsm8k", "loss_fn=cispo", *RL[2:], "num_substeps=2", "max_tokens=6", TWO],
+    "math_rl.train off policy": ["env=arithmetic", "loss_fn=ppo", *RL[2:], "max_steps_off_policy=1", TWO],
+    "math_rl.train post kl": [*RL, "compute_post_kl=True", TWO],
+    "multiplayer_rl.guess_number.train": GAME,
+    "multiplayer_rl.twenty_questions.train": GAME,
+    "chat_sl.train": [*SFT, "dataset=conversations.jsonl", TWO],
+    "prompt_distillation.train": [*SFT, "file_path=conversations.jsonl", TWO],
+    "preference.dpo.train": ["dataset=hhh", "batch_size=8", "renderer_name=role_colon", TWO],
+    "distillation.on_policy_distillation": [
+        "teacher_model={base}", "groups_per_batch=2", "group_size=2", "max_tokens=6", "lora_rank=8",
+        "renderer_name=role_colon", TWO,
+    ],
+    "sl_loop": ["batch_size=16", "lora_rank=8", TWO],
+    "rl_loop": ["loss_fn=cispo", "batch_size=4", "group_size=2", "max_tokens=6", "lora_rank=8", TWO],
+    "sl_basic": ["max_steps=1"],
+    "rl_basic": [
+        "max_steps=1", "max_tokens=4", "dataset_builder.batch_size=4", "dataset_builder.group_size=4",
+    ],
+}  # fmt: skip
+BY_TABLE = ("sl_loop", "rl_loop", "sl_basic", "rl_basic")
+"""Recipes that take their renderer from the cookbook's table of models, and so need a name from it."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_run(server, tmp_path, name):
+    """T15. Each ends well, with the steps that were asked for."""
+    recipe, words = name.partition(" ")[0], [word.format(base=server.base) for word in RECIPES[name]]
+    data_sets(tmp_path)
+    conversations(tmp_path)
+    if recipe in BY_TABLE:
+        for named in NAMED:
+            shutil.copytree(server.base, tmp_path / named)
+    else:
+        words.append(model(server))
+    began = time.monotonic()
+    steps = run_recipe(server, recipe, tmp_path, *words)
+    print(f"\n{name}: {time.monotonic() - began:.1f} s, server {server.memory_mb()[0]} MB")
+    wanted = 1 if "max_steps=1" in words else 2
+    assert len({step["step"] for step in steps}) >= wanted
+
+
+def test_the_default_loss_of_a_recipe_is_refused_by_name(server, tmp_path):
+    """It is computed by the service alone; the message says what to give instead."""
+    words = [
+        PROGRAMS / "recorded.py",
+        "tinker_cookbook.recipes.math_rl.train",
+        f"log_path={tmp_path / 'log'}",
+    ]
+    words += [model(server), "env=arithmetic", "renderer_name=role_colon", "groups_per_batch=2", TWO]
+    process = start_program(server, words, tmp_path)
+    assert process.wait(300) != 0
+    assert "stable_reinforce is computed only by Tinker's service" in (tmp_path / "out.log").read_text()
