@@ -555,7 +555,7 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
         monkeypatch,
         "loop.serve",
         "serve",
-        lambda config, *, name, host, port, ready, compiles: told(
+        lambda config, *, name, host, port, ready, compiles, trains: told(
             ready("http://here"), "serve", name, host, port
         ),
     )
