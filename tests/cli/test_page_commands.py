@@ -143,9 +143,10 @@ def test_a_command_that_trains_or_reads_a_run(place_with_runs, tmp_path, command
     settings = dict(ON_GSM8K) if "configs/" in command and "quickstart" not in command else {}
     if "sums.yaml" in command:
         settings["MODEL__PATH"] = "builtin:tiny"
-    settings["RUN__STEPS"] = "51" if "--resume" in command else "1"
-    if "sft" in shlex.split(command)[:2]:
-        settings["SFT__STEPS"] = "2"
+    if (task := shlex.split(command)[1]) in ("sft", "dpo", "rm"):
+        settings[f"{task.upper()}__STEPS"] = "2"
+    else:
+        settings["RUN__STEPS"] = "51" if "--resume" in command else "1"
     devices = 8 if "placement.train" in command else 1
     done = quatrain(folder, arguments(command), devices, **settings)
     assert done.returncode == 0, done.stderr
