@@ -1,6 +1,7 @@
 """The door of the training server: who is let in, what each request is answered, in which order, to whom."""
 
 import base64
+import threading
 import time
 
 import pytest
@@ -424,6 +425,24 @@ def test_weights_of_samplers_make_room_for_others(with_settings):
     door.worker.call("x", lambda: None).result()
     assert all(isinstance(program.result(each), bytes) for each in waiting)
     assert door.samplers.closed == [1, 2]
+
+
+def test_weights_that_were_to_make_room_go_with_their_session(with_settings):
+    """Catches memory that stays for ever: a session's end forgets the closing that was asked for before."""
+    server = with_settings(room=10_000_000)
+    door, program = server[0], trained(server)
+    model = door.api.tenants.used_bytes
+    door.api.tenants.room = model + model // 4
+    program.result(program.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=1))
+    begun, end = threading.Event(), threading.Event()
+    door.worker.call(program.session, lambda: (begun.set(), end.wait(10)))  # for which the closing waits
+    assert begun.wait(10)
+    program.of_model("save_weights_for_sampler", 2, sampling_session_seq_id=2)
+    assert (door.api.tenants.used_bytes, list(door.samplers.snapshots)) == (model + model // 4, [1])
+    program.post(f"sessions/{program.session}/finish", reason={"type": "success"})
+    end.set()
+    door.worker.call("x", lambda: None).result()
+    assert (door.samplers.snapshots, door.samplers.closed) == ({}, [1])
 
 
 # Samplers

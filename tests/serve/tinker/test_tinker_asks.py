@@ -260,9 +260,9 @@ def test_values_at_the_ends():
     assert sample(**how(top_p=1e-30)).top_p == 1e-9
     assert sample(**how(temperature=0)).temperature == 0
     assert sample(**how(seed=-1)).seed == 2**32 - 1
-    whole = {"chunks": [{"type": "encoded_text", "tokens": [1] * 15}]}
-    rest = {"target_prompt_logprobs": None, "prompt_logprobs_last_n": 14}
-    assert len(sample(prompt=whole, **rest).tokens) == 15
+    whole = {"chunks": [{"type": "encoded_text", "tokens": [1] * 16}]}
+    rest = {"target_prompt_logprobs": None, "prompt_logprobs_last_n": 15}
+    assert len(sample(prompt=whole, **rest).tokens) == 16
 
 
 def chunk(*tokens, **fields):
@@ -276,9 +276,9 @@ def targets(**changed):
 BAD = {
     "no prompt": (
         chunk(),
-        "prompt must have 1 to 15 tokens, which leave one of the model's 16 positions; got 0",
+        "prompt must have 1 to 16 tokens, the model's positions; got 0",
     ),
-    "full prompt": (chunk(*[1] * 16), "positions; got 16"),
+    "long prompt": (chunk(*[1] * 17), "positions; got 17"),
     "token too high": (chunk(1, 10), "prompt must be token ids from 0 to 9; got 10"),
     "negative token": (chunk(-1), "prompt must be token ids from 0 to 9; got -1"),
     "huge token": (chunk(2**70), "prompt.chunks.0.tokens.0"),

@@ -238,9 +238,11 @@ class TinkerApi:
             model.lane.close(f"the session has ended: {why}")
         self.promises.forget(session.id)
         self._worker.forget(session.id)
-        # What frees memory comes after this, or it would be forgotten too.
+        # What frees memory comes after this, or it would be forgotten too, as samplers' closing may have been:
+        # so all that the device still has of this session is closed, whatever is noted here.
         for model in self.tenants.end(session, why):
             self._worker.call(session.id, model.close)
+        self._worker.call(session.id, lambda: self._samplers.forget(session.id))
 
     # Sessions
 

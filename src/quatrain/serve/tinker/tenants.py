@@ -240,9 +240,7 @@ class Tenants:
         sampler.used = self._clock()
 
     def end(self, session: Session, why: str) -> list[Model]:
-        """Ends a session: its samplers are closed; its training clients, which the caller ends."""
-        for sampler in session.samplers.values():
-            self.close_sampler(sampler)
+        """Ends a session; its training clients, which the caller ends, as what its samplers have."""
         models = list(session.models.values())
         session.models, session.samplers, session.ended = {}, {}, why
         return models
