@@ -157,7 +157,7 @@ class Door:
         )
 
     def close(self):
-        self.worker.close()
+        self.api.close()
         self.store.close()
 
 

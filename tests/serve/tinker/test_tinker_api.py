@@ -385,6 +385,20 @@ def test_a_replaced_loss_is_said(with_settings):
     assert isinstance(program.result(program.forward_backward(1, loss="cross_entropy")), bytes)
 
 
+def test_the_end_of_the_server_ends_the_journals(server):
+    """Catches pages that say for ever that a client trains: of one that is there, and of a session that has
+    ended while the device was busy."""
+    door = server[0]
+    trained(server)
+    ended, begun = trained(server), threading.Event()
+    busy = door.worker.call("x", lambda: (begun.set(), time.sleep(0.2)))
+    assert begun.wait(10)
+    ended.post(f"sessions/{ended.session}/finish", reason={"type": "success"})
+    door.api.close()
+    assert busy.done()
+    assert [rows.is_closed for rows in NoRows.opened] == [True, True]
+
+
 # Memory
 
 
@@ -467,6 +481,7 @@ def test_a_sampler_is_of_the_base_or_of_a_checkpoint(server):
         assert isinstance(program.result(sample(program, sampler)), bytes)
         snapshot = door.samplers.snapshots[number + 1][0]
         assert (snapshot.step, snapshot.adapters is None, snapshot.model) == (step, not step, -1 + step)
+    assert len(NoClient.made) == 1, "a sampler made a training client"
     asked = {"session_id": program.session, "sampling_session_seq_id": 9}
     for fields, status in (
         ({"model_path": f"tinker://{program.model}/weights/two"}, 404),

@@ -1,6 +1,7 @@
 """Training clients on small models: gradients and steps against torch and numpy, and what stays as it was."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from quatrain.models.params import leaf_at
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.serve.tinker.calls import AdamNumbers, Base, Datum, LoraRequest, Pass, Refused, Trained
-from quatrain.serve.tinker.training import TrainingClient
+from quatrain.serve.tinker.training import TrainingClient, snapshot_of
 from quatrain.update.gradient import all_at_once
 
 LORA = LoraRequest(RANK, seed=5)
@@ -300,6 +301,21 @@ def test_snapshots_stay_as_they_are(base):
     run(client, cross_entropy())
     step(client)
     jax.tree.map(np.testing.assert_array_equal, second.adapters, kept)
+
+
+def test_a_checkpoints_weights_are_those_of_its_snapshot(base):
+    """Catches other weights, or other places of these, for samplers of checkpoints, and another name of their
+    randomness."""
+    client = golden_client(base)
+    all_at_once(client.optim_step(ADAM))
+    found, kept = snapshot_of(base, client.trained(moments=False)), client.snapshot()
+    assert (found.lora, found.model, found.step) == (kept.lora, kept.model, kept.step) == (LORA, 1, 1)
+    assert jax.tree.structure(found.adapters) == jax.tree.structure(kept.adapters)
+    for one, other in zip(jax.tree.leaves(found.adapters), jax.tree.leaves(kept.adapters)):
+        np.testing.assert_array_equal(one, other)
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    with pytest.raises(Refused, match="of another shape"):
+        snapshot_of(base, replace(client.trained(moments=False), adapters={}))
 
 
 def test_a_step_after_a_failed_call_is_not_taken_and_the_next_is(base):

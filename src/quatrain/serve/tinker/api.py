@@ -60,7 +60,7 @@ from quatrain.serve.tinker.tenants import (
     has_failed,
     num_parameters,
 )
-from quatrain.serve.tinker.training import TrainingClient
+from quatrain.serve.tinker.training import TrainingClient, snapshot_of
 from quatrain.serve.tinker.wire import Limits
 from quatrain.serve.tinker.worker import Worker
 from quatrain.workers.loop_thread import carry_out
@@ -123,6 +123,7 @@ class TinkerApi:
             timeout_s=settings.session_timeout_s,
             close=self._close_sampler,
         )
+        self._journals: set[Journal] = set()  # that are open; the thread's of the device, as long as it lives
         self._named_sessions: dict[tuple[str, str], str] = {}
         self._keeping: asyncio.Task[None] | None = None
 
@@ -238,11 +239,24 @@ class TinkerApi:
             model.lane.close(f"the session has ended: {why}")
         self.promises.forget(session.id)
         self._worker.forget(session.id)
-        # What frees memory comes after this, or it would be forgotten too, as samplers' closing may have been:
-        # so all that the device still has of this session is closed, whatever is noted here.
+        # What frees memory comes after this, or it would be forgotten too. The closing of a sampler that was
+        # asked for before was: so all is closed that the device has of this session, whatever is noted here.
         for model in self.tenants.end(session, why):
-            self._worker.call(session.id, model.close)
+            self._worker.call(session.id, partial(self._close_journal, model))
         self._worker.call(session.id, lambda: self._samplers.forget(session.id))
+
+    def _close_journal(self, model: Model) -> None:
+        if model.is_alive:
+            model.journal.close()
+            self._journals.discard(model.journal)
+
+    def close(self) -> None:
+        """Ends the device's thread after the unit that runs, and the journals that are open."""
+        self._worker.close()
+        # Not by jobs, of which the thread does no more: a page would say for ever that its client trains.
+        for journal in self._journals:
+            journal.close()
+        self._journals.clear()
 
     # Sessions
 
@@ -364,7 +378,9 @@ class TinkerApi:
         def made() -> Made:
             client = make()
             self._store.note_run(session.owner, model.id, lora, user_metadata)
-            return Made(client, Journal(self._rows(self._store.run_folder(model.id))))
+            journal = Journal(self._rows(self._store.run_folder(model.id)))
+            self._journals.add(journal)
+            return Made(client, journal)
 
         model.made = self._worker.call(session.id, made)
         session.models[number] = model
@@ -622,13 +638,7 @@ class TinkerApi:
                 "under a name (save_weights_for_sampler), by which they are read again"
             )
 
-        def snapshot() -> Snapshot:
-            trained = self._store.load(owner, path)
-            client = TrainingClient(self._base, trained.lora, trained.model)
-            client.load(trained, moments=False)
-            return client.snapshot()
-
-        return self._open(sampler, snapshot)
+        return self._open(sampler, lambda: snapshot_of(self._base, self._store.load(owner, path)))
 
     def _close_sampler(self, sampler: SamplerOf) -> None:
         def close() -> None:

@@ -76,11 +76,6 @@ class Model:
             raise Refused(f"training client {self.id} was not made; make a new one")
         return self.made.result(timeout=0)
 
-    def close(self) -> None:
-        """Its last call, in the thread of the device."""
-        if self.is_alive:
-            self.journal.close()
-
     def void(self, why: str) -> None:
         """Clears its gradient; the next optimizer step is not taken, for the reason `why`."""
         self.client.void(why)
