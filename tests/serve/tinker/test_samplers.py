@@ -342,18 +342,25 @@ def test_closing_a_sampler_fails_its_requests_alone(base):
     assert [len(each) for each in asking.tokens(1)] == [30]
 
 
-def test_a_failure_of_the_device_is_that_of_one_sampler(base, monkeypatch):
-    """The fault: requests of a failed engine wait for ever, or the failure ends all tenants' work."""
+def test_a_failure_of_one_sampler_is_its_own(base, monkeypatch):
+    """The fault: requests of a failed engine wait for ever, or the failure ends all tenants' work; one of the
+    device itself does not, and the server says that it is well."""
     asking = Asking(base, ALONE, replace(ALONE, step=1))
     failed, other = (asking.start(PROMPT, key, **FREE) for key in asking.keys)
     asking.run(rounds=2)
 
-    def fail():
-        raise RuntimeError("out of memory")
+    def fail_with(error):
+        def fail():
+            raise error
 
-    monkeypatch.setattr(asking.engine(asking.keys[0]), "advance", fail)
+        monkeypatch.setattr(asking.engine(asking.keys[0]), "advance", fail)
+
+    fail_with(jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
+        asking.samplers.round(asking.keys[0])
+    fail_with(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
     asking.run()
-    assert str(asking.results[failed]) == "out of memory"
+    assert str(asking.results[failed]) == "RESOURCE_EXHAUSTED: out of memory"
     assert [len(each) for each in asking.tokens(other)] == [30]
     assert asking.ask(PROMPT, asking.keys[0], **FREE).sequences
 

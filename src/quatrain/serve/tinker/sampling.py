@@ -32,6 +32,7 @@ from quatrain.models.lora import with_trained
 from quatrain.parallel.mesh import make_mesh, mesh_shape
 from quatrain.serve.tinker.calls import Base, Likeliest, Refused, Sample, Sampled, Sequence, Snapshot
 from quatrain.serve.tinker.training import adapted
+from quatrain.serve.tinker.worker import is_of_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import PerRequestSampling, Request
@@ -232,7 +233,8 @@ class Samplers:
     def round(self, key: int) -> None:
         """One unit of work of a sampler among `waiting`: a round of its engine, or a step of scoring.
 
-        An error of the device fails the requests that are in its engine, and no others.
+        An error fails the requests to this sampler, and no others; raises one that ends the device's work
+        (`is_of_device`).
         """
         sampler = self._samplers[key]
         ready, barrier = self._ready()
@@ -245,6 +247,8 @@ class Samplers:
                 self._begin(sampler, engine, ticket)
             self._advance(sampler, engine)
         except Exception as error:
+            if is_of_device(error):
+                raise
             self._fail(sampler, error)
             self._end(sampler)
 
