@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,7 +126,7 @@ def training_server(
             room=memory.adapters,
             key=key,
             rows=ClientRows,
-            run_page=_RunPages().page,
+            run_page=_run_page,
         )
         try:
             yield api
@@ -176,15 +175,8 @@ def _write_tokenizer(loaded: LoadedPolicy, folder: Path) -> None:
         ) from error
 
 
-class _RunPages:
-    """Makes the run pages of training clients, one at a time."""
-
-    def __init__(self) -> None:
-        self._making = threading.Lock()
-
-    def page(self, folder: Path) -> str:
-        """The page of the training client of a folder, as HTML; it is written there too."""
-        output = folder / "report.html"
-        with self._making:
-            Page([folder]).write(output)
-            return output.read_text(encoding="utf-8", errors="replace")
+def _run_page(folder: Path) -> str:
+    """The page of the training client of a folder, as HTML; it is written there too."""
+    output = folder / "report.html"
+    Page([folder]).write(output)
+    return output.read_text(encoding="utf-8", errors="replace")

@@ -441,6 +441,35 @@ def test_weights_of_samplers_make_room_for_others(with_settings):
     assert door.samplers.closed == [1, 2]
 
 
+def test_a_number_names_one_training_client_and_one_sampler(server):
+    """Catches a second one under the same number: the first keeps memory that nobody counts."""
+    door, program = server[0], trained(server)
+    door.api.promises.forget(program.session)  # as ten minutes after the answer was fetched
+    assert "new number" in program.result(program.create())["error"]
+    first = program.result(program.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=0))
+    again = program.result(program.of_model("save_weights_for_sampler", 2, sampling_session_seq_id=0))
+    assert "new number" in again["error"]
+    used = door.api.tenants.used_bytes
+    assert (len(NoClient.made), len(door.samplers.snapshots)) == (1, 1)
+    assert sampler_of(program, 0, base_model="small/model") == first["sampling_session_id"]
+    path = program.result(program.of_model("save_weights", 3, path="one"))["path"]
+    info, found = door.store.info, []
+
+    def slow(*args):
+        if not found:  # the same request comes again while the first is looked up
+            found.append(None)
+            other = threading.Thread(target=lambda: found.append(sampler_of(program, 1, model_path=path)))
+            other.start()
+            other.join(10)
+            found.append(door.api.tenants._sessions[program.session].samplers[1])
+        return info(*args)
+
+    door.store.info = slow
+    sampler_of(program, 1, model_path=path)
+    assert door.api.tenants._sessions[program.session].samplers[1] is found[-1]
+    assert door.api.tenants.used_bytes == used
+
+
 def test_weights_that_were_to_make_room_go_with_their_session(with_settings):
     """Catches memory that stays for ever: a session's end forgets the closing that was asked for before."""
     server = with_settings(room=10_000_000)
@@ -546,11 +575,33 @@ def test_requests_that_wait_have_a_limit(server, monkeypatch):
     monkeypatch.setattr(api, "MOST_WAITING", 2)
     program = trained(server)
     held = [program.forward_backward(3), program.forward_backward(2)]
-    full = program.forward_backward(1)
+    full = program.forward_backward(4)
     assert (full.status_code, "send it again" in full.json()["detail"]) == (429, True)
-    monkeypatch.setattr(api, "MOST_WAITING", 3)
+    other = trained(server)
+    assert isinstance(other.result(other.forward_backward(1)), bytes)
+    release = threading.Event()
+    busy = server[0].worker.call(program.session, lambda: release.wait(10))
+    assert program.forward_backward(1).status_code == 429
+    release.set()
+    busy.result()
+    while server[0].worker.num_waiting(program.session):
+        time.sleep(0.001)
     held.append(program.forward_backward(1))
     assert all(isinstance(program.result(each), bytes) for each in held)
+
+
+def test_what_waits_and_what_is_not_fetched_have_a_limit_in_bytes(server, monkeypatch):
+    """Catches a program that fills the memory of the server with bodies that wait, or with results."""
+    program = trained(server)
+    monkeypatch.setattr(api, "MOST_WAITING_BYTES", 100)
+    held = program.forward_backward(2, [1] * 50)
+    assert program.forward_backward(3).status_code == 429
+    assert isinstance(program.result(program.forward_backward(1)), bytes)
+    assert isinstance(program.result(held), bytes)
+    program.result(program.forward_backward(3, [1] * 50))
+    monkeypatch.setattr(server[0].api.promises, "_most_bytes", 1)
+    for answer in (program.forward_backward(4), program.step(4)):
+        assert (answer.status_code, "fetched" in answer.json()["detail"]) == (429, True)
 
 
 def test_the_page_shows_who_trains(server):

@@ -237,6 +237,13 @@ def test_what_to_sample():
     assert sample("ASample 2").stop == ()
 
 
+def test_what_is_kept_of_a_session_is_small():
+    """Catches sessions, of which there may be 10,000, whose names fill the memory."""
+    for fields in ({"display_name": "x" * 1025}, {"user_metadata": {"a": "x" * 2**16}}):
+        with pytest.raises(Refused, match=next(iter(fields))):
+            parsed(asks.CreateSession, json.dumps(fields).encode())
+
+
 def test_what_is_left_out_is_sampled_by_the_interfaces_defaults():
     plain = {
         "sampling_session_id": "s",

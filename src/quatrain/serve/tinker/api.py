@@ -75,6 +75,8 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 
 MOST_WAITING = 10_000
 """Requests without a result, of all sessions."""
+MOST_WAITING_BYTES = 2**31
+"""Of the bodies of these."""
 POLL_S = 20.0
 """Seconds after which a poll is answered that nothing came: the client's own limit is 45."""
 MOST_SESSIONS = 10_000
@@ -95,7 +97,7 @@ class TinkerApi:
     `names` are what programs may call the base, the first of them the folder with its tokenizer. `room` are
     the bytes of a device for training clients and weights of samplers. `key`: the only API key that is taken;
     None: any. Of the folder of a training client, `rows` opens what takes its figures, and `run_page` makes
-    their page.
+    their page, one at a time.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class TinkerApi:
         self._journals: set[Journal] = set()  # that are open; the thread's of the device, as long as it lives
         self._named_sessions: dict[tuple[str, str], str] = {}
         self._keeping: asyncio.Task[None] | None = None
+        self._making_page = asyncio.Lock()  # or those who wait would take all threads, which parse bodies
 
     @property
     def name(self) -> str:
@@ -188,7 +191,8 @@ class TinkerApi:
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            self._keeping = self._keeping or asyncio.create_task(self._keep())
+            if self._keeping is None or self._keeping.done():
+                self._keeping = asyncio.create_task(self._keep())
             try:
                 return await handler(request, self._owner(request))
             except HTTPException as error:
@@ -371,6 +375,8 @@ class TinkerApi:
         user_metadata: Mapping[str, Any] | None,
     ) -> Model:
         """A training client, which `make` makes in the thread of the device."""
+        if (there := session.models.get(number)) is not None and there.is_alive:
+            raise Refused(f"model_seq_id must be a new number; training client {there.id} is there already")
         num_bytes = BYTES_OF_TRAINING * num_parameters(self._base, lora)
         self.tenants.admit_model(num_bytes)
         model = Model(f"{session.id}:train:{number}", session, number, name, lora, num_bytes)
@@ -428,7 +434,9 @@ class TinkerApi:
             model.journal.passed(asked, passed)
             return wire.write_passed(passed)
 
-        return self._promised_turn(model, seq_id, lambda: self._worker.submit(model.session.id, units))
+        return self._promised_turn(
+            model, seq_id, lambda: self._worker.submit(model.session.id, units), body_bytes=len(body)
+        )
 
     async def _optim_step(self, request: Request, owner: str) -> Response:
         def begin(model: Model, asked: asks.OptimStep) -> Future[Any]:
@@ -561,9 +569,18 @@ class TinkerApi:
 
         return self._promised_turn(model, seq_id, lambda: self._worker.call(model.session.id, refuse))
 
-    def _promised_turn(self, model: Model, seq_id: int, begin: Callable[[], Future[Any]]) -> Response:
+    def _promised_turn(
+        self, model: Model, seq_id: int, begin: Callable[[], Future[Any]], *, body_bytes: int = 0
+    ) -> Response:
         return self._promised(
-            model.session, (model.id, seq_id), lambda: model.lane.offer(seq_id, begin), model_id=model.id
+            model.session,
+            (model.id, seq_id),
+            lambda: model.lane.offer(seq_id, begin),
+            body_bytes=body_bytes,
+            # Where nothing of the session runs: what is held would wait for ever for this, which it leaves no
+            # room.
+            has_place=model.lane.is_due(seq_id) and not self._worker.num_waiting(model.session.id),
+            model_id=model.id,
         )
 
     def _promised(
@@ -572,13 +589,22 @@ class TinkerApi:
         name: Hashable,
         begin: Callable[[], Future[Any]],
         group: Hashable = None,
+        *,
+        body_bytes: int = 0,
+        has_place: bool = False,
         **more: Any,
     ) -> Response:
-        if self.promises.num_running >= MOST_WAITING:
+        if not has_place and self.promises.is_crowded(session.id, MOST_WAITING, MOST_WAITING_BYTES):
             raise HTTPException(
-                429, f"{MOST_WAITING} requests wait already, the most that this server takes; send it again"
+                429,
+                f"{MOST_WAITING} requests or {MOST_WAITING_BYTES} bytes of them wait already, the most that "
+                "this server takes; send it again",
             )
-        promise = self.promises.begin(name, session.owner, begin, owner=session.id, group=group)
+        if self.promises.is_full(session.id):
+            raise HTTPException(429, "too many results wait to be fetched; fetch some, and send it again")
+        promise = self.promises.begin(
+            name, session.owner, begin, owner=session.id, group=group, body_bytes=body_bytes
+        )
         return Json({"request_id": promise.request_id, **more})
 
     def _base_name(self, name: str) -> str:
@@ -599,14 +625,20 @@ class TinkerApi:
                 lora = await self._stored(self._saved_lora, owner, asked.model_path)
             if asked.base_model is not None:
                 name = self._base_name(asked.base_model)
-            self._new_sampler(session, asked.sampling_session_seq_id, name, lora, asked.model_path)
+            if asked.sampling_session_seq_id not in session.samplers:  # it may have come twice meanwhile
+                self._new_sampler(session, asked.sampling_session_seq_id, name, lora, asked.model_path)
         sampler = session.samplers[asked.sampling_session_seq_id]
         return Json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     def _new_sampler(
         self, session: Session, number: int, name: str, lora: LoraRequest | None, path: str | None = None
     ) -> SamplerOf:
-        """A sampler without weights yet."""
+        """A sampler without weights yet; raises Refused for a number that another one has."""
+        if number in session.samplers:
+            raise Refused(
+                f"sampling_session_seq_id must be a new number; sampler {session.samplers[number].id} is "
+                "there already"
+            )
         num_bytes = 0 if lora is None else BYTES_OF_SAMPLING * num_parameters(self._base, lora)
         sampler = SamplerOf(f"{session.id}:sample:{number}", session, name, num_bytes, path, lora is None)
         session.samplers[number] = sampler
@@ -663,8 +695,6 @@ class TinkerApi:
         asked = await asked_of(asks.ASample, request)
         sample, csr = asked.sample(self._limits), asked.csr()
         sampler = self.tenants.sampler(owner, asked.sampling_session_id)
-        if self.promises.is_full(sampler.session.id):
-            raise HTTPException(429, "too many results wait to be fetched; fetch some, and send it again")
         group = (sampler.id, asked.seq_id // CLONE)
         name = (sampler.id, asked.seq_id)
         ids = [f"{sampler.id}:{asked.seq_id}:{number}" for number in range(asked.num_samples)]
@@ -775,7 +805,8 @@ class TinkerApi:
             folder = self._store.run_folder(request.path_params["model"])
             if not (folder / METRICS).is_file():
                 raise Missing(f"training client {request.path_params['model']} has taken no step yet")
-            return HTMLResponse(await asyncio.to_thread(self._run_page, folder))
+            async with self._making_page:
+                return HTMLResponse(await asyncio.to_thread(self._run_page, folder))
         except Missing as error:
             return PlainTextResponse(str(error), status_code=404)
 

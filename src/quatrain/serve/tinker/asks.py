@@ -125,7 +125,7 @@ class CreateSession(Ask):
     user_metadata: Metadata = {}
     sdk_version: str = ""
     project_id: str = ""
-    display_name: str = ""
+    display_name: Annotated[str, Field(max_length=1024)] = ""
 
 
 class Heartbeat(Ask):
