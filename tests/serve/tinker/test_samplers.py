@@ -223,6 +223,7 @@ def test_requests_for_a_prompt_are_counted_by_session_model_and_step(base):
     assert asking.keys[0] in samplers._samplers
     assert drawn("a", 3, 5) == [first]
     samplers.forget("nobody")
+    samplers.close(left)
 
 
 def test_samples_share_one_prefill_and_contexts_are_kept(base):

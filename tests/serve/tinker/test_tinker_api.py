@@ -470,6 +470,28 @@ def test_a_number_names_one_training_client_and_one_sampler(server):
     assert door.api.tenants.used_bytes == used
 
 
+def test_room_is_made_while_the_session_is_busy(with_settings):
+    """Catches memory that is given to another before it is free: the closing waits for all that its session
+    had asked for before."""
+    server = with_settings(room=10_000_000)
+    door, program, other = server[0], trained(server), trained(server)
+    models = door.api.tenants.used_bytes
+    door.api.tenants.room = models + models // 8
+    program.result(program.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=1))
+    end = threading.Event()
+
+    def units():
+        while not end.is_set():
+            yield time.sleep(0.001)
+
+    busy = door.worker.submit(program.session, units)
+    other.result(other.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=1))
+    door.worker.call("x", lambda: None).result()
+    door.worker.call("x", lambda: None).result()
+    assert (door.samplers.closed, busy.done()) == ([1], False)
+    end.set()
+
+
 def test_weights_that_were_to_make_room_go_with_their_session(with_settings):
     """Catches memory that stays for ever: a session's end forgets the closing that was asked for before."""
     server = with_settings(room=10_000_000)

@@ -86,6 +86,8 @@ SWEEP_S = 10.0
 """Seconds between two looks for silent sessions."""
 EXPIRE_S = 3600.0
 """Seconds between two looks for checkpoints that have expired."""
+CLOSER = "samplers that make room"
+"""Has turns of the device beside the sessions."""
 BYTES_OF_TRAINING = 16
 """Of each adapter parameter: its weight, gradient sum and two moments, all float32."""
 BYTES_OF_SAMPLING = 4
@@ -243,8 +245,8 @@ class TinkerApi:
             model.lane.close(f"the session has ended: {why}")
         self.promises.forget(session.id)
         self._worker.forget(session.id)
-        # What frees memory comes after this, or it would be forgotten too. The closing of a sampler that was
-        # asked for before was: so all is closed that the device has of this session, whatever is noted here.
+        # What frees memory comes after this, or it would be forgotten too: all that the device has of this
+        # session, whatever is noted here.
         for model in self.tenants.end(session, why):
             self._worker.call(session.id, partial(self._close_journal, model))
         self._worker.call(session.id, lambda: self._samplers.forget(session.id))
@@ -650,11 +652,7 @@ class TinkerApi:
         self.tenants.touch(sampler)
         owner = sampler.session.id
 
-        def open_it() -> int:
-            sampler.key = self._samplers.open(snapshot(), owner)
-            return sampler.key
-
-        sampler.opened = self._worker.call(owner, open_it)
+        sampler.opened = self._worker.call(owner, lambda: self._samplers.open(snapshot(), owner))
         return sampler.opened
 
     def _opened(self, sampler: SamplerOf) -> Future[int]:
@@ -673,12 +671,10 @@ class TinkerApi:
         return self._open(sampler, lambda: snapshot_of(self._base, self._store.load(owner, path)))
 
     def _close_sampler(self, sampler: SamplerOf) -> None:
-        def close() -> None:
-            if sampler.key is not None:
-                self._samplers.close(sampler.key)
-                sampler.key = None
-
-        self._worker.call(sampler.session.id, close)
+        """In a turn of its own: its session may have much to do before, for which others would wait, or take
+        memory that is not free yet."""
+        assert sampler.opened is not None, "only what is open is closed"
+        then(sampler.opened, lambda key: self._worker.call(CLOSER, lambda: self._samplers.close(key)))
 
     async def _join_sampler(self, request: Request, owner: str) -> Response:
         asked = await asked_of(asks.JoinSamplingSession, request)

@@ -182,7 +182,9 @@ class Samplers:
         return self._num_keys
 
     def close(self, key: int) -> None:
-        """Forget a sampler; its requests fail."""
+        """Forget a sampler; its requests fail. One that was forgotten is ignored."""
+        if key not in self._samplers:
+            return
         sampler = self._samplers[key]
         self._fail(sampler, Refused("the sampler was closed; make a new one from its checkpoint"))
         self._end(sampler)

@@ -97,8 +97,6 @@ class SamplerOf:
     """Whether it has no weights of its own."""
     opened: Future[int] | None = None
     """Its key among the samplers of the device; None: it has no weights there now."""
-    key: int | None = None
-    """The same, as the thread of the device has it."""
     waiting: set[Future[Any]] = field(default_factory=set)
     """Requests without an answer yet."""
     used: float = 0.0
