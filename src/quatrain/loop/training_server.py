@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +34,9 @@ from quatrain.serve.tinker.store import Store
 from quatrain.serve.tinker.training import adapted
 from quatrain.serve.tinker.worker import Worker
 
-MOST_SAMPLERS = 8
-"""Where `tinker.max_samplers` does not say it."""
+MOST_SAMPLERS, MOST_ON_CPU = 4, 2
+"""Where `tinker.max_samplers` does not say it: each has its part of the memory for caches, whether there are
+others or not, and they decode in turns, so that more of them hold contexts for longer and compute no more."""
 ANY_RANK = 1
 """Of the adapters by which the memory of a micro-batch is planned, which is that of the base's activations:
 each model can have it."""
@@ -68,7 +68,8 @@ class Memory(NamedTuple):
         half = memory_for_cache(loaded.meshes.train, planned.total)
         tokens = max(_micro_batch_tokens(config), loaded.arch.longest)
         least = tokens * bytes_per_position(loaded.arch, model.dtype, shape.tp)
-        number = config.tinker.max_samplers or min(max(half // least - 1, 1), MOST_SAMPLERS)
+        most = MOST_ON_CPU if loaded.backend.kind == "cpu" else MOST_SAMPLERS
+        number = config.tinker.max_samplers or min(max(half // least - 1, 1), most)
         memory = cls(half, half // (number + 1), number)
         if not memory.cache:
             raise ValueError(
@@ -115,22 +116,22 @@ def training_server(
         if folder.is_relative_to(state):
             _write_tokenizer(loaded, folder)
         samplers = Samplers(base, most=memory.num_samplers, cache_bytes=memory.cache * memory.num_samplers)
-        worker = Worker(samplers)
+        api = TinkerApi(
+            base,
+            Worker(samplers),
+            samplers,
+            store,
+            config.tinker,
+            names=list(names),
+            room=memory.adapters,
+            key=key,
+            rows=ClientRows,
+            run_page=_run_page,
+        )
         try:
-            yield TinkerApi(
-                base,
-                worker,
-                samplers,
-                store,
-                config.tinker,
-                names=list(names),
-                room=memory.adapters,
-                key=key,
-                rows=ClientRows,
-                run_page=_RunPages().page,
-            )
+            yield api
         finally:
-            worker.close()
+            api.close()
     finally:
         store.close()
 
@@ -174,15 +175,8 @@ def _write_tokenizer(loaded: LoadedPolicy, folder: Path) -> None:
         ) from error
 
 
-class _RunPages:
-    """Makes the run pages of training clients, one at a time."""
-
-    def __init__(self) -> None:
-        self._making = threading.Lock()
-
-    def page(self, folder: Path) -> str:
-        """The page of the training client of a folder, as HTML; it is written there too."""
-        output = folder / "report.html"
-        with self._making:
-            Page([folder]).write(output)
-            return output.read_text(encoding="utf-8", errors="replace")
+def _run_page(folder: Path) -> str:
+    """The page of the training client of a folder, as HTML; it is written there too."""
+    output = folder / "report.html"
+    Page([folder]).write(output)
+    return output.read_text(encoding="utf-8", errors="replace")

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 POLICY_STREAM, CRITIC_STREAM, WARM_START_STREAM = range(3)
 """The streams of random numbers with which the parameters of each model are rounded."""
 
+FILL_S = 0.05
+"""Seconds of filling buffers after which others get a turn: each stop costs one of their units."""
 OF_SAMPLED_WEIGHTS = "rollout/", "moe/replay_changed"
 """The metrics that compare sampler and trainer begin so."""
 
@@ -179,7 +181,7 @@ class Trainer:
         backward: bool = True,
     ) -> Generator[Any, None, Accumulated]:
         """`forward_backward`, which stops between micro-batches, as `gradient.passes`, for those who have
-        other work there.
+        other work there; while it fills their buffers, after each `FILL_S`.
 
         From the first pass on `total` is donated. Without `backward` there is no gradient: `total` is then
         neither read nor added to, and what is returned has the metrics of this call alone.
@@ -195,7 +197,14 @@ class Trainer:
         model, params = self.model, state.params
         forms = model.forms if self.teacher is None else model.forms.joined(self.teacher.forms)
         # All before the first pass, so that no pass waits for the host to fill buffers.
-        batches: Iterable[MicroBatch] = [fill(cut, table, model.mesh, forms) for cut in cuts]
+        filled: list[MicroBatch] = []
+        since = began
+        for cut in cuts:
+            if time.perf_counter() - since > FILL_S:
+                yield
+                since = time.perf_counter()
+            filled.append(fill(cut, table, model.mesh, forms))
+        batches: Iterable[MicroBatch] = filled
         totals.combine(describe_plans(table, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
         if self.teacher is not None:

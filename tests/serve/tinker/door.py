@@ -90,6 +90,10 @@ class NoSamplers:
         del self.snapshots[key]
         self.closed.append(key)
 
+    def forget(self, owner):
+        for key in [key for key, (_, other) in self.snapshots.items() if other == owner]:
+            self.close(key)
+
     def start(self, key, sample, done):
         if sample.max_tokens == 99:
             raise Refused("max_tokens must be less")
@@ -153,7 +157,7 @@ class Door:
         )
 
     def close(self):
-        self.worker.close()
+        self.api.close()
         self.store.close()
 
 

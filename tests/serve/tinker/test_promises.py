@@ -367,6 +367,47 @@ def test_results_that_clients_have_go_first_where_room_is_needed():
     assert promises.is_full("s")
 
 
+def test_what_was_fetched_a_minute_ago_goes_where_room_is_needed():
+    """Training clients do not say what they have: a limit on results would keep them waiting ten minutes."""
+    clock = Clock()
+    promises = Promises(most_bytes=100, clock=clock)
+    made = [promises.begin(n, "k", lambda: done(b"x" * 40), owner="s") for n in range(3)]
+    for each in made[:2]:
+        fetched(promises, each)
+    clock.now += 59
+    assert promises.is_full("s")
+    fetched(promises, made[1])
+    clock.now += 2
+    assert not promises.is_full("s")
+    assert promises.num_bytes == 80
+    assert fetched(promises, made[1])
+    assert fetched(promises, made[2])
+    clock.now += 61
+    assert not promises.is_full("s")
+    assert promises.num_bytes == 80
+
+
+def test_a_session_whose_requests_never_end_does_not_stop_others():
+    promises = Promises()
+    futures = [Future() for _ in range(4)]
+    for number, each in enumerate(futures):
+        owner = "hoards" if number < 3 else "other"
+        promises.begin(number, "k", lambda each=each: each, owner=owner, body_bytes=10)
+
+    def crowded(*limits):
+        return [name for name in ("hoards", "other", "new") if promises.is_crowded(name, *limits)]
+
+    assert crowded(5, 41) == []
+    assert crowded(4, 41) == crowded(5, 40) == ["hoards"]
+    assert crowded(2, 41) == crowded(5, 20) == ["hoards", "other"]
+    futures[0].set_result(b"")
+    assert crowded(4, 40) == []
+    assert crowded(3, 41) == crowded(5, 30) == ["hoards"]
+    promises.forget("hoards")
+    assert crowded(2, 11) == []
+    assert crowded(1, 11) == crowded(2, 10) == ["other"]
+
+
 def test_what_runs_cannot_be_acknowledged():
     """A client that names what it can't have must not make a result vanish before it was fetched."""
     promises, running = Promises(most_bytes=10), Future()

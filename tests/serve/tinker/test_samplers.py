@@ -196,6 +196,36 @@ def test_a_request_with_a_seed_repeats_itself_and_is_not_counted(base):
     assert tokens_of(asking.ask(PROMPT, **FREE)) == tokens_of(Asking(base).ask(PROMPT, **FREE))
 
 
+def test_requests_for_a_prompt_are_counted_by_session_model_and_step(base):
+    """Faults: a sampler that made room and came back, or a second one of the same weights, repeats tokens;
+    a step or a session counts those of another; the counts of sessions that have ended stay."""
+    asking = Asking(base)
+    samplers = asking.samplers
+
+    def drawn(owner, model, step, count=1):
+        key = samplers.open(Snapshot(None, None, model, step), owner)
+        found = [tokens_of(asking.ask(PROMPT, key, **FREE)) for _ in range(count)]
+        samplers.close(key)
+        return found
+
+    [first, second] = drawn("a", 3, 5, 2)
+    assert drawn("b", 3, 5) == [first] != [second]
+    assert drawn("b", 3, 5) == [second]
+    third = drawn("a", 3, 5)
+    assert third not in ([first], [second])
+    others = drawn("a", 3, 6) + drawn("a", 4, 5)
+    assert drawn("c", 3, 6) + drawn("d", 4, 5) == others
+    left = samplers.open(Snapshot(None, None, 3, 5), "a")
+    waiting = asking.start(PROMPT, left, **FREE)
+    samplers.forget("a")
+    assert isinstance(asking.results[waiting], Refused)
+    assert left not in samplers._samplers
+    assert asking.keys[0] in samplers._samplers
+    assert drawn("a", 3, 5) == [first]
+    samplers.forget("nobody")
+    samplers.close(left)
+
+
 def test_samples_share_one_prefill_and_contexts_are_kept(base):
     """Faults: each sample computes the prompt; the second turn of a dialogue computes the first again."""
     asking, prompt = Asking(base), words(5, 100)
@@ -313,18 +343,25 @@ def test_closing_a_sampler_fails_its_requests_alone(base):
     assert [len(each) for each in asking.tokens(1)] == [30]
 
 
-def test_a_failure_of_the_device_is_that_of_one_sampler(base, monkeypatch):
-    """The fault: requests of a failed engine wait for ever, or the failure ends all tenants' work."""
+def test_a_failure_of_one_sampler_is_its_own(base, monkeypatch):
+    """The fault: requests of a failed engine wait for ever, or the failure ends all tenants' work; one of the
+    device itself does not, and the server says that it is well."""
     asking = Asking(base, ALONE, replace(ALONE, step=1))
     failed, other = (asking.start(PROMPT, key, **FREE) for key in asking.keys)
     asking.run(rounds=2)
 
-    def fail():
-        raise RuntimeError("out of memory")
+    def fail_with(error):
+        def fail():
+            raise error
 
-    monkeypatch.setattr(asking.engine(asking.keys[0]), "advance", fail)
+        monkeypatch.setattr(asking.engine(asking.keys[0]), "advance", fail)
+
+    fail_with(jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
+        asking.samplers.round(asking.keys[0])
+    fail_with(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
     asking.run()
-    assert str(asking.results[failed]) == "out of memory"
+    assert str(asking.results[failed]) == "RESOURCE_EXHAUSTED: out of memory"
     assert [len(each) for each in asking.tokens(other)] == [30]
     assert asking.ask(PROMPT, asking.keys[0], **FREE).sequences
 

@@ -1,6 +1,7 @@
 """The door of the training server: who is let in, what each request is answered, in which order, to whom."""
 
 import base64
+import threading
 import time
 
 import pytest
@@ -384,6 +385,20 @@ def test_a_replaced_loss_is_said(with_settings):
     assert isinstance(program.result(program.forward_backward(1, loss="cross_entropy")), bytes)
 
 
+def test_the_end_of_the_server_ends_the_journals(server):
+    """Catches pages that say for ever that a client trains: of one that is there, and of a session that has
+    ended while the device was busy."""
+    door = server[0]
+    trained(server)
+    ended, begun = trained(server), threading.Event()
+    busy = door.worker.call("x", lambda: (begun.set(), time.sleep(0.2)))
+    assert begun.wait(10)
+    ended.post(f"sessions/{ended.session}/finish", reason={"type": "success"})
+    door.api.close()
+    assert busy.done()
+    assert [rows.is_closed for rows in NoRows.opened] == [True, True]
+
+
 # Memory
 
 
@@ -426,6 +441,75 @@ def test_weights_of_samplers_make_room_for_others(with_settings):
     assert door.samplers.closed == [1, 2]
 
 
+def test_a_number_names_one_training_client_and_one_sampler(server):
+    """Catches a second one under the same number: the first keeps memory that nobody counts."""
+    door, program = server[0], trained(server)
+    door.api.promises.forget(program.session)  # as ten minutes after the answer was fetched
+    assert "new number" in program.result(program.create())["error"]
+    first = program.result(program.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=0))
+    again = program.result(program.of_model("save_weights_for_sampler", 2, sampling_session_seq_id=0))
+    assert "new number" in again["error"]
+    used = door.api.tenants.used_bytes
+    assert (len(NoClient.made), len(door.samplers.snapshots)) == (1, 1)
+    assert sampler_of(program, 0, base_model="small/model") == first["sampling_session_id"]
+    path = program.result(program.of_model("save_weights", 3, path="one"))["path"]
+    info, found = door.store.info, []
+
+    def slow(*args):
+        if not found:  # the same request comes again while the first is looked up
+            found.append(None)
+            other = threading.Thread(target=lambda: found.append(sampler_of(program, 1, model_path=path)))
+            other.start()
+            other.join(10)
+            found.append(door.api.tenants._sessions[program.session].samplers[1])
+        return info(*args)
+
+    door.store.info = slow
+    sampler_of(program, 1, model_path=path)
+    assert door.api.tenants._sessions[program.session].samplers[1] is found[-1]
+    assert door.api.tenants.used_bytes == used
+
+
+def test_room_is_made_while_the_session_is_busy(with_settings):
+    """Catches memory that is given to another before it is free: the closing waits for all that its session
+    had asked for before."""
+    server = with_settings(room=10_000_000)
+    door, program, other = server[0], trained(server), trained(server)
+    models = door.api.tenants.used_bytes
+    door.api.tenants.room = models + models // 8
+    program.result(program.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=1))
+    end = threading.Event()
+
+    def units():
+        while not end.is_set():
+            yield time.sleep(0.001)
+
+    busy = door.worker.submit(program.session, units)
+    other.result(other.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=1))
+    door.worker.call("x", lambda: None).result()
+    door.worker.call("x", lambda: None).result()
+    assert (door.samplers.closed, busy.done()) == ([1], False)
+    end.set()
+
+
+def test_weights_that_were_to_make_room_go_with_their_session(with_settings):
+    """Catches memory that stays for ever: a session's end forgets the closing that was asked for before."""
+    server = with_settings(room=10_000_000)
+    door, program = server[0], trained(server)
+    model = door.api.tenants.used_bytes
+    door.api.tenants.room = model + model // 4
+    program.result(program.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=1))
+    begun, end = threading.Event(), threading.Event()
+    door.worker.call(program.session, lambda: (begun.set(), end.wait(10)))  # for which the closing waits
+    assert begun.wait(10)
+    program.of_model("save_weights_for_sampler", 2, sampling_session_seq_id=2)
+    assert (door.api.tenants.used_bytes, list(door.samplers.snapshots)) == (model + model // 4, [1])
+    program.post(f"sessions/{program.session}/finish", reason={"type": "success"})
+    end.set()
+    door.worker.call("x", lambda: None).result()
+    assert (door.samplers.snapshots, door.samplers.closed) == ({}, [1])
+
+
 # Samplers
 
 
@@ -448,6 +532,7 @@ def test_a_sampler_is_of_the_base_or_of_a_checkpoint(server):
         assert isinstance(program.result(sample(program, sampler)), bytes)
         snapshot = door.samplers.snapshots[number + 1][0]
         assert (snapshot.step, snapshot.adapters is None, snapshot.model) == (step, not step, -1 + step)
+    assert len(NoClient.made) == 1, "a sampler made a training client"
     asked = {"session_id": program.session, "sampling_session_seq_id": 9}
     for fields, status in (
         ({"model_path": f"tinker://{program.model}/weights/two"}, 404),
@@ -512,11 +597,33 @@ def test_requests_that_wait_have_a_limit(server, monkeypatch):
     monkeypatch.setattr(api, "MOST_WAITING", 2)
     program = trained(server)
     held = [program.forward_backward(3), program.forward_backward(2)]
-    full = program.forward_backward(1)
+    full = program.forward_backward(4)
     assert (full.status_code, "send it again" in full.json()["detail"]) == (429, True)
-    monkeypatch.setattr(api, "MOST_WAITING", 3)
+    other = trained(server)
+    assert isinstance(other.result(other.forward_backward(1)), bytes)
+    release = threading.Event()
+    busy = server[0].worker.call(program.session, lambda: release.wait(10))
+    assert program.forward_backward(1).status_code == 429
+    release.set()
+    busy.result()
+    while server[0].worker.num_waiting(program.session):
+        time.sleep(0.001)
     held.append(program.forward_backward(1))
     assert all(isinstance(program.result(each), bytes) for each in held)
+
+
+def test_what_waits_and_what_is_not_fetched_have_a_limit_in_bytes(server, monkeypatch):
+    """Catches a program that fills the memory of the server with bodies that wait, or with results."""
+    program = trained(server)
+    monkeypatch.setattr(api, "MOST_WAITING_BYTES", 100)
+    held = program.forward_backward(2, [1] * 50)
+    assert program.forward_backward(3).status_code == 429
+    assert isinstance(program.result(program.forward_backward(1)), bytes)
+    assert isinstance(program.result(held), bytes)
+    program.result(program.forward_backward(3, [1] * 50))
+    monkeypatch.setattr(server[0].api.promises, "_most_bytes", 1)
+    for answer in (program.forward_backward(4), program.step(4)):
+        assert (answer.status_code, "fetched" in answer.json()["detail"]) == (429, True)
 
 
 def test_the_page_shows_who_trains(server):

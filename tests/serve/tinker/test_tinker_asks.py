@@ -237,6 +237,13 @@ def test_what_to_sample():
     assert sample("ASample 2").stop == ()
 
 
+def test_what_is_kept_of_a_session_is_small():
+    """Catches sessions, of which there may be 10,000, whose names fill the memory."""
+    for fields in ({"display_name": "x" * 1025}, {"user_metadata": {"a": "x" * 2**16}}):
+        with pytest.raises(Refused, match=next(iter(fields))):
+            parsed(asks.CreateSession, json.dumps(fields).encode())
+
+
 def test_what_is_left_out_is_sampled_by_the_interfaces_defaults():
     plain = {
         "sampling_session_id": "s",
@@ -260,9 +267,9 @@ def test_values_at_the_ends():
     assert sample(**how(top_p=1e-30)).top_p == 1e-9
     assert sample(**how(temperature=0)).temperature == 0
     assert sample(**how(seed=-1)).seed == 2**32 - 1
-    whole = {"chunks": [{"type": "encoded_text", "tokens": [1] * 15}]}
-    rest = {"target_prompt_logprobs": None, "prompt_logprobs_last_n": 14}
-    assert len(sample(prompt=whole, **rest).tokens) == 15
+    whole = {"chunks": [{"type": "encoded_text", "tokens": [1] * 16}]}
+    rest = {"target_prompt_logprobs": None, "prompt_logprobs_last_n": 15}
+    assert len(sample(prompt=whole, **rest).tokens) == 16
 
 
 def chunk(*tokens, **fields):
@@ -276,9 +283,9 @@ def targets(**changed):
 BAD = {
     "no prompt": (
         chunk(),
-        "prompt must have 1 to 15 tokens, which leave one of the model's 16 positions; got 0",
+        "prompt must have 1 to 16 tokens, the model's positions; got 0",
     ),
-    "full prompt": (chunk(*[1] * 16), "positions; got 16"),
+    "long prompt": (chunk(*[1] * 17), "positions; got 17"),
     "token too high": (chunk(1, 10), "prompt must be token ids from 0 to 9; got 10"),
     "negative token": (chunk(-1), "prompt must be token ids from 0 to 9; got -1"),
     "huge token": (chunk(2**70), "prompt.chunks.0.tokens.0"),

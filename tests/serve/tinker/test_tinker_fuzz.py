@@ -198,7 +198,7 @@ def check_ask(name, body):
             assert np.isfinite(np.asarray(list(vars(found.numbers()).values()), np.float32)).all()
         case asks.ASample():
             call = found.sample(LIMITS)
-            assert 1 <= len(call.tokens) < LIMITS.longest
+            assert 1 <= len(call.tokens) <= LIMITS.longest
             if call.target_prompt_logprobs is not None:
                 assert len(call.target_prompt_logprobs) == len(call.tokens) - 1
     assert json.dumps(found.model_dump(mode="json"))

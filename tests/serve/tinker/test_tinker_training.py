@@ -1,6 +1,8 @@
 """Training clients on small models: gradients and steps against torch and numpy, and what stays as it was."""
 
+import math
 from contextlib import suppress
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,7 +16,8 @@ from quatrain.models.params import leaf_at
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.serve.tinker.calls import AdamNumbers, Base, Datum, LoraRequest, Pass, Refused, Trained
-from quatrain.serve.tinker.training import TrainingClient
+from quatrain.serve.tinker.training import TrainingClient, snapshot_of
+from quatrain.update import trainer
 from quatrain.update.gradient import all_at_once
 
 LORA = LoraRequest(RANK, seed=5)
@@ -138,8 +141,9 @@ def test_any_cut_of_a_request_has_its_sums(base):
     assert step(whole) == pytest.approx(step(parts), rel=1e-5)
 
 
-def test_units_of_two_clients_may_alternate(base):
+def test_units_of_two_clients_may_alternate(base, monkeypatch):
     """Each has the bits that it has alone; a request of 35 tokens in buffers of 24 has two micro-batches."""
+    monkeypatch.setattr(trainer, "FILL_S", math.inf)
     alone = [golden_client(base) for _ in range(2)]
     passed = [run(client, asked) for client, asked in zip(alone, (cross_entropy(), ppo()), strict=True)]
     together = [golden_client(base) for _ in range(2)]
@@ -160,6 +164,23 @@ def test_units_of_two_clients_may_alternate(base):
         for one, other in zip(found.logprobs, passed[number].logprobs, strict=True):
             np.testing.assert_array_equal(one, other)
         assert_same(gradient(client), gradient(alone[number]))
+
+
+@pytest.mark.parametrize(("fill_s", "expected"), [(math.inf, 2), (-1.0, 4)])
+def test_others_get_turns_while_buffers_are_filled(base, monkeypatch, fill_s, expected):
+    """Catches a first unit that fills the buffers of a whole request, however long that takes, and turns that
+    a request gives away although its buffers are filled at once."""
+    asked = ppo()
+    whole, client = golden_client(base), golden_client(base)
+    passed = run(whole, asked)
+    monkeypatch.setattr(trainer, "FILL_S", fill_s)
+    units = client.run(asked)
+    for _ in range(expected - 1):
+        next(units)
+    with pytest.raises(StopIteration) as end:
+        next(units)
+    assert end.value.value.metrics == passed.metrics
+    assert_same(gradient(client), gradient(whole))
 
 
 def test_a_loss_of_ratios_pulls_as_cross_entropy_with_its_derivative(base):
@@ -300,6 +321,21 @@ def test_snapshots_stay_as_they_are(base):
     run(client, cross_entropy())
     step(client)
     jax.tree.map(np.testing.assert_array_equal, second.adapters, kept)
+
+
+def test_a_checkpoints_weights_are_those_of_its_snapshot(base):
+    """Catches other weights, or other places of these, for samplers of checkpoints, and another name of their
+    randomness."""
+    client = golden_client(base)
+    all_at_once(client.optim_step(ADAM))
+    found, kept = snapshot_of(base, client.trained(moments=False)), client.snapshot()
+    assert (found.lora, found.model, found.step) == (kept.lora, kept.model, kept.step) == (LORA, 1, 1)
+    assert jax.tree.structure(found.adapters) == jax.tree.structure(kept.adapters)
+    for one, other in zip(jax.tree.leaves(found.adapters), jax.tree.leaves(kept.adapters)):
+        np.testing.assert_array_equal(one, other)
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    with pytest.raises(Refused, match="of another shape"):
+        snapshot_of(base, replace(client.trained(moments=False), adapters={}))
 
 
 def test_a_step_after_a_failed_call_is_not_taken_and_the_next_is(base):

@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, Future, wait
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from quatrain.serve.tinker.calls import Refused
 from quatrain.serve.tinker.worker import Worker
@@ -217,6 +218,9 @@ def test_the_error_of_a_job_is_its_own(setting):
     def no_units():
         raise Refused("no such model")
 
+    def scarce():
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
+
     setting.hold()
     key = setting.samplers.key("a")
     failing = [
@@ -224,6 +228,7 @@ def test_the_error_of_a_job_is_its_own(setting):
         setting.worker.submit("a", no_units),
         setting.worker.call("a", lambda: 1 / 0),
         setting.worker.sample("a", key, Refused("too long")),
+        setting.worker.submit("a", scarce),
     ]
     good = [
         setting.worker.call("a", lambda: "next"),
@@ -236,6 +241,7 @@ def test_the_error_of_a_job_is_its_own(setting):
         (Refused, "model"),
         (ZeroDivisionError, "division"),
         (Refused, "too long"),
+        (JaxRuntimeError, "allocate"),
     ]
     for future, (kind, message) in zip(failing, errors, strict=True):
         with pytest.raises(kind, match=message):
@@ -278,6 +284,25 @@ def test_a_failure_of_the_device_is_told_to_all(setting, caplog):
     assert caplog.records[0].exc_info
     assert setting.worker.close(WAIT_S)
     assert [setting.worker.num_waiting(owner) for owner in "abcde"] == [0] * 5
+
+
+def test_a_job_that_finds_the_device_failed_ends_the_worker(setting):
+    """Catches a server that says it is well although each further unit fails as this one."""
+
+    def fails(number):
+        if number == 1:
+            raise JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access")
+
+    setting.hold()
+    found = setting.worker.submit("a", setting.units("a", 3, on_unit=fails))
+    after = setting.worker.submit("a", setting.units("a", 1))
+    setting.gate.set()
+    with pytest.raises(JaxRuntimeError, match="ILLEGAL"):
+        found.result(WAIT_S)
+    with pytest.raises(ServiceFailed, match="the device failed: JaxRuntimeError: INTERNAL"):
+        after.result(WAIT_S)
+    assert setting.worker.close(WAIT_S)
+    assert "ILLEGAL" in setting.worker.error
 
 
 def test_closing_ends_after_the_unit_that_runs(setting):

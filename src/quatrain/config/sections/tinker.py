@@ -25,7 +25,7 @@ class TinkerConfig(Section):
     """Training clients at once; null: as many as the memory has room for, by what each of them takes."""
     max_samplers: Count | None = None
     """Samplers that decode at once, each with a KV cache of its own; others wait until one has finished.
-    null: as the memory has room, at most 8."""
+    null: as the memory has room, at most 4, on a CPU 2."""
     session_timeout_s: Count = 900
     """Seconds after which a program that gave no sign of life loses its training clients and samplers.
     Checkpoints stay."""

@@ -60,7 +60,7 @@ from quatrain.serve.tinker.tenants import (
     has_failed,
     num_parameters,
 )
-from quatrain.serve.tinker.training import TrainingClient
+from quatrain.serve.tinker.training import TrainingClient, snapshot_of
 from quatrain.serve.tinker.wire import Limits
 from quatrain.serve.tinker.worker import Worker
 from quatrain.workers.loop_thread import carry_out
@@ -75,6 +75,8 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 
 MOST_WAITING = 10_000
 """Requests without a result, of all sessions."""
+MOST_WAITING_BYTES = 2**31
+"""Of the bodies of these."""
 POLL_S = 20.0
 """Seconds after which a poll is answered that nothing came: the client's own limit is 45."""
 MOST_SESSIONS = 10_000
@@ -84,6 +86,8 @@ SWEEP_S = 10.0
 """Seconds between two looks for silent sessions."""
 EXPIRE_S = 3600.0
 """Seconds between two looks for checkpoints that have expired."""
+CLOSER = "samplers that make room"
+"""Has turns of the device beside the sessions."""
 BYTES_OF_TRAINING = 16
 """Of each adapter parameter: its weight, gradient sum and two moments, all float32."""
 BYTES_OF_SAMPLING = 4
@@ -95,7 +99,7 @@ class TinkerApi:
     `names` are what programs may call the base, the first of them the folder with its tokenizer. `room` are
     the bytes of a device for training clients and weights of samplers. `key`: the only API key that is taken;
     None: any. Of the folder of a training client, `rows` opens what takes its figures, and `run_page` makes
-    their page.
+    their page, one at a time.
     """
 
     def __init__(
@@ -123,8 +127,10 @@ class TinkerApi:
             timeout_s=settings.session_timeout_s,
             close=self._close_sampler,
         )
+        self._journals: set[Journal] = set()  # that are open; the thread's of the device, as long as it lives
         self._named_sessions: dict[tuple[str, str], str] = {}
         self._keeping: asyncio.Task[None] | None = None
+        self._making_page = asyncio.Lock()  # or those who wait would take all threads, which parse bodies
 
     @property
     def name(self) -> str:
@@ -187,7 +193,8 @@ class TinkerApi:
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            self._keeping = self._keeping or asyncio.create_task(self._keep())
+            if self._keeping is None or self._keeping.done():
+                self._keeping = asyncio.create_task(self._keep())
             try:
                 return await handler(request, self._owner(request))
             except HTTPException as error:
@@ -238,9 +245,24 @@ class TinkerApi:
             model.lane.close(f"the session has ended: {why}")
         self.promises.forget(session.id)
         self._worker.forget(session.id)
-        # What frees memory comes after this, or it would be forgotten too.
+        # What frees memory comes after this, or it would be forgotten too: all that the device has of this
+        # session, whatever is noted here.
         for model in self.tenants.end(session, why):
-            self._worker.call(session.id, model.close)
+            self._worker.call(session.id, partial(self._close_journal, model))
+        self._worker.call(session.id, lambda: self._samplers.forget(session.id))
+
+    def _close_journal(self, model: Model) -> None:
+        if model.is_alive:
+            model.journal.close()
+            self._journals.discard(model.journal)
+
+    def close(self) -> None:
+        """Ends the device's thread after the unit that runs, and the journals that are open."""
+        self._worker.close()
+        # Not by jobs, of which the thread does no more: a page would say for ever that its client trains.
+        for journal in self._journals:
+            journal.close()
+        self._journals.clear()
 
     # Sessions
 
@@ -355,6 +377,8 @@ class TinkerApi:
         user_metadata: Mapping[str, Any] | None,
     ) -> Model:
         """A training client, which `make` makes in the thread of the device."""
+        if (there := session.models.get(number)) is not None and there.is_alive:
+            raise Refused(f"model_seq_id must be a new number; training client {there.id} is there already")
         num_bytes = BYTES_OF_TRAINING * num_parameters(self._base, lora)
         self.tenants.admit_model(num_bytes)
         model = Model(f"{session.id}:train:{number}", session, number, name, lora, num_bytes)
@@ -362,7 +386,9 @@ class TinkerApi:
         def made() -> Made:
             client = make()
             self._store.note_run(session.owner, model.id, lora, user_metadata)
-            return Made(client, Journal(self._rows(self._store.run_folder(model.id))))
+            journal = Journal(self._rows(self._store.run_folder(model.id)))
+            self._journals.add(journal)
+            return Made(client, journal)
 
         model.made = self._worker.call(session.id, made)
         session.models[number] = model
@@ -410,7 +436,9 @@ class TinkerApi:
             model.journal.passed(asked, passed)
             return wire.write_passed(passed)
 
-        return self._promised_turn(model, seq_id, lambda: self._worker.submit(model.session.id, units))
+        return self._promised_turn(
+            model, seq_id, lambda: self._worker.submit(model.session.id, units), body_bytes=len(body)
+        )
 
     async def _optim_step(self, request: Request, owner: str) -> Response:
         def begin(model: Model, asked: asks.OptimStep) -> Future[Any]:
@@ -543,9 +571,18 @@ class TinkerApi:
 
         return self._promised_turn(model, seq_id, lambda: self._worker.call(model.session.id, refuse))
 
-    def _promised_turn(self, model: Model, seq_id: int, begin: Callable[[], Future[Any]]) -> Response:
+    def _promised_turn(
+        self, model: Model, seq_id: int, begin: Callable[[], Future[Any]], *, body_bytes: int = 0
+    ) -> Response:
         return self._promised(
-            model.session, (model.id, seq_id), lambda: model.lane.offer(seq_id, begin), model_id=model.id
+            model.session,
+            (model.id, seq_id),
+            lambda: model.lane.offer(seq_id, begin),
+            body_bytes=body_bytes,
+            # Where nothing of the session runs: what is held would wait for ever for this, which it leaves no
+            # room.
+            has_place=model.lane.is_due(seq_id) and not self._worker.num_waiting(model.session.id),
+            model_id=model.id,
         )
 
     def _promised(
@@ -554,13 +591,22 @@ class TinkerApi:
         name: Hashable,
         begin: Callable[[], Future[Any]],
         group: Hashable = None,
+        *,
+        body_bytes: int = 0,
+        has_place: bool = False,
         **more: Any,
     ) -> Response:
-        if self.promises.num_running >= MOST_WAITING:
+        if not has_place and self.promises.is_crowded(session.id, MOST_WAITING, MOST_WAITING_BYTES):
             raise HTTPException(
-                429, f"{MOST_WAITING} requests wait already, the most that this server takes; send it again"
+                429,
+                f"{MOST_WAITING} requests or {MOST_WAITING_BYTES} bytes of them wait already, the most that "
+                "this server takes; send it again",
             )
-        promise = self.promises.begin(name, session.owner, begin, owner=session.id, group=group)
+        if self.promises.is_full(session.id):
+            raise HTTPException(429, "too many results wait to be fetched; fetch some, and send it again")
+        promise = self.promises.begin(
+            name, session.owner, begin, owner=session.id, group=group, body_bytes=body_bytes
+        )
         return Json({"request_id": promise.request_id, **more})
 
     def _base_name(self, name: str) -> str:
@@ -581,14 +627,20 @@ class TinkerApi:
                 lora = await self._stored(self._saved_lora, owner, asked.model_path)
             if asked.base_model is not None:
                 name = self._base_name(asked.base_model)
-            self._new_sampler(session, asked.sampling_session_seq_id, name, lora, asked.model_path)
+            if asked.sampling_session_seq_id not in session.samplers:  # it may have come twice meanwhile
+                self._new_sampler(session, asked.sampling_session_seq_id, name, lora, asked.model_path)
         sampler = session.samplers[asked.sampling_session_seq_id]
         return Json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     def _new_sampler(
         self, session: Session, number: int, name: str, lora: LoraRequest | None, path: str | None = None
     ) -> SamplerOf:
-        """A sampler without weights yet."""
+        """A sampler without weights yet; raises Refused for a number that another one has."""
+        if number in session.samplers:
+            raise Refused(
+                f"sampling_session_seq_id must be a new number; sampler {session.samplers[number].id} is "
+                "there already"
+            )
         num_bytes = 0 if lora is None else BYTES_OF_SAMPLING * num_parameters(self._base, lora)
         sampler = SamplerOf(f"{session.id}:sample:{number}", session, name, num_bytes, path, lora is None)
         session.samplers[number] = sampler
@@ -600,11 +652,7 @@ class TinkerApi:
         self.tenants.touch(sampler)
         owner = sampler.session.id
 
-        def open_it() -> int:
-            sampler.key = self._samplers.open(snapshot(), owner)
-            return sampler.key
-
-        sampler.opened = self._worker.call(owner, open_it)
+        sampler.opened = self._worker.call(owner, lambda: self._samplers.open(snapshot(), owner))
         return sampler.opened
 
     def _opened(self, sampler: SamplerOf) -> Future[int]:
@@ -620,21 +668,13 @@ class TinkerApi:
                 "under a name (save_weights_for_sampler), by which they are read again"
             )
 
-        def snapshot() -> Snapshot:
-            trained = self._store.load(owner, path)
-            client = TrainingClient(self._base, trained.lora, trained.model)
-            client.load(trained, moments=False)
-            return client.snapshot()
-
-        return self._open(sampler, snapshot)
+        return self._open(sampler, lambda: snapshot_of(self._base, self._store.load(owner, path)))
 
     def _close_sampler(self, sampler: SamplerOf) -> None:
-        def close() -> None:
-            if sampler.key is not None:
-                self._samplers.close(sampler.key)
-                sampler.key = None
-
-        self._worker.call(sampler.session.id, close)
+        """In a turn of its own: its session may have much to do before, for which others would wait, or take
+        memory that is not free yet."""
+        assert sampler.opened is not None, "only what is open is closed"
+        then(sampler.opened, lambda key: self._worker.call(CLOSER, lambda: self._samplers.close(key)))
 
     async def _join_sampler(self, request: Request, owner: str) -> Response:
         asked = await asked_of(asks.JoinSamplingSession, request)
@@ -651,8 +691,6 @@ class TinkerApi:
         asked = await asked_of(asks.ASample, request)
         sample, csr = asked.sample(self._limits), asked.csr()
         sampler = self.tenants.sampler(owner, asked.sampling_session_id)
-        if self.promises.is_full(sampler.session.id):
-            raise HTTPException(429, "too many results wait to be fetched; fetch some, and send it again")
         group = (sampler.id, asked.seq_id // CLONE)
         name = (sampler.id, asked.seq_id)
         ids = [f"{sampler.id}:{asked.seq_id}:{number}" for number in range(asked.num_samples)]
@@ -763,7 +801,8 @@ class TinkerApi:
             folder = self._store.run_folder(request.path_params["model"])
             if not (folder / METRICS).is_file():
                 raise Missing(f"training client {request.path_params['model']} has taken no step yet")
-            return HTMLResponse(await asyncio.to_thread(self._run_page, folder))
+            async with self._making_page:
+                return HTMLResponse(await asyncio.to_thread(self._run_page, folder))
         except Missing as error:
             return PlainTextResponse(str(error), status_code=404)
 

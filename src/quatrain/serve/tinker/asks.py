@@ -125,7 +125,7 @@ class CreateSession(Ask):
     user_metadata: Metadata = {}
     sdk_version: str = ""
     project_id: str = ""
-    display_name: str = ""
+    display_name: Annotated[str, Field(max_length=1024)] = ""
 
 
 class Heartbeat(Ask):
@@ -448,10 +448,9 @@ class ASample(Ask):
         ids = [each for chunk in self.prompt.chunks for each in chunk.tokens]
         tokens = np.asarray(ids, np.int64)
         check_tokens("prompt", tokens, limits.vocab_size)
-        if not 1 <= len(tokens) < limits.longest:
+        if not 1 <= len(tokens) <= limits.longest:
             raise Refused(
-                f"prompt must have 1 to {limits.longest - 1} tokens, which leave one of the model's "
-                f"{limits.longest} positions; got {len(tokens)}"
+                f"prompt must have 1 to {limits.longest} tokens, the model's positions; got {len(tokens)}"
             )
         last = self.prompt_logprobs_last_n
         if last is not None and not (self.prompt_logprobs and last < len(tokens)):

@@ -70,8 +70,11 @@ class Journal:
                 self._write({"reward/mean": float(user_metadata["reward"])})
 
     def close(self) -> None:
-        """The client has ended."""
-        self._rows.close()
+        """The client has ended, or the server does."""
+        try:
+            self._rows.close()
+        except OSError as error:
+            logger.warning("the page of a training client does not say that it has ended: %s", error)
 
     def _write(self, numbers: Mapping[str, float]) -> None:
         try:

@@ -28,6 +28,8 @@ Result = bytes | dict[str, Any]
 """Bytes are protobuf, a dict is JSON; a failure is a dict `{"error", "category"}`."""
 KEPT_S = 600.0
 """Seconds that a result can be fetched again: the answer that had it may have been lost."""
+LOST_S = 60.0
+"""The same where room is needed: by then a client has asked again for an answer that was lost."""
 MOST_BYTES = 2**30
 """Bytes of results that are kept."""
 JSON_BYTES = 1024
@@ -111,6 +113,10 @@ class Lane:
         """Requests that wait for one before them which has not come."""
         return len(self._held)
 
+    def is_due(self, seq_id: int) -> bool:
+        """Whether this request waits for no other: what is held may wait for it."""
+        return seq_id <= self._due
+
     def close(self, why: str) -> None:
         """What is held, and all that comes, fails with Refused(why)."""
         with self._lock:
@@ -150,6 +156,8 @@ class _Session:
     promises: set[Promise] = field(default_factory=set)
     groups: dict[Hashable, _Group] = field(default_factory=dict)
     num_running: int = 0
+    body_bytes: int = 0
+    """Of the requests that run."""
     num_bytes: int = 0
 
 
@@ -162,6 +170,8 @@ class Promise:
     """The API key, and what the request is called."""
     session: _Session
     group: _Group | None
+    body_bytes: int = 0
+    """Of the request, which is kept as long as it runs."""
     future: Future[Any] | None = None
     """None: it has not begun yet, or is done."""
     is_cancelled: bool = False
@@ -178,8 +188,9 @@ class Promise:
 class Promises:
     """All promises of the server. Any thread may call the methods; those that wait, in any event loop.
 
-    A result that was fetched can be fetched again for `kept_s`; of one that the client says it has
-    (`completed`), this ends where room is needed. One that was never fetched is kept until `forget`.
+    A result that was fetched can be fetched again for `kept_s`; where room is needed, of one that the client
+    says it has (`completed`), or that was fetched `LOST_S` ago, this ends. One that was never fetched is kept
+    until `forget`.
     """
 
     def __init__(
@@ -207,11 +218,13 @@ class Promises:
         *,
         owner: str,
         group: Hashable = None,
+        body_bytes: int = 0,
     ) -> Promise:
         """The promise of the request `name` of the API key `key`: a repeated name gets the same one.
 
         `begin` is called at the first time alone, and must not block; its future has a `Result` (see `then`).
-        What it raises is the promise's error. `owner` is the session, `group` what `completed` asks for.
+        What it raises is the promise's error. `owner` is the session, `group` what `completed` asks for,
+        `body_bytes` the memory of the request as long as it runs.
         """
         with self._lock:
             self._make_room()
@@ -219,10 +232,11 @@ class Promises:
                 return known
             session = self._session(owner)
             of_group = None if group is None else session.groups.setdefault(group, _Group())
-            promise = Promise(uuid.uuid4().hex, (key, name), session, of_group)
+            promise = Promise(uuid.uuid4().hex, (key, name), session, of_group, body_bytes)
             self._named[promise.name] = self._promises[promise.request_id] = promise
             session.promises.add(promise)
             session.num_running += 1
+            session.body_bytes += body_bytes
         # Without the lock, which those who wait need, and which nobody may hold who takes a lane's.
         future = promise.future = _begun(begin)
         future.add_done_callback(partial(self._end, promise))
@@ -308,6 +322,23 @@ class Promises:
             has = self._sessions.get(owner, _Session()).num_bytes
             return self.num_bytes > self._most_bytes and has * num_owners >= self._most_bytes
 
+    def is_crowded(self, owner: str, most: int, most_bytes: int) -> bool:
+        """Whether the session must wait for results before it asks for more (HTTP 429).
+
+        All sessions have `most` requests that run, or `most_bytes` of their bodies, and this one at least its
+        share: one with requests that never end must not keep the others from going on.
+        """
+        with self._lock:
+            running = [each for each in self._sessions.values() if each.num_running]
+            own = self._sessions.get(owner, _Session())
+            return any(
+                sum(all_of) >= limit and has * len(running) >= limit
+                for all_of, has, limit in (
+                    ([each.num_running for each in running], own.num_running, most),
+                    ([each.body_bytes for each in running], own.body_bytes, most_bytes),
+                )
+            )
+
     @property
     def num_running(self) -> int:
         """Promises of all sessions that have no result yet."""
@@ -348,6 +379,7 @@ class Promises:
                 return
             promise.result = result
             promise.session.num_running -= 1
+            promise.session.body_bytes -= promise.body_bytes
             promise.session.num_bytes += promise.num_bytes
             self.num_bytes += promise.num_bytes
             if (group := promise.group) is not None:
@@ -374,6 +406,12 @@ class Promises:
             self._drop(next(iter(self._fetched)))
         while self.num_bytes > self._most_bytes and self._acknowledged:
             self._drop(next(iter(self._acknowledged)))
+        lost = self._clock() - LOST_S
+        while self.num_bytes > self._most_bytes and self._fetched:
+            first, when = next(iter(self._fetched.items()))
+            if when >= lost:
+                break
+            self._drop(first)
 
     def _drop(self, promise: Promise) -> None:
         del self._named[promise.name], self._promises[promise.request_id]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -32,6 +32,7 @@ from quatrain.models.lora import with_trained
 from quatrain.parallel.mesh import make_mesh, mesh_shape
 from quatrain.serve.tinker.calls import Base, Likeliest, Refused, Sample, Sampled, Sequence, Snapshot
 from quatrain.serve.tinker.training import adapted
+from quatrain.serve.tinker.worker import is_of_device
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import PerRequestSampling, Request
@@ -145,8 +146,6 @@ class _Sampler:
     waiting: dict[int, _Asked] = field(default_factory=dict)
     """Requests that the engine does not have yet, by ticket."""
     running: dict[int, _Asked] = field(default_factory=dict)
-    before: Counter[bytes] = field(default_factory=Counter)
-    """Requests so far of each prompt, by its hash."""
     has_decoded: bool = False
     """Whether its last round was one of decoding."""
     last: int = 0
@@ -170,6 +169,9 @@ class Samplers:
         self._cache_bytes = cache_bytes // most
         self._params: Any = None
         self._samplers: dict[int, _Sampler] = {}
+        # By owner: requests so far of each (model, step, hash of the prompt). A sampler that makes room and
+        # comes back, or another one of the same weights, must not draw the same tokens again.
+        self._before: defaultdict[str, Counter[tuple[int, int, bytes]]] = defaultdict(Counter)
         self._key_of: dict[int, int] = {}
         self._num_keys = self._num_tickets = self._num_rounds = 0
 
@@ -180,11 +182,19 @@ class Samplers:
         return self._num_keys
 
     def close(self, key: int) -> None:
-        """Forget a sampler; its requests fail."""
+        """Forget a sampler; its requests fail. One that was forgotten is ignored."""
+        if key not in self._samplers:
+            return
         sampler = self._samplers[key]
         self._fail(sampler, Refused("the sampler was closed; make a new one from its checkpoint"))
         self._end(sampler)
         del self._samplers[key]
+
+    def forget(self, owner: str) -> None:
+        """Close all samplers of an owner, who has ended."""
+        for key in [key for key, sampler in self._samplers.items() if sampler.owner == owner]:
+            self.close(key)
+        self._before.pop(owner, None)
 
     def start(self, key: int, sample: Sample, done: Done) -> int:
         """Queue a request; its ticket. `done` is called in a round with what comes of it.
@@ -225,7 +235,8 @@ class Samplers:
     def round(self, key: int) -> None:
         """One unit of work of a sampler among `waiting`: a round of its engine, or a step of scoring.
 
-        An error of the device fails the requests that are in its engine, and no others.
+        An error fails the requests to this sampler, and no others; raises one that ends the device's work
+        (`is_of_device`).
         """
         sampler = self._samplers[key]
         ready, barrier = self._ready()
@@ -238,6 +249,8 @@ class Samplers:
                 self._begin(sampler, engine, ticket)
             self._advance(sampler, engine)
         except Exception as error:
+            if is_of_device(error):
+                raise
             self._fail(sampler, error)
             self._end(sampler)
 
@@ -357,15 +370,16 @@ class Samplers:
         """Two numbers of 32 bits: with those of the sequence and the token, all that the token derives from.
 
         They derive from the seeds of server and request, the model, the step of the snapshot, the prompt and
-        how often this sampler was asked for it before: not from what else is asked for, nor from when. A
-        request that has a seed repeats itself instead.
+        how often the sampler's owner asked this model and step for it before: not from what else is asked
+        for, nor from when. A request that has a seed repeats itself instead.
         """
         snapshot = sampler.snapshot
         prompt = hashlib.sha256(np.asarray(sample.tokens, "<i4").tobytes()).digest()
         before = 0
         if sample.seed is None:
-            before = sampler.before[prompt]
-            sampler.before[prompt] += 1
+            counts, name = self._before[sampler.owner], (snapshot.model, snapshot.step, prompt)
+            before = counts[name]
+            counts[name] += 1
         names = self._base.seed, sample.seed, snapshot.model, snapshot.step, before
         digest = hashlib.sha256(repr(names).encode() + prompt).digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")

@@ -76,11 +76,6 @@ class Model:
             raise Refused(f"training client {self.id} was not made; make a new one")
         return self.made.result(timeout=0)
 
-    def close(self) -> None:
-        """Its last call, in the thread of the device."""
-        if self.is_alive:
-            self.journal.close()
-
     def void(self, why: str) -> None:
         """Clears its gradient; the next optimizer step is not taken, for the reason `why`."""
         self.client.void(why)
@@ -102,8 +97,6 @@ class SamplerOf:
     """Whether it has no weights of its own."""
     opened: Future[int] | None = None
     """Its key among the samplers of the device; None: it has no weights there now."""
-    key: int | None = None
-    """The same, as the thread of the device has it."""
     waiting: set[Future[Any]] = field(default_factory=set)
     """Requests without an answer yet."""
     used: float = 0.0
@@ -240,9 +233,7 @@ class Tenants:
         sampler.used = self._clock()
 
     def end(self, session: Session, why: str) -> list[Model]:
-        """Ends a session: its samplers are closed; its training clients, which the caller ends."""
-        for sampler in session.samplers.values():
-            self.close_sampler(sampler)
+        """Ends a session; its training clients, which the caller ends, as what its samplers have."""
         models = list(session.models.values())
         session.models, session.samplers, session.ended = {}, {}, why
         return models

@@ -20,9 +20,9 @@ from quatrain.config.sections.model_on_devices import ALL_LINEAR
 from quatrain.forward.specs import ListedSpec, PolicySpec
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import adapter_names, trained_part, with_adapters, with_lora, with_trained
-from quatrain.models.params import LM_HEAD, leaf_at
+from quatrain.models.params import LM_HEAD, leaf_at, partition
 from quatrain.models.spec import LORA_A
-from quatrain.parallel.mesh import device_put, full, to_host
+from quatrain.parallel.mesh import device_put, full, mesh_shape, shardings, to_host
 from quatrain.serve.tinker.calls import (
     AdamNumbers,
     Base,
@@ -250,11 +250,28 @@ class TrainingClient:
         """A tree like the adapters of `arrays`, whose names begin with `start`; raises Refused if it has
         others."""
         own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
-        try:
-            whole = adapters_from(self.arch, own, f"the checkpoint's {start or 'adapters'}")
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        return jax.tree.map(lambda array, leaf: device_put(array, leaf.sharding), whole, self._adapters)
+        places = jax.tree.map(lambda leaf: leaf.sharding, self._adapters)
+        return _placed(self.arch, own, places, f"the checkpoint's {start or 'adapters'}")
+
+
+def snapshot_of(base: Base, trained: Trained) -> Snapshot:
+    """The weights of a checkpoint for a sampler, with nothing that only training needs.
+
+    Raises Refused if they are not of `base`.
+    """
+    arch = adapted(base.arch, trained.lora.rank)
+    places = shardings(base.mesh, trained_part(partition(arch, mesh_shape(base.mesh)), arch))
+    adapters = _placed(arch, trained.adapters, places, "the checkpoint's adapters")
+    return Snapshot(adapters, trained.lora, trained.model, trained.step)
+
+
+def _placed(arch: Architecture, arrays: Mapping[str, np.ndarray], places: Any, where: str) -> Any:
+    """The adapters of `arch` in `arrays`, which are from `where`, with the shardings of `places`."""
+    try:
+        whole = adapters_from(arch, arrays, where)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return jax.tree.map(device_put, whole, places)
 
 
 def _zeros_like(array: jax.Array) -> jax.Array:

@@ -29,6 +29,16 @@ FORGOTTEN = "the session has ended"
 logger = logging.getLogger(__name__)
 
 
+def is_of_device(error: Exception) -> bool:
+    """Whether the device has failed for all; not for want of memory, of which other requests need less.
+
+    What a device or its driver says after a fault is JAX's own error. After it nothing more is computed.
+    """
+    text = str(error).lower().replace("_", " ")
+    no_memory = "resource exhausted" in text or "out of memory" in text
+    return isinstance(error, jax.errors.JaxRuntimeError) and not no_memory
+
+
 class Rounds(Protocol):
     """What the worker asks of `sampling.Samplers`."""
 
@@ -115,7 +125,7 @@ class Worker:
 
     Owners (sessions) that have work take turns of one unit each. An owner's jobs are done in the order in
     which they were submitted; they and each of its samplers take turns in its turns. The error of a job is
-    its future's alone. An error out of a sampler's round is the device's: it is told to all.
+    its future's alone, unless it `is_of_device`. That, or an error out of a sampler's round, is told to all.
     """
 
     def __init__(self, samplers: Rounds):
@@ -287,6 +297,8 @@ class Worker:
         except Exception as error:
             self._leave(owner, job)
             job.future.set_exception(error)
+            if is_of_device(error):
+                raise
 
     def _leave(self, owner: str, job: _Job) -> None:
         """Takes a job that has ended from its owner's, if it was not forgotten meanwhile."""
