@@ -96,10 +96,12 @@ def test_a_recipe_run_twice_has_the_same_numbers(server, tmp_path):
     for first, second in zip(*kept, strict=True):
         assert first.keys() == second.keys()
         for key in first:
-            # The sampler's log-probability less the trainer's, near 0: it rounds with the decode batch.
-            rounds = key.startswith("optim/kl_sample_train")
-            assert first[key] == (pytest.approx(second[key], abs=1e-6) if rounds else second[key]), key
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # r = exp(trainer's - sampler's)
+            # What the sampler's log-probabilities are in: they round with the batch of their decode, which
+            # requests join as they arrive.
+            rounds = key.startswith(("optim/kl_sample_train", "teacher_kl", "grad_norm"))
+            wanted = pytest.approx(second[key], rel=1e-5, abs=1e-6) if rounds else second[key]
+            assert first[key] == wanted, key
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert drawn(tmp_path / "first") == drawn(tmp_path / "second")
 
 
