@@ -32,7 +32,7 @@ def test_every_call(server, tmp_path):
     print(f"\n{len(seconds)} checks in {sum(seconds.values()):.0f} s, the longest: "
           + ", ".join(f"{name} {seconds[name]} s" for name in reversed(slowest)))  # fmt: skip
     assert not found["failed"], (tmp_path / "out.log").read_text()
-    assert len(seconds) >= 40
+    assert len(seconds) == 39
 
 
 def test_chunks_in_any_order_are_one_request_and_lost_answers_change_nothing(server, tmp_path):
@@ -42,7 +42,7 @@ def test_chunks_in_any_order_are_one_request_and_lost_answers_change_nothing(ser
     for name in ("logprobs", "after"):
         apart = np.abs(np.subtract(whole[name], chunks[name])).max()
         print(f"\n{name}: one request and 9 chunks differ by {apart:.2g}")
-        assert apart < 1e-4
+        assert apart < 1e-5
     assert whole["losses"] == pytest.approx(chunks["losses"], rel=1e-5)
     with proxied(server.port, loses=True) as (url, asked, losses):
         lost = run_program(server, "chunks", tmp_path / "lost", 300, environment={"TINKER_BASE_URL": url})
@@ -58,7 +58,7 @@ def test_the_sampler_agrees_with_the_trainer(server, tmp_path):
     found = run_program(server, "agreement", tmp_path)
     print(f"\n{found}")
     assert found["max"] < 1e-4
-    assert found["mean"] < 2e-6
+    assert found["mean"] < 1e-6
     assert found["scored_max"] < 1e-4
 
 

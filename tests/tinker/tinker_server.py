@@ -76,6 +76,7 @@ class Server:
     def kill(self, sent=signal.SIGKILL):
         self.process.send_signal(sent)
         self.process.wait(60)
+        self.process.stdout.close()
         self.log.close()
 
     def environment(self, place):

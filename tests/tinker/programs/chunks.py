@@ -12,7 +12,8 @@ from client import MODEL, data_of, logprobs_of, rows, service
 from tinker import types
 
 ones, chunk = service(), int(sys.argv[1])
-ones.holder._client_config.fwdbwd_max_chunk_len = chunk
+config = ones.holder._client_config
+ones.holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": chunk})
 training = ones.create_lora_training_client(MODEL, rank=8, seed=5).result()
 few = data_of(rows(41, 16))
 began = time.monotonic()

@@ -360,14 +360,15 @@ def check_thresholds_by_row(once):
 
 
 def check_refused_losses(once):
-    data = data_of(rows(16, 2))
+    data, training = data_of(rows(16, 2)), once.new()
     ratios = [datum(tokens, logprobs=np.zeros(11), advantages=np.ones(11)) for tokens in rows(16, 2)]
-    for call in (once.training.forward, once.training.forward_backward):
+    for call in (training.forward, training.forward_backward):
         refused(["stable_reinforce", "ppo"], call, ratios, "stable_reinforce")
-    refused(["dro", "beta"], once.training.forward, ratios, "dro")
-    refused(["advantages"], once.training.forward, data, "ppo")
-    refused(["mask"], once.training.forward, [strange("mask")], "cross_entropy")
-    step(once.new(), data)
+    refused(["dro", "beta"], training.forward, ratios, "dro")
+    refused(["advantages"], training.forward, data, "ppo")
+    refused(["mask"], training.forward, [strange("mask")], "cross_entropy")
+    refused(["step not taken", "stable_reinforce"], training.optim_step, types.AdamParams())
+    step(training, data)
 
 
 def strange(name):
