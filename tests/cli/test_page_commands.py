@@ -27,6 +27,8 @@ SIZES = {
     "EVAL__FINAL_NUM_PROMPTS": "2",
     "EVAL__EVERY_STEPS": "10",
 }
+OF_ROLLOUTS = ("DATA__BATCH_SIZE", "ROLLOUT__N", "UPDATE__MINI_BATCH_SIZE", "SFT__STEPS")
+"""Sizes that commands of given data refuse, or have under another name."""
 ON_GSM8K = {
     "MODEL__PATH": "builtin:tiny",
     "DATA__TRAIN": "train.jsonl",
@@ -99,10 +101,10 @@ def place_with_runs(place):
 
 
 def quatrain(folder, arguments, devices=1, **settings):
-    """`quatrain ARGUMENTS` in `folder`, in a process of its own."""
+    """`quatrain ARGUMENTS` in `folder`, in a process of its own; a setting of None is none."""
     environ = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("QUATRAIN_", "WANDB_"))},
-        **{f"QUATRAIN__{name}": value for name, value in (SIZES | settings).items()},
+        **{f"QUATRAIN__{k}": value for k, value in (SIZES | settings).items() if value is not None},
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
         "HOME": str(folder),
     }
@@ -144,7 +146,8 @@ def test_a_command_that_trains_or_reads_a_run(place_with_runs, tmp_path, command
     if "sums.yaml" in command:
         settings["MODEL__PATH"] = "builtin:tiny"
     if (task := shlex.split(command)[1]) in ("sft", "dpo", "rm"):
-        settings[f"{task.upper()}__STEPS"] = "2"
+        settings |= dict.fromkeys(OF_ROLLOUTS)
+        settings |= {f"{task.upper()}__STEPS": "2", f"{task.upper()}__BATCH_SIZE": "2"}
     else:
         settings["RUN__STEPS"] = "51" if "--resume" in command else "1"
     devices = 8 if "placement.train" in command else 1
