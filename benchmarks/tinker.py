@@ -30,9 +30,9 @@ import httpx2
 import jax
 import numpy as np
 
-from quatrain.config.derive import MICRO_BATCH_TOKENS
 from quatrain.config.load import load_config
 from quatrain.loop.policy import load_policy
+from quatrain.loop.training_server import base_of
 from quatrain.serve.tinker.calls import AdamNumbers, Base, Datum, LoraRequest, Pass, Sample, Snapshot, Units
 from quatrain.serve.tinker.messages import FLOAT32, INT64, ForwardBackwardRequest
 from quatrain.serve.tinker.sampling import Samplers
@@ -288,21 +288,7 @@ def loaded_base(model: str) -> Base:
     """The model as the server has it."""
     config = load_config(overrides=[f"model.path={model}"]).config
     loaded = load_policy(config, critic=False, adapters=False, environments=False)
-    return Base(
-        name=model,
-        arch=loaded.arch,
-        params=loaded.params,
-        tokenizer=loaded.tokenizer,
-        stop_ids=loaded.stop_ids,
-        mesh=loaded.meshes.train,
-        backend=loaded.backend,
-        attention=loaded.attention,
-        dtype=config.model.dtype,
-        remat=config.model.remat,
-        seed=config.seed,
-        max_tokens=config.update.max_tokens_per_device or MICRO_BATCH_TOKENS,
-        fingerprint="",
-    )
+    return base_of(config, loaded, model)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.plan.activations import activations
 from quatrain.report.page import Page
-from quatrain.serve.tinker.api import TinkerApi
+from quatrain.serve.tinker.api import KEY_START, TinkerApi
 from quatrain.serve.tinker.calls import Base
 from quatrain.serve.tinker.checkpoint import what_loads
 from quatrain.serve.tinker.sampling import Samplers
@@ -40,8 +40,6 @@ others or not, and they decode in turns, so that more of them hold contexts for 
 ANY_RANK = 1
 """Of the adapters by which the memory of a micro-batch is planned, which is that of the base's activations:
 each model can have it."""
-KEY_START = "tml-"
-"""How keys begin; the client refuses others."""
 
 
 class Memory(NamedTuple):
@@ -79,6 +77,25 @@ class Memory(NamedTuple):
         return memory
 
 
+def base_of(config: Config, loaded: LoadedPolicy, name: str) -> Base:
+    """The model of `config` as the rooms of the training server have it."""
+    return Base(
+        name=name,
+        arch=loaded.arch,
+        params=loaded.params,
+        tokenizer=loaded.tokenizer,
+        stop_ids=loaded.stop_ids,
+        mesh=loaded.meshes.train,
+        backend=loaded.backend,
+        attention=loaded.attention,
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        seed=config.seed,
+        max_tokens=_micro_batch_tokens(config),
+        fingerprint=tree_fingerprint(loaded.params),
+    )
+
+
 @contextmanager
 def training_server(
     config: Config, loaded: LoadedPolicy, memory: Memory, *, name: str | None = None
@@ -96,21 +113,7 @@ def training_server(
     state = Path(config.tinker.state).expanduser().absolute()
     folder = _tokenizer_folder(config, state)
     names = dict.fromkeys([str(folder), config.model.path, *([name] if name else []), *config.tinker.aliases])
-    base = Base(
-        name=str(folder),
-        arch=loaded.arch,
-        params=loaded.params,
-        tokenizer=loaded.tokenizer,
-        stop_ids=loaded.stop_ids,
-        mesh=loaded.meshes.train,
-        backend=loaded.backend,
-        attention=loaded.attention,
-        dtype=config.model.dtype,
-        remat=config.model.remat,
-        seed=config.seed,
-        max_tokens=_micro_batch_tokens(config),
-        fingerprint=tree_fingerprint(loaded.params),
-    )
+    base = base_of(config, loaded, str(folder))
     store = Store(state, base, what_loads(config))
     try:
         if folder.is_relative_to(state):

@@ -66,6 +66,8 @@ from quatrain.serve.tinker.worker import Worker
 from quatrain.workers.loop_thread import carry_out
 
 METRICS = "metrics.jsonl"
+KEY_START = "tml-"
+"""How keys begin; the client refuses others."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
@@ -214,12 +216,14 @@ class TinkerApi:
         """A hash of the request's API key; raises HTTPException where that is not taken."""
         key = request.headers.get("x-api-key", "")
         known = (
-            key.startswith("tml-")
+            key.startswith(KEY_START)
             if self._key is None
             else hmac.compare_digest(key.encode(), self._key.encode())
         )
         if not known:
-            needed = f"the value of {TINKER_KEY}" if self._key else "any API key that begins with `tml-`"
+            needed = (
+                f"the value of {TINKER_KEY}" if self._key else f"any API key that begins with `{KEY_START}`"
+            )
             raise HTTPException(401, f"requests need the header X-API-Key with {needed}: set TINKER_API_KEY")
         return hashlib.sha256(key.encode()).hexdigest()[:32]
 
