@@ -1,0 +1,124 @@
+"""Pictures of a prompt, and which of its tokens stand for them.
+
+Data flow: `data/pictures.py` reads a `Picture` -> the tokens of a text with placeholders, and `Pictures`, which
+say by place what a token is, never by its id -> prompts, pieces and batches carry them as an array beside the
+tokens -> the engine and the update look the features of a placeholder up by its picture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+PICTURES = "pictures"
+"""The column of a `Piece` that says of each token which picture it stands for: a `Picture`, or None."""
+TEXT = 0
+"""The entry of `Pictures.ids` of a token that stands for no picture."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An encoded picture; two with the same bytes are the same one."""
+
+    id: int
+    """The first 63 bits of a digest of the encoded bytes; never TEXT. The same in every process."""
+    size: tuple[int, int]
+    """Width and height in pixels, as a person sees it: after the rotation that the file asks for."""
+    source: bytes | Path = field(repr=False)
+    """The encoded bytes, or the file that has them."""
+
+    @classmethod
+    def of(cls, source: bytes | Path, size: tuple[int, int]) -> Picture:
+        """The picture of these bytes, or of this file, whose size was read before."""
+        digest = hashlib.blake2b(_bytes_of(source), digest_size=8).digest()
+        return cls(max(int.from_bytes(digest, "big") >> 1, 1), size, source)
+
+    @property
+    def encoded(self) -> bytes:
+        """The encoded bytes."""
+        return _bytes_of(self.source)
+
+    @property
+    def name(self) -> str:
+        """The id as 16 hexadecimal digits, which people and file names see."""
+        return f"{self.id:016x}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Picture) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+def _bytes_of(source: bytes | Path) -> bytes:
+    return source if isinstance(source, bytes) else source.read_bytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Which picture each token stands for: of a sequence [T], or of a batch [B, T].
+
+    The placeholders of a picture follow one another in its order, though other tokens may stand between them
+    (rows of tiles). So the number of a placeholder within its picture is the number of tokens before it that
+    stand for the same one, modulo the placeholders that the picture has: it may stand in a text twice.
+    """
+
+    ids: np.ndarray
+    """int64 ids of pictures; TEXT where a token stands for none."""
+    by_id: Mapping[int, Picture]
+    """Every picture of `ids`; there may be more."""
+
+    @classmethod
+    def of(cls, tokens: Iterable[Picture | None]) -> Pictures | None:
+        """Of a sequence, from the picture of each token; None if no token stands for one."""
+        listed = list(tokens)
+        by_id = {picture.id: picture for picture in listed if picture is not None}
+        ids = np.array([TEXT if picture is None else picture.id for picture in listed], np.int64)
+        return cls(ids, by_id) if by_id else None
+
+    def __getitem__(self, place: slice | np.ndarray) -> Pictures:
+        """Those of some tokens, or of some rows of a batch."""
+        return Pictures(self.ids[place], self.by_id)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def used(self) -> tuple[Picture, ...]:
+        """The pictures that a token stands for, each once, in the order of their first tokens."""
+        present, first = np.unique(self.ids, return_index=True)
+        ordered = present[np.argsort(first)]
+        return tuple(self.by_id[int(number)] for number in ordered if number != TEXT)
+
+    def per_token(self) -> np.ndarray:
+        """[T] object: the picture of each token of a sequence, or None; rows of a piece's column."""
+        rows = np.full(self.ids.shape, None, object)
+        for place in np.flatnonzero(self.ids):
+            rows[place] = self.by_id[int(self.ids[place])]
+        return rows
+
+
+class Tokens(NamedTuple):
+    """Token ids of a text, and the pictures among them: what templates render to."""
+
+    ids: list[int]
+    pictures: Pictures | None = None
+    """None: the text has no picture."""
+
+
+def stacked(rows: Iterable[Pictures | None], width: int) -> Pictures | None:
+    """[B, width] of B sequences, TEXT behind the end of each; None if no token stands for a picture."""
+    each = list(rows)
+    by_id = {number: picture for row in each if row is not None for number, picture in row.by_id.items()}
+    if not by_id:
+        return None
+    ids = np.zeros((len(each), width), np.int64)
+    for number, row in enumerate(each):
+        if row is not None:
+            ids[number, : len(row)] = row.ids
+    return Pictures(ids, by_id)
