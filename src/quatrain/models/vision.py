@@ -29,7 +29,8 @@ class Inserts(NamedTuple):
     """What stands in the place of token embeddings: features of pictures."""
 
     features: jax.Array
-    """[R, 1 + L, F, D], or [1, 1 + L, F, D] where all R rows of tokens have the same: F features with padding.
+    """[R, 1 + L, F, D], or [1, 1 + L, F, D] where all R rows of tokens have the same; F has padding.
+
     Level 0 replaces embeddings; level 1 + i is added to the output of text layer i."""
     rows: jax.Array
     """[R, T] int32: which of the F features a token has; -1 for text."""

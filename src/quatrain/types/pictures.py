@@ -1,14 +1,14 @@
 """Pictures of a prompt, and which of its tokens stand for them.
 
-Data flow: `data/pictures.py` reads a `Picture` -> the tokens of a text with placeholders, and `Pictures`, which
-say by place what a token is, never by its id -> prompts, pieces and batches carry them as an array beside the
-tokens -> the engine and the update look the features of a placeholder up by its picture.
+Data flow: `data/pictures.py` reads a `Picture` -> the tokens of a text with placeholders, and `Pictures`,
+which say by place what a token is, never by its id -> prompts, pieces and batches carry them as an array
+beside the tokens -> the engine and the update look the features of a placeholder up by its picture.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -122,3 +122,15 @@ def stacked(rows: Iterable[Pictures | None], width: int) -> Pictures | None:
         if row is not None:
             ids[number, : len(row)] = row.ids
     return Pictures(ids, by_id)
+
+
+def numbers_within(pictures: Pictures, count: Callable[[Picture], int]) -> np.ndarray:
+    """[T] int32: of each placeholder of a sequence, its number among those of its picture; 0 for text.
+
+    `count` says how many placeholders a picture has.
+    """
+    numbers = np.zeros(len(pictures), np.int32)
+    for picture in pictures.used:
+        places = np.flatnonzero(pictures.ids == picture.id)
+        numbers[places] = np.arange(len(places)) % count(picture)
+    return numbers
