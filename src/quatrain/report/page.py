@@ -74,7 +74,8 @@ class Page:
                     file.write(head.encode(errors="replace"))
                     data = self.data(ended=ended)
                     pictures = self.pictures.choose(self._shown())
-                    file.write(_element("chunk-data", pack(data | {"left_out_pictures": self.pictures.left_out})))
+                    data["left_out_pictures"] = self.pictures.left_out
+                    file.write(_element("chunk-data", pack(data)))
                     for i, samples in enumerate(self._samples):
                         for kind, files in samples.items():
                             for step, packed in files.packed():

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.files import too_deep
 from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import is_finite
-from quatrain.run.pictures import PICTURE, content_text, mark_of, names_in
+from quatrain.run.pictures import PICTURE, content_text, mark_of
 from quatrain.types.batches import FAULTS
 
 STEP, EVAL = "step", "eval"
@@ -312,8 +312,10 @@ def _part(part: Any) -> str | dict[str, Any]:
 
 def _pictures(samples: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The names of the pictures in prompts and turns, each once."""
-    messages = (each for sample in samples for each in (sample["prompt"], sample.get("turns", ())))
-    return tuple(dict.fromkeys(name for each in messages if isinstance(each, list) for name in names_in(each)))
+    said = (each for sample in samples for each in (sample["prompt"], sample.get("turns")))
+    turns = chain.from_iterable(each for each in said if isinstance(each, list))
+    parts = chain.from_iterable(turn.get("parts", ()) for turn in turns)
+    return tuple(dict.fromkeys(part[PICTURE] for part in parts if isinstance(part, dict)))
 
 
 def _tokens(tokens: Any) -> dict[str, list[Any]] | None:

@@ -8,7 +8,7 @@ parts: `{"type": "image", "picture": NAME, "size": [width, height]}`, the others
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,21 @@ def _part_text(part: Any) -> str:
 
 
 def write_picture(folder: Path, picture: Picture) -> None:
-    """Write `NAME.webp` of a picture into `folder`, unless it is there; raises an error if it cannot be read."""
+    """Write `NAME.webp` of a picture into `folder`, unless it is there; an error if it cannot be read."""
     path = folder / f"{picture.name}.webp"
     if path.exists():
         return
-    from quatrain.data.pictures import decoded
-
     folder.mkdir(exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}.draft")
-    draft.write_bytes(_encoded(decoded(picture), KEPT_SIDE))
+    draft.write_bytes(_encoded(_decoded(picture), KEPT_SIDE))
     draft.replace(path)
+
+
+def _decoded(picture: Picture) -> Any:
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(picture.encoded), formats=("PNG", "JPEG", "WEBP", "GIF", "BMP")) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def kept_picture(folder: Path, name: str) -> bytes | None:
@@ -108,8 +113,3 @@ def _encoded(image: Any, side: int) -> bytes:
     small.thumbnail((side, side))
     small.save(out, _FORMAT, quality=_QUALITY, lossless=drawn)
     return out.getvalue()
-
-
-def names_in(turns: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the pictures in messages whose `parts` were checked."""
-    return [part[PICTURE] for turn in turns for part in turn.get("parts", ()) if isinstance(part, Mapping)]
