@@ -188,8 +188,9 @@ def check_form(config: Config, form: str | None, saved: Mapping[str, Any], folde
     if form != saved.get("base_form", form):  # a checkpoint of an earlier version has none
         raise ValueError(
             "adapters (or weights beside a frozen tower) must be used with the base that they were trained "
-            f"on: the parameters of {config.model.path} in {config.model.param_dtype} have other names, shapes "
-            f"or dtypes than those of the base of {folder.path}; set model.path and model.param_dtype back"
+            f"on: the parameters of {config.model.path} in {config.model.param_dtype} have other names, "
+            f"shapes or dtypes than those of the base of {folder.path}; set model.path and "
+            "model.param_dtype back"
         )
 
 
