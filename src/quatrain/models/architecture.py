@@ -20,6 +20,7 @@ from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
 from quatrain.models.spec import ParamSpec, TensorName, require
+from quatrain.models.vision import Vision
 
 Head = Literal["lm_head", "value_head"]
 
@@ -180,6 +181,8 @@ class Architecture:
     pad_token_id: int | None = None
     lora: LoRA | None = None
     """Adapters, which alone are trained; None: the model has none, and all its parameters are trained."""
+    vision: Vision | None = None
+    """The tower that makes features of pictures; None: the model has none, or it is not used."""
 
     def __post_init__(self) -> None:
         require(len(self.attentions) > 0, "layer_types", "of at least one layer of full attention", "none")
