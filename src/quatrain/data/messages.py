@@ -32,10 +32,11 @@ def checked_messages(prompt: Any) -> list[dict[str, Any]]:
     """The messages as dictionaries in one form; raises ValueError for what no chat template can take.
 
     Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
-    calls an empty one. With pictures, `{"type": "image", "image": Picture}`, it stays a list, whose texts that
-    follow one another are joined. The arguments of past tool calls become objects; they may come as JSON text. An empty
-    or null list of calls is left out, because some templates ask only whether there is one. The result of a
-    tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template asks for it.
+    calls an empty one. With pictures, `{"type": "image", "image": Picture}`, it stays a list, in which texts
+    that follow one another are joined. The arguments of past tool calls become objects; they may come as JSON
+    text. An empty or null list of calls is left out, because some templates ask only whether there is one.
+    The result of a tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template
+    asks for it.
     """
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")

@@ -36,7 +36,7 @@ MAX_PIXELS, MAX_SIDE, MAX_RATIO = 50_000_000, 16_384, 200
 MAX_PICTURES = 64
 """Pictures of a prompt."""
 IMAGES, IMAGE = "images", "image"
-"""The columns with the pictures of a row; reward functions get `images`, those of the prompt in their order."""
+"""The columns with the pictures of a row; reward functions get `images`, in the order of the prompt."""
 MARK = "<image>"
 """Where a picture of the column stands in a text, as in verl's data."""
 _PLACES = ("image", "path", "url", "bytes", "image_url")
@@ -132,14 +132,14 @@ class PictureReader:
             return self._of_file(text)
         if scheme[1].lower() in ("http", "https"):
             raise BadPicture(
-                f"a picture must not be a URL of the network ({shown(text)}): no request leaves a run because "
-                "of its data; download the data set first, and give paths or bytes"
+                f"a picture must not be a URL of the network ({shown(text)}): no request leaves a run "
+                "because of its data; download the data set first, and give paths or bytes"
             )
         front = _DATA_URL.match(text)
         if front is None:
             raise BadPicture(
-                f"a picture's URL must begin with data:image/TYPE;base64, and not as {shown(text[:40])}; give "
-                "a path, or a data URL"
+                f"a picture's URL must begin with data:image/TYPE;base64, and not as {shown(text[:40])}; "
+                "give a path, or a data URL"
             )
         if len(text) > MAX_BYTES * 4 // 3 + 100:
             raise BadPicture(_too_large("a data URL", len(text) * 3 // 4))

@@ -354,7 +354,9 @@ def render(
         text = fill_template(
             tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables, refused=refused
         )
-        found = expanded(tokenizer, text + begun, messages, partial(encode, tokenizer, add_special_tokens=False))
+        found = expanded(
+            tokenizer, text + begun, messages, partial(encode, tokenizer, add_special_tokens=False)
+        )
     if not found.ids:
         raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
     return found
@@ -381,8 +383,8 @@ def render_completed(
         return encode(tokenizer, f"{prompt}{completion}")
     if pictures_of(prompt):
         raise ValueError(
-            "a prompt that is read together with its answer, as reward models do, must have no pictures; this "
-            "one has some; remove reward models from reward.models, or the rows with pictures"
+            "a prompt that is read together with its answer, as reward models do, must have no pictures; "
+            "this one has some; remove reward models from reward.models, or the rows with pictures"
         )
     answer = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
     text = fill_template(
