@@ -19,15 +19,15 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
-from quatrain.models.architecture import Architecture
 from quatrain.models.attention.blockwise import block_attention, block_pattern
 from quatrain.models.blocks.layer_run import GatheredLayer
 from quatrain.models.blocks.vit import GELU, Attend, activated
 from quatrain.models.layers import Layer, linear
-from quatrain.models.params import Params, partition
+from quatrain.models.params import is_spec
 from quatrain.models.rope import Angles
 from quatrain.models.vision import Cells, Vision
 from quatrain.ops.shape_buckets import round_up_coarsely
+from quatrain.parallel.axes import partition_spec
 from quatrain.parallel.collectives import current_mesh
 
 
@@ -136,28 +136,28 @@ def _interpolated(size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def features(
-    params: Params,
-    arch: Architecture,
+    tower: Any,
+    vision: Vision,
     patches: Patches,
     *,
     dtype: DTypeLike = jnp.float32,
     remat: bool = False,
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
-    """[R, 1 + L, F, D]: what the tower of `arch`, `params["vision"]`, makes of R rows of patches.
+    """[R, 1 + L, F, D]: what the tower, `params["vision"]`, makes of R rows of patches.
 
     Level 0 takes the place of embeddings; level 1 + i is added after text layer i. Features of a picture do
     not depend on what else its row has but for rounding: those of a row of its own, with R = 1, are the same
     to the bit. Activations are in `dtype`; norms, rotary embeddings and softmax are in float32. With `remat`
     the backward pass computes each block again.
     """
-    hidden = states(params, arch, patches, dtype=dtype, remat=remat, backend=backend)
-    return projected(params, arch, hidden, patches.rows)
+    hidden = states(tower, vision, patches, dtype=dtype, remat=remat, backend=backend)
+    return projected(tower, vision, hidden, patches.rows)
 
 
 def states(
-    params: Params,
-    arch: Architecture,
+    tower: Any,
+    vision: Vision,
     patches: Patches,
     *,
     dtype: DTypeLike = jnp.float32,
@@ -165,10 +165,7 @@ def states(
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
     """[R, 1 + L, P, W]: hidden states that `projected` makes features of, those of level 0 first."""
-    assert arch.vision is not None
-    vision, block, layout = arch.vision, arch.vision.block, patches.layout
-    tower, specs = params["vision"], partition(arch, current_mesh())["vision"]
-    scale = arch.lora.scale if arch.lora else 1.0
+    block, layout, specs = vision.block, patches.layout, _specs(vision)
     whole = GatheredLayer(tower, specs, dtype)
     x_RPW = linear(patches.pixels.astype(dtype), whole, "patch")
     if vision.table_side:
@@ -178,7 +175,7 @@ def states(
     attends = {name: _attention(layout[name], backend) for name in ("grids", "windows") if name in layout}
 
     def run(attend: Attend, specs: Any, x_RPW: jax.Array, layer: Layer, angles: Angles | None) -> jax.Array:
-        return block.run(x_RPW, GatheredLayer(layer, specs, dtype), angles, attend, scale)
+        return block.run(x_RPW, GatheredLayer(layer, specs, dtype), angles, attend)
 
     levels = []
     for number, (layer, layer_specs) in enumerate(zip(tower["blocks"], specs["blocks"], strict=True)):
@@ -191,14 +188,13 @@ def states(
     return jnp.stack([x_RPW, *levels], axis=1)
 
 
-def projected(params: Params, arch: Architecture, states: jax.Array, rows: jax.Array) -> jax.Array:
+def projected(tower: Any, vision: Vision, states: jax.Array, rows: jax.Array) -> jax.Array:
     """[R, 1 + L, F, D]: features of the hidden `states` [R, 1 + L, P, W], in the order of `rows` [R, F]."""
-    assert arch.vision is not None
-    tower, specs = params["vision"], partition(arch, current_mesh())["vision"]
+    specs = _specs(vision)
     layers = [tower["merger"], *tower.get("deepstack", [])]
     layer_specs = [specs["merger"], *specs.get("deepstack", [])]
     found = [
-        _merged(arch.vision, states[:, level], GatheredLayer(*layer, states.dtype), norm_last=level > 0)
+        _merged(vision, states[:, level], GatheredLayer(*layer, states.dtype), norm_last=level > 0)
         for level, layer in enumerate(zip(layers, layer_specs, strict=True))
     ]
     return jax.vmap(lambda features, rows: features[:, rows])(jnp.stack(found, axis=1), rows)
@@ -224,3 +220,9 @@ def _attention(segments_RP: jax.Array, backend: Backend) -> Attend:
     zeros = jnp.zeros_like(segments_RP)
     pattern = block_pattern(zeros, segments_RP, zeros, None, backend.attention_blocks, causal=False)
     return lambda q, k, v: block_attention(q, k, v, pattern, None, None)
+
+
+def _specs(vision: Vision) -> Any:
+    """The partition specs of the tower's parameters on the current mesh."""
+    mesh = current_mesh()
+    return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), vision.params(), is_leaf=is_spec)
