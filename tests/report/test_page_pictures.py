@@ -40,7 +40,9 @@ def part(one, **more):
 
 ONE, TWO = picture(), picture((40, 30), "blue")
 MARK, OTHER = f"[image 640x480 {ONE.name[:6]}]", f"[image 40x30 {TWO.name[:6]}]"
-QUESTION = ({"role": "user", "content": ({"type": "text", "text": "Which colour? "}, part(ONE))},)
+WORDS = {"type": "text", "text": "Which colour? "}
+QUESTION = ({"role": "user", "content": [WORDS, {"type": "image", "image": ONE}]},)
+WRITTEN = ({"role": "user", "content": [WORDS, part(ONE)]},)
 
 
 def batch(prompt=QUESTION, columns=None):
@@ -68,7 +70,7 @@ def batch(prompt=QUESTION, columns=None):
 
 def test_a_record_names_its_pictures_and_has_them_for_the_writer():
     record = training_sample(batch(), 0, step=1)
-    assert record["prompt"] == QUESTION
+    assert record["prompt"] == WRITTEN
     assert record["pictures"] == (ONE,), "not the other picture of the batch"
     greedy = evaluation_sample(batch().rewarded, 1, greedy=True, right=None, strict=None)
     assert greedy["pictures"] == (ONE,)
@@ -165,7 +167,7 @@ def sizes(found):
 
 def test_the_page_shows_pictures_beside_completions(tmp_path):
     rows = [
-        sample(0, 1.0, prompt=QUESTION),
+        sample(0, 1.0, prompt=WRITTEN),
         episode_sample(1, 1.0, [turn("tool", [part(TWO)], name="look"), turn("assistant", "blue")]),
     ]
     found, data = page_of(run_with(tmp_path, rows, (ONE, TWO)), tmp_path)
@@ -180,7 +182,7 @@ def test_the_page_shows_pictures_beside_completions(tmp_path):
 
 
 def test_beyond_the_cap_the_pictures_of_the_last_steps_stay(tmp_path, monkeypatch):
-    folder = run_with(tmp_path, [sample(0, 1.0, prompt=QUESTION)], (ONE, TWO))
+    folder = run_with(tmp_path, [sample(0, 1.0, prompt=WRITTEN)], (ONE, TWO))
     later = ({"role": "user", "content": [part(TWO)]},)
     write_rows(folder / "samples" / "step_000002.jsonl", [sample(0, 1.0, prompt=later)])
     small = smaller((folder / "pictures" / f"{TWO.name}.webp").read_bytes(), 256)
@@ -217,7 +219,7 @@ def test_what_is_no_part_with_a_picture_is_text(tmp_path, bad):
     "content", [b"<svg xmlns='http://www.w3.org/2000/svg'><script>1</script></svg>", b"", encoded((9, 9))]
 )
 def test_a_file_that_is_no_kept_picture_is_not_in_the_page(tmp_path, content):
-    folder = run_with(tmp_path, [sample(0, 1.0, prompt=QUESTION)])
+    folder = run_with(tmp_path, [sample(0, 1.0, prompt=WRITTEN)])
     (folder / "pictures" / f"{ONE.name}.webp").write_bytes(content)
     found, data = page_of(folder, tmp_path)
     assert not any(name.startswith("picture-") for name in found)
@@ -231,7 +233,7 @@ def test_a_larger_file_is_not_decoded(tmp_path):
 
 def test_the_terminal_names_pictures(tmp_path):
     rows = [
-        sample(0, 1.0, prompt=QUESTION),
+        sample(0, 1.0, prompt=WRITTEN),
         episode_sample(1, 1.0, [turn("tool", [part(TWO)], name="look"), turn("assistant", "blue")]),
     ]
     out = io.StringIO()

@@ -1,6 +1,6 @@
 """Pictures of samples as small files of a run, which readers see beside the completions.
 
-Data flow: records of `samples.py`, with `Picture`s in the contents of messages -> `named` -> `write_picture`
+Data flow: messages with `Picture`s -> `named`, for records (`samples.py`); their pictures -> `write_picture`
 -> `pictures/NAME.webp` -> the run page, which shows them smaller still. A content with pictures is a list of
 parts: `{"type": "image", "picture": NAME, "size": [width, height]}`, the others are texts or as they came.
 """
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quatrain.data.messages import named_picture
+from quatrain.data.pictures import decoded
 from quatrain.types.pictures import Picture
 
 KEPT_SIDE = 512
@@ -20,6 +22,8 @@ DRAWN_SIDE = 128
 """A picture whose longer side is at most so many pixels keeps each of them: a drawing would be blurred."""
 PICTURE = "picture"
 """The key of a part that names a picture."""
+OF_RECORD = "pictures"
+"""The key of a record with the `Picture`s that its messages name, until it is written."""
 MOST_SIDE = 2**20
 """A longer side, in pixels, is none of a picture."""
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -32,7 +36,7 @@ def named(value: Any) -> Any:
     Of a mapping with a picture in it, the part is all that is left: its other keys say where it came from.
     """
     if isinstance(value, Picture):
-        return {"type": "image", PICTURE: value.name, "size": list(value.size)}
+        return named_picture(value)
     if isinstance(value, Mapping):
         picture = next((inner for inner in value.values() if isinstance(inner, Picture)), None)
         return named(picture) if picture else {name: named(inner) for name, inner in value.items()}
@@ -75,15 +79,8 @@ def write_picture(folder: Path, picture: Picture) -> None:
         return
     folder.mkdir(exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}.draft")
-    draft.write_bytes(_encoded(_decoded(picture), KEPT_SIDE))
+    draft.write_bytes(_encoded(decoded(picture), KEPT_SIDE))
     draft.replace(path)
-
-
-def _decoded(picture: Picture) -> Any:
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(picture.encoded), formats=("PNG", "JPEG", "WEBP", "GIF", "BMP")) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def kept_picture(folder: Path, name: str) -> bytes | None:

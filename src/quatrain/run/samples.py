@@ -18,7 +18,7 @@ import numpy as np
 
 from quatrain.data.messages import as_messages
 from quatrain.reward.forms import plain_json
-from quatrain.run.pictures import content_text, named
+from quatrain.run.pictures import OF_RECORD, content_text, named
 from quatrain.types.batches import (
     AGENT_ROLE,
     AGENT_SEQUENCE,
@@ -28,7 +28,6 @@ from quatrain.types.batches import (
     RewardedBatch,
     RolloutBatch,
 )
-from quatrain.types.pictures import PICTURES
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
@@ -136,7 +135,7 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
         "reward": _number(rewarded.rewards[index]),
         "finish_reason": str(rollouts.finish_reason[index]),
         "completion_tokens": int(rollouts.completion_lengths[index]),
-        **({PICTURES: seen} if seen else {}),
+        **({OF_RECORD: seen} if seen else {}),
     }
 
 
