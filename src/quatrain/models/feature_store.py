@@ -321,15 +321,18 @@ def inserts_of(
             given = None if numbers is None else numbers[number]
             used[number], found = feature_rows(pictures, store.vision, given)
             places[number, : len(found)] = found
-    return Inserts(in_rows(used, store), places)
+    return Inserts(features_in_rows(used, store.of, store), places)
 
 
-def in_rows(used: Sequence[Sequence[Picture]], store: FeatureStore, *, update: bool = False) -> np.ndarray:
+def features_in_rows(
+    used: Sequence[Sequence[Picture]],
+    get: Callable[[Sequence[Picture]], list[np.ndarray]],
+    store: FeatureStore,
+) -> np.ndarray:
     """[R, 1 + L, F, D]: the features of the pictures of each row, one after another, then zeros.
 
-    F is rounded up. With `update`, what the update makes features of, in their place.
+    F is rounded up. `get` is a method of `store`; it may have other things than features, one for each.
     """
-    get = store.of_update if update else store.of
     each = [get(pictures) for pictures in used]
     nothing = 1 + store.vision.levels, 0, store.arch.hidden_size
     shape = next((array.shape for arrays in each for array in arrays), nothing)
