@@ -168,7 +168,7 @@ class RolloutEngine:
 
         They are copied from device to device. Arrays in the host's memory come to the devices one at a time.
         """
-        return jax.block_until_ready(copies_if_aliased(self.placed(params), params))
+        return jax.block_until_ready(copies_if_aliased(self.placed(params), params, self._with_adapters))
 
     def placed(self, params: Any) -> Any:
         """As `copy_weights`, but arrays that have that sharding and dtype already are not copied."""
