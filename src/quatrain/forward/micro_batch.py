@@ -26,7 +26,7 @@ from quatrain.models.feature_store import FeatureStore, feature_rows, features_i
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.models.prefix_tree import NO_FORMS, RowForms, chunk_layout
 from quatrain.models.rope_positions import rope_positions
-from quatrain.models.vision import Patches
+from quatrain.models.vision import Patches, Vision
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
 from quatrain.types.pictures import TEXT, Pictures, numbers_within
 from quatrain.types.routes import live_of
@@ -219,22 +219,36 @@ def _pictures(cut: MicroBatchPlan, table: TokenTable, store: FeatureStore | None
         return None
     if store is None:
         raise ValueError(
-            "sequences with pictures must be read by models with a tower; one of this run (policy, reference, "
-            "critic, teacher or reward model) has none, or does not use it; take one that sees, set "
-            "model.vision to frozen, or leave the pictures out of the data"
+            "sequences with pictures must be read by models with a tower; one of this run (policy, critic, "
+            "teacher or reward model) has none, or does not use it; take one that sees, set model.vision to "
+            "frozen, or leave the pictures out of the data"
         )
     numbers, turns, vision = dict[int, np.ndarray](), dict[int, np.ndarray](), store.vision
     for row in sequences.tolist():
-        here = table.pictures[row]
+        here = Pictures(table.pictures.ids[row], table.pictures.by_id)
+        _check_placeholders(here, vision)
         numbers[row] = numbers_within(here, lambda picture: vision.num_placeholders(picture.size))
         if vision.has_grid:
             turns[row], _ = rope_positions(vision, here, len(here))
     return _OfTable(table.pictures, store, numbers, turns if vision.has_grid else None)
 
 
+def _check_placeholders(pictures: Pictures, vision: Vision) -> None:
+    """Raises ValueError if pictures of a sequence have other numbers of placeholders than features."""
+    for picture in pictures.used:
+        found, count = int((pictures.ids == picture.id).sum()), vision.num_placeholders(picture.size)
+        if found % count:
+            raise ValueError(
+                "a model must make as many features of a picture as the policy has placeholders for it; of "
+                f"a picture of {picture.size[0]} x {picture.size[1]} pixels with {found} placeholders it "
+                f"makes {count}; take a critic or teacher with the policy's kind and sizes of pictures"
+            )
+
+
 def _inserts(numbers: np.ndarray, pictures: Pictures, store: FeatureStore) -> dict[str, Any]:
     """What micro-batches have of the `pictures` of their buffers [R, T], with `numbers` within each."""
-    each = [feature_rows(row, store.vision, of) for row, of in zip(pictures, numbers, strict=True)]
+    buffers = (Pictures(ids, pictures.by_id) for ids in pictures.ids)
+    each = [feature_rows(row, store.vision, of) for row, of in zip(buffers, numbers, strict=True)]
     used = [of_buffer for of_buffer, _ in each]
     rows = np.stack([rows for _, rows in each])
     if store.kept == "pixels":

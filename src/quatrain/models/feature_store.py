@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import jax
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from quatrain.backend import Backend, this_backend
 from quatrain.models.architecture import Architecture
 from quatrain.models.params import partition
-from quatrain.models.vision import Inserts, Patches, Vision, features, patches_of
+from quatrain.models.vision import Inserts, Patches, Vision, features, patches_of, projected, states
 from quatrain.ops.shape_buckets import round_up_coarsely
 from quatrain.parallel.axes import DATA_AXES
 from quatrain.parallel.collectives import all_gather_shards, shard_mapped
@@ -39,6 +40,8 @@ Kept = Literal["features", "states", "pixels"]
 """Features; what the projector makes them of; or what the whole tower does."""
 KEPT: dict[str, Kept] = {"frozen": "features", "projector": "states", "all": "pixels"}
 """What no training step changes, by what is trained (`Vision.trained`)."""
+Part = Literal["all", "states", "projector"]
+"""Of a tower: from patches to features, from patches to states, or from states to features."""
 AT_ONCE = 16
 """Pictures that are decoded at the same time, each by a thread."""
 
@@ -185,10 +188,11 @@ class FeatureStore:
             return
         assert self.version >= 0, "load the weights of the tower first"
         run = self._of_states if self.kept == "states" and kind == "features" else self._of_tower
-        for picture, array in run(kind, missing):
+        for picture, array in run(missing):
             self._add(kind, picture, array)
 
-    def _of_tower(self, kind: Kept, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
+    def _of_tower(self, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
+        """What the tower makes of each picture: features, or states where these are kept."""
         waiting: dict[Any, list[tuple[Picture, Patches]]] = {}
         shards = mesh_shape(self.mesh).num_data_shards
         for some in _parts(missing):
@@ -202,9 +206,9 @@ class FeatureStore:
                 alike.append((picture, row))
                 self.count_tower(1, len(row.pixels), len(row.pixels) - len(array))
                 if len(alike) == shards:
-                    yield from self._run(kind, waiting.pop(shapes))
+                    yield from self._run(waiting.pop(shapes), "states" if self.kept == "states" else "all")
         for alike in waiting.values():
-            yield from self._run(kind, alike)
+            yield from self._run(alike, "states" if self.kept == "states" else "all")
 
     def _pixels_of(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         # Where the update reads pixels they are kept: else a picture's features are all that is needed again.
@@ -213,12 +217,15 @@ class FeatureStore:
         with ThreadPoolExecutor(len(pictures)) as threads:
             return list(threads.map(self._pixels, pictures))
 
-    def _of_states(self, kind: Kept, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
-        raise NotImplementedError
+    def _of_states(self, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
+        """The features of each picture, by the projector of this version."""
+        for picture, array in zip(missing, self._get("states", missing), strict=True):
+            padded = round_up_coarsely(array.shape[1])
+            row = np.zeros((array.shape[0], padded, *array.shape[2:]), array.dtype)
+            row[:, : array.shape[1]] = array
+            yield from self._run([(picture, row)], "projector")
 
-    def _run(
-        self, kind: Kept, alike: Sequence[tuple[Picture, Patches]]
-    ) -> Iterator[tuple[Picture, np.ndarray]]:
+    def _run(self, alike: Sequence[tuple[Picture, Any]], part: Part) -> Iterator[tuple[Picture, np.ndarray]]:
         """What the tower makes of pictures with rows of one shape, at most as many as data shards."""
         shards = mesh_shape(self.mesh).num_data_shards
         rows = [row for _, row in alike]
@@ -228,7 +235,13 @@ class FeatureStore:
         if self._placed is None:
             self._placed = self._on_devices(self._given)
         made = _tower_program(self._backend)(
-            self._placed, stacked, arch=self.arch, mesh=self.mesh, dtype=self.dtype, backend=self._backend
+            self._placed,
+            stacked,
+            part=part,
+            arch=self.arch,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            backend=self._backend,
         )
         for (picture, _), array in zip(alike, np.asarray(jax.device_get(made)), strict=False):
             count = self.vision.num_placeholders(picture.size)
@@ -265,23 +278,31 @@ def _parts(pictures: Sequence[Picture]) -> Iterator[Sequence[Picture]]:
 
 
 def _tower(
-    params: Any, patches: Patches, *, arch: Architecture, mesh: Mesh, dtype: jnp.dtype, backend: Backend
+    params: Any,
+    rows: Any,
+    *,
+    part: Part,
+    arch: Architecture,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    backend: Backend,
 ) -> jax.Array:
-    """[N, 1 + L, F, D]: the features of N rows of patches, one on each data shard; on every device."""
+    """[N, 1 + L, F, ...]: what a part of the tower makes of N rows, one on each data shard; on all devices."""
     assert arch.vision is not None
     vision = arch.vision
+    run = {"all": features, "states": states, "projector": projected}[part]
 
-    def on_shard(params: Any, patches: Patches) -> jax.Array:
-        row = jax.tree.map(lambda x: x[0], patches)
-        found = features(params, vision, row, dtype=dtype, backend=backend)
+    def on_shard(params: Any, rows: Any) -> jax.Array:
+        row = jax.tree.map(lambda x: x[0], rows)
+        found = run(params, vision, row, dtype=dtype, backend=backend)
         gathered: jax.Array = all_gather_shards(found[None].astype(dtype))
         return gathered
 
     in_specs = partition(arch, mesh_shape(mesh))["vision"], PartitionSpec(DATA_AXES)
-    return shard_mapped(on_shard, mesh, in_specs, PartitionSpec())(params, patches)
+    return shard_mapped(on_shard, mesh, in_specs, PartitionSpec())(params, rows)
 
 
-_tower_program = jit_for_backend(_tower, static_argnames=("arch", "mesh", "dtype", "backend"))
+_tower_program = jit_for_backend(_tower, static_argnames=("part", "arch", "mesh", "dtype", "backend"))
 
 
 def feature_rows(
@@ -343,3 +364,24 @@ def features_in_rows(
             joined = np.concatenate(arrays, axis=1)
             found[row, :, : joined.shape[1]] = joined
     return found
+
+
+def patches_in_rows(used: Sequence[Sequence[Picture]], store: FeatureStore) -> Patches:
+    """[R, P, ...]: the pictures of each row as one row of patches, for a tower that is trained."""
+    each = [store.of_update(pictures) for pictures in used]
+    sizes = [[picture.size for picture in pictures] for pictures in used]
+    rows = {i: patches_of(store.vision, each[i], sizes[i]) for i in range(len(used)) if used[i]}
+    longest = jax.tree.map(lambda *arrays: max(map(len, arrays)), *rows.values())
+
+    def padded(array: np.ndarray, length: int) -> np.ndarray:
+        # Zeros are padding in every array of the layout.
+        return np.pad(array, [(0, length - len(array)), *[(0, 0)] * (array.ndim - 1)])
+
+    full = {i: jax.tree.map(padded, row, longest) for i, row in rows.items()}
+    nothing = jax.tree.map(np.zeros_like, next(iter(full.values())))
+    stacked: Patches = jax.tree.map(
+        lambda *arrays: np.stack(arrays), *(full.get(i, nothing) for i in range(len(used)))
+    )
+    num, real = stacked.pixels.shape[0] * stacked.pixels.shape[1], sum(len(x) for x in chain(*each))
+    store.count_tower(sum(map(len, used)), num, num - real)
+    return stacked

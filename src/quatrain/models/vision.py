@@ -91,3 +91,13 @@ def patches_of(vision: Vision, pixels: list[np.ndarray], sizes: list[tuple[int, 
 def features(params: Any, vision: Vision, patches: Patches, **settings: Any) -> jax.Array:
     """[1 + L, F, D]: what the tower, `params["vision"]`, makes of one row of patches."""
     raise NotImplementedError
+
+
+def states(params: Any, vision: Vision, patches: Patches, **settings: Any) -> jax.Array:
+    """[1 + L, F, S]: what the projector makes each feature of, S numbers of the tower's last states."""
+    raise NotImplementedError
+
+
+def projected(params: Any, vision: Vision, states: jax.Array, **settings: Any) -> jax.Array:
+    """[1 + L, F, D]: what the projector makes of `states`: features."""
+    raise NotImplementedError
