@@ -19,6 +19,7 @@ from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.turns import TurnsOfRow
 from quatrain.models.families import Architecture
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.params import abstract_params
 from quatrain.parallel.mesh import make_mesh, role_mesh
 from quatrain.types.batches import brief
@@ -76,10 +77,29 @@ class Policy:
     """The settings for these devices, with the product of experts that was probed on them."""
     turns: TurnsOfRow | None = None
     """What renders the turns of episodes; None if completions have one turn."""
+    store: FeatureStore | None = None
+    """What the tower makes of pictures, for the sampler and the update; None: the model reads text alone."""
     usual_prompt: int = 1
     """Tokens of the prompts that engines are built for: their prompt caches always have room for them."""
 
     __repr__ = brief
+
+    @property
+    def critic_store(self) -> FeatureStore | None:
+        """The pictures for the critic: the policy's store if it starts from the policy and its tower."""
+        if self.critic_arch is None or self.critic_params is None:
+            return self.store
+        return self.store_beside(self.critic_arch, self.critic_params, self.meshes.critic)
+
+    def store_beside(self, arch: Architecture, params: Any, mesh: Mesh) -> FeatureStore | None:
+        """The pictures for another model that reads what the policy samples; None if either sees none.
+
+        Raises ValueError if it reads pictures in another way than the policy.
+        """
+        store = None if self.store is None else self.store.beside(arch, mesh)
+        if store is not None and params is not None:
+            store.load(params, 0)
+        return store
 
     def abstract(self, dtype: str) -> tuple[Any, Any]:
         """(parameters, those of the critic or None) as `ShapeDtypeStruct`s of `dtype`."""

@@ -98,6 +98,20 @@ class FeatureStore:
         self._step, self._asked = 0, set[int]()
         self._lock = threading.RLock()
 
+    def beside(self, arch: Architecture, mesh: Mesh) -> FeatureStore | None:
+        """A store of the same pictures for another model; None if this reads text alone.
+
+        Raises ValueError if that model reads other patches.
+        """
+        if arch.vision is None:
+            return None
+        if arch.vision.kind != self.vision.kind:
+            raise ValueError(
+                "models of one run must read pictures alike; the policy has a tower of the kind "
+                f"{self.vision.kind}, the other model one of {arch.vision.kind}; take one of the same family"
+            )
+        return FeatureStore(arch, mesh, self.dtype.name, self._num_bytes, self._pixels, backend=self._backend)
+
     def load(self, params: Any, version: int) -> None:
         """Read the tower of the whole tree `params`, weights of so many optimizer steps.
 
@@ -287,7 +301,7 @@ def _tower(
     dtype: jnp.dtype,
     backend: Backend,
 ) -> jax.Array:
-    """[N, 1 + L, F, ...]: what a part of the tower makes of N rows, one on each data shard; on all devices."""
+    """[N, 1 + L, F, ...]: what a part of the tower makes of N rows, one on each data shard."""
     assert arch.vision is not None
     vision = arch.vision
     run = {"all": features, "states": states, "projector": projected}[part]

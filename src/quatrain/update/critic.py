@@ -18,6 +18,7 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.families import Architecture
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.value_loss import explained_variance, value_loss
@@ -51,7 +52,7 @@ class Critic:
 
     The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. The parameters are
     kept in `memory` while no values are computed and the critic is not trained, the optimizer's state between
-    optimizer steps.
+    optimizer steps. `store` has the pictures for this model.
     """
 
     def __init__(
@@ -65,16 +66,18 @@ class Critic:
         total_steps: int,
         seed: int,
         memory: Literal["device", "host"] = "device",
+        store: FeatureStore | None = None,
     ):
         self.model, self.seed, self.memory = model, seed, memory
         self.objective = ValueObjective(config.clip_value)
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
         self.warmup_steps = config.warmup_steps
         self.loss_aggregation, self.max_new_tokens = update.loss_aggregation, max_new_tokens
-        self.forward_planner = model.planner(config.forward_sizes, share_prompts=update.shares_prompts)
+        shared: dict[str, Any] = {"share_prompts": update.shares_prompts, "store": store}
+        self.forward_planner = model.planner(config.forward_sizes, **shared)
         self.trainer = Trainer(
             model,
-            model.planner(config, share_prompts=update.shares_prompts),
+            model.planner(config, **shared),
             optimizer,
             total_steps=total_steps,
             seed=seed,
@@ -96,6 +99,7 @@ class Critic:
             total_steps=steps * config.optimizer_steps(config.critic),
             seed=config.seed,
             memory="host" if config.offload.critic else "device",
+            store=policy.critic_store,
         )
 
     def init(self, params: Any) -> ModelState:
