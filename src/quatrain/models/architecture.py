@@ -182,7 +182,7 @@ class Architecture:
     lora: LoRA | None = None
     """Adapters, which alone are trained; None: the model has none (`lora.trained_part`)."""
     vision: Vision | None = None
-    """What it sees with; None: it reads text alone."""
+    """The tower that makes features of pictures; None: the model has none, or it is not used."""
 
     def __post_init__(self) -> None:
         require(len(self.attentions) > 0, "layer_types", "of at least one layer of full attention", "none")
