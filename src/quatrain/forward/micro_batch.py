@@ -26,7 +26,8 @@ from quatrain.models.feature_store import FeatureStore, feature_rows, features_i
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.models.prefix_tree import NO_FORMS, RowForms, chunk_layout
 from quatrain.models.rope_positions import rope_positions
-from quatrain.models.vision import Patches, Vision
+from quatrain.models.tower import Patches
+from quatrain.models.vision import Vision
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
 from quatrain.types.pictures import TEXT, Pictures, numbers_within
 from quatrain.types.routes import live_of

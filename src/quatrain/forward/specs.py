@@ -26,13 +26,14 @@ from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.blocks.experts import RouterSums
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
-from quatrain.models.feature_store import FeatureStore
+from quatrain.models.feature_store import FeatureStore, of_states
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import output_head_name, partition
 from quatrain.models.prefix_tree import RowForms
 from quatrain.models.probe import trusted_attention, trusted_backend
-from quatrain.models.vision import Inserts, features, projected
+from quatrain.models.tower import features
+from quatrain.models.vision import Inserts
 from quatrain.ops.divergences import Divergence, token_divergences
 from quatrain.ops.logprobs import Head, first_of, token_logprobs
 from quatrain.ops.tokens import (
@@ -184,14 +185,14 @@ class ModelSpec(ABC):
             return None
         vision = self.arch.vision
         assert vision is not None, "micro-batches with pictures are of a model with a tower"
-        settings = {"dtype": jnp.dtype(self.dtype), "backend": self.backend}
-        made = batch.features
         if batch.patches is not None:
-            made = jax.vmap(lambda row: features(params["vision"], vision, row, **settings))(batch.patches)
-        elif vision.trained == "projector":
-            made = jax.vmap(lambda row: projected(params["vision"], vision, row, **settings))(made)
-        assert made is not None
-        return Inserts(made, batch.rows)
+            how: dict[str, Any] = {"dtype": jnp.dtype(self.dtype), "remat": self.remat != "none"}
+            made = features(params["vision"], vision, batch.patches, **how, backend=self.backend)
+            return Inserts(made, batch.rows)
+        assert batch.features is not None, "pictures have features, or patches"
+        if vision.trained == "projector":
+            return Inserts(of_states(params["vision"], vision, batch.features), batch.rows)
+        return Inserts(batch.features, batch.rows)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from jax.sharding import Mesh, PartitionSpec
 from quatrain.backend import Backend, this_backend
 from quatrain.models.architecture import Architecture
 from quatrain.models.params import partition
-from quatrain.models.vision import Inserts, Patches, Vision, features, patches_of, projected, states
+from quatrain.models.tower import Patches, features, patches_of, projected, states
+from quatrain.models.vision import Inserts, Vision
 from quatrain.ops.shape_buckets import round_up_coarsely
 from quatrain.parallel.axes import DATA_AXES
 from quatrain.parallel.collectives import all_gather_shards, shard_mapped
@@ -287,6 +288,21 @@ class FeatureStore:
             self._forget(key)
 
 
+def _states_of_features(tower: Any, vision: Vision, patches: Patches, **settings: Any) -> jax.Array:
+    """[R, 1 + L, F, S]: the states of the patches of each feature, one patch behind another."""
+    found = states(tower, vision, patches, **settings)
+    by_feature = found.reshape(*found.shape[:2], patches.rows.shape[1], -1)
+    return jnp.take_along_axis(by_feature, patches.rows[:, None, :, None], axis=2)
+
+
+def of_states(tower: Any, vision: Vision, kept: jax.Array) -> jax.Array:
+    """[R, 1 + L, F, D]: the features that a projector makes of what a store keeps, [R, 1 + L, F, S]."""
+    rows, levels, count, size = kept.shape
+    of_patches = kept.reshape(rows, levels, count * vision.merge**2, size // vision.merge**2)
+    in_order = jnp.broadcast_to(jnp.arange(count), (rows, count))
+    return projected(tower, vision, of_patches, in_order)
+
+
 def _parts(pictures: Sequence[Picture]) -> Iterator[Sequence[Picture]]:
     return (pictures[first : first + AT_ONCE] for first in range(0, len(pictures), AT_ONCE))
 
@@ -304,12 +320,14 @@ def _tower(
     """[N, 1 + L, F, ...]: what a part of the tower makes of N rows, one on each data shard."""
     assert arch.vision is not None
     vision = arch.vision
-    run = {"all": features, "states": states, "projector": projected}[part]
 
-    def on_shard(params: Any, rows: Any) -> jax.Array:
-        row = jax.tree.map(lambda x: x[0], rows)
-        found = run(params, vision, row, dtype=dtype, backend=backend)
-        gathered: jax.Array = all_gather_shards(found[None].astype(dtype))
+    def on_shard(tower: Any, rows: Any) -> jax.Array:
+        if part == "projector":
+            found = of_states(tower, vision, rows)
+        else:
+            run = features if part == "all" else _states_of_features
+            found = run(tower, vision, rows, dtype=dtype, backend=backend)
+        gathered: jax.Array = all_gather_shards(found.astype(dtype))
         return gathered
 
     in_specs = partition(arch, mesh_shape(mesh))["vision"], PartitionSpec(DATA_AXES)
