@@ -198,6 +198,11 @@ class Architecture:
         """Whether a part of its parameters is not trained: the base of adapters, or a tower."""
         return self.lora is not None or (self.vision is not None and self.vision.trained != "all")
 
+    @property
+    def with_tower(self) -> Architecture:
+        """This model with its tower among its parameters, where a frozen one is not (`param_specs`)."""
+        return replace(self, vision=self.vision and replace(self.vision, trained="all"))
+
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
         new: dict[Mixer, Mixer] = {

@@ -27,6 +27,7 @@ from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.params import (
     LM_HEAD,
     SCORE,
+    VISION,
     Params,
     draw_params,
     output_head_name,
@@ -34,16 +35,15 @@ from quatrain.models.params import (
     partition,
 )
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
+from quatrain.models.vision import PROJECTOR
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
 
 EXPERT_PARAMETERS = {"experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj"}
 """The names of experts' matrices in transformers 5, which peft's `target_parameters` takes."""
 EXPERTS_MODULE = "mlp.experts"
-LAYERS, VISION = "layers", "vision"
-"""The names of the layers and of the tower in the tree of parameters."""
-PROJECTOR = ("merger", "connector", "deepstack")
-"""The parts of a tower behind its blocks, which fit its states to the text model."""
+LAYERS = "layers"
+"""The name of the layers in the tree of parameters."""
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
