@@ -84,22 +84,14 @@ class Policy:
 
     __repr__ = brief
 
-    @property
-    def critic_store(self) -> FeatureStore | None:
-        """The pictures for the critic: the policy's store if it starts from the policy and its tower."""
-        if self.critic_arch is None or self.critic_params is None:
-            return self.store
-        return self.store_beside(self.critic_arch, self.critic_params, self.meshes.critic)
-
-    def store_beside(self, arch: Architecture, params: Any, mesh: Mesh) -> FeatureStore | None:
-        """The pictures for another model that reads what the policy samples; None if either sees none.
+    def store_beside(self, arch: Architecture, path: str, mesh: Mesh) -> FeatureStore | None:
+        """The pictures for the model `path`, which reads what the policy samples; None if either sees none.
 
         Raises ValueError if it reads pictures in another way than the policy.
         """
-        store = None if self.store is None else self.store.beside(arch, mesh)
-        if store is not None and params is not None:
-            store.load(params, 0)
-        return store
+        if self.store is None:
+            return None
+        return self.store.beside(arch, mesh, partial(load_tower, path, arch, mesh))
 
     def abstract(self, dtype: str) -> tuple[Any, Any]:
         """(parameters, those of the critic or None) as `ShapeDtypeStruct`s of `dtype`."""

@@ -329,7 +329,7 @@ class Course:
         weights, spec = self._reference_model(params)
         store = self._policy.store
         if self._config.dpo.reference != INITIAL:
-            store = self._policy.store_beside(spec.arch, weights, spec.mesh)
+            store = self._policy.store_beside(spec.arch, self._config.dpo.reference, spec.mesh)
         shared: dict[str, Any] = {"share_prompts": self._config.update.shares_prompts, "store": store}
         planner = spec.planner(self._config.logprob, **shared)
         found: dict[str, tuple[list[int], np.ndarray]] = {}

@@ -10,6 +10,7 @@ Shapes: F features, L further levels of features, D hidden size of the text mode
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from quatrain.backend import Backend, this_backend
 from quatrain.models.architecture import Architecture
-from quatrain.models.params import partition
+from quatrain.models.params import VISION, partition
 from quatrain.models.tower import Patches, features, patches_of, projected, states
 from quatrain.models.vision import Inserts, Vision
 from quatrain.ops.shape_buckets import round_up_coarsely
@@ -66,6 +67,9 @@ class FeatureStats:
 class FeatureStore:
     """The features of pictures for the model `arch`, by a tower on `mesh` in `dtype`.
 
+    `frozen()` reads the parameters of a tower that is frozen, on `mesh`, when the first picture comes. One
+    that is trained is among those of the model (`load`).
+
     `pixels(picture)` are its patches [patches, values] in the order the tower reads. At most `num_bytes` are
     kept on the host, but whatever was used in this training step and the one before (`end_step`) is kept
     too: the pictures of a batch are computed once for its sampling and its update. With several processes all
@@ -80,6 +84,7 @@ class FeatureStore:
         num_bytes: int,
         pixels: Callable[[Picture], np.ndarray],
         *,
+        frozen: Callable[[], Any] | None = None,
         backend: Backend | None = None,
     ):
         assert arch.vision is not None, "a store is of a model with a tower"
@@ -87,20 +92,22 @@ class FeatureStore:
         self.vision: Vision = arch.vision
         self.kept: Kept = KEPT[self.vision.trained]
         """What micro-batches have of a picture (`of_update`)."""
-        self.version = -1
-        """The version of the tower that `of` reads; 0 if it is frozen, -1 before the first `load`."""
+        self.version = 0 if self.kept == "features" else -1
+        """The version of the tower that `of` reads; 0 if it is frozen, else -1 before the first `load`."""
+        assert frozen is not None or self.kept != "features", "a frozen tower is read from somewhere"
         self.stats = FeatureStats()
         self._num_bytes, self._pixels = num_bytes, pixels
         self._backend = backend or this_backend()
-        self._given: Any = None
-        self._placed: Any = None
+        self._frozen = frozen
+        self._given: list[Any] = []
+        self._tower: Any = None
         self._found: OrderedDict[tuple[Kept, int], np.ndarray] = OrderedDict()
         self._last_use: dict[tuple[Kept, int], int] = {}
         self._step, self._asked = 0, set[int]()
         self._lock = threading.RLock()
 
-    def beside(self, arch: Architecture, mesh: Mesh) -> FeatureStore | None:
-        """A store of the same pictures for another model; None if this reads text alone.
+    def beside(self, arch: Architecture, mesh: Mesh, frozen: Callable[[], Any]) -> FeatureStore | None:
+        """A store of the same pictures for another model with this tower; None if it reads text alone.
 
         Raises ValueError if that model reads other patches.
         """
@@ -111,39 +118,35 @@ class FeatureStore:
                 "models of one run must read pictures alike; the policy has a tower of the kind "
                 f"{self.vision.kind}, the other model one of {arch.vision.kind}; take one of the same family"
             )
-        return FeatureStore(arch, mesh, self.dtype.name, self._num_bytes, self._pixels, backend=self._backend)
+        settings = self.dtype.name, self._num_bytes, self._pixels
+        return FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
 
     def load(self, params: Any, version: int) -> None:
-        """Read the tower of the whole tree `params`, weights of so many optimizer steps.
-
-        A frozen tower is read once, and is brought to the devices when the first picture comes.
-        """
+        """Read the tower of the whole tree `params`, weights of so many optimizer steps, if it is trained."""
+        if self.kept == "features":
+            return
         with self._lock:
-            if self.vision.trained == "frozen":
-                if self._given is None:
-                    self._given, self.version = params["vision"], 0
+            given = jax.tree.leaves(params[VISION])
+            before, self._given = self._given, given
+            if version == self.version and all(map(operator.is_, before, given)):
                 return
-            same = self._given is not None and all(
-                map(lambda a, b: a is b, jax.tree.leaves(self._given), jax.tree.leaves(params["vision"]))
-            )
-            if same and version == self.version:
-                return
-            self._given, self.version = params["vision"], version
+            self.version = version
+            places = shardings(self.mesh, _specs(self.arch, self.mesh))
             # Now, not at the first picture: until then a training step may have taken the arrays over.
-            self._placed = jax.tree.map(copy_if_aliased, self._on_devices(self._given), self._given)
+            self._tower = jax.tree.map(copy_if_aliased, reshard(params[VISION], places), params[VISION])
             for key in [key for key in self._found if key[0] == "features"]:
                 self._forget(key)
 
     def of(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         """The features [1 + L, F, D] of each picture in `dtype`, on the host; not to be changed."""
-        return self._get("features", pictures)
+        return self._asked_for("features", pictures)
 
     def of_update(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         """What the update makes features of, of each picture: as `kept` says; not to be changed.
 
         Features [1 + L, F, D], what the projector reads [1 + L, F, ...], or pixels [patches, values].
         """
-        return self._get(self.kept, pictures)
+        return self._asked_for(self.kept, pictures)
 
     def count_tower(self, num_pictures: int, num_patches: int, num_padding: int) -> None:
         """So many pictures go through the tower outside of this store, in a micro-batch."""
@@ -159,7 +162,7 @@ class FeatureStore:
             self._step, self._asked = self._step + 1, set()
             self._drop()
         metrics = {
-            "vision/pictures": Metric(stats.pictures),
+            "vision/pictures": Metric(stats.pictures, reduction="sum"),
             "vision/tower_pictures": Metric(stats.tower_pictures, reduction="sum"),
             "vision/patches": Metric(stats.patches, reduction="sum"),
             "vision/store_bytes": Metric(self.num_bytes, reduction="max"),
@@ -174,34 +177,32 @@ class FeatureStore:
         """Bytes that are kept."""
         return sum(array.nbytes for array in self._found.values())
 
-    def _get(self, kind: Kept, pictures: Sequence[Picture]) -> list[np.ndarray]:
+    def _asked_for(self, kind: Kept, pictures: Sequence[Picture]) -> list[np.ndarray]:
         with self._lock:
             began = time.perf_counter()
-            distinct = tuple(dict.fromkeys(pictures))
-            self._asked.update(picture.id for picture in distinct)
+            self._asked.update(picture.id for picture in pictures)
             self.stats.pictures = len(self._asked)
-            self._make(kind, [picture for picture in distinct if (kind, picture.id) not in self._found])
-            found = []
-            for picture in pictures:
-                key = kind, picture.id
-                self._found.move_to_end(key)
-                self._last_use[key] = self._step
-                found.append(self._found[key])
+            found = self._get(kind, pictures)
             self._drop()
             self.stats.seconds += time.perf_counter() - began
             return found
 
+    def _get(self, kind: Kept, pictures: Sequence[Picture]) -> list[np.ndarray]:
+        missing = [picture for picture in dict.fromkeys(pictures) if (kind, picture.id) not in self._found]
+        self._make(kind, missing)
+        for picture in pictures:
+            self._found.move_to_end((kind, picture.id))
+            self._last_use[kind, picture.id] = self._step
+        return [self._found[kind, picture.id] for picture in pictures]
+
     def _make(self, kind: Kept, missing: Sequence[Picture]) -> None:
         """Computes what is kept of `missing` pictures."""
-        if not missing:
-            return
         if kind == "pixels":
             for some in _parts(missing):
                 with ThreadPoolExecutor(len(some)) as threads:
                     for picture, array in zip(some, threads.map(self._pixels, some), strict=True):
                         self._add(kind, picture, array)
             return
-        assert self.version >= 0, "load the weights of the tower first"
         run = self._of_states if self.kept == "states" and kind == "features" else self._of_tower
         for picture, array in run(missing):
             self._add(kind, picture, array)
@@ -247,10 +248,11 @@ class FeatureStore:
         rows += rows[-1:] * (shards - len(rows))  # every shard computes, also the last of several calls
         place = data_sharding(self.mesh)
         stacked = jax.tree.map(lambda *each: device_put(np.stack(each), place), *rows)
-        if self._placed is None:
-            self._placed = self._on_devices(self._given)
+        if self._tower is None:
+            assert self._frozen is not None, "load the weights of the tower first"
+            self._tower = self._frozen()
         made = _tower_program(self._backend)(
-            self._placed,
+            self._tower,
             stacked,
             part=part,
             arch=self.arch,
@@ -261,14 +263,6 @@ class FeatureStore:
         for (picture, _), array in zip(alike, np.asarray(jax.device_get(made)), strict=False):
             count = self.vision.num_placeholders(picture.size)
             yield picture, np.ascontiguousarray(array[:, :count])
-
-    def _on_devices(self, tower: Any) -> Any:
-        places = shardings(self.mesh, partition(self.arch, mesh_shape(self.mesh))["vision"])
-        return jax.tree.map(
-            lambda x, place: device_put(x, place) if isinstance(x, np.ndarray) else reshard(x, place),
-            tower,
-            places,
-        )
 
     def _add(self, kind: Kept, picture: Picture, array: np.ndarray) -> None:
         array.flags.writeable = False
@@ -286,6 +280,11 @@ class FeatureStore:
                 return
             kept -= array.nbytes
             self._forget(key)
+
+
+def _specs(arch: Architecture, mesh: Mesh) -> Any:
+    """The partition specs of the tower's parameters."""
+    return partition(arch.with_tower, mesh_shape(mesh))[VISION]
 
 
 def _states_of_features(tower: Any, vision: Vision, patches: Patches, **settings: Any) -> jax.Array:
@@ -330,7 +329,7 @@ def _tower(
         gathered: jax.Array = all_gather_shards(found.astype(dtype))
         return gathered
 
-    in_specs = partition(arch, mesh_shape(mesh))["vision"], PartitionSpec(DATA_AXES)
+    in_specs = _specs(arch, mesh), PartitionSpec(DATA_AXES)
     return shard_mapped(on_shard, mesh, in_specs, PartitionSpec())(params, rows)
 
 

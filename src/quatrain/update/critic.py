@@ -88,10 +88,12 @@ class Critic:
     @classmethod
     def of(cls, config: Config, policy: Policy, *, steps: int) -> Self | None:
         """The critic of a run of `steps` training steps; None where `critic.enabled` is false."""
-        if policy.critic_arch is None:
+        arch, path = policy.critic_arch, config.critic.path
+        if arch is None:
             return None
+        store = policy.store if path is None else policy.store_beside(arch, path, policy.meshes.critic)
         return cls(
-            CriticSpec.of(config.model, policy.critic_arch, policy.meshes.critic),
+            CriticSpec.of(config.model, arch, policy.meshes.critic),
             config.critic,
             config.update,
             config.critic_optimizer,
@@ -99,7 +101,7 @@ class Critic:
             total_steps=steps * config.optimizer_steps(config.critic),
             seed=config.seed,
             memory="host" if config.offload.critic else "device",
-            store=policy.critic_store,
+            store=store,
         )
 
     def init(self, params: Any) -> ModelState:

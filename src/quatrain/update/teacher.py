@@ -373,7 +373,7 @@ class TeacherLoader:
             max_tokens=config.distill.max_tokens_per_device,
             share_prompts=config.update.shares_prompts,
             memory="host" if config.offload.teacher else "device",
-            store=self.policy.store_beside(spec.arch, params, spec.mesh),
+            store=self.policy.store_beside(spec.arch, path, spec.mesh),
         )
 
 
