@@ -63,13 +63,16 @@ def test_features_are_as_many_as_tokens_at_most(final):
 
 
 def test_a_trained_tower_keeps_a_state_per_block_and_a_projector_one_per_level(final):
-    config = final(SMALL, *SIZES)
+    config = final(SMALL, *SIZES, "model.remat=layer")
     patches, w = 64 * 4, 32
     kept = patches * (96 + (4 + 1) * w)
     work = patches * (11 * w + 3 * 40)
     assert parts(config, trained("qwen3_vl", "all"))["tower_activations"] == 4 * (kept + work)
     assert parts(config, trained("qwen3_vl", "projector"))["tower_activations"] == 4 * patches * w * (3 + 5)
     assert "tower_activations" not in parts(config, trained("qwen3_vl", "frozen"))
+    whole = patches * (96 + 4 * (10 * w + 2 * 40) + w) + work
+    kept_whole = final(SMALL, *SIZES, "model.remat=none")
+    assert parts(kept_whole, trained("qwen3_vl", "all"))["tower_activations"] == 4 * whole
 
 
 def test_the_tower_works_on_one_picture_which_a_prompt_can_hold(final):

@@ -34,13 +34,13 @@ def tower_bytes(arch: Architecture, mesh: MeshShape, dtype: str) -> int:
     return sum_on_device(specs, places, mesh, lambda spec: jnp.dtype(spec.dtype or dtype).itemsize)
 
 
-def update_parts(vision: Vision, tokens: int, dtype: str, phase: Phase) -> Iterator[MemoryPart]:
+def update_parts(vision: Vision, tokens: int, dtype: str, remat: str, phase: Phase) -> Iterator[MemoryPart]:
     """What a micro-batch of so many tokens of a data shard has for its pictures.
 
     - `frozen`: features, (1 + L) F D numbers of `dtype`
     - `projector`: what it reads, (1 + L) P W numbers, and those of its own work; features and their gradient
-    - `all`: pixels in float32; of each block its input, (depth + 1) P W numbers, and the work of one block,
-      which the backward pass computes again; features and their gradient
+    - `all`: pixels in float32; of each block its input, P W numbers, and the work of one block, which the
+      backward pass computes again; all that a block computes with `remat` none; features and their gradient
     """
     b, features = jnp.dtype(dtype).itemsize, round_up_coarsely(tokens)
     patches, w, levels = features * vision.merge**2, vision.block.size, 1 + vision.levels
@@ -54,19 +54,17 @@ def update_parts(vision: Vision, tokens: int, dtype: str, phase: Phase) -> Itera
         kept, work = levels * patches * w * b, PROJECTOR_COLUMNS * patches * w * b
         why = f"estimate for at most {patches} patches: {levels} x {w} columns (levels x width) and the work"
     else:
-        pixels = FLOAT32 * patches * vision.patch_values
-        kept, work = pixels + (vision.depth + 1) * patches * w * b, patches * _backward_columns(vision) * b
-        why = f"estimate for at most {patches} patches: {vision.depth} blocks' inputs and one block's work"
+        f, gates = vision.block.width, 1 + vision.block.gated
+        of_block = 10 * w + (1 + gates) * f if remat == "none" else w
+        kept = patches * (FLOAT32 * vision.patch_values + (vision.depth * of_block + w) * b)
+        work = patches * (11 * w + 3 * gates * f) * b
+        what = "what blocks compute" if remat == "none" else "blocks' inputs"
+        why = f"estimate for at most {patches} patches: {vision.depth} {what} (model.remat), one block's work"
     yield MemoryPart("tower_activations", kept + work, why + IF_ANY, (phase,))
 
 
 PROJECTOR_COLUMNS = 5
 """Arrays of the size of its input that the backward pass of a projector has at once."""
-
-
-def _backward_columns(vision: Vision) -> int:
-    """Columns of temporary arrays in the backward pass of a block, as of a layer (`plan.activations`)."""
-    return 11 * vision.block.size + 3 * (1 + vision.block.gated) * vision.block.width
 
 
 def tower_at_work(vision: Vision, dtype: str, longest: int, phases: tuple[Phase, ...]) -> MemoryPart:

@@ -247,7 +247,8 @@ class _Plan:
         yield self._activations(sizes, gradient)
         if self.arch.vision:
             tokens = self._tokens_of_micro_batch(sizes)[0] * self.mesh.cp
-            yield from picture_parts(self.arch.vision, tokens, self.config.model.dtype, gradient)
+            model = self.config.model
+            yield from picture_parts(self.arch.vision, tokens, model.dtype, model.remat, gradient)
         if self.mesh.dp > 1:
             yield MemoryPart(
                 "gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (step,)
