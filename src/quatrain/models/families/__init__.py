@@ -72,6 +72,40 @@ _BUILTIN: dict[str, Json] = {
         "tie_word_embeddings": True,
         "bos_token_id": None,
     },
+    "tiny_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+            "bos_token_id": None,
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 16,
+            "out_hidden_size": 128,
+            "deepstack_visual_indexes": [],
+        },
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -109,12 +143,20 @@ def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, .
     """The architecture of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
 
     `tiny` is a Llama of about 0.8 M parameters, which trains on two CPU cores in minutes; `tiny_moe` is a
-    Qwen3-MoE of about 2 M parameters, a quarter of whose experts compute a token.
+    Qwen3-MoE of about 2 M parameters, a quarter of whose experts compute a token; `tiny_vl` is a Qwen3-VL of
+    about 1 M parameters. The last three tokens of its tokenizer are the begin of a picture, its placeholder
+    and its end.
     """
     if name not in _BUILTIN:
         known = ", ".join(f"builtin:{known}" for known in _BUILTIN)
         raise ValueError(f"unknown builtin model builtin:{name}; the builtin models are: {known}")
-    config = {**_BUILTIN[name], "vocab_size": vocab_size, "eos_token_id": list(eos_token_ids)}
+    config, of_tokenizer = _BUILTIN[name], {"vocab_size": vocab_size, "eos_token_id": list(eos_token_ids)}
+    if "text_config" in config:
+        names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+        tokens = dict(zip(names, range(vocab_size - len(names), vocab_size), strict=True))
+        config = {**config, **tokens, "text_config": {**config["text_config"], **of_tokenizer}}
+    else:
+        config = {**config, **of_tokenizer}
     return architecture_from_hf(config, f"builtin:{name}")
 
 
