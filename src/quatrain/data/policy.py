@@ -19,6 +19,7 @@ from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.turns import TurnsOfRow
 from quatrain.models.families import Architecture
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.params import abstract_params
 from quatrain.parallel.mesh import make_mesh, role_mesh
 from quatrain.types.batches import brief
@@ -76,10 +77,21 @@ class Policy:
     """The settings for these devices, with the product of experts that was probed on them."""
     turns: TurnsOfRow | None = None
     """What renders the turns of episodes; None if completions have one turn."""
+    store: FeatureStore | None = None
+    """What the tower makes of pictures, for the sampler and the update; None: the model reads text alone."""
     usual_prompt: int = 1
     """Tokens of the prompts that engines are built for: their prompt caches always have room for them."""
 
     __repr__ = brief
+
+    def store_beside(self, arch: Architecture, path: str, mesh: Mesh) -> FeatureStore | None:
+        """The pictures for the model `path`, which reads what the policy samples; None if either sees none.
+
+        Raises ValueError if it reads pictures in another way than the policy.
+        """
+        if self.store is None:
+            return None
+        return self.store.beside(arch, mesh, partial(load_tower, path, arch, mesh))
 
     def abstract(self, dtype: str) -> tuple[Any, Any]:
         """(parameters, those of the critic or None) as `ShapeDtypeStruct`s of `dtype`."""
