@@ -410,7 +410,7 @@ class Dialogue:
         return "".join(self.of.tokenizer.decode(ids, skip_special_tokens=True).split())
 
     def whole(self, messages: Messages) -> Tokens:
-        """The tokens of a conversation as the template writes it, without what it writes behind the last end."""
+        """The tokens of a conversation as the template writes it, without what is behind the last end."""
         tokenizer = self.of.tokenizer
         text = fill_template(
             tokenizer,
@@ -451,7 +451,8 @@ def conversation(
 ) -> Messages:
     """The checked messages of a conversation of `column`, with `data.system_prompt`.
 
-    `placed` puts pictures into them. Raises ValueError for one that does not end with the assistant's message.
+    `placed` puts pictures into them. Raises ValueError for one that does not end with the assistant's
+    message.
     """
     messages = checked_messages(placed([without_nulls(message) for message in given]))
     if messages[-1]["role"] != "assistant":

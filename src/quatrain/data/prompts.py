@@ -261,8 +261,8 @@ _Made = TypeVar("_Made")
 _Encode = Callable[["Row", PromptText], Tokens]
 """The tokens of the prompt of a row."""
 TokenRows = tuple[list[TokenRow], int, int, int, int, int]
-"""Rows, and the numbers of those skipped, truncated, filtered, left out with their answers, and left out for a
-bad picture."""
+"""Rows, and the numbers of those skipped, truncated, filtered, left out with their answers, and left out for
+a bad picture."""
 
 
 class Reader(Protocol):
@@ -631,8 +631,8 @@ def _within_length(spec: str, rows: list[TokenRow], data: DataConfig) -> tuple[l
     seeing = next((row for row in rows if row.pictures is not None), None)
     if data.on_long_prompt == "truncate_left" and seeing is not None:
         raise ValueError(
-            f"{spec}: data.on_long_prompt=truncate_left must not be set with pictures, which it would cut; row "
-            f"{seeing.number} has one; set it to skip or error"
+            f"{spec}: data.on_long_prompt=truncate_left must not be set with pictures, which it would cut; "
+            f"row {seeing.number} has one; set it to skip or error"
         )
     long = [row for row in rows if len(row.input_ids) > limit]
     if long and data.on_long_prompt == "error":

@@ -46,7 +46,7 @@ class TokenRow:
         return Prompt(group_id, self.input_ids, self.text, self.columns, self.source, self.pictures)
 
     def packed(self) -> list[Any]:
-        """The row as a list that `unpacked` restores, which has pictures; JSON but for them if its columns are."""
+        """The row as a list that `unpacked` restores; JSON if its columns are, but for pictures."""
         parts, pictures = [part.tolist() for part in self.parts], self.pictures
         ids = self.input_ids.tolist()
         seen = None if pictures is None else [pictures.ids.tolist(), pictures.used]

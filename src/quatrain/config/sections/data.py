@@ -92,8 +92,8 @@ class DataConfig(Section):
     """Maximum length of a prompt, in tokens."""
     on_long_prompt: Literal["error", "skip", "truncate_left"] = "error"
     """What to do with a prompt longer than `data.max_prompt_length`: end the run, skip the prompt, or drop
-    its first tokens (not in episodes, nor with pictures). Skipped and truncated prompts are counted. For rows with answers it is
-    `sft.on_long`, `dpo.on_long` or `rm.on_long`."""
+    its first tokens (not in episodes, nor with pictures). Skipped and truncated prompts are counted. For rows
+    with answers it is `sft.on_long`, `dpo.on_long` or `rm.on_long`."""
     pass_rate_column: Annotated[Text, MustAgreeOnResume()] = "pass_rate"
     """Column with the fraction, 0 to 1, of a model's answers to the prompt that were right."""
     min_pass_rate: Annotated[Fraction | None, MustAgreeOnResume()] = None
