@@ -93,7 +93,7 @@ class ModelSpec(ABC):
         return spec(**{each.name: getattr(self, each.name) for each in fields(self)}, **more)
 
     def trained(self, tree: Any) -> Any:
-        """The part that is trained of a tree like the parameters: all of it, or the adapters."""
+        """The part that is trained of a tree like the parameters (`lora.trained_part`)."""
         return trained_part(tree, self.arch)
 
     def with_trained(self, params: Any, trained: Any) -> Any:

@@ -122,8 +122,9 @@ def _export_checkpoint(folder: Path, output: Path) -> int:
     meta, trained = read_checkpoint(folder)
     config = load_config(folder / CONFIG, ANY_DEVICES, environ={}).config
     loaded = load_policy(config, critic=False, adapters=False, environments=False)
-    check_base(meta.fingerprint, tree_fingerprint(frozen_part(loaded.params)), config.model.path, folder)
     arch, mesh = adapted(loaded.arch, trained.lora.rank), loaded.meshes.train
+    found = tree_fingerprint(frozen_part(loaded.params, arch))
+    check_base(meta.fingerprint, found, config.model.path, folder)
     places = adapters_of(shardings(mesh, partition(arch, mesh_shape(mesh))))
     adapters = jax.tree.map(device_put, adapters_from(arch, trained.adapters, folder), places)
     params = with_trained(loaded.params, adapters, arch)
@@ -148,8 +149,9 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)
     found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
     checkpointer.close()
-    if arch.lora:
-        check_base(host.get("base"), tree_fingerprint(frozen_part(loaded.params)), config.model.path, run)
+    if arch.partly_frozen:
+        frozen = tree_fingerprint(frozen_part(loaded.params, arch))
+        check_base(host.get("base"), frozen, config.model.path, run)
     params = with_trained(loaded.params, arrays["params"], arch)
     export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
     return found
