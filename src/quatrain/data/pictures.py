@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quatrain.config.errors import installation, shown
-from quatrain.data.messages import is_picture
+from quatrain.data.messages import is_picture, text_of
 from quatrain.types.pictures import Picture
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class PictureReader:
             return self._of_file(str(source))
         if isinstance(source, bytes | bytearray | memoryview):
             return self._of_bytes(bytes(source), "a picture of bytes")
-        if _is_pil(source):
+        if is_pil(source):
             return self._of_bytes(_encoded(source), "a PIL picture")
         raise BadPicture(
             "a picture must be a path, a data URL, bytes, a PIL picture or {'bytes': …, 'path': …}; got "
@@ -253,7 +253,7 @@ def _filled(messages: list[Any], given: list[Picture]) -> list[Any]:
     if own:
         fill = _in_parts
     else:
-        places = sum(_text(message).count(MARK) for message in messages)
+        places = sum(text_of(message).count(MARK) for message in messages)
         fill = _in_texts
         if not places and given:
             return _before_first(messages, given)
@@ -278,7 +278,7 @@ def _in_parts(message: Any, rest: Iterator[Picture]) -> Any:
 
 
 def _in_texts(message: Any, rest: Iterator[Picture]) -> Any:
-    first, *others = _text(message).split(MARK)
+    first, *others = text_of(message).split(MARK)
     if not others:
         return message
     parts = [{"type": "text", "text": first}]
@@ -291,7 +291,7 @@ def _before_first(messages: list[Any], given: list[Picture]) -> list[Any]:
     for number, message in enumerate(messages):
         if isinstance(message, Mapping) and message.get("role") == "user":
             parts = [{"type": "image", "image": picture} for picture in given]
-            text = [{"type": "text", "text": _text(message)}] if _text(message) else []
+            text = [{"type": "text", "text": text_of(message)}] if text_of(message) else []
             return [*messages[:number], {**message, "content": [*parts, *text]}, *messages[number + 1 :]]
     raise BadPicture(
         f"the pictures of the column `{IMAGES}` stand before the text of the first message of the role "
@@ -299,16 +299,8 @@ def _before_first(messages: list[Any], given: list[Picture]) -> list[Any]:
     )
 
 
-def _text(message: Any) -> str:
-    """The text of a message that has no picture."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
-
-
-def _is_pil(value: Any) -> bool:
+def is_pil(value: Any) -> bool:
+    """Whether a value is a PIL picture; imports nothing."""
     return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
 
 

@@ -361,10 +361,10 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
 
 def _of_dataset(found: Any) -> list[Row]:
     """The rows of a `datasets.Dataset`, with pictures as they are encoded."""
-    if hasattr(found, "features"):
-        encoded = {name: _encoded(feature) for name, feature in found.features.items()}
-        if encoded != dict(found.features):
-            found = found.cast(type(found.features)(encoded))
+    features = getattr(found, "features", None)
+    encoded = _encoded(features)
+    if encoded != features:
+        found = found.cast(type(features)(encoded))
     rows = list(found)
     return _as_written(rows, found.features.arrow_schema) if hasattr(found, "features") else rows
 
