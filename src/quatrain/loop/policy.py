@@ -111,6 +111,8 @@ def load_policy(
         mesh=meshes.train,
         head="value_head" if config.run.task == "rm" else "lm_head",
         weights=weights,
+        # A score head reads texts alone: its class in transformers has no tower.
+        vision="none" if config.run.task == "rm" else config.model.vision,
     )
     check_policy(model.arch, mesh_shape(meshes.train), mesh_shape(meshes.rollout))
     model = replace(model, arch=model.arch.for_length(longest_of_run(config)))
@@ -146,6 +148,7 @@ def load_policy(
         attention,
         backend,
         None if made is None else made.turns(tokenizer, stop_ids),
+        model.whole,
         environments=made,
     )
 
