@@ -88,7 +88,7 @@ class Policy:
 
     @property
     def frozen_fingerprint(self) -> str | None:
-        """The fingerprint of what is frozen: the base of adapters, a tower, a part of it; None: nothing is."""
+        """The fingerprint of what is frozen: the base of adapters, a tower or a part of it; None: nothing."""
         if not self.arch.partly_frozen:
             return None
         frozen = frozen_part(self.params, self.arch)
