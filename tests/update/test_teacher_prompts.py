@@ -47,12 +47,12 @@ def test_a_function_of_the_row(tokenizer, tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
     prompts = TeacherPrompts(f"{tmp_path}/mine.py:shown", tokenizer)
     assert prompts.columns == ()
-    own = np.array(render(tokenizer, QUESTION))
+    own = np.array(render(tokenizer, QUESTION).ids)
     ids = prompts.ids(QUESTION, {"answer": 5}, own)
     assert "How many now? (5)" in tokenizer.decode(ids)
     wrong = TeacherPrompts(f"{tmp_path}/mine.py:answered", tokenizer)
     with pytest.raises(ValueError, match=r"must end as the policy's.*it ends with .*the policy's with"):
-        wrong.ids(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM))[:-1])
+        wrong.ids(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM).ids)[:-1])
     with pytest.raises(ValueError, match="has no attribute 'missing'"):
         TeacherPrompts(f"{tmp_path}/mine.py:missing", tokenizer)
     for name, problem in (
@@ -97,7 +97,7 @@ def test_the_prompts_of_all_rows_are_made_before_a_run(tokenizer):
     prompts = TeacherPrompts(HINT, tokenizer)
     config = DistillConfig(teacher={"math": "policy", "default": None})
     taught = partial(has_teacher, config)
-    own = np.array(render(tokenizer, QUESTION))
+    own = np.array(render(tokenizer, QUESTION).ids)
     assert prompts.longest("rows", source, taught) == len(prompts.ids(QUESTION, {"answer": "5" * 40}, own))
     with pytest.raises(
         ValueError, match=r"rows, row 3: distill\.prompt names the column 'answer', which must"
@@ -110,7 +110,7 @@ def _with_prompts(batch, tokenizer):
     r, rows = batch.rewarded.rollouts, len(batch.rewarded.rollouts)
     starts = r.completion_mask.argmax(axis=1)
     texts = tuple((QUESTION, WITH_SYSTEM)[int(group) % 2] for group in r.group_ids)
-    fronts = [np.array(render(tokenizer, text), np.int32) for text in texts]
+    fronts = [np.array(render(tokenizer, text).ids, np.int32) for text in texts]
     pieces = [
         (front, r.input_ids[row, starts[row] : r.lengths[row]], row) for row, front in enumerate(fronts)
     ]

@@ -346,7 +346,8 @@ class Dialogue:
 
     def prompt(self, text: PromptText) -> list[int]:
         """The ids of a prompt, up to the start of the answer."""
-        return render(self.of.tokenizer, text) if isinstance(text, str) else self.turns.prompt(text)
+        rendered = render(self.of.tokenizer, text) if isinstance(text, str) else self.turns.prompt(text)
+        return rendered.ids
 
     def answer(self, prompt: PromptText, answer: Any) -> list[int]:
         """The ids of an answer to `prompt`, with its end token."""
@@ -367,7 +368,7 @@ class Dialogue:
         for last, at in zip((None, *trained), trained, strict=False):
             if last is not None:
                 check_before_answer(messages[:at])
-                parts.append(self.turns.suffix(prompt, parts[-1], messages[last + 1 : at]))
+                parts.append(self.turns.suffix(prompt, parts[-1], messages[last + 1 : at]).ids)
             parts.append(self.answer(tuple(messages[:at]), messages[at]))
         if len(trained) > 1:
             self._check_kept(messages[: trained[-1]], [index for part in parts[:-1] for index in part])
@@ -375,7 +376,7 @@ class Dialogue:
 
     def _check_kept(self, messages: Messages, ids: list[int]) -> None:
         """Raises ValueError unless the template writes `messages` as `ids` have them, white space apart."""
-        written = self._squeezed(self.turns.prompt(tuple(messages)))
+        written = self._squeezed(self.turns.prompt(tuple(messages)).ids)
         trained = self._squeezed(ids)
         if written != trained:
             same = [one == other for one, other in zip(written, trained, strict=False)]

@@ -45,6 +45,7 @@ from quatrain.types.batches import (
     Prompt,
     PromptText,
 )
+from quatrain.types.pictures import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -218,7 +219,7 @@ def check_columns(
     rows: GivenRows = NO_ROWS,
 ) -> None:
     """Raises the ValueError of `load_prompts` for columns, without a tokenizer."""
-    check_columns_of(spec, _RowReader(data, lambda row, text: [], required_columns, given=rows))
+    check_columns_of(spec, _RowReader(data, lambda row, text: Tokens([]), required_columns, given=rows))
 
 
 def check_columns_of(spec: TrainingSpec | Sequence[str], reader: Reader) -> None:
@@ -228,7 +229,7 @@ def check_columns_of(spec: TrainingSpec | Sequence[str], reader: Reader) -> None
 
 
 def _by_template(tokenizer: PreTrainedTokenizerFast) -> _Encode:
-    def encode(row: Row, text: PromptText) -> list[int]:
+    def encode(row: Row, text: PromptText) -> Tokens:
         variables = variables_of(row, tokenizer.chat_template)
         return render(tokenizer, text, tools_of(row), variables=variables, refused=REFUSED_OF_ROWS)
 
@@ -239,8 +240,8 @@ def _by_turns(turns: TurnsOfRow) -> _Encode:
     return lambda row, text: turns(row).prompt(text)
 
 
-_Encode = Callable[["Row", PromptText], list[int]]
-"""The ids of the prompt of a row."""
+_Encode = Callable[["Row", PromptText], Tokens]
+"""The tokens of the prompt of a row."""
 TokenRows = tuple[list[TokenRow], int, int, int, int]
 """Rows, and the numbers of those skipped, truncated, filtered and left out with their answers."""
 
@@ -345,7 +346,7 @@ class _RowReader:
         with named(f"{spec}, row {number}"):
             check_depth(row)
             text = _prompt_text(row, self.data)
-            ids = np.asarray(self.encode(row, text), dtype=np.int32)
+            ids = np.asarray(self.encode(row, text).ids, dtype=np.int32)
         ids.setflags(write=False)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return TokenRow(number, text, ids, columns)

@@ -25,6 +25,7 @@ from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
 from quatrain.data.left_out import REFUSED, Kind, LeftOut, Messages, Tools, left_out
 from quatrain.data.messages import checked_messages, forms_for, unfit_text
 from quatrain.models.hf_config import MAX_LAYERS
+from quatrain.types.pictures import Tokens
 from quatrain.weights.gguf_header import read_header
 from quatrain.weights.offline_hub import hub_without_retries
 from quatrain.workers.pool import Failure, Pool
@@ -332,8 +333,8 @@ def render(
     variables: Mapping[str, Any] | None = None,
     begun: str = "",
     refused: Collection[Kind] = REFUSED,
-) -> list[int]:
-    """The token ids of a prompt.
+) -> Tokens:
+    """The tokens of a prompt.
 
     A string is tokenised with the special tokens that the tokenizer adds in front of any text (for Llama a
     BOS, none for Qwen and SmolLM), unless it begins with them; what it adds at the end, such as an EOS, is
@@ -354,7 +355,7 @@ def render(
         ids = encode(tokenizer, text + begun, add_special_tokens=False)
     if not ids:
         raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
-    return ids
+    return Tokens(ids)
 
 
 def render_completed(

@@ -23,6 +23,7 @@ from quatrain.data.chat_template import variables_of
 from quatrain.data.left_out import REFUSED, REFUSED_OF_ROWS
 from quatrain.data.messages import TOOLS, checked_messages, tools_of
 from quatrain.data.tokenizer import encode_further, fill_template, render
+from quatrain.types.pictures import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -65,8 +66,8 @@ class TurnTemplate:
             # Warns if the template does not write the descriptions of the tools.
             fill_template(tokenizer, [_QUESTION], add_generation_prompt=True, tools=self._tools)
 
-    def prompt(self, messages: PromptText) -> list[int]:
-        """The ids of the prompt, up to the start of the assistant's first turn.
+    def prompt(self, messages: PromptText) -> Tokens:
+        """The tokens of the prompt, up to the start of the assistant's first turn.
 
         Raises ValueError for a prompt that is a text: only a chat template can write a further turn.
         """
@@ -103,8 +104,8 @@ class TurnTemplate:
             template._tools, template._refused = tuple(tools), REFUSED_OF_ROWS
         return template
 
-    def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """The ids from the end of the assistant's turn to the start of its next, with `messages` between.
+    def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> Tokens:
+        """The tokens from the end of the assistant's turn to the start of its next, with `messages` between.
 
         The template renders `prompt`, a fixed stand-in for the assistant's text, and `messages`; the suffix
         is what it writes after the stand-in. `prompt` is the prompt of the episode; earlier turns are left
@@ -117,7 +118,7 @@ class TurnTemplate:
         after = self._after_turn(conversation(prompt), checked_messages(messages))
         end = sampled[-1] if len(sampled) and sampled[-1] in self._stop_ids else None
         if end is None:
-            return self._encode(after)
+            return Tokens(self._encode(after))
         written = self._end_token(after)
         if written not in (None, end):
             # Another of the stop ids, unless it is the start of the next message, as in GLM-4.
@@ -127,7 +128,7 @@ class TurnTemplate:
             after = after.lstrip().removeprefix(self._ends[written])
         elif end is not None and self._ends.get(end) == "<|return|>":
             after = after.removeprefix("<|end|>")  # Harmony writes it where the last message had <|return|>
-        return self._encode_after(end, after)
+        return Tokens(self._encode_after(end, after))
 
     def _after_turn(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
         """What the template writes after the assistant's turn, whose text it may ask to be a call.

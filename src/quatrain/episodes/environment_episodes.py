@@ -246,7 +246,7 @@ class EnvironmentPlayer(Player):
                 episode.reason = "length"
                 return
             text = with_opening(episode.prompt.text, opening)
-            ids = np.array(_checked(lambda: episode.turns.prompt(text)), np.int32)
+            ids = np.array(_checked(lambda: episode.turns.prompt(text)).ids, np.int32)
         if len(ids) - before > rules.max_environment_tokens or len(ids) >= rules.max_tokens:
             episode.reason = "length"
             return
@@ -277,7 +277,9 @@ class EnvironmentPlayer(Player):
         elif episode.room < 1 or rules.is_too_long(turn.messages):
             episode.reason = "length"
         else:
-            suffix = _checked(lambda: episode.turns.suffix(episode.text, completion.last_turn, turn.messages))
+            suffix = _checked(
+                lambda: episode.turns.suffix(episode.text, completion.last_turn, turn.messages)
+            ).ids
             written = episode.num_written + len(suffix)
             size = len(episode.input_ids) + len(completion.tokens) + len(suffix)
             if written > rules.max_environment_tokens or size >= rules.max_tokens:

@@ -344,7 +344,7 @@ class Api:
         begun = self._begun(asked)
 
         def suffix(opening: Sequence[Any], sampled: Sequence[int], new: Sequence[Any]) -> list[int]:
-            ids = self._template(*_key_of(asked)).suffix(tuple(opening), sampled, new)
+            ids = self._template(*_key_of(asked)).suffix(tuple(opening), sampled, new).ids
             return ids + encode_further(self._tokenizer, begun)
 
         with _at_fault(asked.prompt_field):
@@ -375,8 +375,8 @@ class Api:
             with _at_fault("chat_template_kwargs"):
                 check_variables(variables, self._tokenizer.chat_template, "chat_template_kwargs")
         with _at_fault(asked.prompt_field):
-            ids = render(self._tokenizer, asked.messages, tools, variables=variables, begun=begun)
-        return ids, begun
+            rendered = render(self._tokenizer, asked.messages, tools, variables=variables, begun=begun)
+        return rendered.ids, begun
 
     async def _ids(self, prompt: str | list[int], name: str = "prompt") -> list[int]:
         """The token ids of a text, or of a list that has them already."""
@@ -390,7 +390,7 @@ class Api:
             return prompt
         async with self._encoding:
             with _at_fault(name):
-                return await asyncio.to_thread(render, self._tokenizer, prompt)
+                return (await asyncio.to_thread(render, self._tokenizer, prompt)).ids
 
     async def _sampled(
         self,

@@ -11,12 +11,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 PICTURES = "pictures"
-"""The column of a `Piece` that says of each token which picture it stands for: a `Picture`, or None."""
+"""The column of a `Completion` whose later turns brought pictures: a `Picture` or None for each token of the
+sequence, from the first of the prompt to the last that stands for one, or further. So it may end before the
+tokens do, which are text from there on. Without the column the prompt alone has pictures."""
 TEXT = 0
 """The entry of `Pictures.ids` of a token that stands for no picture."""
 
@@ -95,6 +97,18 @@ class Pictures:
         ordered = present[np.argsort(first)]
         return tuple(self.by_id[int(number)] for number in ordered if number != TEXT)
 
+    def plain(self) -> dict[str, Any]:
+        """Values that JSON has, and arrays: what another process is told, the bytes of each picture once."""
+        used = {each.name: [*each.size, np.frombuffer(each.encoded, np.uint8)] for each in self.used}
+        return {"ids": self.ids, "by_id": used}
+
+    @classmethod
+    def of_plain(cls, values: Mapping[str, Any]) -> Pictures:
+        """The inverse of `plain`."""
+        told = {int(name, 16): each for name, each in values["by_id"].items()}
+        by_id = {number: Picture(number, (w, h), bytes(source)) for number, (w, h, source) in told.items()}
+        return cls(values["ids"], by_id)
+
     def per_token(self) -> np.ndarray:
         """[T] object: the picture of each token of a sequence, or None; rows of a piece's column."""
         rows = np.full(self.ids.shape, None, object)
@@ -122,6 +136,15 @@ def stacked(rows: Iterable[Pictures | None], width: int) -> Pictures | None:
         if row is not None:
             ids[number, : len(row)] = row.ids
     return Pictures(ids, by_id)
+
+
+def joined(*parts: tuple[Pictures | None, int]) -> Pictures | None:
+    """Of sequences of so many tokens each, one behind another; None if none has a picture."""
+    if all(each is None for each, _ in parts):
+        return None
+    ids = [np.zeros(count, np.int64) if each is None else each.ids for each, count in parts]
+    by_id = {key: value for each, _ in parts if each is not None for key, value in each.by_id.items()}
+    return Pictures(np.concatenate(ids), by_id)
 
 
 def numbers_within(pictures: Pictures, count: Callable[[Picture], int]) -> np.ndarray:

@@ -21,6 +21,7 @@ import numpy as np
 
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
+from quatrain.types.pictures import Pictures
 from quatrain.types.piece import Piece
 from quatrain.types.rollouts import Completion, Sampling
 
@@ -198,8 +199,16 @@ class Sampler(ABC):
         """`params` for `load`, as a copy that training does not overwrite."""
         return params
 
-    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[Any]:
-        """Log-probabilities of given tokens and the likeliest in their place, where `can_score`."""
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_likeliest: int,
+        pictures: Sequence[Pictures | None] | None = None,
+    ) -> Future[Any]:
+        """Log-probabilities of given tokens and the likeliest in their place, where `can_score`.
+
+        `pictures` are those of each sequence, or of its beginning.
+        """
         raise NotImplementedError("this sampler scores no given tokens")
 
     def work(self) -> Work:
@@ -315,7 +324,7 @@ def numbered(requests: Sequence[Request]) -> Iterator[tuple[Request, int]]:
 
 
 def plain(request: Request) -> dict[str, Any]:
-    """A request as values that JSON has, without what a sampler does not read."""
+    """A request as values that JSON has, and arrays, without what a sampler does not read."""
     own = None if request.own is None else {**vars(request.own), "sampling": vars(request.own.sampling)}
     prompt = request.prompt
     return {
@@ -324,12 +333,14 @@ def plain(request: Request) -> dict[str, Any]:
         "step": request.step,
         "sampling": vars(request.sampling),
         "own": own,
+        "pictures": None if prompt.pictures is None else prompt.pictures.plain(),
     }
 
 
 def request_of(values: dict[str, Any]) -> Request:
     """The inverse of `plain`."""
-    prompt = Prompt(values["group"], np.array(values["ids"], np.int32), "")
+    pictures = None if values["pictures"] is None else Pictures.of_plain(values["pictures"])
+    prompt = Prompt(values["group"], np.array(values["ids"], np.int32), "", pictures=pictures)
     own = values["own"]
     if own is not None:
         stop_ids = None if own["stop_ids"] is None else tuple(own["stop_ids"])

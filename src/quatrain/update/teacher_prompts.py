@@ -119,7 +119,9 @@ class TeacherPrompts:
         """
         text = self.text(prompt, columns)
         tools = tools_of(columns)
-        ids = self._turns(columns).prompt(text) if self._turns else render(self._tokenizer, text, tools)
+        turns = self._turns
+        rendered = turns(columns).prompt(text) if turns else render(self._tokenizer, text, tools)
+        ids = rendered.ids
         count = 0 if isinstance(text, str) else len(self._generation_ids())
         mine, its = ids[len(ids) - count :], policy_ids[len(policy_ids) - count :].tolist()
         # A completion continues the beginning of an answer: after another one its tokens would mean something
