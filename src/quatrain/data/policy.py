@@ -20,6 +20,7 @@ from quatrain.config.schema import Config
 from quatrain.data.turns import TurnsOfRow
 from quatrain.models.families import Architecture
 from quatrain.models.lora import frozen_part
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import make_mesh, role_mesh
@@ -81,6 +82,8 @@ class Policy:
     """What renders the turns of episodes; None if completions have one turn."""
     whole: Whole | None = None
     """What the parameters are a part of in the model's folder, for the export; None: it reads texts alone."""
+    store: FeatureStore | None = None
+    """What the tower makes of pictures, for the sampler and the update; None: the model reads text alone."""
     usual_prompt: int = 1
     """Tokens of the prompts that engines are built for: their prompt caches always have room for them."""
 
@@ -97,6 +100,15 @@ class Policy:
         if self.arch.vision and self.arch.vision.trained == "frozen" and self.whole:
             found.append(self.whole.fingerprint)
         return "+".join(found)
+
+    def store_beside(self, arch: Architecture, path: str, mesh: Mesh) -> FeatureStore | None:
+        """The pictures for the model `path`, which reads what the policy samples; None if either sees none.
+
+        Raises ValueError if it reads pictures in another way than the policy.
+        """
+        if self.store is None:
+            return None
+        return self.store.beside(arch, mesh, partial(load_tower, path, arch, mesh))
 
     def abstract(self, dtype: str) -> tuple[Any, Any]:
         """(parameters, those of the critic or None) as `ShapeDtypeStruct`s of `dtype`."""

@@ -23,6 +23,7 @@ from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.cluster.start_thread import start_thread
 from quatrain.engine.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.engine.scoring import Scores
+from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.pictures import Pictures
@@ -43,8 +44,17 @@ from quatrain.workers.loop_thread import carry_out
 
 T = TypeVar("T")
 CLOSED = "the engine was closed while turns were in flight"
+BLIND = (
+    "the model must have a vision tower, and model.vision none leaves it out; take a model with a tower, set "
+    "model.vision to frozen, or leave out the pictures"
+)
 IDLE_S = 0.02
 """Seconds that a round waits for requests if there is nothing to sample."""
+
+
+def blind(arch: Architecture) -> str | None:
+    """Why an engine with this model sees no pictures (`Sampler.cannot_see`); None: it does."""
+    return BLIND if getattr(arch, "vision", None) is None else None
 
 
 @dataclass
@@ -149,6 +159,11 @@ class EngineService(Sampler):
         self._round: tuple[float, int] | None = None
         """When the round that runs began, and how many programs had been compiled then."""
         self._thread = None if thread is None else start_thread(self._work, name=thread)
+
+    @property
+    def cannot_see(self) -> str | None:  # type: ignore[override]
+        """The model must have a tower, which is read with it."""
+        return blind(self.engine.arch)
 
     @property
     def exchanges_in_flight(self) -> bool:

@@ -22,6 +22,7 @@ from quatrain.data.policy import Policy
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.lora import adapters_of, has_adapters, with_trained, without_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
@@ -107,7 +108,8 @@ class Learner:
     `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
     `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show. With
     `distillation`, batches have a teacher's scores (`Teacher.score`), of the first `num_words` words of the
-    policy's, or the update computes the divergence from a `teacher` over all words.
+    policy's, or the update computes the divergence from a `teacher` over all words. `store` has the pictures
+    of batches; without it they may have none.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Learner:
         optimizer_memory: Literal["device", "host"] = "device",
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
+        store: FeatureStore | None = None,
     ):
         if update.router_aux_coef and policy.arch.routes is None:
             raise ValueError(
@@ -145,10 +148,11 @@ class Learner:
         self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
-        self.logprob_planner = policy.planner(logprob, share_prompts=update.shares_prompts)
+        shared: dict[str, Any] = {"share_prompts": update.shares_prompts, "store": store}
+        self.logprob_planner = policy.planner(logprob, **shared)
         self.trainer = Trainer(
             policy if distillation is None else distillation.compared(policy, num_words),
-            policy.planner(update, share_prompts=update.shares_prompts),
+            policy.planner(update, **shared),
             optimizer,
             total_steps=total_steps,
             seed=seed,
@@ -192,6 +196,7 @@ class Learner:
             optimizer_memory="host" if config.offload.optimizer else "device",
             policy_memory="host" if config.offload.policy else "device",
             logs_logprobs=config.logging.sample_tokens,
+            store=policy.store,
         )
         if rollout.max_staleness and not learner.corrects_staleness:
             raise ValueError(
