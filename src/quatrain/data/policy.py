@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -19,12 +20,13 @@ from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.turns import TurnsOfRow
 from quatrain.models.families import Architecture
-from quatrain.models.lora import frozen_part
 from quatrain.models.feature_store import FeatureStore
+from quatrain.models.lora import frozen_part
 from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import make_mesh, role_mesh
 from quatrain.types.batches import brief
+from quatrain.weights.load_model import load_tower
 from quatrain.weights.whole import Whole
 
 
@@ -108,7 +110,7 @@ class Policy:
         """
         if self.store is None:
             return None
-        return self.store.beside(arch, mesh, partial(load_tower, path, arch, mesh))
+        return self.store.beside(arch, mesh, partial(load_tower, path, arch, mesh, self.store.dtype))
 
     def abstract(self, dtype: str) -> tuple[Any, Any]:
         """(parameters, those of the critic or None) as `ShapeDtypeStruct`s of `dtype`."""

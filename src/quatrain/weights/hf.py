@@ -104,9 +104,10 @@ def load_hf(
 def load_tower(
     directory: str | Path, arch: Architecture, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Params:
-    """`{"vision": …}`: the tower of the model in a directory that `load_hf` has read as `arch`."""
+    """The tower of the model in a directory that `load_hf` has read as `arch`: the tree of its parameters."""
     reader = _reader(_read_tensors(local_path(directory), tower=True))
-    return assemble(arch.with_tower, dtype, reader, mesh, only=VISION)
+    tower: Params = assemble(arch.with_tower, dtype, reader, mesh, only=VISION)[VISION]
+    return tower
 
 
 def _reader(files: Mapping[str, Stored]) -> Callable[[TensorName, np.ndarray], None]:

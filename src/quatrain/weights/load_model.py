@@ -17,12 +17,14 @@ from jax.typing import DTypeLike
 from quatrain.config.places import local_path
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.families import builtin_architecture
-from quatrain.models.params import init_params, partition
+from quatrain.models.params import Params, init_params, partition
 from quatrain.parallel.mesh import mesh_shape
+from quatrain.weights import hf
 from quatrain.weights.hf import (
     VisionChoice,
     check_classifier,
     check_score_head,
+    image_processor,
     load_hf,
     model_directory,
     read_architecture,
@@ -84,6 +86,16 @@ def load_model(
     arch, params = load_hf(directory, dtype, mesh, head, vision=vision)
     whole = read_whole(directory) if arch.vision else None
     return Model(arch, params, read_sampling(directory), whole)
+
+
+def load_tower(path: str, arch: Architecture, mesh: Mesh, dtype: DTypeLike = jnp.float32) -> Params:
+    """The frozen tower of the model at `path`, which `load_model` has loaded as `arch`, on `mesh`."""
+    return hf.load_tower(model_directory(path), arch, dtype, mesh)
+
+
+def load_processor(path: str) -> dict[str, Any]:
+    """The settings of the image processor of the model at `path`; {}: transformers' defaults."""
+    return {} if path.startswith(BUILTIN) else image_processor(model_directory(path, weights=False))
 
 
 def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
