@@ -75,7 +75,7 @@ class PictureReader:
             return self._of_bytes(_encoded(source), "a PIL picture")
         raise BadPicture(
             "a picture must be a path, a data URL, bytes, a PIL picture or {'bytes': …, 'path': …}; got "
-            f"{shown(source)}; correct the row"
+            f"{shown(source)}; correct the row, or rename the column"
         )
 
     def of_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,8 @@ class PictureReader:
         read = {name: self._messages(value) for name, value in row.items() if name not in columns}
         for name in columns:
             if name in row:
-                read[name] = [self.read(source) for source in _listed(row[name])]
+                several = [self.read(source) for source in _listed(row[name])]
+                read[name] = several if isinstance(row[name], list | tuple) else next(iter(several), None)
         return {name: read[name] for name in row}
 
     def _messages(self, value: Any) -> Any:
@@ -215,6 +216,22 @@ def column_of(row: Mapping[str, Any]) -> list[Any] | None:
             f"a row must have its pictures in one column; `{IMAGES}` and `{IMAGE}` have some; remove one"
         )
     return _listed(row[(filled or names)[0]]) if names else None
+
+
+def has_pictures(row: Mapping[str, Any]) -> bool:
+    """Whether a row has pictures, in messages or in a column for them."""
+    lists = [value for value in row.values() if isinstance(value, list)]
+    in_messages = any(is_picture_part(part) for messages in lists for part in _parts(messages))
+    return in_messages or any(_listed(row.get(name)) for name in (IMAGES, IMAGE))
+
+
+def has_unseen(row: Mapping[str, Any]) -> bool:
+    """Whether a row has in a column for pictures what can be nothing else, where the model sees none.
+
+    A text there may be about something else; of pictures in messages, `checked_messages` says it.
+    """
+    given = [source for name in (IMAGES, IMAGE) for source in _listed(row.get(name))]
+    return any(_is_pil(each) or isinstance(each, bytes | Mapping) for each in given)
 
 
 def _listed(value: Any) -> list[Any]:
