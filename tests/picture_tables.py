@@ -63,7 +63,7 @@ def store_of(
 def sequence(
     rng: np.random.Generator, arch: Architecture, prompt: Sequence[Picture | int], completion: int
 ) -> tuple[list[int], Pictures | None, int]:
-    """(ids, pictures, tokens of the prompt): pictures in order, between so many random words; a completion."""
+    """(ids, pictures, tokens of the prompt): pictures, between so many random words; then a completion."""
     assert arch.vision is not None
     tokens: list[tuple[int, Picture | None]] = []
     for part in prompt:

@@ -15,7 +15,7 @@ from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.join import _join_rollouts
 from quatrain.types.pictures import IN_JSON, TEXT, Picture, Pictures, PicturesInJson, joined
 from quatrain.types.piece import Piece
-from quatrain.types.rollouts import Completion, Sampling, pictures_of, rollout_batch
+from quatrain.types.rollouts import Completion, Sampling, rollout_batch, sequence_pictures
 from quatrain.types.sampler import Request, Sampler, plain, request_of, sampled
 
 RED, BLUE, GREEN = (Picture.of(name.encode(), (8 + number, 8)) for number, name in enumerate("rbg"))
@@ -33,7 +33,7 @@ def episode(first: Prompt) -> Completion:
     """Two sampled tokens, an answer whose middle token is GREEN, another, an answer of text, and another."""
     completion = Completion()
     completion.extend([5, 6], [-1.0] * 2, 0)
-    before = pictures_of(first, completion), len(first.input_ids) + 2
+    before = sequence_pictures(first, completion), len(first.input_ids) + 2
     completion.begin_turn([7, 8, 9], joined(before, (of(None, GREEN, None), 3)))
     completion.append(Piece([5], [-1.0], [0]), 0)
     completion.begin_turn([7, 7])
@@ -196,6 +196,6 @@ def test_rows_of_the_main_process_have_their_pictures_in_all():
         assert told.count(IN_JSON) == num_told
         again = _row(given, json.loads(told, object_hook=_read(PicturesInJson())))
         assert again[1] == completion
-        there, here = pictures_of(*again), pictures_of(returned, completion)
+        there, here = sequence_pictures(*again), sequence_pictures(returned, completion)
         assert names(there.ids) == names(here.ids)
         assert set(there.used) == set(here.used)

@@ -221,6 +221,15 @@ def joined_text(content: Any) -> str | None:
     return "".join(texts) if len(texts) == len(content) else None
 
 
+def text_of(message: Any) -> str:
+    """The text of a message, without its pictures and with nothing in their places."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
+
+
 def _checked_calls(calls: Any) -> list[dict[str, Any]]:
     """Past tool calls with their arguments as objects."""
     listed = calls if isinstance(calls, list | tuple) else [None]

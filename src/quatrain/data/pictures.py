@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quatrain.config.errors import installation, shown
-from quatrain.data.messages import is_picture
+from quatrain.data.messages import is_picture, text_of
 from quatrain.types.pictures import Picture
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ class PictureReader:
             return self._of_file(str(source))
         if isinstance(source, bytes | bytearray | memoryview):
             return self._of_bytes(bytes(source), "a picture of bytes")
-        if _is_pil(source):
+        if is_pil(source):
             return self._of_bytes(_encoded(source), "a PIL picture")
         raise BadPicture(
             "a picture must be a path, a data URL, bytes, a PIL picture or {'bytes': …, 'path': …}; got "
-            f"{shown(source)}; correct the row"
+            f"{shown(source)}; correct the row, or rename the column"
         )
 
     def of_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,8 @@ class PictureReader:
         read = {name: self._messages(value) for name, value in row.items() if name not in columns}
         for name in columns:
             if name in row:
-                read[name] = [self.read(source) for source in _listed(row[name])]
+                several = [self.read(source) for source in _listed(row[name])]
+                read[name] = several if isinstance(row[name], list | tuple) else next(iter(several), None)
         return {name: read[name] for name in row}
 
     def _messages(self, value: Any) -> Any:
@@ -217,6 +218,22 @@ def column_of(row: Mapping[str, Any]) -> list[Any] | None:
     return _listed(row[(filled or names)[0]]) if names else None
 
 
+def has_pictures(row: Mapping[str, Any]) -> bool:
+    """Whether a row has pictures, in messages or in a column for them."""
+    lists = [value for value in row.values() if isinstance(value, list)]
+    in_messages = any(is_picture_part(part) for messages in lists for part in _parts(messages))
+    return in_messages or any(_listed(row.get(name)) for name in (IMAGES, IMAGE))
+
+
+def has_unseen(row: Mapping[str, Any]) -> bool:
+    """Whether a row has in a column for pictures what can be nothing else, where the model sees none.
+
+    A text there may be about something else; of pictures in messages, `checked_messages` says it.
+    """
+    given = [source for name in (IMAGES, IMAGE) for source in _listed(row.get(name))]
+    return any(_is_pil(each) or isinstance(each, bytes | Mapping) for each in given)
+
+
 def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -236,7 +253,7 @@ def _filled(messages: list[Any], given: list[Picture]) -> list[Any]:
     if own:
         fill = _in_parts
     else:
-        places = sum(_text(message).count(MARK) for message in messages)
+        places = sum(text_of(message).count(MARK) for message in messages)
         fill = _in_texts
         if not places and given:
             return _before_first(messages, given)
@@ -261,7 +278,7 @@ def _in_parts(message: Any, rest: Iterator[Picture]) -> Any:
 
 
 def _in_texts(message: Any, rest: Iterator[Picture]) -> Any:
-    first, *others = _text(message).split(MARK)
+    first, *others = text_of(message).split(MARK)
     if not others:
         return message
     parts = [{"type": "text", "text": first}]
@@ -274,7 +291,7 @@ def _before_first(messages: list[Any], given: list[Picture]) -> list[Any]:
     for number, message in enumerate(messages):
         if isinstance(message, Mapping) and message.get("role") == "user":
             parts = [{"type": "image", "image": picture} for picture in given]
-            text = [{"type": "text", "text": _text(message)}] if _text(message) else []
+            text = [{"type": "text", "text": text_of(message)}] if text_of(message) else []
             return [*messages[:number], {**message, "content": [*parts, *text]}, *messages[number + 1 :]]
     raise BadPicture(
         f"the pictures of the column `{IMAGES}` stand before the text of the first message of the role "
@@ -282,16 +299,8 @@ def _before_first(messages: list[Any], given: list[Picture]) -> list[Any]:
     )
 
 
-def _text(message: Any) -> str:
-    """The text of a message that has no picture."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
-
-
-def _is_pil(value: Any) -> bool:
+def is_pil(value: Any) -> bool:
+    """Whether a value is a PIL picture; imports nothing."""
     return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.cluster.start_thread import start_thread
+from quatrain.data.expansion import BLIND
 from quatrain.engine.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.engine.scoring import Scores
 from quatrain.models.architecture import Architecture
@@ -44,17 +45,13 @@ from quatrain.workers.loop_thread import carry_out
 
 T = TypeVar("T")
 CLOSED = "the engine was closed while turns were in flight"
-BLIND = (
-    "the model must have a vision tower, and model.vision none leaves it out; take a model with a tower, set "
-    "model.vision to frozen, or leave out the pictures"
-)
 IDLE_S = 0.02
 """Seconds that a round waits for requests if there is nothing to sample."""
 
 
 def blind(arch: Architecture) -> str | None:
     """Why an engine with this model sees no pictures (`Sampler.cannot_see`); None: it does."""
-    return BLIND if getattr(arch, "vision", None) is None else None
+    return BLIND if arch.vision is None else None
 
 
 @dataclass

@@ -152,12 +152,12 @@ def trained_part(tree: Any, arch: Architecture) -> Any:
 
     With adapters a score head is trained too, `{"layers": [...], "score": …}`: at the start it is zero.
     """
-    return _part(tree, lambda path: _is_trained(path, arch))
+    return _part(tree, lambda path: is_trained(path, arch))
 
 
 def frozen_part(tree: Any, arch: Architecture) -> Any:
     """Of a tree like the parameters of `arch`, what is not trained; no leaf unless `arch.partly_frozen`."""
-    return _part(tree, lambda path: not _is_trained(path, arch))
+    return _part(tree, lambda path: not is_trained(path, arch))
 
 
 def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
@@ -175,10 +175,10 @@ def without_adapters(tree: Any) -> Any:
     return _part(tree, lambda path: not is_adapter(path[-1]))
 
 
-def _is_trained(path: Sequence[str], arch: Architecture) -> bool:
-    """Whether the parameter of these names, from the top of the tree, is trained."""
+def is_trained(path: Sequence[str | int], arch: Architecture) -> bool:
+    """Whether the parameter at `path`, of names from the top of the tree and numbers in lists, is trained."""
     if arch.lora is not None:
-        return is_adapter(path[-1]) or path[0] == SCORE
+        return is_adapter(str(path[-1])) or path[0] == SCORE
     if path[0] != VISION or arch.vision is None or arch.vision.trained == "all":
         return True
     return arch.vision.trained == "projector" and path[1] in PROJECTOR

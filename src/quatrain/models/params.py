@@ -226,18 +226,23 @@ def assemble(
     dtype: DTypeLike,
     read: Callable[[TensorName, np.ndarray], None],
     mesh: Mesh | None = None,
+    *,
+    only: str | None = None,
 ) -> Params:
     """Parameters of `arch` on `mesh`, by default one device, read from the tensors of a checkpoint.
 
-    `read(name, parameter)` copies the tensor `name` into its slice of `parameter`. The host holds one
-    parameter at a time, the largest first, so that peak memory is close to the size of the parameters.
+    With `only`, those of one entry of the tree alone. `read(name, parameter)` copies the tensor `name` into
+    its slice of `parameter`. The host holds one parameter at a time, the largest first, so that peak memory
+    is close to the size of the parameters.
     """
     assert arch.lora is None, "adapters come after the model they adapt"
     mesh = mesh or one_device()
     params, places = param_specs(arch), shardings(mesh, partition(arch, mesh_shape(mesh)))
+    params = params if only is None else {only: params[only]}
     parts: dict[tuple[str | int, ...], list[TensorName]] = {}
     for name in tensor_names(arch):
-        parts.setdefault(name.path, []).append(name)
+        if name.path[0] in params:
+            parts.setdefault(name.path, []).append(name)
     # The largest first: its host copy exists while the devices are still empty.
     for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
         spec = leaf_at(params, path)

@@ -151,8 +151,9 @@ def pictures_of_plain(values: Mapping[str, Any] | None) -> Pictures | None:
 class PicturesInJson:
     """Pictures among values of JSON: the bytes of each stand in a text once, where it comes first."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, Picture] = {}
+    def __init__(self, known: Iterable[Picture] = ()) -> None:
+        """`known` are pictures that who reads has."""
+        self._known = {picture.id: picture for picture in known}
 
     def written(self, value: Any) -> dict[str, Any]:
         """For `json.dumps`, its `default`; raises TypeError for anything but a picture."""
