@@ -156,7 +156,7 @@ def load_policy(
         backend,
         None if made is None else made.turns(tokenizer, stop_ids),
         model.whole,
-        _store(config, model.arch, meshes.train),
+        _store(config, model, meshes.train),
         environments=made,
     )
 
@@ -178,15 +178,19 @@ def _with_lora(config: Config, base: Model, mesh: Mesh) -> Model:
     )
 
 
-def _store(config: Config, arch: Architecture, mesh: Mesh) -> FeatureStore | None:
+def _store(config: Config, loaded: Model, mesh: Mesh) -> FeatureStore | None:
     """What makes features of pictures; None for a model that reads text alone."""
+    arch, path, model = loaded.arch, config.model.path, config.model
     if arch.vision is None:
         return None
-    path, model = config.model.path, config.model
     # In the dtype of its products: a frozen tower is exported from its files, whatever it is here.
     frozen = partial(load_tower, path, arch, mesh, model.dtype)
     pixels = Pixels(arch.vision, load_processor(path))
-    return FeatureStore(arch, mesh, model.dtype, model.vision_cache_bytes, pixels, frozen=frozen)
+    store = FeatureStore(arch, mesh, model.dtype, model.vision_cache_bytes, pixels, frozen=frozen)
+    # The update reads states below the projector from the first step on; a sampler need not be here.
+    if store.kept == "states" and loaded.params is not None:
+        store.load(loaded.params, 0)
+    return store
 
 
 def _check_positions(config: Config, arch: Architecture) -> None:
