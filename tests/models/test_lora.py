@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architectures import ADAPTED, of_golden
+from towers import seeing
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig
@@ -29,7 +30,6 @@ from quatrain.models.lora import (
     without_adapters,
 )
 from quatrain.models.params import num_params, partition
-from quatrain.models.vision import Vision
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ BEHIND = {"merger": {"norm": "n"}, "deepstack": [{"norm": "d"}]}
 )
 def test_of_a_tower_is_trained_what_the_model_says(trained, moves, stays, small_arch):
     """Trained and frozen part have every leaf once, and the text model is trained beside any tower."""
-    vision = Vision("qwen3_vl", 3, trained=trained)
+    vision = seeing("qwen3_vl", trained).vision
     arch, tree = replace(small_arch, vision=vision), {"embed": "e", "layers": [{"o": "o"}], "vision": TOWER}
     part, frozen = trained_part(tree, arch), frozen_part(tree, arch)
     assert part == {"embed": "e", "layers": [{"o": "o"}]} | ({"vision": moves} if moves else {})
@@ -198,7 +198,7 @@ def test_of_a_tower_is_trained_what_the_model_says(trained, moves, stays, small_
 
 
 def test_beside_adapters_the_whole_tower_is_frozen_but_for_adapters_of_its_own(small_arch):
-    arch = replace(small_arch, lora=LoRA(4, 8.0, ("o",)), vision=Vision("qwen3_vl", 3, trained="all"))
+    arch = replace(small_arch, lora=LoRA(4, 8.0, ("o",)), vision=seeing("qwen3_vl").vision)
     tree = {"embed": "e", "layers": [{"o": "o", "o_lora_a": "a"}], "vision": TOWER}
     assert trained_part(tree, arch) == {"layers": [{"o_lora_a": "a"}]}
     own = [{"qkv": "q0", "qkv_lora_a": "v"}, {"qkv": "q1"}]
@@ -212,7 +212,7 @@ def test_beside_adapters_the_whole_tower_is_frozen_but_for_adapters_of_its_own(s
 
 
 def test_a_frozen_tower_is_not_copied_for_the_sampler(small_arch, small_params):
-    arch = replace(small_arch, vision=Vision("qwen3_vl", 3))
+    arch = replace(small_arch, vision=seeing("qwen3_vl", "frozen").vision)
     params = small_params | {"vision": {"patch": small_params["embed"]}}
     copies = copies_if_aliased(params, params, arch)
     assert copies["vision"]["patch"] is params["vision"]["patch"]

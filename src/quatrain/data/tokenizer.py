@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,9 +22,10 @@ from quatrain.config.errors import shown
 from quatrain.config.files import MAX_DEPTH, Description, checked, read_json, too_deep
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
+from quatrain.data.expansion import expanded
 from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
 from quatrain.data.left_out import REFUSED, Kind, LeftOut, Messages, Tools, left_out
-from quatrain.data.messages import checked_messages, forms_for, unfit_text
+from quatrain.data.messages import checked_messages, forms_for, pictures_of, unfit_text, with_picture_parts
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.types.pictures import Tokens
 from quatrain.weights.gguf_header import read_header
@@ -346,16 +348,18 @@ def render(
     `fill_template`), messages without a chat template, and a prompt that has no tokens.
     """
     if isinstance(prompt, str):
-        ids = encode(tokenizer, prompt, closed=False)
+        found = expanded(tokenizer, prompt, prompt, partial(encode, tokenizer, closed=False))
     else:
         messages = checked_messages(prompt)
         text = fill_template(
             tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables, refused=refused
         )
-        ids = encode(tokenizer, text + begun, add_special_tokens=False)
-    if not ids:
+        found = expanded(
+            tokenizer, text + begun, messages, partial(encode, tokenizer, add_special_tokens=False)
+        )
+    if not found.ids:
         raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
-    return Tokens(ids)
+    return found
 
 
 def render_completed(
@@ -373,10 +377,15 @@ def render_completed(
     adds around any text. Messages and the completion, as the assistant's message, are rendered with the chat
     template, which writes all special tokens; it also gets `tools` and `variables`. Raises ValueError for
     messages that `render` refuses, but by default only warns of texts that the template leaves out: a run
-    cannot give a reward model another template.
+    cannot give a reward model another template. Pictures are an error too, because no reward model sees them.
     """
     if isinstance(prompt, str):
         return encode(tokenizer, f"{prompt}{completion}")
+    if pictures_of(prompt):
+        raise ValueError(
+            "a prompt that is read together with its answer, as reward models do, must have no pictures; "
+            "this one has some; remove reward models from reward.models, or the rows with pictures"
+        )
     answer = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
     text = fill_template(
         tokenizer,
@@ -418,6 +427,7 @@ def fill_template(
     own = getattr(tokenizer, "template_variables", {})
     given = {**tokenizer.special_tokens_map, **own, **(variables or {})}
     template = "".join(_templates_of(tokenizer.chat_template))
+    messages = with_picture_parts(messages, lambda picture: {"type": "image"})
 
     def fill(form: Messages, described: Tools) -> str | None:
         taken, text = _filled(tokenizer, form, add_generation_prompt, described, given)

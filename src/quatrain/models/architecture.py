@@ -182,7 +182,7 @@ class Architecture:
     lora: LoRA | None = None
     """Adapters, which alone are trained; None: the model has none (`lora.trained_part`)."""
     vision: Vision | None = None
-    """What it sees with; None: it reads text alone."""
+    """The tower that makes features of pictures; None: the model has none, or it is not used."""
 
     def __post_init__(self) -> None:
         require(len(self.attentions) > 0, "layer_types", "of at least one layer of full attention", "none")
@@ -197,6 +197,11 @@ class Architecture:
     def partly_frozen(self) -> bool:
         """Whether a part of its parameters is not trained: the base of adapters, or a tower."""
         return self.lora is not None or (self.vision is not None and self.vision.trained != "all")
+
+    @property
+    def with_tower(self) -> Architecture:
+        """This model with its tower among its parameters, where a frozen one is not (`param_specs`)."""
+        return replace(self, vision=self.vision and replace(self.vision, trained="all"))
 
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""

@@ -27,6 +27,7 @@ from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.params import (
     LM_HEAD,
     SCORE,
+    VISION,
     Params,
     draw_params,
     output_head_name,
@@ -34,16 +35,15 @@ from quatrain.models.params import (
     partition,
 )
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
+from quatrain.models.vision import PROJECTOR
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
 
 EXPERT_PARAMETERS = {"experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj"}
 """The names of experts' matrices in transformers 5, which peft's `target_parameters` takes."""
 EXPERTS_MODULE = "mlp.experts"
-LAYERS, VISION = "layers", "vision"
-"""The names of the layers and of the tower in the tree of parameters."""
-PROJECTOR = ("merger", "connector", "deepstack")
-"""The parts of a tower behind its blocks, which fit its states to the text model."""
+LAYERS = "layers"
+"""The name of the layers in the tree of parameters."""
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
@@ -152,12 +152,12 @@ def trained_part(tree: Any, arch: Architecture) -> Any:
 
     With adapters a score head is trained too, `{"layers": [...], "score": …}`: at the start it is zero.
     """
-    return _part(tree, lambda path: _is_trained(path, arch))
+    return _part(tree, lambda path: is_trained(path, arch))
 
 
 def frozen_part(tree: Any, arch: Architecture) -> Any:
     """Of a tree like the parameters of `arch`, what is not trained; no leaf unless `arch.partly_frozen`."""
-    return _part(tree, lambda path: not _is_trained(path, arch))
+    return _part(tree, lambda path: not is_trained(path, arch))
 
 
 def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
@@ -175,10 +175,10 @@ def without_adapters(tree: Any) -> Any:
     return _part(tree, lambda path: not is_adapter(path[-1]))
 
 
-def _is_trained(path: Sequence[str], arch: Architecture) -> bool:
-    """Whether the parameter of these names, from the top of the tree, is trained."""
+def is_trained(path: Sequence[str | int], arch: Architecture) -> bool:
+    """Whether the parameter at `path`, of names from the top of the tree and numbers in lists, is trained."""
     if arch.lora is not None:
-        return is_adapter(path[-1]) or path[0] == SCORE
+        return is_adapter(str(path[-1])) or path[0] == SCORE
     if path[0] != VISION or arch.vision is None or arch.vision.trained == "all":
         return True
     return arch.vision.trained == "projector" and path[1] in PROJECTOR

@@ -82,6 +82,8 @@ class TensorName(NamedTuple):
     """Whether a checkpoint has the matrices or vectors of all experts as one tensor [experts, ...]."""
     transposed: bool = False
     """Whether these are [experts, in, out] there."""
+    folded: tuple[int, ...] = ()
+    """The dimensions that a checkpoint has in the place of `in`: those of a convolution of patches."""
 
     def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this tensor, given the shape of its parameter."""
@@ -93,7 +95,7 @@ class TensorName(NamedTuple):
             return (*experts, out)
         if self.transposed:
             return (*experts, parameter[-1], out)
-        return (*experts, out, *(1,) * self.kernel, parameter[-1])
+        return (*experts, out, *(1,) * self.kernel, *(self.folded or parameter[-1:]))
 
     def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).

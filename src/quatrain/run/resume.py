@@ -25,7 +25,6 @@ from quatrain.data.policy import Policy
 from quatrain.data.preferences import JudgedSource, PairSource
 from quatrain.data.prompts import PromptSource
 from quatrain.models.lora import frozen_part
-from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
 from quatrain.weights.adapter import check_base
@@ -135,8 +134,7 @@ class Identity:
         base, base_form = None, None
         if policy.arch.partly_frozen:
             base_form = form(frozen_part(policy.abstract(config.model.param_dtype)[0], policy.arch))
-            if policy.params is not None:
-                base = tree_fingerprint(frozen_part(policy.params, policy.arch))
+            base = None if policy.params is None else policy.frozen_fingerprint
         identity = cls(config, folder, len(source), source.digests(), base, base_form)
         if saved is not None:
             identity.check(saved)

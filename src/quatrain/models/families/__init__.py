@@ -7,6 +7,7 @@ family, write its file and add it to `FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -29,6 +30,7 @@ from quatrain.models.families.qwen import QWEN2, QWEN3
 from quatrain.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from quatrain.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from quatrain.models.families.smollm import SMOLLM3
+from quatrain.models.families.towers import read_vision
 from quatrain.models.hf_config import HFConfig
 
 FAMILIES = {
@@ -92,9 +94,8 @@ _COUSINS = {
     "olmo": ("olmo2", "layer norms without weights"),
     "phi": ("phi3", "layer norms and blocks side by side"),
     "phimoe": ("mixtral", "layer norms and another router"),
-    "qwen2_5_vl": ("qwen2", "rotary embeddings of image positions"),
-    "qwen2_vl": ("qwen2", "rotary embeddings of image positions"),
-    "qwen3_vl": ("qwen3", "rotary embeddings of image positions"),
+    "qwen2_vl": ("qwen2_5_vl", "another tower"),
+    "qwen3_vl_moe": ("qwen3_vl", "experts"),
     "starcoder2": ("llama", "layer norms and no gate in its MLP"),
 }
 """Of other model types: the nearest supported one, and what they have that it lacks."""
@@ -118,15 +119,22 @@ def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, .
     return architecture_from_hf(config, f"builtin:{name}")
 
 
-def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
+def architecture_from_hf(
+    config: Mapping[str, Any],
+    source: str = "config.json",
+    *,
+    vision: Mapping[str, Any] | None = None,
+) -> Architecture:
     """The architecture that the values of a Hugging Face config.json describe; `source` names the file.
 
     Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
     `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
-    Of a model that also reads images, it is that of the text part (`multimodal.py`). Raises ValueError for a
-    value outside its bounds (`HFConfig`), and for what the decoder does not support.
+    Of a model that also reads pictures, it is that of the text part (`multimodal.py`); with its tower if
+    `vision` is given, the values of preprocessor_config.json ({}: transformers' defaults). Raises ValueError
+    for a value outside its bounds (`HFConfig`), for what the decoder does not support, and for `vision` of a
+    model without a supported tower.
     """
-    config = text_config(config)
+    whole, config = config, text_config(config)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known, near = ", ".join(FAMILIES), _nearest(str(family))
@@ -140,9 +148,12 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
             raise ValueError(f"{source} has {key} = {shown(value)}: {remedy}")
     hf_config = checked(HFConfig, values, source)
     try:
-        return FAMILIES[family].read(hf_config)
+        arch = FAMILIES[family].read(hf_config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
+    return (
+        arch if vision is None else replace(arch, vision=read_vision(whole, vision, arch.hidden_size, source))
+    )
 
 
 def _nearest(model_type: str) -> str:
