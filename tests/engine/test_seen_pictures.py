@@ -300,7 +300,9 @@ def test_parts_of_contexts_have_the_features_of_their_tokens():
 
 def test_a_picture_without_features_is_an_error(model, tokenizer):
     made = session_of(model, tokenizer, features=False)
-    with pytest.raises(ValueError, match=r"needs a model that sees; this one reads text alone.* has 1; set"):
+    with pytest.raises(
+        ValueError, match=r"the model does not see pictures, and a prompt has some; set model\.vision"
+    ):
         made.submit([prompt_of(CAT_PROMPT)], 3)
     assert not made.num_groups
 
