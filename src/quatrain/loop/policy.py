@@ -36,6 +36,7 @@ from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.start_fleet import BLIND_SERVERS
+from quatrain.update.server_teacher import BLIND_TEACHER
 from quatrain.weights.load_model import BUILTIN, Model, load_model, load_processor, load_tower
 
 
@@ -77,8 +78,10 @@ class LoadedPolicy(Policy):
             by_pass_rate=by_pass_rate,
             rows=hub_rows(config, spec, rows),
         )
-        if self.arch.vision is not None and config.rollout.servers and source.has_pictures:
-            raise ValueError(f"{shown_data_sets(spec)} has pictures: {BLIND_SERVERS}")
+        servers = {BLIND_SERVERS: config.rollout.servers, BLIND_TEACHER: config.distill.servers}
+        blind = [why for why, named in servers.items() if named]
+        if blind and self.arch.vision is not None and source.has_pictures:
+            raise ValueError(f"{shown_data_sets(spec)} has pictures: {blind[0]}")
         return source
 
 
