@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import architecture_from_hf
+from quatrain.models.vision import TrainedVision
 
 PLACEHOLDER = 90
 VIDEO = 91
@@ -127,6 +129,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 """The values of their preprocessor_config.json."""
 
 
-def seeing(model_type: str) -> Architecture:
+def seeing(model_type: str, trained: TrainedVision = "all") -> Architecture:
     """The small model of this type, with its tower."""
-    return architecture_from_hf(CONFIGS[model_type], vision=PROCESSORS[model_type])
+    arch = architecture_from_hf(CONFIGS[model_type], vision=PROCESSORS[model_type])
+    assert arch.vision is not None
+    return replace(arch, vision=replace(arch.vision, trained=trained))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architectures import ADAPTED, of_golden
+from towers import seeing
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig
@@ -102,7 +103,7 @@ def test_adapters_of_the_output_head_are_a_part_of_what_is_trained(with_head, sm
     base = without_adapters(params)
     assert all(x is y for x, y in zip(jax.tree.leaves(base), jax.tree.leaves(small_params), strict=True))
     assert has_adapters(small_params | {"lm_head_lora_a": a})
-    copies = copies_if_aliased(params, params)
+    copies = copies_if_aliased(params, params, arch)
     assert copies["lm_head_lora_b"] is not params["lm_head_lora_b"]
     assert copies["embed"] is params["embed"]
     assert [name.name for name in adapter_names(arch)][:2] == [
@@ -157,7 +158,7 @@ def test_a_score_head_is_trained_beside_the_adapters(adapted, small_params):
     )
     moved = with_trained(params, jax.tree.map(lambda x: x + 1, trained), arch)
     np.testing.assert_array_equal(moved["score"], params["score"] + 1)
-    frozen = frozen_part(moved)
+    frozen = frozen_part(moved, arch)
     assert "score" not in frozen
     assert all(x is y for x, y in zip(jax.tree.leaves(frozen), jax.tree.leaves(base), strict=True))
     into = merged(moved, arch)
@@ -166,9 +167,61 @@ def test_a_score_head_is_trained_beside_the_adapters(adapted, small_params):
     assert not has_adapters(into)
 
 
+TOWER = {
+    "patch": "p",
+    "blocks": [{"qkv": "q0"}, {"qkv": "q1"}],
+    "merger": {"norm": "n"},
+    "deepstack": [{"norm": "d"}],
+}
+BEHIND = {"merger": {"norm": "n"}, "deepstack": [{"norm": "d"}]}
+
+
+@pytest.mark.parametrize(
+    ("trained", "moves", "stays"),
+    [
+        ("all", TOWER, None),
+        ("projector", BEHIND, {"patch": "p", "blocks": TOWER["blocks"]}),
+        ("frozen", None, TOWER),
+    ],
+)
+def test_of_a_tower_is_trained_what_the_model_says(trained, moves, stays, small_arch):
+    """Trained and frozen part have every leaf once, and the text model is trained beside any tower."""
+    vision = seeing("qwen3_vl", trained).vision
+    arch, tree = replace(small_arch, vision=vision), {"embed": "e", "layers": [{"o": "o"}], "vision": TOWER}
+    part, frozen = trained_part(tree, arch), frozen_part(tree, arch)
+    assert part == {"embed": "e", "layers": [{"o": "o"}]} | ({"vision": moves} if moves else {})
+    assert frozen == {"layers": [{}]} | ({"vision": stays} if stays else {})
+    assert arch.partly_frozen == (stays is not None)
+    moved = with_trained(tree, jax.tree.map(str.upper, part), arch)
+    assert trained_part(moved, arch) == jax.tree.map(str.upper, part)
+    assert frozen_part(moved, arch) == frozen
+
+
+def test_beside_adapters_the_whole_tower_is_frozen_but_for_adapters_of_its_own(small_arch):
+    arch = replace(small_arch, lora=LoRA(4, 8.0, ("o",)), vision=seeing("qwen3_vl").vision)
+    tree = {"embed": "e", "layers": [{"o": "o", "o_lora_a": "a"}], "vision": TOWER}
+    assert trained_part(tree, arch) == {"layers": [{"o_lora_a": "a"}]}
+    own = [{"qkv": "q0", "qkv_lora_a": "v"}, {"qkv": "q1"}]
+    tree = {**tree, "vision": {**TOWER, "blocks": own}}
+    part = trained_part(tree, arch)
+    assert part == {"layers": [{"o_lora_a": "a"}], "vision": {"blocks": [{"qkv_lora_a": "v"}, {}]}}
+    assert without_adapters(tree) == {"embed": "e", "layers": [{"o": "o"}], "vision": TOWER}
+    moved = with_trained(tree, jax.tree.map(str.upper, part), arch)
+    assert moved["vision"]["blocks"] == [{"qkv": "q0", "qkv_lora_a": "V"}, {"qkv": "q1"}]
+    assert has_adapters({"layers": [], "vision": {"blocks": own}})
+
+
+def test_a_frozen_tower_is_not_copied_for_the_sampler(small_arch, small_params):
+    arch = replace(small_arch, vision=seeing("qwen3_vl", "frozen").vision)
+    params = small_params | {"vision": {"patch": small_params["embed"]}}
+    copies = copies_if_aliased(params, params, arch)
+    assert copies["vision"]["patch"] is params["vision"]["patch"]
+    assert copies["embed"] is not params["embed"]
+
+
 def test_weights_for_the_sampler_share_no_buffer_that_is_donated(adapted):
-    _, params = adapted
-    copies = copies_if_aliased(params, params)
+    arch, params = adapted
+    copies = copies_if_aliased(params, params, arch)
     for name, leaf in copies["layers"][0].items():
         assert (leaf is params["layers"][0][name]) == ("_lora_" not in name), name
     assert copies["embed"] is params["embed"]

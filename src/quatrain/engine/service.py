@@ -27,6 +27,7 @@ from quatrain.engine.scoring import Scores
 from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.metrics import Metric, Metrics
+from quatrain.types.pictures import Pictures
 from quatrain.types.piece import NOTHING, Mark
 from quatrain.types.sampler import (
     Listener,
@@ -159,7 +160,7 @@ class EngineService(Sampler):
     @property
     def cannot_see(self) -> str | None:  # type: ignore[override]
         """The model must have a tower, which is read with it."""
-        return blind(self.engine.arch)
+        return None if self.engine.sees else BLIND
 
     @property
     def exchanges_in_flight(self) -> bool:
@@ -225,12 +226,18 @@ class EngineService(Sampler):
         """Blocks of contexts that are kept for further requests."""
         return self.engine.num_kept_blocks
 
-    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[list[Scores]]:
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_likeliest: int,
+        pictures: Sequence[Pictures | None] | None = None,
+    ) -> Future[list[Scores]]:
         """Log-probabilities of given tokens and the likeliest in their place, of each sequence.
 
-        Others decode meanwhile; a future that is cancelled ends the work.
+        `pictures` are those of each, or of its beginning. Others decode meanwhile; a future that is cancelled
+        ends the work.
         """
-        parts = self.engine.score(sequences, num_likeliest)
+        parts = self.engine.score(sequences, num_likeliest, pictures=pictures)
         return self._queue(lambda result: self._scoring.append(_Scoring(result, parts, [])))
 
     def load(self, weights: Any, version: int, *, free_first: bool = False) -> int:

@@ -180,7 +180,7 @@ class Architecture:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     lora: LoRA | None = None
-    """Adapters, which alone are trained; None: the model has none, and all its parameters are trained."""
+    """Adapters, which alone are trained; None: the model has none (`lora.trained_part`)."""
     vision: Vision | None = None
     """The tower that makes features of pictures; None: the model has none, or it is not used."""
 
@@ -192,6 +192,16 @@ class Architecture:
     def __hash__(self) -> int:
         # Computed in every call of a compiled program: of the layers, the first is enough.
         return hash((self.family, self.vocab_size, self.hidden_size, self.layers[0], self.head, self.lora))
+
+    @property
+    def partly_frozen(self) -> bool:
+        """Whether a part of its parameters is not trained: the base of adapters, or a tower."""
+        return self.lora is not None or (self.vision is not None and self.vision.trained != "all")
+
+    @property
+    def with_tower(self) -> Architecture:
+        """This model with its tower among its parameters, where a frozen one is not (`param_specs`)."""
+        return replace(self, vision=self.vision and replace(self.vision, trained="all"))
 
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""

@@ -101,6 +101,8 @@ class RopeConfig(Description, extra="allow"):
     short_factor: Factors | None = None
     long_factor: Factors | None = None
     llama_4_scaling_beta: Annotated[float, Field(ge=0, le=1e12)] | None = None
+    mrope_section: Annotated[list[Annotated[int, Field(ge=0, le=2**12)]], Field(max_length=8)] | None = None
+    mrope_interleaved: bool | None = None
 
 
 class RopeParameters(RopeConfig):

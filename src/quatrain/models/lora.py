@@ -7,7 +7,7 @@ Data flow: a loaded base -> `with_adapters` -> parameters of an `Architecture` w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -27,6 +27,7 @@ from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.params import (
     LM_HEAD,
     SCORE,
+    VISION,
     Params,
     draw_params,
     output_head_name,
@@ -34,12 +35,15 @@ from quatrain.models.params import (
     partition,
 )
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
+from quatrain.models.vision import PROJECTOR
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
 
 EXPERT_PARAMETERS = {"experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj"}
 """The names of experts' matrices in transformers 5, which peft's `target_parameters` takes."""
 EXPERTS_MODULE = "mlp.experts"
+LAYERS = "layers"
+"""The name of the layers in the tree of parameters."""
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
@@ -144,43 +148,72 @@ def with_adapters(params: Params, arch: Architecture, key: jax.Array, mesh: Mesh
 
 
 def trained_part(tree: Any, arch: Architecture) -> Any:
-    """Of a tree like the parameters of `arch`, what is trained: all, or its `adapters_of`.
+    """Of a tree like the parameters of `arch`, what is trained: all but a frozen tower, or the adapters.
 
     With adapters a score head is trained too, `{"layers": [...], "score": …}`: at the start it is zero.
     """
-    if arch.lora is None:
-        return tree
-    return adapters_of(tree) | {name: leaf for name, leaf in tree.items() if name == SCORE}
+    return _part(tree, lambda path: is_trained(path, arch))
+
+
+def frozen_part(tree: Any, arch: Architecture) -> Any:
+    """Of a tree like the parameters of `arch`, what is not trained; no leaf unless `arch.partly_frozen`."""
+    return _part(tree, lambda path: not is_trained(path, arch))
 
 
 def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
     """`tree` with its trained part replaced by `trained`; the other arrays are those of `tree`."""
-    if arch.lora is None:
-        return trained
-    layers = zip(tree["layers"], trained["layers"], strict=True)
-    return {**tree, **trained, "layers": [layer | adapters for layer, adapters in layers]}
-
-
-def frozen_part(tree: Any) -> Any:
-    """Of a tree like the parameters of a model with adapters, what is not trained."""
-    return {name: leaf for name, leaf in without_adapters(tree).items() if name != SCORE}
+    return _joined(tree, trained) if arch.partly_frozen else trained
 
 
 def adapters_of(tree: Any) -> Any:
     """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`, and those of the head."""
-    layers = [{name: layer[name] for name in layer if is_adapter(name)} for layer in tree["layers"]]
-    return {"layers": layers} | {name: leaf for name, leaf in tree.items() if is_adapter(name)}
+    return _part(tree, lambda path: is_adapter(path[-1]))
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
-    layers = [{name: layer[name] for name in layer if not is_adapter(name)} for layer in tree["layers"]]
-    return {name: leaf for name, leaf in tree.items() if not is_adapter(name)} | {"layers": layers}
+    return _part(tree, lambda path: not is_adapter(path[-1]))
+
+
+def is_trained(path: Sequence[str | int], arch: Architecture) -> bool:
+    """Whether the parameter at `path`, of names from the top of the tree and numbers in lists, is trained."""
+    if arch.lora is not None:
+        return is_adapter(str(path[-1])) or path[0] == SCORE
+    if path[0] != VISION or arch.vision is None or arch.vision.trained == "all":
+        return True
+    return arch.vision.trained == "projector" and path[1] in PROJECTOR
+
+
+def _part(tree: Any, takes: Callable[[tuple[str, ...]], bool], path: tuple[str, ...] = ()) -> Any:
+    """A tree like parameters without the leaves whose names `takes` refuses.
+
+    Lists keep their length. Of a dictionary without leaves nothing stays, except of the list of layers.
+    """
+    if isinstance(tree, list):
+        return [_part(each, takes, path) for each in tree]
+    kept: dict[str, Any] = {}
+    for name, each in tree.items():
+        if isinstance(each, dict | list):
+            part = _part(each, takes, (*path, name))
+            if name == LAYERS or jax.tree.leaves(part):
+                kept[name] = part
+        elif takes((*path, name)):
+            kept[name] = each
+    return kept
+
+
+def _joined(tree: Any, part: Any) -> Any:
+    """`tree` with the leaves of `part`, which may be new, in their places."""
+    if isinstance(part, list):
+        return [_joined(*each) for each in zip(tree, part, strict=True)]
+    if isinstance(part, dict):
+        return {**tree, **{name: _joined(tree.get(name), each) for name, each in part.items()}}
+    return part
 
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(is_adapter(name) for names in (tree, *tree.get("layers", ())) for name in names)
+    return bool(jax.tree.leaves(adapters_of(tree)))
 
 
 def is_adapter(name: str) -> bool:
@@ -188,18 +221,15 @@ def is_adapter(name: str) -> bool:
     return name.endswith((LORA_A, LORA_B))
 
 
-def copies_if_aliased(placed: Params, params: Params) -> Params:
-    """`placed`, which was made of `params`, without buffers of those arrays of `params` that are trained.
+def copies_if_aliased(placed: Params, params: Params, arch: Architecture) -> Params:
+    """`placed`, which was made of `params` of `arch`, without buffers of those of them that are trained.
 
-    A training step may then donate them. A base under adapters is never donated, so it is not copied.
+    A training step may then donate them. What is frozen is never donated, so it is not copied.
     """
-    if not has_adapters(params):
-        return jax.tree.map(copy_if_aliased, placed, params)
-    if not has_adapters(placed):
+    if has_adapters(params) and not has_adapters(placed):
         return placed  # merged with its adapters, which are none of its arrays
-    copied = jax.tree.map(copy_if_aliased, adapters_of(placed), adapters_of(params))
-    layers = zip(placed["layers"], copied["layers"], strict=True)
-    return {**placed, **copied, "layers": [layer | adapters for layer, adapters in layers]}
+    copied = jax.tree.map(copy_if_aliased, *(trained_part(tree, arch) for tree in (placed, params)))
+    return with_trained(placed, copied, arch)
 
 
 def merged_architecture(arch: Architecture) -> Architecture:

@@ -25,7 +25,6 @@ from quatrain.data.policy import Policy
 from quatrain.data.preferences import JudgedSource, PairSource
 from quatrain.data.prompts import PromptSource
 from quatrain.models.lora import frozen_part
-from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
 from quatrain.weights.adapter import check_base
@@ -110,9 +109,9 @@ def _as_json(value: Any) -> Any:
 class Identity:
     """What of a run in `folder` must be the same when it is resumed.
 
-    `data`: the digests of its `num_prompts` rows to train on. `base`: the fingerprint of the frozen base;
-    None without adapters, or if no weights are read. `base_form`: what `checkpoint.form` says of the base;
-    None without adapters.
+    `data`: the digests of its `num_prompts` rows to train on. `base`: the fingerprint of the frozen part of
+    the model; None if there is none, or no weights are read. `base_form`: what `checkpoint.form` says of it;
+    None if there is none.
     """
 
     config: Config
@@ -133,9 +132,9 @@ class Identity:
     ) -> Self:
         """That of a run on `source`; raises ValueError if the checkpoint `saved` is of another run."""
         base, base_form = None, None
-        if policy.arch.lora is not None:
-            base_form = form(frozen_part(policy.abstract(config.model.param_dtype)[0]))
-            base = None if policy.params is None else tree_fingerprint(frozen_part(policy.params))
+        if policy.arch.partly_frozen:
+            base_form = form(frozen_part(policy.abstract(config.model.param_dtype)[0], policy.arch))
+            base = None if policy.params is None else policy.frozen_fingerprint
         identity = cls(config, folder, len(source), source.digests(), base, base_form)
         if saved is not None:
             identity.check(saved)
@@ -183,12 +182,13 @@ def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> No
 
 
 def check_form(config: Config, form: str | None, saved: Mapping[str, Any], folder: RunDir) -> None:
-    """Raises ValueError if the base of the adapters has other arrays than that of the checkpoint `saved`."""
+    """Raises ValueError if the frozen part of the model has other arrays than the checkpoint `saved` says."""
     if form != saved.get("base_form", form):  # a checkpoint of an earlier version has none
         raise ValueError(
-            "adapters must be used with the base that they were trained on: the parameters of "
-            f"{config.model.path} in {config.model.param_dtype} have other names, shapes or dtypes than "
-            f"those of the base of {folder.path}; set model.path and model.param_dtype back"
+            "adapters (or weights beside a frozen tower) must be used with the base that they were trained "
+            f"on: the parameters of {config.model.path} in {config.model.param_dtype} have other names, "
+            f"shapes or dtypes than those of the base of {folder.path}; set model.path and "
+            "model.param_dtype back"
         )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
-from quatrain.types.pictures import pictures_of_plain, plain_pictures
+from quatrain.types.pictures import Pictures, pictures_of_plain, plain_pictures
 from quatrain.types.piece import Piece
 from quatrain.types.rollouts import Completion, Sampling
 
@@ -204,8 +204,16 @@ class Sampler(ABC):
         """`params` for `load`, as a copy that training does not overwrite."""
         return params
 
-    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[Any]:
-        """Log-probabilities of given tokens and the likeliest in their place, where `can_score`."""
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_likeliest: int,
+        pictures: Sequence[Pictures | None] | None = None,
+    ) -> Future[Any]:
+        """Log-probabilities of given tokens and the likeliest in their place, where `can_score`.
+
+        `pictures` are those of each sequence, or of its beginning.
+        """
         raise NotImplementedError("this sampler scores no given tokens")
 
     def work(self) -> Work:

@@ -43,7 +43,7 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     """
     assert arch.lora is not None, "a model without adapters has none to write"
     # Adapters of one base give plausible nonsense on another: the reader compares this before it merges them.
-    fingerprint = tree_fingerprint(frozen_part(params))
+    fingerprint = tree_fingerprint(frozen_part(params, arch))
     names = adapter_names(arch)
     whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}
     if not is_main_process():
@@ -136,13 +136,13 @@ def _of_peft(name: TensorName, parameter: np.ndarray) -> np.ndarray:
 
 
 def check_base(saved: object, found: str, model: str, where: Path) -> None:
-    """Raises ValueError unless the adapters in `where` belong to `model`.
+    """Raises ValueError unless what was trained in `where`, such as adapters, belongs to `model`.
 
-    `saved` and `found` are the fingerprints of the base they were trained on and of `model`.
+    `saved` and `found` are the fingerprints of the frozen part beside it and of that of `model`.
     """
     if saved != found:
         raise ValueError(
-            "adapters must be used with the base that they were trained on, to the bit: those in "
-            f"{where} belong to a base with fingerprint {saved or 'unknown'}, and {model} has {found}; set "
-            "model.path and model.param_dtype back to those of the run"
+            "adapters (or weights beside a frozen tower) must be used with the base that they were trained "
+            f"on, to the bit: those in {where} belong to a base with fingerprint {saved or 'unknown'}, and "
+            f"{model} has {found}; set model.path and model.param_dtype back to those of the run"
         )

@@ -141,23 +141,21 @@ class VisionBlock:
         turns = turns.reshape(*places_RP2.shape[:2], 1, half)
         return jax.lax.optimization_barrier(Angles(jnp.cos(turns), jnp.sin(turns), None))
 
-    def run(
-        self, x_RPW: jax.Array, layer: Layer, angles: Angles | None, attend: Attend, lora_scale: float
-    ) -> jax.Array:
+    def run(self, x_RPW: jax.Array, layer: Layer, angles: Angles | None, attend: Attend) -> jax.Array:
         """The block with the weights of `layer`; `attend` is attention of scaled queries."""
-        qkv = linear(self.norm(x_RPW, layer, "norm1"), layer, "qkv", lora_scale=lora_scale)
+        qkv = linear(self.norm(x_RPW, layer, "norm1"), layer, "qkv")
         heads = (*x_RPW.shape[:2], self.num_heads, self.head_dim)
         q, k, v = (qkv[:, :, part].reshape(heads) for part in range(3))
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         y = attend(q * self.head_dim**-0.5, k, v)
-        x_RPW = x_RPW + linear(y.reshape(x_RPW.shape), layer, "o", lora_scale=lora_scale)
-        h = linear(self.norm(x_RPW, layer, "norm2"), layer, "gate_up", lora_scale=lora_scale)
+        x_RPW = x_RPW + linear(y.reshape(x_RPW.shape), layer, "o")
+        h = linear(self.norm(x_RPW, layer, "norm2"), layer, "gate_up")
         if self.gated:
             h = activated(h[:, :, 0], self.activation) * h[:, :, 1]
         else:
             h = activated(h, self.activation)
-        return x_RPW + linear(h, layer, "down", lora_scale=lora_scale)
+        return x_RPW + linear(h, layer, "down")
 
 
 def _parts(param: str, modules: Mapping[str, object]) -> list[TensorName]:

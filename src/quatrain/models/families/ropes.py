@@ -61,8 +61,10 @@ def read_sliding_rope(c: HFConfig, theta: float | None) -> Rope:
     return rope
 
 
-_WITHOUT_EFFECT = ("finetuned", "mrope_section", "mrope_interleaved")
-"""Other keys of real files: a remark, and the positions of images, which text does not have."""
+_WITHOUT_EFFECT = ("finetuned",)
+"""Another key of real files, a remark."""
+_MROPE = "mrope"
+"""What older files of Qwen2.5-VL call the kind `default` with sections."""
 _NOT_OF_KIND = {
     "default": ("low_freq_factor", "high_freq_factor", "attention_factor", "attn_factor", "beta_fast"),
     "linear": ("low_freq_factor", "high_freq_factor", "attention_factor", "attn_factor", "beta_fast"),
@@ -92,14 +94,16 @@ def _refuse_unknown(rope: RopeConfig, kind: str) -> None:
 
 
 def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, Any]) -> Rope:
-    kind: Any = rope.rope_type or rope.type or "default"
+    given = {"default" if name == _MROPE else name for name in (rope.rope_type, rope.type) if name}
+    kind: Any = next(iter(given), "default")
+    if len(given) > 1:
+        raise ValueError(f"the rope_type {shown(rope.rope_type)} and type {shown(rope.type)}; remove one")
     if kind not in ROPE_TYPES:
         remedy = _REMEDIES.get(kind, "")
         raise ValueError(f"unsupported rope type {shown(kind)}; supported: {', '.join(ROPE_TYPES)}{remedy}")
-    if rope.type not in (None, kind):
-        raise ValueError(f"the rope_type {shown(kind)} and type {shown(rope.type)}; remove one")
     _refuse_unknown(rope, kind)
-    fields = {"theta": theta or 10_000.0, "kind": kind, **fields}
+    axes = {"sections": tuple(rope.mrope_section or ()), "alternating": bool(rope.mrope_interleaved)}
+    fields = {"theta": theta or 10_000.0, "kind": kind, **axes, **fields}
     if kind == "default":
         if rope.factor not in (None, 1.0):
             raise ValueError(f"a rope factor ({rope.factor}) needs a rope_type, such as linear; add it")
@@ -121,7 +125,8 @@ def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, 
         if low >= high:
             raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
         return Rope(**fields, **values)
-    apart = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *(rope.model_extra or ())}
+    apart = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    apart |= {*(rope.model_extra or ())}
     given = rope.model_dump(exclude_none=True, exclude=apart)
     written = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     fields["written"] = tuple(sorted({**written, "original_max_position_embeddings": original}.items()))
@@ -197,7 +202,12 @@ def write_rope(rope: Rope | None, sliding: Rope | None = None, *, share: bool = 
     values = {"rope_type": rope.kind, **written}
     if rope.kind == "llama3":
         values["original_max_position_embeddings"] = rope.original_max_position
-    old = {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else values}
+    if rope.sections:
+        values |= {"mrope_section": list(rope.sections)}
+        # Only of families that have the key: transformers warns of others.
+        values |= {"mrope_interleaved": True} if rope.alternating else {}
+    scaled = rope.kind != "default" or rope.sections
+    old = {"rope_theta": rope.theta, "rope_scaling": values if scaled else None}
     full = {"rope_theta": rope.theta, **values}
     if share or rope.partial != 1.0:
         full["partial_rotary_factor"] = old["partial_rotary_factor"] = rope.partial
