@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from quatrain.models.blocks.vit import VisionBlock
-from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, require
+from quatrain.models.spec import LoRA, ParamSpec, TensorName, linear_tensors, require
 
 TrainedVision = Literal["frozen", "projector", "all"]
 VisionKind = Literal["idefics3", "qwen2_5_vl", "qwen3_vl"]
@@ -85,6 +85,8 @@ class Vision:
     splits: bool = False
     """Whether larger pictures are cut into tiles; if not, each is one tile."""
     trained: TrainedVision = "frozen"
+    lora: LoRA | None = None
+    """Adapters of the matrices of its blocks, which alone are trained of it."""
 
     def __post_init__(self) -> None:
         rising = list(self.deepstack) == sorted({*self.deepstack} & {*range(self.depth)})
@@ -179,7 +181,7 @@ class Vision:
         w, norm, residual = self.block.size, self.block.norm, (2 * self.depth) ** -0.5
         specs: dict[str, Any] = {
             "patch": ParamSpec.matrix((w, self.patch_values), ("embed", "group")),
-            "blocks": [self.block.params(residual) for _ in range(self.depth)],
+            "blocks": [self.block.params(residual, self.lora) for _ in range(self.depth)],
             "merger": self._projector(norm_first=True),
         }
         if self.kind != "qwen2_5_vl":
