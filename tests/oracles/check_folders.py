@@ -21,7 +21,15 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from towers import CONFIGS, PROCESSORS
 
-from quatrain.models.lora import LoRA, merged, merged_architecture, trained_part, with_adapters, with_trained
+from quatrain.config.schema import LoraConfig
+from quatrain.models.lora import (
+    merged,
+    merged_architecture,
+    trained_part,
+    with_adapters,
+    with_lora,
+    with_trained,
+)
 from quatrain.weights.hf import save_hf
 from quatrain.weights.load_model import load_model
 
@@ -41,7 +49,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}
+            found |= {name: file.get_tensor(name) for name in list(file.keys())}
     return found
 
 
@@ -61,7 +69,7 @@ def check(
         model = load_model(str(before), dtype=name, vision=trained)
         arch, params = model.arch, model.params
         if lora:
-            arch = replace(arch, lora=LoRA(4, 8.0, lora))
+            arch = with_lora(arch, LoraConfig(rank=4, targets=lora))
             params = with_adapters(params, arch, jax.random.key(0))
         moved = jax.tree.map(lambda x: x + 0.25, trained_part(params, arch))
         params = with_trained(params, moved, arch)
@@ -89,3 +97,5 @@ def check(
 for model_type in CONFIGS:
     for trained in ("frozen", "projector", "all"):
         check(model_type, trained)
+    check(model_type, "frozen", lora=("all-linear",), dtype=torch.bfloat16)
+    check(model_type, "all", lora=("all-linear", "vision.qkv", "vision.down"))

@@ -67,9 +67,9 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
     if arch.vision and (arch.vision.trained != "frozen" or tower):
         if arch.vision.trained != "all" or not tower:
             raise ValueError(
-                "beside adapters a tower is frozen, or has some itself in all of its blocks; got model.vision "
-                f"{arch.vision.trained} with {len(tower)} of its matrices in lora.targets; set model.vision to "
-                f"frozen, or to all with one of {', '.join(VISION_TARGETS)} in lora.targets"
+                "beside adapters a tower must be frozen, or have adapters of its own; got model.vision "
+                f"{arch.vision.trained} with {len(tower)} of its matrices in lora.targets; set model.vision "
+                f"to frozen, or to all with one of {', '.join(VISION_TARGETS)} in lora.targets"
             )
         own = replace(lora, targets=tuple(name.removeprefix(OF_TOWER) for name in tower))
         arch = replace(arch, vision=replace(arch.vision, lora=own))
@@ -279,15 +279,13 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     base = without_adapters(params)
     layers = [dict(layer) for layer in base["layers"]]
     head = {name: leaf.astype(base["embed"].dtype) for name, leaf in base.items() if name == SCORE}
-    tower = dict(base.get(VISION, {}))
-    blocks = [dict(block) for block in tower.get("blocks", [])]
+    sees = VISION in base
+    blocks = [dict(block) for block in base[VISION]["blocks"]] if sees else []
     # Where each matrix with its adapters is, and where it comes to; behind all layers the head, then a tower.
     parts: list[tuple[Any, dict[str, Any], LayerKind | None]]
     parts = [(whole, layer, kind) for whole, layer, kind in zip(params["layers"], layers, arch.layers)]
     parts += [(params, head, None)]
-    parts += [
-        (whole, block, None) for whole, block in zip(params.get(VISION, tower).get("blocks", []), blocks)
-    ]
+    parts += [(whole, block, None) for whole, block in zip(params[VISION]["blocks"] if sees else [], blocks)]
     place = -1
     for number, (whole, into, kind) in enumerate(parts):
         lora = arch.vision.lora if arch.vision and number > len(layers) else arch.lora
@@ -304,8 +302,8 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
             into[name] = _merged(matrix, a, b, key, scale=lora.scale, **how)
             if matrix is not own:
                 jax.block_until_ready(into[name])  # the device has room for one such copy at a time
-    with_tower = {VISION: tower | {"blocks": blocks}} if VISION in base else {}
-    return {**base, **head, "layers": layers, **with_tower}
+    tower = {VISION: {**base[VISION], "blocks": blocks}} if sees else {}
+    return {**base, **head, "layers": layers, **tower}
 
 
 @partial(jax.jit, static_argnames=("scale", "dtype", "sharding", "stacked", "experts"))
