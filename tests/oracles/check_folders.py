@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,6 +31,7 @@ from quatrain.models.lora import (
     with_lora,
     with_trained,
 )
+from quatrain.weights.adapter import save_adapter
 from quatrain.weights.hf import save_hf
 from quatrain.weights.load_model import load_model
 
@@ -83,6 +85,14 @@ def check(
         expected = {"frozen": of_tower, "projector": of_tower - behind, "all": set()}[trained]
         if not lora:
             assert frozen == expected, frozen ^ expected
+        if lora:
+            save_adapter(Path(place) / "adapter", arch, params, base=str(before))
+            base = AutoModelForImageTextToText.from_pretrained(before, dtype=torch.float32)
+            found = PeftModel.from_pretrained(base, Path(place) / "adapter").merge_and_unload().state_dict()
+            wanted = AutoModelForImageTextToText.from_pretrained(after, dtype=torch.float32).state_dict()
+            for key, tensor in wanted.items():
+                tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+                torch.testing.assert_close(found[key], tensor, atol=tolerance, rtol=tolerance)
         loaded, info = AutoModelForImageTextToText.from_pretrained(
             after, output_loading_info=True, dtype="auto"
         )

@@ -7,7 +7,7 @@ Data flow: a loaded base -> `with_adapters` -> parameters of an `Architecture` w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -119,7 +119,8 @@ def _known(arch: Architecture) -> list[str]:
 def adapter_names(arch: Architecture) -> list[TensorName]:
     """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix.
 
-    Those of experts' matrices are stacked: A [E, r, in] and B [E, out, r]. The score head [1, D] of a reward
+    Those of experts' matrices are stacked: A [E, r, in] and B [E, out, r]. Of a model with a tower the text
+    model has the name that it has within transformers' model. The score head [1, D] of a reward
     model, which is trained beside them, is one of its tensors.
     """
     names = []
@@ -129,17 +130,37 @@ def adapter_names(arch: Architecture) -> list[TensorName]:
     for end, adapter in (("A", LORA_A), ("B", LORA_B)) if LM_HEAD in targets else ():
         name = f"base_model.model.{LM_HEAD}.lora_{end}.weight"
         names.append(TensorName(name, (LM_HEAD + adapter,), vector=False))
+    model = "base_model.model.model." + (f"{arch.vision.text_module}." if arch.vision else "")
     for i, kind in enumerate(arch.layers):
-        layer = f"base_model.model.model.layers.{i}"
+        layer = f"{model}layers.{i}"
         names += _of_experts(f"{layer}.{EXPERTS_MODULE}", i, kind, targets)
-        for matrix, tensors in kind.matrices().items():
-            alone = matrix in targets and not matrix.startswith(OF_EXPERTS)
-            for number, tensor in enumerate(tensors if alone else ()):
-                start = f"{layer}.{tensor.name.removesuffix('weight')}"
-                block = number if len(tensors) > 1 else ...
-                for end, adapter, part in (("A", LORA_A, block), ("B", LORA_B, tensor.part)):
-                    path = ("layers", i, matrix + adapter)
-                    names.append(TensorName(f"{start}lora_{end}.weight", path, part, vector=False))
+        alone = [name for name in targets if not name.startswith(OF_EXPERTS)]
+        names += _of_matrices(layer, ("layers", i), kind.matrices(), alone)
+    if arch.vision and arch.vision.lora:
+        for i, module in enumerate(arch.vision.block_modules):
+            path = (VISION, "blocks", i)
+            matrices = arch.vision.block.matrices()
+            names += _of_matrices(
+                f"base_model.model.model.{module}", path, matrices, arch.vision.lora.targets
+            )
+    return names
+
+
+def _of_matrices(
+    module: str,
+    path: tuple[str | int, ...],
+    matrices: Mapping[str, Sequence[TensorName]],
+    targets: Sequence[str],
+) -> list[TensorName]:
+    """The tensors of adapters of the matrices of one layer or block."""
+    names = []
+    for matrix in [name for name in matrices if name in targets]:
+        for number, tensor in enumerate(matrices[matrix]):
+            start = f"{module}.{tensor.name.removesuffix('weight')}"
+            block = number if len(matrices[matrix]) > 1 else ...
+            for end, adapter, part in (("A", LORA_A, block), ("B", LORA_B, tensor.part)):
+                name = f"{start}lora_{end}.weight"
+                names.append(TensorName(name, (*path, matrix + adapter), part, vector=False))
     return names
 
 

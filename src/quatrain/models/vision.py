@@ -110,6 +110,11 @@ class Vision:
         return len(self.deepstack)
 
     @property
+    def text_module(self) -> str:
+        """The name of the text model within the model of transformers."""
+        return "text_model" if self.kind == "idefics3" else "language_model"
+
+    @property
     def has_grid(self) -> bool:
         """Whether rotary positions of placeholders have a row and a column (mrope)."""
         return self.tile == 0
@@ -202,6 +207,11 @@ class Vision:
         up = ParamSpec.matrix((w, w), ("group", "embed"))
         specs = {"up": up, "up_bias": up.bias(), "down": down, "down_bias": down.bias()}
         return specs | self.block.norm.params("norm", self.block.size if norm_first else w)
+
+    @property
+    def block_modules(self) -> list[str]:
+        """The names of the blocks in a checkpoint."""
+        return [f"{_MODULES[self.kind]['blocks']}.{i}" for i in range(self.depth)]
 
     def tensors(self) -> list[TensorName]:
         """The tensors of the tower in a checkpoint, with paths that begin with `vision`."""
