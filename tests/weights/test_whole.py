@@ -1,7 +1,6 @@
 """Whole folders of models with towers: what is loaded of them, and what an export has."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import jax
@@ -68,7 +67,7 @@ def exported(folder, output, vision, **fields):
 
 @pytest.mark.parametrize("model_type", PREFIXES)
 def test_a_frozen_tower_and_other_parts_are_exported_to_the_bit(model_type, tmp_path, monkeypatch):
-    """Under the names of the source, in its dtypes, copied in small blocks; the text model is the trained one."""
+    """Under the names of the source, in its dtypes, copied in small blocks; texts are as trained."""
     monkeypatch.setattr(carrying, "BLOCK_BYTES", 50)
     folder = written(model_type, tmp_path / "before")
     arch, moved = exported(folder, tmp_path / "after", None, eos_token_ids=(5, 6))
@@ -102,7 +101,7 @@ def test_the_configuration_is_that_of_the_source_but_for_end_tokens_and_dtype(tm
 
 
 def test_of_a_trained_projector_and_a_trained_tower_the_rest_stays(tmp_path):
-    """Also where the parameters have another dtype than the files: the frozen blocks are not written from them."""
+    """Also where parameters have another dtype than the files, from which frozen blocks are copied."""
     folder = written("qwen3_vl", tmp_path / "before")
     before = stored(folder)
     for vision, moving in (("projector", ("merger", "deepstack")), ("all", ("visual",))):
@@ -180,13 +179,9 @@ def test_the_settings_of_pictures_are_read_where_transformers_reads_them(tmp_pat
 
 def test_a_tower_that_is_not_supported_is_no_tower_unless_it_is_asked_for(tmp_path):
     folder = written("qwen3_vl", tmp_path / "model")
-    config = {**json.loads((folder / "config.json").read_text()), "model_type": "mistral3"}
-    (folder / "config.json").write_text(
-        json.dumps({**config, "text_config": {**config["text_config"], "model_type": "qwen3"}})
-    )
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral3"}
+    config["text_config"]["model_type"] = "qwen3"
+    (folder / "config.json").write_text(json.dumps(config))
     assert load_hf(folder, vision=None)[0].vision is None
-    with pytest.raises(
-        ValueError, match=r"of model_type mistral3: its tower is not supported; .*model.vision: none"
-    ):
+    with pytest.raises(ValueError, match=r"model_type mistral3: its tower is not supported; .*vision: none"):
         load_hf(folder, vision="frozen")
-    shutil.rmtree(folder)
