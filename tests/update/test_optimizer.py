@@ -120,7 +120,7 @@ def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
 
 
 def test_a_tower_has_a_learning_rate_of_its_own_and_no_decay_of_norms():
-    """By the schedule of all; decay is times the same rate. Without one, programs have no further argument."""
+    """By the schedule of all; decay is times the same rate. Without one, no program has it."""
     matrix = jnp.ones((2, 2))
     tower = {"patch": matrix, "blocks": [{"norm1": jnp.ones(2), "qkv": matrix}]}
     params = {"embed": matrix, "layers": [{"o": matrix}], "vision": tower}
