@@ -92,7 +92,7 @@ def test_every_turn_is_asked_for_with_the_pictures_so_far(tokenizer):
         ids, messages = batch.input_ids[row, :size], batch.columns["messages"][row]
         own = shades(row_of(batch, row), size)
         said = [message for message in messages if message["role"] == "assistant"]
-        assert [message["content"] for message in said] == ["a<|image_pad|>b"] * 4
+        assert [message["content"] for message in said] == ["ab"] * 4
         of_dialogue = [shade for shade in own if shade is not None]
         number = batch.columns["number"][row]
         expected = ([7] * 4 if number == 1 else []) + [100 + 10 * number] * 4
@@ -204,7 +204,7 @@ def test_a_process_sends_the_same_messages_as_a_thread():
     assert _VALUES["step"](sent[0]["value"]) == turn
     assert _VALUES["begin"](sent[1]["value"]) == turn.messages
     part = sent[1]["value"][0]["content"][1]
-    part["image_url"]["url"] = part["image_url"]["url"][:40]
+    part["image_url"]["url"] = part["image_url"]["url"].partition(",")[0] + ",bm8="
     with pytest.raises(ValueError, match="whole picture"):
         _VALUES["begin"](sent[1]["value"])
 

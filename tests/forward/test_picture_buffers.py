@@ -51,11 +51,11 @@ def test_a_picture_stands_once_in_a_buffer_whoever_shares_it(arch, store):
 def test_rows_of_patches_of_one_micro_batch_are_of_one_width(arch, store):
     table = picture_table(arch)
     [batch] = _filled(table, MicroBatchPlanner(rows=12), store)
-    assert batch.patches.pixels.shape[:2] == (12, 64)  # 24 + 16 patches, in 12 or 16 features
+    assert batch.patches.pixels.shape[:2] == (12, 48)  # 24 + 16 patches
     assert not batch.patches.pixels[:2].any(), "the first group has no picture"
     assert not batch.patches.layout["grids"][:2].any()
     assert (np.asarray(batch.rows[:2]) == -1).all()
-    assert batch.patches.rows.shape == (12, 16)
+    assert batch.patches.rows.shape == (12, 12)
 
 
 def test_prefixes_end_where_pictures_differ(arch, store):

@@ -47,11 +47,12 @@ def test_features_are_those_of_the_tower(frozen, whole):
     """A padded patch, or a feature of another picture, would be among them."""
     store, pixels = store_of(frozen, whole), pixels_of(frozen)
     found = store.of(PICTURES)
-    for each, array, count in zip(PICTURES, found, COUNTS, strict=True):
-        row = jax.tree.map(lambda x: x[None], patches_of(frozen.vision, [pixels(each)], [each.size]))
-        expected = features(whole[VISION], frozen.vision, row)[0]
+    row = patches_of(frozen.vision, [*map(pixels, PICTURES)], SIZES)
+    tower = jax.jit(lambda rows: features(whole[VISION], frozen.vision, rows)[0])
+    together = tower(jax.tree.map(lambda x: x[None], row))
+    for array, count, end in zip(found, COUNTS, np.cumsum(COUNTS), strict=True):
         assert array.shape == (3, count, 32)
-        np.testing.assert_allclose(array, expected[:, :count], atol=1e-5)
+        np.testing.assert_allclose(array, together[:, end - count : end], atol=1e-5)
     assert np.abs(found[0] - found[3]).max() > 0.1  # of one size, and not the same
 
 

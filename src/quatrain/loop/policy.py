@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
-from quatrain.config.data_sets import TrainingSpec
+from quatrain.config.data_sets import TrainingSpec, shown_data_sets
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
@@ -35,6 +35,7 @@ from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.start_fleet import BLIND_SERVERS
 from quatrain.weights.load_model import BUILTIN, Model, load_model, load_processor, load_tower
 
 
@@ -61,8 +62,11 @@ class LoadedPolicy(Policy):
         *,
         by_pass_rate: bool = False,
     ) -> PromptSource:
-        """The prompts of the data set `spec`, with the columns that episodes, rewards and `needed` name."""
-        return load_prompts(
+        """The prompts of the data set `spec`, with the columns that episodes, rewards and `needed` name.
+
+        Raises ValueError, which names it, if it is invalid, or has pictures, which servers would not see.
+        """
+        source = load_prompts(
             spec,
             config.data,
             self.tokenizer,
@@ -73,6 +77,9 @@ class LoadedPolicy(Policy):
             by_pass_rate=by_pass_rate,
             rows=hub_rows(config, spec, rows),
         )
+        if self.arch.vision is not None and config.rollout.servers and source.has_pictures:
+            raise ValueError(f"{shown_data_sets(spec)} has pictures: {BLIND_SERVERS}")
+        return source
 
 
 def load_policy(
@@ -156,7 +163,7 @@ def load_policy(
         backend,
         None if made is None else made.turns(tokenizer, stop_ids),
         model.whole,
-        _store(config, model.arch, meshes.train),
+        _store(config, model, meshes.train),
         environments=made,
     )
 
@@ -178,15 +185,19 @@ def _with_lora(config: Config, base: Model, mesh: Mesh) -> Model:
     )
 
 
-def _store(config: Config, arch: Architecture, mesh: Mesh) -> FeatureStore | None:
+def _store(config: Config, loaded: Model, mesh: Mesh) -> FeatureStore | None:
     """What makes features of pictures; None for a model that reads text alone."""
+    arch, path, model = loaded.arch, config.model.path, config.model
     if arch.vision is None:
         return None
-    path, model = config.model.path, config.model
     # In the dtype of its products: a frozen tower is exported from its files, whatever it is here.
     frozen = partial(load_tower, path, arch, mesh, model.dtype)
     pixels = Pixels(arch.vision, load_processor(path))
-    return FeatureStore(arch, mesh, model.dtype, model.vision_cache_bytes, pixels, frozen=frozen)
+    store = FeatureStore(arch, mesh, model.dtype, model.vision_cache_bytes, pixels, frozen=frozen)
+    # The update reads states below the projector from the first step on; a sampler need not be here.
+    if store.kept == "states" and loaded.params is not None:
+        store.load(loaded.params, 0)
+    return store
 
 
 def _check_positions(config: Config, arch: Architecture) -> None:
