@@ -11,7 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from towers import CONFIGS, PROCESSORS, seeing
 
+from quatrain.data.policy import Policy
+from quatrain.models.architecture import LoRA
 from quatrain.models.params import tensor_names, tensor_shapes
+from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.weights import whole as carrying
 from quatrain.weights.hf import load_hf, load_tower, read_whole, save_hf
 
@@ -185,3 +188,23 @@ def test_a_tower_that_is_not_supported_is_no_tower_unless_it_is_asked_for(tmp_pa
     assert load_hf(folder, vision=None)[0].vision is None
     with pytest.raises(ValueError, match=r"model_type mistral3: its tower is not supported; .*vision: none"):
         load_hf(folder, vision="frozen")
+
+
+def test_what_is_frozen_has_a_fingerprint_in_checkpoints(tmp_path):
+    """Of a frozen tower that of its files, which are not in memory; of a frozen part, that of its arrays."""
+    folder = written("qwen3_vl", tmp_path / "model")
+    whole = read_whole(folder)
+
+    def found(arch, params):
+        return Policy(None, arch, params, (), None, {}, whole=whole).frozen_fingerprint
+
+    arch, params = load_hf(folder, vision="frozen")
+    assert found(arch, params) == whole.fingerprint
+    adapted = replace(arch, lora=LoRA(2, 2.0, ("o",)))
+    assert found(adapted, params) == f"{tree_fingerprint(params)}+{whole.fingerprint}"
+    assert found(seeing("qwen3_vl"), None) is None
+    arch, params = load_hf(folder, vision="projector")
+    tower = params["vision"]
+    moved = {**tower, "merger": jax.tree.map(lambda x: x + 1, tower["merger"])}
+    assert found(arch, params) == found(arch, {**params, "embed": params["embed"] + 1, "vision": moved})
+    assert found(arch, params) != found(arch, {**params, "vision": {**tower, "patch": tower["patch"] + 1}})
