@@ -95,7 +95,7 @@ class LoadedPolicy(Policy):
         return source
 
     def _blind(self, config: Config) -> str | None:
-        """What of the run reads the policy's prompts without their pictures, and the remedy; None: nothing."""
+        """What reads the policy's prompts without their pictures, and the remedy; None: nothing does."""
         if self.critic_arch is not None and self.critic_arch.vision is None:
             return (
                 f"the critic {config.critic.path} has no tower: name one that has, or set critic.path to null"
