@@ -1,40 +1,22 @@
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pictured import VISION, picture, tokens_of
 
 from quatrain.models.rope import Rope, rope_angles
 from quatrain.models.rope_positions import rope_positions
-from quatrain.models.vision import Cells, Vision
-from quatrain.types.pictures import Picture, Pictures
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "rope_positions.json").read_text())["cases"]
 
 
-@dataclass(frozen=True)
-class InCells(Vision):
-    """A picture's width and height count cells."""
-
-    def cells(self, size):
-        return Cells(size[1], size[0])
-
-    def num_placeholders(self, size):
-        return size[0] * size[1]
-
-
-VISION = InCells("qwen3_vl", 0)
-
-
 def pictures_of(runs):
     """The pictures of runs of tokens: a number of text tokens, or the [rows, columns] of a picture."""
-    tokens = []
-    for run in runs:
-        picture = None if isinstance(run, int) else Picture.of(bytes(run), (run[1], run[0]))
-        tokens += [picture] * (run if isinstance(run, int) else run[0] * run[1])
-    return Pictures.of(tokens)
+    found = tokens_of([[5] * run if isinstance(run, int) else picture(*run) for run in runs])[1]
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)

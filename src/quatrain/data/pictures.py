@@ -212,6 +212,18 @@ def opened(content: bytes) -> Image:
         return image if image.mode == "RGB" and _orientation(image) == 1 else _as_seen(image)
 
 
+def url_part(picture: Picture) -> dict[str, Any]:
+    """A picture as a part of OpenAI's form, with a data URL."""
+    return {"type": "image_url", "image_url": {"url": url_of(picture)}}
+
+
+def url_of(picture: Picture) -> str:
+    """A picture as a data URL."""
+    content = picture.encoded
+    kind = (_open(content).format or "png").lower()
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
 def is_picture_part(part: Any) -> bool:
     """Whether a part of a message's content is a picture, read or not."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")

@@ -104,6 +104,11 @@ class Source:
     def __len__(self) -> int:
         return self._table.size
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a row has pictures, of all processes."""
+        return any(gather_objects(any(row.pictures is not None for row in self._table.own.values())))
+
     def digests(self, first: int | None = None) -> dict[str, str]:
         """`Table.digests`: of the prompts, of their tokens and of each column, of the `first` rows."""
         return self._table.digests(first)

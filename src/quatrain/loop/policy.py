@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
-from quatrain.config.data_sets import TrainingSpec
+from quatrain.config.data_sets import TrainingSpec, shown_data_sets
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
@@ -35,6 +35,7 @@ from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.start_fleet import BLIND_SERVERS
 from quatrain.weights.load_model import BUILTIN, Model, load_model, load_processor, load_tower
 
 
@@ -61,8 +62,11 @@ class LoadedPolicy(Policy):
         *,
         by_pass_rate: bool = False,
     ) -> PromptSource:
-        """The prompts of the data set `spec`, with the columns that episodes, rewards and `needed` name."""
-        return load_prompts(
+        """The prompts of the data set `spec`, with the columns that episodes, rewards and `needed` name.
+
+        Raises ValueError, which names it, if it is invalid, or has pictures, which servers would not see.
+        """
+        source = load_prompts(
             spec,
             config.data,
             self.tokenizer,
@@ -73,6 +77,9 @@ class LoadedPolicy(Policy):
             by_pass_rate=by_pass_rate,
             rows=hub_rows(config, spec, rows),
         )
+        if self.arch.vision is not None and config.rollout.servers and source.has_pictures:
+            raise ValueError(f"{shown_data_sets(spec)} has pictures: {BLIND_SERVERS}")
+        return source
 
 
 def load_policy(
