@@ -90,7 +90,7 @@ def test_a_frozen_tower_runs_once_for_each_picture_of_a_step(steps):
 
 
 def test_a_trained_tower_runs_for_the_sampler_and_in_each_buffer(steps):
-    """One buffer each: of the log-probabilities with pictures, of old and reference ones, and of each epoch."""
+    """One buffer each: of two passes that measure blindness, old and reference ones, and each epoch."""
     state, _, _ = steps["all"]
     assert state.metrics["vision/pictures"].result() == DISTINCT
     assert state.metrics["vision/tower_pictures"].result() == DISTINCT * (1 + 2 + EPOCHS) + 4

@@ -48,11 +48,11 @@ def test_a_function_of_the_row(tokenizer, tmp_path):
     prompts = TeacherPrompts(f"{tmp_path}/mine.py:shown", tokenizer)
     assert prompts.columns == ()
     own = np.array(render(tokenizer, QUESTION).ids)
-    ids = prompts.ids(QUESTION, {"answer": 5}, own)
+    ids = prompts.tokens(QUESTION, {"answer": 5}, own).ids
     assert "How many now? (5)" in tokenizer.decode(ids)
     wrong = TeacherPrompts(f"{tmp_path}/mine.py:answered", tokenizer)
     with pytest.raises(ValueError, match=r"must end as the policy's.*it ends with .*the policy's with"):
-        wrong.ids(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM).ids)[:-1])
+        wrong.tokens(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM).ids)[:-1])
     with pytest.raises(ValueError, match="has no attribute 'missing'"):
         TeacherPrompts(f"{tmp_path}/mine.py:missing", tokenizer)
     for name, problem in (
@@ -61,7 +61,7 @@ def test_a_function_of_the_row(tokenizer, tmp_path):
     ):
         broken = TeacherPrompts(f"{tmp_path}/mine.py:{name}", tokenizer)
         with pytest.raises(ValueError, match=rf"distill\.prompt .*mine\.py:{name} must return .*{problem}"):
-            broken.ids(QUESTION, {"answer": 5}, own)
+            broken.tokens(QUESTION, {"answer": 5}, own)
 
 
 def test_a_path_with_a_space_is_a_function(tokenizer, tmp_path):
@@ -98,7 +98,9 @@ def test_the_prompts_of_all_rows_are_made_before_a_run(tokenizer):
     config = DistillConfig(teacher={"math": "policy", "default": None})
     taught = partial(has_teacher, config)
     own = np.array(render(tokenizer, QUESTION).ids)
-    assert prompts.longest("rows", source, taught) == len(prompts.ids(QUESTION, {"answer": "5" * 40}, own))
+    assert prompts.longest("rows", source, taught) == len(
+        prompts.tokens(QUESTION, {"answer": "5" * 40}, own).ids
+    )
     with pytest.raises(
         ValueError, match=r"rows, row 3: distill\.prompt names the column 'answer', which must"
     ):

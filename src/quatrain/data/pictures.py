@@ -194,8 +194,18 @@ def decoded(picture: Picture) -> Image:
     return _decode(content, picture.name)
 
 
+class Lent:
+    """A picture for reward functions, which get a copy of their arguments: the copy is a PIL picture."""
+
+    def __init__(self, picture: Picture):
+        self._picture = picture
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return opened, (self._picture.encoded,)
+
+
 def opened(content: bytes) -> Image:
-    """The picture of encoded bytes for reward functions: as `decoded`, and decoded when it is first used."""
+    """The picture of encoded bytes, as `decoded` has it, but decoded when it is first used."""
     with _bad_picture("a picture"):
         image = _open(content)
         # Rotation and colours cannot wait.
