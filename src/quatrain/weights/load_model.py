@@ -158,9 +158,9 @@ def _whole_of(path: str, arch: Architecture) -> Whole | None:
 def _of_random(arch: Architecture, vision: VisionChoice, path: str) -> Architecture:
     """A built-in model, of whose tower `vision` is trained: all of it by default, because it is random."""
     if vision in ("frozen", "projector") or (vision == "all" and arch.vision is None):
-        has = "has none" if arch.vision is None else "is random"
+        has = f"{path} has none" if arch.vision is None else f"that of {path} is random"
         raise ValueError(
-            "model.vision of a built-in model must be all, if it has a tower, or none; the tower of "
-            f"{path} {has}; set model.vision to {'none' if arch.vision is None else 'all'}"
+            f"model.vision of a built-in model must be all, if it has a tower, or none; {has}; set "
+            f"model.vision to {'none' if arch.vision is None else 'all'}"
         )
     return replace(arch, vision=None) if vision == "none" else arch.with_tower
