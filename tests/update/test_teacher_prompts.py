@@ -104,8 +104,9 @@ def test_the_prompts_of_all_rows_are_made_before_a_run(tokenizer):
     config = DistillConfig(teacher={"math": "policy", "default": None})
     taught = partial(has_teacher, config)
     own = np.array(render(tokenizer, QUESTION).ids)
-    longest = prompts.tokens(QUESTION, {"answer": "5" * 40}, own).ids
-    assert prompts.longest("rows", source, taught) == len(longest)
+    assert prompts.longest("rows", source, taught) == len(
+        prompts.tokens(QUESTION, {"answer": "5" * 40}, own).ids
+    )
     with pytest.raises(
         ValueError, match=r"rows, row 3: distill\.prompt names the column 'answer', which must"
     ):
