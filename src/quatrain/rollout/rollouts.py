@@ -253,9 +253,7 @@ def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str
         "completion": {**vars(completion), "columns": others},
         "group": returned.group_id,
         # Those of the data every process has; those that an environment or an agent brought none has yet.
-        "opening": None
-        if _alike(returned.pictures, prompt.pictures)
-        else [plain_pictures(returned.pictures)],
+        "opening": None if _alike(opening, prompt.pictures) else [plain_pictures(opening)],
         "later": None if later is None else plain_pictures(Pictures.of(np.concatenate(later))),
     }
 
