@@ -308,7 +308,7 @@ def _in_texts(message: Any, rest: Iterator[Picture]) -> Any:
     first, *others = text_of(message).split(MARK)
     if not others:
         return message
-    parts = [{"type": "text", "text": first}]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
     for text in others:
         parts += [{"type": "image", "image": next(rest)}, {"type": "text", "text": text}]
     return {**message, "content": [part for part in parts if part.get("text") != ""]}
@@ -317,9 +317,10 @@ def _in_texts(message: Any, rest: Iterator[Picture]) -> Any:
 def _before_first(messages: list[Any], given: list[Picture]) -> list[Any]:
     for number, message in enumerate(messages):
         if isinstance(message, Mapping) and message.get("role") == "user":
-            parts = [{"type": "image", "image": picture} for picture in given]
-            text = [{"type": "text", "text": text_of(message)}] if text_of(message) else []
-            return [*messages[:number], {**message, "content": [*parts, *text]}, *messages[number + 1 :]]
+            parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in given]
+            if text := text_of(message):
+                parts.append({"type": "text", "text": text})
+            return [*messages[:number], {**message, "content": parts}, *messages[number + 1 :]]
     raise BadPicture(
         f"the pictures of the column `{IMAGES}` stand before the text of the first message of the role "
         f"`user`; there is none; put a part of the type `image`, or {MARK}, where each belongs"
@@ -425,8 +426,8 @@ def _as_seen(image: Image) -> Image:
         image = Image.alpha_composite(white, image)
     image = image.convert("RGB")
     turn = Image.Transpose
-    turns = (turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE, turn.ROTATE_270)
-    turns = (*turns, turn.TRANSVERSE, turn.ROTATE_90)
+    turns = [turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE, turn.ROTATE_270]
+    turns += [turn.TRANSVERSE, turn.ROTATE_90]
     return image if orientation == 1 else image.transpose(turns[orientation - 2])
 
 
