@@ -74,7 +74,7 @@ def test_tiles_are_written_as_by_the_processor() -> None:
             assert expansion.written(size) == expected, size
             assert expected.count("<image>") == expansion.vision.num_placeholders(size), size
             written.add(expected)
-        assert (len(written) > 5) is splits
+        assert len(written) == (5 if splits else 1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
@@ -106,7 +106,7 @@ def test_a_prompt_has_the_ids_of_the_processor(tiled) -> None:
     own = tiled.convert_tokens_to_ids("<image>")
     assert (found.pictures.ids != TEXT).tolist() == [index == own for index in found.ids]
     counts = [int((found.pictures.ids == picture.id).sum()) for picture in pictures]
-    assert counts == [49 * 2, 49 * 7, 49 * 2]
+    assert counts == [49 * 10, 49 * 7, 49 * 10]
     assert [each.id for each in found.pictures.used] == [picture.id for picture in pictures]
 
 
@@ -126,7 +126,7 @@ def test_pictures_are_marked_by_place_in_a_prompt_and_in_a_later_turn(tokenizer)
     template = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
     prompt = (user(ONE, TWO, say("Which?"), WIDE),)
     found = template.prompt(prompt)
-    assert found == render(tokenizer, prompt)
+    assert found.ids == render(tokenizer, prompt).ids
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     marks = [int(each) for each in found.pictures.ids if each != TEXT]
     assert marks == [ONE["image"].id] * 4 + [TWO["image"].id] * 4 + [WIDE["image"].id] * 15

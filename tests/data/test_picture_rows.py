@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with a picture for each shade 10, 20, 30 of `square`, and one that is broken."""
     for shade in (10, 20, 30):
         square(shade).save(tmp_path / f"{shade}.png")
-    (tmp_path / "broken.png").write_bytes(encoded(square(40))[:-20])
+    (tmp_path / "broken.png").write_bytes(encoded(square(40))[:-30])
     return tmp_path
 
 

@@ -103,7 +103,7 @@ def test_limits_of_pixels_are_those_of_the_configuration() -> None:
     vision, size = seeing("qwen3_vl").vision, (400, 200)
     assert with_limits(vision, DataConfig()) is vision
     few = with_limits(vision, DataConfig(image_max_pixels=512))
-    assert few.seen_size(size) == (24, 16)
+    assert few.seen_size(size) == (32, 16)
     assert few.min_pixels == vision.min_pixels
     many = with_limits(vision, DataConfig(image_min_pixels=4096))
     assert many.num_placeholders((8, 8)) == 64

@@ -512,9 +512,9 @@ def _has_pictures(part: TokenRows) -> bool:
 
 
 def _with_images(rows: list[TokenRow]) -> list[TokenRow]:
-    """The rows, each with the column `images`: all prompts of a batch have the same columns."""
+    """The rows, each with the column `images`, which is empty where there are none."""
     return [
-        row if IMAGES in row.columns else replace(row, columns={**row.columns, IMAGES: []}) for row in rows
+        row if row.columns.get(IMAGES) else replace(row, columns={**row.columns, IMAGES: []}) for row in rows
     ]
 
 
