@@ -250,8 +250,8 @@ class Learner:
         if blind:
             raise ValueError(
                 "each model that reads sequences with pictures must see, and the prompts have some; "
-                f"{', '.join(blind)}: text alone is read there. Take models with a tower of the policy's kind; "
-                "a teacher on a server, or of a loss over all words, reads no pictures"
+                f"{', '.join(blind)}: text alone is read there. Take models with a tower of the policy's "
+                "kind; a teacher on a server, or of a loss over all words, reads no pictures"
             )
 
     @property
