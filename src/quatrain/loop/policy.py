@@ -238,6 +238,8 @@ def _load_critic(
         mesh=meshes.critic,
         head="value_head",
         weights=weights,
+        # A tower of its own is frozen; one that it starts with, the policy's, is trained as that is.
+        vision="none" if policy.vision is None else None,
     )
     longest = min(longest_sequence(config), policy.max_position)
     if longest > model.arch.max_position or len(tokenizer) > model.arch.vocab_size:
@@ -248,6 +250,8 @@ def _load_critic(
             "critic, or set critic.path to null"
         )
     arch = model.arch.for_length(longest_of_run(config))
+    if arch.vision is not None:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     _attention(config, arch)
     return arch, model.params
 
