@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -102,11 +102,6 @@ class Policy:
         if self.arch.vision and self.arch.vision.trained == "frozen" and self.whole:
             found.append(self.whole.fingerprint)
         return "+".join(found)
-
-    @property
-    def vision_beside(self) -> Literal["none"] | None:
-        """`model.vision` of other models that read what the policy samples: a tower of theirs is frozen."""
-        return "none" if self.arch.vision is None else None
 
     def store_beside(self, arch: Architecture, path: str, mesh: Mesh) -> FeatureStore | None:
         """The pictures for the model `path`, which reads what the policy samples; None if either sees none.

@@ -418,7 +418,7 @@ def load_frozen(
         if not path.startswith(BUILTIN):
             check_same_tokens(load_tokenizer(path), tokenizer)
         given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
-        given["vision"] = policy.vision_beside
+        given["vision"] = None if policy.arch.vision else "none"
         loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
         # The other way round is no error: heads are often padded beyond the tokenizer's last id.
         if size > loaded.arch.vocab_size:
