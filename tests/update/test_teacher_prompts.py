@@ -138,7 +138,7 @@ def test_a_teacher_sees_the_pictures_of_its_prompt_and_of_later_turns():
         placed = np.flatnonzero(table.input_ids[0] == tokenizer.expansion.vision.placeholder_id)
         assert [seen[place] for place in placed] == [9] * 4
     server = ServerTeacher.__new__(ServerTeacher)
-    with pytest.raises(ValueError, match=r"a teacher on a server \(distill.teacher\) gets no pictures"):
+    with pytest.raises(ValueError, match=r"a teacher on a server \(distill.teacher\) reads texts alone"):
         server.scores(table)
     text = ({"role": "system", "content": parts}, *QUESTION)
     said = prompts.text(text, {"answer": "red"})[0]["content"]
