@@ -93,8 +93,8 @@ def export_policy(
             base = str(own.resolve())
         elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
             unscored = {name: jnp.zeros_like(leaf) for name, leaf in params.items() if name == SCORE}
-            plain, weights = replace(arch, lora=None), without_adapters(params) | unscored
-            save_hf(directory / BASE, plain, weights, sampling=sampling)
+            plain, weights = arch.without_lora, without_adapters(params) | unscored
+            save_hf(directory / BASE, plain, weights, sampling=sampling, whole=whole if arch.vision else None)
             base = str((directory / BASE).resolve())
         save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():
