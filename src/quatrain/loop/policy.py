@@ -253,8 +253,8 @@ def _load_critic(
         return None, None
     if policy.vision and policy.vision.trained != "frozen":  # by default, of a built-in model
         raise ValueError(
-            f"with a critic a tower must be frozen, or left out; got model.vision {policy.vision.trained}; set "
-            "model.vision to none, or take an advantage.estimator without a critic"
+            f"with a critic a tower must be frozen, or left out; got model.vision {policy.vision.trained}; "
+            "set model.vision to none, or take an advantage.estimator without a critic"
         )
     if path is None:
         return replace(policy, head="value_head"), None

@@ -13,7 +13,8 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import uvicorn
 
@@ -139,8 +140,11 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
     """What reads the weights in a folder, which must be of `arch`."""
 
     def read(path: str) -> Any:
-        found, params = load_hf(path, dtype=config.model.param_dtype, mesh=engine.mesh)
-        if found.for_length(longest_of_run(config)) != arch:
+        sees = arch.vision is not None and arch.vision.trained != "frozen"
+        vision: Literal[all, none] = "all" if sees else "none"
+        found, params = load_hf(path, dtype=config.model.param_dtype, mesh=engine.mesh, vision=vision)
+        # A frozen tower stays as it is, and the limits of pictures are those of the configuration.
+        if replace(found.for_length(longest_of_run(config)), vision=arch.vision) != arch:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "
                 f"{path} is another; serve that model with a server of its own"
