@@ -170,8 +170,11 @@ class _Plan:
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
     def host_parts(self) -> Iterator[MemoryPart]:
-        """What batches have in host memory that grows with the model: the routes of experts."""
+        """What is in the memory of the host: the routes of experts of a batch, the features of pictures."""
         rollout, routes = self.config.rollout, self.arch.routes
+        if self.arch.vision:
+            why = f"model.vision_cache_bytes; those of the batch at hand, if they are more{IF_ANY}"
+            yield MemoryPart("vision_store", self.config.model.vision_cache_bytes, why)
         if routes is None or rollout.record_routes is False or self.config.run.on_given_data:
             return
         layers, k, _ = routes
