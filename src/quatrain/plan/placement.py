@@ -22,6 +22,7 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.mesh_axes import CP
 from quatrain.config.roles import Roles, devices_of_worker, resolve_roles, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.data.pixels import with_limits
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
@@ -132,6 +133,8 @@ def architecture(config: Config) -> Architecture:
         vocab_size = len(load_tokenizer(config.model.tokenizer))
     vision = "none" if config.run.task == "rm" else config.model.vision
     arch = load_architecture(path, vocab_size=vocab_size, vision=vision).for_length(longest_of_run(config))
+    if arch.vision:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     if config.run.task == "rm":
         arch = replace(arch, head="value_head")
     return with_lora(arch, config.lora)
