@@ -149,7 +149,7 @@ TEXTS = (5, 1, 7, 4, 6)
 
 
 def seeing(
-    model_type: str, trained: TrainedVision = "all", config: Mapping[str, Any] | None = None
+    model_type: str, trained: TrainedVision = "all", *, config: Mapping[str, Any] | None = None
 ) -> Architecture:
     """The small model of this type with its tower; or one of this `config`."""
     arch = architecture_from_hf(config or CONFIGS[model_type], vision=PROCESSORS[model_type])

@@ -9,6 +9,7 @@ from picture_tables import picture_table, store_of, whole_params, without_tower
 from towers import seeing
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.params import VISION
@@ -55,7 +56,7 @@ def steps():
     def run(trained):
         arch = _arch(trained)
         whole = jax.tree.map(np.asarray, whole_params(arch))
-        store = store_of(arch, jax.tree.map(jax.numpy.asarray, whole))
+        store = store_of(arch, whole_params(arch))
         learner = Learner(
             PolicySpec(arch),
             UpdateConfig(epochs=EPOCHS, max_tokens_per_device=500, kl_coef=0.1),
@@ -64,11 +65,11 @@ def steps():
             max_new_tokens=5,
             total_steps=4,
             seed=0,
-            reference=jax.tree.map(jax.numpy.asarray, without_tower(whole, arch)),
+            reference=without_tower(whole_params(arch), arch),
             store=store,
         )
         table = picture_table(arch)
-        state = learner.init(jax.tree.map(jax.numpy.asarray, without_tower(whole, arch)))
+        state = learner.init(without_tower(whole_params(arch), arch))
         for group in np.unique(table.group_ids):  # the sampler prefills one prompt after another
             store.of(replace(table.pictures, ids=table.pictures.ids[table.group_ids == group][0]).used)
         moved = learner.step(state, _batch(table))
@@ -117,8 +118,6 @@ def test_a_critic_sees():
     whole = whole_params(arch)
     whole["score"] = jax.random.normal(jax.random.key(0), whole["score"].shape)
     table = picture_table(arch)
-    from quatrain.forward.predict import predict_tokens
-
     spec = CriticSpec(arch)
     planner = spec.planner(LogprobConfig(max_tokens_per_device=500), store=store_of(arch, whole))
     values = predict_tokens(without_tower(whole, arch), table, model=spec, planner=planner)

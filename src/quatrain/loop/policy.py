@@ -283,6 +283,8 @@ def _load_critic(
             "critic, or set critic.path to null"
         )
     arch = model.arch.for_length(longest_of_run(config))
+    if arch.vision is not None:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     _attention(config, arch)
     return arch, model.params
 
