@@ -231,7 +231,7 @@ def has_unseen(row: Mapping[str, Any]) -> bool:
     A text there may be about something else; of pictures in messages, `checked_messages` says it.
     """
     given = [source for name in (IMAGES, IMAGE) for source in _listed(row.get(name))]
-    return any(_is_pil(each) or isinstance(each, bytes | Mapping) for each in given)
+    return any(is_pil(each) or isinstance(each, bytes | Mapping) for each in given)
 
 
 def _listed(value: Any) -> list[Any]:

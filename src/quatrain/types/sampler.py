@@ -21,7 +21,7 @@ import numpy as np
 
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
-from quatrain.types.pictures import pictures_of_plain, plain_pictures
+from quatrain.types.pictures import Pictures, pictures_of_plain, plain_pictures
 from quatrain.types.piece import Piece
 from quatrain.types.rollouts import Completion, Sampling
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from quatrain.config.places import local_path
 from quatrain.models.architecture import Architecture, Head
-from quatrain.models.families import builtin_architecture
+from quatrain.models.families import BUILTIN_PROCESSOR, builtin_architecture, builtin_config
 from quatrain.models.params import Params, init_params, partition
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.weights import hf
@@ -74,7 +74,10 @@ def load_model(
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids, vision=vision)
         arch = replace(arch, head=head)
         if weights:
-            return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
+            assert vocab_size is not None, "load_architecture refuses a built-in model without it"
+            config = builtin_config(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
+            params = init_params(arch, jax.random.key(seed), dtype, mesh)
+            return Model(arch, params, whole=Whole(config) if arch.vision else None)
         if mesh is not None:
             partition(arch, mesh_shape(mesh))
         return Model(arch, None)
@@ -95,7 +98,9 @@ def load_tower(path: str, arch: Architecture, mesh: Mesh, dtype: DTypeLike = jnp
 
 def load_processor(path: str) -> dict[str, Any]:
     """The settings of the image processor of the model at `path`; {}: transformers' defaults."""
-    return {} if path.startswith(BUILTIN) else image_processor(model_directory(path, weights=False))
+    if path.startswith(BUILTIN):
+        return BUILTIN_PROCESSOR
+    return image_processor(model_directory(path, weights=False))
 
 
 def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.models.architecture import Architecture
+from quatrain.models.families import BUILTIN_PROCESSOR
 from quatrain.models.families.multimodal import stored_name, text_tensors
 from quatrain.models.lora import is_trained
 from quatrain.models.spec import TensorName
@@ -93,8 +94,12 @@ class Whole:
         return config
 
     def copy_files(self, directory: Path) -> None:
-        """Copies what processors read into `directory`."""
-        for name in CARRIED_FILES if self.directory else ():
+        """Writes what processors read into `directory`: copies, or the settings of a built-in model."""
+        if self.directory is None:
+            written = json.dumps(BUILTIN_PROCESSOR, indent=2) + "\n"
+            (directory / IMAGE_PROCESSOR).write_text(written, encoding="utf-8")
+            return
+        for name in CARRIED_FILES:
             if (source := self.directory / name).is_file():
                 shutil.copyfile(source, directory / name)
 
