@@ -115,6 +115,7 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python tests/oracles/make_preparation_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_gradient_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_score_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_tower_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_trainer_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_tinker_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_smollm2_goldens.py
@@ -122,3 +123,4 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python tests/oracles/make_judge_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_rope_position_goldens.py
 	$(ORACLES)/bin/python tests/oracles/check_adapters.py
+	$(ORACLES)/bin/python tests/oracles/check_folders.py

@@ -176,10 +176,10 @@ class Asking:
     def __init__(self, session, model, computed_by):
         self.session, self.model, self.computed_by, self.before = session, model, computed_by, 0
 
-    def ask(self, runs):
+    def ask(self, runs, name="a"):
         """The tokens that were prefilled for this context."""
         prompt, sampling = prompt_of(runs), Sampling(1, 12, 0.0)
-        [ticket] = self.session.submit_own([prompt], [PerRequestSampling(sampling, 5, 1, 1, session="a")])
+        [ticket] = self.session.submit_own([prompt], [PerRequestSampling(sampling, 5, 1, 1, session=name)])
         while not self.session.finished([ticket]):
             self.session.advance(self.model.params, 1)
         [self.last] = self.session.take([ticket])
@@ -204,7 +204,8 @@ def test_a_state_is_found_by_the_pictures_before_it(computed_by, delta, tokenize
     asking = Asking(session_of(delta, tokenizer, requests=True), delta, computed_by)
     asking.ask(CAT_PROMPT)
     turn = asking.last.tokens
-    assert asking.ask([*DOG_PROMPT, turn, [6]]) == 57 + len(turn) + 1
+    # Another's, as a client's last state takes the place of the one before.
+    assert asking.ask([*DOG_PROMPT, turn, [6]], "b") == 57 + len(turn) + 1
     assert asking.ask([*CAT_PROMPT, turn, [6]]) == 2
 
 
@@ -299,7 +300,9 @@ def test_parts_of_contexts_have_the_features_of_their_tokens():
 
 def test_a_picture_without_features_is_an_error(model, tokenizer):
     made = session_of(model, tokenizer, features=False)
-    with pytest.raises(ValueError, match=r"needs a model that sees; this one reads text alone.* has 1; set"):
+    with pytest.raises(
+        ValueError, match=r"the model does not see pictures, and a prompt has some; set model\.vision"
+    ):
         made.submit([prompt_of(CAT_PROMPT)], 3)
     assert not made.num_groups
 

@@ -147,7 +147,6 @@ class RolloutEngine:
         *,
         per_request_sampling: bool = False,
         cache_bytes: int | None = None,
-        features: FeatureStore | None = None,
     ) -> Self:
         """The engine that samples from `policy` on devices of this run, without weights."""
         return cls(
@@ -163,7 +162,7 @@ class RolloutEngine:
             usual_prompt=policy.usual_prompt,
             per_request_sampling=per_request_sampling,
             backend=policy.backend,
-            features=policy.store if features is None else features,
+            features=policy.store,
         )
 
     def sync_weights(self, params: Any, version: int) -> None:
@@ -230,6 +229,11 @@ class RolloutEngine:
     def num_kept_blocks(self) -> int:
         """Blocks of contexts that are kept beside the KV cache."""
         return 0 if self._session is None else self._session.num_kept_blocks
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have pictures."""
+        return self._features is not None
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the turns of `requests`; a ticket for each.

@@ -160,7 +160,7 @@ class EngineService(Sampler):
     @property
     def cannot_see(self) -> str | None:  # type: ignore[override]
         """The model must have a tower, which is read with it."""
-        return blind(self.engine.arch)
+        return None if self.engine.sees else BLIND
 
     @property
     def exchanges_in_flight(self) -> bool:

@@ -121,6 +121,17 @@ class FeatureStore:
         settings = self.dtype.name, self._num_bytes, self._pixels
         return FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
 
+    def grey(self, params: Any) -> FeatureStore:
+        """A store of the tower of `params` in which every picture is grey, and says nothing."""
+        settings = self.arch, self.mesh, self.dtype.name, self._num_bytes
+
+        def grey(picture: Picture) -> np.ndarray:
+            return np.zeros((self.vision.num_patches(picture.size), self.vision.patch_values), np.float32)
+
+        store = FeatureStore(*settings, grey, frozen=self._on_devices, backend=self._backend)
+        store.load(params, 0)
+        return store
+
     def load(self, params: Any, version: int) -> None:
         """Read the tower of the whole tree `params`, weights of so many optimizer steps, if it is trained."""
         if self.kept == "features":
@@ -156,11 +167,16 @@ class FeatureStore:
             self.stats.padding += num_padding
 
     def end_step(self) -> dict[str, Metric]:
-        """The metrics of a training step that ends; what the step before it used may be dropped now."""
+        """The metrics of a training step that ends, if it had pictures.
+
+        What was last used in a step before it may be dropped from now on.
+        """
         with self._lock:
             stats, self.stats = self.stats, FeatureStats()
             self._step, self._asked = self._step + 1, set()
             self._drop()
+        if not stats.pictures:
+            return {}
         metrics = {
             "vision/pictures": Metric(stats.pictures, reduction="sum"),
             "vision/tower_pictures": Metric(stats.tower_pictures, reduction="sum"),
@@ -248,11 +264,8 @@ class FeatureStore:
         rows += rows[-1:] * (shards - len(rows))  # every shard computes, also the last of several calls
         place = data_sharding(self.mesh)
         stacked = jax.tree.map(lambda *each: device_put(np.stack(each), place), *rows)
-        if self._tower is None:
-            assert self._frozen is not None, "load the weights of the tower first"
-            self._tower = self._frozen()
         made = _tower_program(self._backend)(
-            self._tower,
+            self._on_devices(),
             stacked,
             part=part,
             arch=self.arch,
@@ -263,6 +276,13 @@ class FeatureStore:
         for (picture, _), array in zip(alike, np.asarray(jax.device_get(made)), strict=False):
             count = self.vision.num_placeholders(picture.size)
             yield picture, np.ascontiguousarray(array[:, :count])
+
+    def _on_devices(self) -> Any:
+        """The parameters of the tower; a frozen one is read when it is first asked for."""
+        if self._tower is None:
+            assert self._frozen is not None, "load the weights of the tower first"
+            self._tower = self._frozen()
+        return self._tower
 
     def _add(self, kind: Kept, picture: Picture, array: np.ndarray) -> None:
         array.flags.writeable = False

@@ -36,6 +36,8 @@ from quatrain.update.teacher import Teacher, WordTeacher
 from quatrain.update.teacher_scores import TeacherScores, TopWords, model_scores
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
+BLIND_SEQUENCES = 8
+"""Sequences of the first training step that are also read with grey in the place of their pictures."""
 LOSS_STREAM = 1
 """Separates the random numbers of a loss from those that draw mini-batches."""
 
@@ -161,7 +163,7 @@ class Learner:
         )
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
-        self.logs_logprobs = logs_logprobs
+        self.logs_logprobs, self.store = logs_logprobs, store
 
     @classmethod
     def of(
@@ -240,6 +242,18 @@ class Learner:
         critic = None if self.critic is None else self.critic.trainer.abstract(critic_params)
         return TrainState(policy.params, policy.opt_state, critic=critic)
 
+    def check_sees(self, teacher: Teacher | WordTeacher | None) -> None:
+        """Raises ValueError if a model that the update or the `teacher` reads cannot read pictures."""
+        blind = [] if teacher is None else teacher.blind
+        if self.critic is not None and self.critic.trainer.planner.store is None:
+            blind = ["critic.path", *blind]
+        if blind:
+            raise ValueError(
+                "each model that reads sequences with pictures must see, and the prompts have some; "
+                f"{', '.join(blind)}: text alone is read there. Take models with a tower of the policy's "
+                "kind; a teacher on a server, or of a loss over all words, reads no pictures"
+            )
+
     @property
     def needs_logprobs_and_values(self) -> bool:
         """Whether advantages need values or KL in the reward, or samples show log-probabilities."""
@@ -285,6 +299,7 @@ class Learner:
         """
         _check_held(state)
         stale = self._num_stale(state, batch.rollouts)
+        blind = {} if state.train_step else self._blind_gap(state, batch.rollouts)
         # Counted around the whole step: after the first steps it should be 0, else shapes vary and a run
         # compiles for ever.
         compilations, began = num_compilations(), time.perf_counter()
@@ -304,6 +319,8 @@ class Learner:
         metrics |= {
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "throughput/update_tokens_per_s": Metric(trained_tokens / seconds),
+            **blind,
+            **({} if self.store is None else self.store.end_step()),
         }
         if self.config.mask_truncated:
             masked = int((batch.rollouts.finish_reason == "length").sum())
@@ -532,6 +549,20 @@ class Learner:
         params, table = to_memory("device", params), self._table(rollouts)
         return predict_tokens(params, table, model=self.policy, planner=self.logprob_planner)
 
+    def _blind_gap(self, state: TrainState, rollouts: RolloutBatch) -> dict[str, Metric]:
+        """How much grey in the place of pictures changes the log-probabilities of a few sequences."""
+        if rollouts.pictures is None or self.store is None:
+            return {}
+        seeing = np.flatnonzero(rollouts.pictures.ids.any(axis=1))[:BLIND_SEQUENCES]
+        params, table = to_memory("device", state.params), self._table(rollouts).take(seeing)
+        blind = replace(self.logprob_planner, store=self.store.grey(params))
+        own, grey = (
+            predict_tokens(params, table, model=self.policy, planner=planner)
+            for planner in (self.logprob_planner, blind)
+        )
+        gaps = np.abs(own - grey)[table.completion_mask]
+        return {"vision/blind_gap": Metric(float(gaps.sum(dtype=np.float64)), float(gaps.size))}
+
     def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
         """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
         own = self._logprobs(state.params, rollouts)
@@ -572,7 +603,7 @@ class Learner:
         else:
             # Experts of another model have other numbers: replaying the routes of the policy would be noise.
             table = replace(table, routes=None)
-        policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
+        policy = replace(policy, mesh=mesh, arch=arch if lora else arch.without_lora)
         # The reference may lie on fewer devices than the policy: its micro-batches have as many parts as its
         # own mesh.
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)

@@ -64,6 +64,11 @@ class ServerTeacher:
 
     def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> TeacherScores:
         """As `OwnWeights.scores`, with a word more than `top` asks for: the token itself."""
+        if table.pictures is not None and table.pictures.ids.any():
+            raise ValueError(
+                "a teacher on a server (distill.teacher) reads texts alone, and a batch has pictures; name a "
+                "model with a tower, which this run loads"
+            )
         sequences = [table.input_ids[row, :length].tolist() for row, length in enumerate(table.lengths)]
         mask = table.completion_mask
         result = np.zeros(mask.shape, np.float32)

@@ -162,6 +162,7 @@ class GivenLearner:
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "throughput/update_tokens_per_s": Metric(batch.num_tokens / seconds),
             "time/shard_s": Metric(totals.shard_s),
+            **({} if self.trainer.planner.store is None else self.trainer.planner.store.end_step()),
         }
         state = replace(state, metrics=metrics)
         if state.bad_steps >= self.max_bad_steps:

@@ -23,6 +23,7 @@ from quatrain.data.tokenizer import encode_further, fill_template, render
 from quatrain.data.turns import TurnsOfRow
 from quatrain.forward.table import TokenTable
 from quatrain.types.batches import PromptText, RolloutBatch
+from quatrain.types.pictures import Pictures, Tokens, joined, stacked
 from quatrain.workers.user_code import find_function
 
 _FUNCTION = re.compile(r".+\.py:\w+|[\w.]+:\w+")
@@ -84,7 +85,10 @@ class TeacherPrompts:
             return f"{own}\n{prompt}"
         first, *rest = prompt
         if first["role"] in INSTRUCTIONS:
-            return ({**first, "content": f"{first['content']}\n\n{own}"}, *rest)
+            content = first["content"]
+            if isinstance(content, list):  # parts, with pictures
+                return ({**first, "content": [*content, {"type": "text", "text": f"\n\n{own}"}]}, *rest)
+            return ({**first, "content": f"{content}\n\n{own}"}, *rest)
         return ({"role": "system", "content": own}, *prompt)
 
     def _written(self, function: Callable[..., Any], row: Mapping[str, Any]) -> PromptText:
@@ -106,14 +110,16 @@ class TeacherPrompts:
 
         def size(row: TokenRow) -> int:
             try:
-                return len(self.ids(row.text, row.columns, row.input_ids)) if taught(row.columns) else 0
+                return (
+                    len(self.tokens(row.text, row.columns, row.input_ids).ids) if taught(row.columns) else 0
+                )
             except ValueError as error:
                 raise ValueError(f"{name}, row {row.number}: {error}") from error
 
         return source.largest(size)
 
-    def ids(self, prompt: PromptText, columns: Mapping[str, Any], policy_ids: np.ndarray) -> np.ndarray:
-        """[P'] int32 ids of the teacher's prompt, where the policy's is `policy_ids`.
+    def tokens(self, prompt: PromptText, columns: Mapping[str, Any], policy_ids: np.ndarray) -> Tokens:
+        """The teacher's prompt, where the policy's is `policy_ids`.
 
         Raises ValueError if the two do not end with the same beginning of an answer.
         """
@@ -132,7 +138,7 @@ class TeacherPrompts:
                 f"answer: it ends with {shown(self._tokenizer.decode(mine))}, the policy's with "
                 f"{shown(self._tokenizer.decode(its))}; end its messages with the user's"
             )
-        return np.asarray(ids, np.int32)
+        return rendered
 
     def _generation_ids(self) -> list[int]:
         """The ids that the chat template writes at the beginning of an answer."""
@@ -149,15 +155,24 @@ class TeacherPrompts:
 
         Rows that are not `taught` keep the policy's prompt.
         """
-        starts = rollouts.completion_mask.argmax(axis=1)
-        rows = []
+        starts, seen = rollouts.completion_mask.argmax(axis=1), rollouts.pictures
+        rows, pictures = [], []
         for row, start in enumerate(starts):
             columns = {name: values[row] for name, values in rollouts.columns.items()}
             policy_ids = rollouts.input_ids[row, :start]
+            before, behind = (
+                None if seen is None else Pictures(seen.ids[row, part], seen.by_id)
+                for part in (slice(start), slice(start, rollouts.lengths[row]))
+            )
             prompt = policy_ids if start else np.zeros(1, np.int32)
             if start and taught[row]:
-                prompt = self.ids(rollouts.prompts[row], columns, policy_ids)
-            rows.append((prompt, rollouts.input_ids[row, start : rollouts.lengths[row]]))
+                written, before = self.tokens(rollouts.prompts[row], columns, policy_ids)
+                prompt = np.asarray(written, np.int32)
+            elif not start:
+                before = None
+            rest = rollouts.input_ids[row, start : rollouts.lengths[row]]
+            rows.append((prompt, rest))
+            pictures.append(joined((before, len(prompt)), (behind, len(rest))))
         width = max(len(prompt) + len(rest) for prompt, rest in rows)
         ids = np.zeros((len(rows), width), np.int32)
         attention, scored = np.zeros(ids.shape, bool), np.zeros(ids.shape, bool)
@@ -166,7 +181,8 @@ class TeacherPrompts:
             ids[row, :end] = np.concatenate([prompt, rest])
             attention[row, :end] = True
             scored[row, first:end] = rollouts.completion_mask[row, starts[row] : rollouts.lengths[row]]
-        return TokenTable(ids, attention, scored, {}, rollouts.group_ids, rollouts.episode_ids)
+        groups = rollouts.group_ids, rollouts.episode_ids
+        return TokenTable(ids, attention, scored, {}, *groups, pictures=stacked(pictures, width))
 
     @staticmethod
     def back(values: np.ndarray, table: TokenTable, rollouts: RolloutBatch) -> np.ndarray:

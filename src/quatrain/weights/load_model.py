@@ -74,10 +74,8 @@ def load_model(
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids, vision=vision)
         arch = replace(arch, head=head)
         if weights:
-            assert vocab_size is not None, "load_architecture refuses a built-in model without it"
-            config = builtin_config(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
             params = init_params(arch, jax.random.key(seed), dtype, mesh)
-            return Model(arch, params, whole=Whole(config) if arch.vision else None)
+            return Model(arch, params, whole=_whole_of(path, arch))
         if mesh is not None:
             partition(arch, mesh_shape(mesh))
         return Model(arch, None)
@@ -149,12 +147,20 @@ def load_architecture(
     return read_architecture(model_directory(path, weights=False), vision)
 
 
+def _whole_of(path: str, arch: Architecture) -> Whole | None:
+    """What a built-in model with a tower is exported as."""
+    if arch.vision is None:
+        return None
+    config = builtin_config(path.removeprefix(BUILTIN), arch.vocab_size, arch.eos_token_ids)
+    return Whole(config, processor=BUILTIN_PROCESSOR)
+
+
 def _of_random(arch: Architecture, vision: VisionChoice, path: str) -> Architecture:
     """A built-in model, of whose tower `vision` is trained: all of it by default, because it is random."""
     if vision in ("frozen", "projector") or (vision == "all" and arch.vision is None):
-        has = "has none" if arch.vision is None else "is random"
+        has = f"{path} has none" if arch.vision is None else f"that of {path} is random"
         raise ValueError(
-            "model.vision of a built-in model must be all, if it has a tower, or none; the tower of "
-            f"{path} {has}; set model.vision to {'none' if arch.vision is None else 'all'}"
+            f"model.vision of a built-in model must be all, if it has a tower, or none; {has}; set "
+            f"model.vision to {'none' if arch.vision is None else 'all'}"
         )
     return replace(arch, vision=None) if vision == "none" else arch.with_tower

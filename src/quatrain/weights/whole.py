@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.models.architecture import Architecture
-from quatrain.models.families import BUILTIN_PROCESSOR
 from quatrain.models.families.multimodal import stored_name, text_tensors
 from quatrain.models.lora import is_trained
 from quatrain.models.spec import TensorName
@@ -54,6 +53,8 @@ class Whole:
     directory: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     """The file of each tensor, by the names of the folder."""
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of its image processor."""
 
     def names(self, names: Sequence[TensorName], arch: Architecture) -> list[TensorName]:
         """Those of `names`, tensors of `arch`, that are written, under the names of the folder.
@@ -94,10 +95,9 @@ class Whole:
         return config
 
     def copy_files(self, directory: Path) -> None:
-        """Writes what processors read into `directory`: copies, or the settings of a built-in model."""
+        """Copies what processors read into `directory`."""
         if self.directory is None:
-            written = json.dumps(BUILTIN_PROCESSOR, indent=2) + "\n"
-            (directory / IMAGE_PROCESSOR).write_text(written, encoding="utf-8")
+            (directory / IMAGE_PROCESSOR).write_text(json.dumps(self.processor, indent=2) + "\n")
             return
         for name in CARRIED_FILES:
             if (source := self.directory / name).is_file():

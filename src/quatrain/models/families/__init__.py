@@ -75,6 +75,7 @@ _BUILTIN: dict[str, Json] = {
         "bos_token_id": None,
     },
     "tiny_vl": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
         "text_config": {
             "model_type": "qwen3_vl_text",
@@ -208,9 +209,15 @@ def architecture_from_hf(
         arch = FAMILIES[family].read(hf_config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    return (
-        arch if vision is None else replace(arch, vision=read_vision(whole, vision, arch.hidden_size, source))
-    )
+    if vision is None:
+        return arch
+    tower = read_vision(whole, vision, arch.hidden_size, source)
+    # As in transformers, whatever mrope_interleaved says.
+    arch = arch.with_ropes(lambda rope: replace(rope, alternating=tower.kind == "qwen3_vl"))
+    try:
+        return replace(arch, vision=tower)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 def _nearest(model_type: str) -> str:
