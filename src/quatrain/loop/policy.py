@@ -102,8 +102,6 @@ class LoadedPolicy(Policy):
             )
         if models := config.reward.models:
             return f"reward models read texts: leave {', '.join(models)} out of reward.functions"
-        if servers := config.distill.servers:
-            return f"servers get texts alone: name a folder for {servers[0]} in distill.teacher"
         for path in config.distill.models:
             if load_architecture(path, vocab_size=len(self.tokenizer), vision=None).vision is None:
                 return f"the teacher {path} has no tower: name one that has in distill.teacher"
