@@ -334,7 +334,8 @@ def test_a_full_disk_fails_the_save_alone(server, monkeypatch):
         patch.setattr(store, "write", full)
         failed = program.result(program.of_model("save_weights", 2, path="two"))
     assert failed["category"] == "user", failed
-    assert "No space left on device" in failed["error"] and "free space" in failed["error"]
+    assert "No space left on device" in failed["error"]
+    assert "free space" in failed["error"]
     assert program.result(program.step(3))["metrics"]
     assert program.result(program.of_model("save_weights", 4, path="two"))["path"].endswith("/weights/two")
 
