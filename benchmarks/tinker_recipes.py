@@ -182,7 +182,8 @@ def step(place: Path) -> Row:
         "run.name": "train",
         "sft.steps": 0,
     }
-    own |= {"data.max_prompt_length": max(map(len, sent)) + 1}
+    # A text that is encoded again may have a few tokens more.
+    own |= {"data.max_prompt_length": max(map(len, sent)) + 8}
     quatrain(place, "train", [f"{key}={json.dumps(value)}" for key, value in own.items()])
     metrics = read_metrics(place / "train" / "metrics.jsonl")
     taken = {

@@ -169,10 +169,12 @@ def common_prefix_tokens(table: TokenTable, max_tokens: int) -> int:
 def _num_unsampled(table: TokenTable, rows: np.ndarray) -> int:
     """Positions before the first that is sampled, or padding, in one of the sequences `rows`.
 
-    A shared prefix ends there: what the policy sampled is scored for each sequence.
+    A shared prefix ends there: what the policy sampled is scored for each sequence. In a table whose places
+    are `scored_once`, it ends before the first that two of them score.
     """
     attention, scored = table.attention_mask[rows], table.completion_mask[rows]
-    unsampled = attention.all(axis=0) & ~scored.any(axis=0)
+    most = 1 if table.scored_once and len(rows) > 1 else 0
+    unsampled = attention.all(axis=0) & (scored.sum(axis=0) <= most)
     count = int(np.logical_and.accumulate(unsampled).sum())
     # A sequence that is scored behind its end too has one scored token more than tokens of its own. With the
     # token before, of which each then has its own, a buffer's list of scored tokens holds them all.

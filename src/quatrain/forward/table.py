@@ -60,6 +60,9 @@ class TokenTable:
     """[B, T] int32: the tokens whose log-probabilities the completion mask asks for; None: those of
     `input_ids`. The target at place t is predicted from the tokens before t, so no target has place 0; one
     more place than a sequence has tokens is predicted from all of them."""
+    scored_once: bool = False
+    """A place that several sequences begin with is in the completion mask of one of them, so that what they
+    share may have scored places; else it ends before the first."""
     of_rows: dict[str, np.ndarray] = field(default_factory=dict)
     """Numbers [B] of each sequence that a coupled objective reads on the host; no program has them."""
     pictures: Pictures | None = None

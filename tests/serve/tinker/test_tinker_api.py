@@ -1,13 +1,15 @@
 """The door of the training server: who is let in, what each request is answered, in which order, to whom."""
 
 import base64
+import errno
+import os
 import threading
 import time
 
 import pytest
 from door import BROKEN, NoClient, NoRows, Program, opened
 
-from quatrain.serve.tinker import api, http
+from quatrain.serve.tinker import api, http, store
 from quatrain.serve.tinker.http import REFUSED
 
 
@@ -318,6 +320,24 @@ def test_a_training_client_that_is_gone_is_404_with_its_newest_checkpoint(
 
 
 # Sessions
+
+
+def test_a_full_disk_fails_the_save_alone(server, monkeypatch):
+    """Its promise is a user's error with the remedy; the next request and the next save are as ever."""
+    program = trained(server)
+    assert "path" in program.result(program.of_model("save_weights", 1, path="one"))
+
+    def full(file, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", full)
+        failed = program.result(program.of_model("save_weights", 2, path="two"))
+    assert failed["category"] == "user", failed
+    assert "No space left on device" in failed["error"]
+    assert "free space" in failed["error"]
+    assert program.result(program.step(3))["metrics"]
+    assert program.result(program.of_model("save_weights", 4, path="two"))["path"].endswith("/weights/two")
 
 
 def test_a_session_ends_without_a_sign_of_life(server):

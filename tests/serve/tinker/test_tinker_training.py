@@ -141,6 +141,53 @@ def test_any_cut_of_a_request_has_its_sums(base):
     assert step(whole) == pytest.approx(step(parts), rel=1e-5)
 
 
+def of_two_prompts(loss: str) -> tuple[Datum, ...]:
+    """Three samples of each of two prompts of 6 and 4 tokens, in turn; the first two begin alike."""
+    random, data = np.random.RandomState(3), []
+    prompts = [random.randint(1, 40, length) for length in (6, 4)]
+    for number, length in enumerate((2, 3, 2, 2, 3, 2)):
+        prompt = prompts[number % 2]
+        answer = random.randint(1, 40, length)
+        answer[0] = 7 if number in (0, 2) else answer[0]
+        text = np.concatenate([prompt, answer]).astype(np.int32)
+        given = np.arange(1, len(text)) < len(prompt)
+        values = np.where(given, 0, random.standard_normal(len(text) - 1)).astype(np.float32)
+        columns = {"weights": values} if loss == "cross_entropy" else {"advantages": values}
+        if loss != "cross_entropy":
+            columns["logprobs"] = np.full(len(text) - 1, -4, np.float32)
+        if loss == "gspo":  # the prompt's last two places count for the ratio, though they have no advantage
+            columns["sequence_ratio_mask"] = (np.arange(1, len(text)) >= len(prompt) - 2).astype(np.float32)
+        data.append(Datum(text[:-1], text[1:], columns))
+    return tuple(data)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo"])
+def test_a_prompt_before_several_samples_is_computed_once(base, loss, monkeypatch):
+    """The samples get the log-probabilities of its tokens, and the gradient is that of each sent alone."""
+    together, alone, filled = golden_client(base), golden_client(base), []
+    fill = trainer.fill
+    monkeypatch.setattr(trainer, "fill", lambda cut, *rest: filled.append(cut) or fill(cut, *rest))
+    data = of_two_prompts(loss)
+    passed = run(together, Pass(data, loss))
+    # The prompts once each, of which the last token is each sample's own, and the answers.
+    computed = sum(cut.work(buffer)[0] for cut in filled for buffer in cut.buffers)
+    whole = sum(len(datum.tokens) for datum in data)
+    if loss == "gspo":  # two more of a prompt's places count: less is shared, and a group is split
+        assert whole - 2 * (3 + 1) <= computed < whole
+    else:
+        assert computed == whole - 2 * (5 + 3)
+    monkeypatch.undo()
+    each = [run(alone, Pass((datum,), loss)) for datum in data]
+    for found, [expected] in zip(passed.logprobs, (one.logprobs for one in each), strict=True):
+        assert (found < 0).all()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for name in ("loss:sum", "tokens:sum"):
+        assert passed.metrics[name] == pytest.approx(sum(one.metrics[name] for one in each), rel=1e-5)
+    one, other = gradient(together), gradient(alone)
+    for name, expected in other.items():
+        np.testing.assert_allclose(one[name], expected, rtol=0, atol=2e-5 * abs(expected).max())
+
+
 def test_units_of_two_clients_may_alternate(base, monkeypatch):
     """Each has the bits that it has alone; a request of 35 tokens in buffers of 24 has two micro-batches."""
     monkeypatch.setattr(trainer, "FILL_S", math.inf)

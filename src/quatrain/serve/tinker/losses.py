@@ -131,6 +131,8 @@ class ForLoss:
     num_counted: int
     """Rows with a weight or an advantage other than 0."""
     cells: tuple[_Cells, ...]
+    owners: np.ndarray
+    """[B, T]: the row of the table in which a place of a row is scored (`_scored_once`)."""
 
     @classmethod
     def of(cls, asked: Pass, most_tokens: int) -> Self:
@@ -157,17 +159,21 @@ class ForLoss:
             objective, columns = loss.objective, _of_ratios(asked, loss, rows)
             counted = columns["advantages"] != 0
         table = TokenTable(rows.input_ids, rows.attention, real, columns, targets=rows.targets[..., 0])
+        owners = np.repeat(np.arange(len(table))[:, None], real.shape[1], axis=1)
         lists = rows.targets.shape[-1] > 1
-        if lists:
+        if not lists:
+            table, owners = _scored_once(table, counted | (columns.get(SEQUENCE, counted) > 0))
+        else:
             assert asked.loss == "cross_entropy", "a loss of ratios has one target for each row"
             objective = listed_cross_entropy
             columns = {"weights": real.astype(np.float32), "listed_weights": weights}
             table = replace(table, columns={**columns, LISTED_WORDS: rows.targets}, targets=None)
-        return cls(objective, table, lists, int(counted.sum()), tuple(rows.cells))
+        return cls(objective, table, lists, int(counted.sum()), tuple(rows.cells), owners)
 
     def logprobs(self, predictions: np.ndarray, asked: Pass) -> list[np.ndarray]:
         """Those of each datum of `asked` in the shape of its targets, of [B, T] or [B, T, W] of the table."""
         found = []
+        predictions = predictions[self.owners, np.arange(self.owners.shape[1])]
         for predicted, cells, datum in zip(predictions, self.cells, asked.data, strict=True):
             values = np.zeros(cells.real.shape, np.float32)
             values[cells.real] = predicted[(cells.rows + 1, cells.ranks)[: predicted.ndim]]
@@ -214,6 +220,39 @@ class _Rows:
         for row, (values, cells) in enumerate(zip(each, self.cells, strict=True)):
             found[row, cells.rows + 1, cells.ranks] = values.reshape(cells.real.shape)[cells.real]
         return found
+
+
+def _scored_once(table: TokenTable, counted: np.ndarray) -> tuple[TokenTable, np.ndarray]:
+    """`table` with what datums begin with in common scored once, and [B, T] the row that scores each place.
+
+    Programs send the samples of a prompt with the prompt before each, in which nothing is `counted` [B, T].
+    Its log-probabilities are the same in all of them: one has them computed, for all, and so the samples may
+    share the prompt as those of `quatrain train` do. Where something is counted each has a gradient of its
+    own.
+    """
+    assert table.targets is not None
+    own = np.arange(len(table))
+    owners = np.repeat(own[:, None], table.input_ids.shape[1], axis=1)
+    first_counted = np.where(counted.any(axis=1), counted.argmax(axis=1), table.lengths)
+    groups, alike = own.copy(), np.zeros_like(own)
+    for place in range(table.input_ids.shape[1]):
+        if (alike == own).all():
+            break
+        # `alike`: the first row with the same tokens before this place.
+        groups = np.where(first_counted == place, alike, groups)
+        owners[:, place] = _first_alike(alike, table.targets[:, place])
+        alike = _first_alike(alike, table.input_ids[:, place])
+    elsewhere = (owners != own[:, None]) & ~counted
+    owners = np.where(elsewhere, owners, own[:, None])
+    mask = table.completion_mask & ~elsewhere
+    return replace(table, completion_mask=mask, group_ids=groups, scored_once=True), owners
+
+
+def _first_alike(before: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """[B]: of each row, the first with the same number in `before` [B] and the same of `tokens` [B]."""
+    keys = (before << 32) + tokens
+    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    return first[number]
 
 
 def _of_ratios(asked: Pass, loss: Loss, rows: _Rows) -> dict[str, np.ndarray]:

@@ -64,7 +64,7 @@ def adapted(arch: Architecture, rank: int) -> Architecture:
 @lru_cache(maxsize=16)
 def _trainer(model: PolicySpec, max_tokens: int) -> Trainer:
     """One for all clients with these adapters: what changes is in their states."""
-    planner = model.planner(LogprobConfig(max_tokens_per_device=max_tokens))
+    planner = model.planner(LogprobConfig(max_tokens_per_device=max_tokens), share_prompts=True)
     return Trainer(model, planner, ADAMW, total_steps=1, seed=0)
 
 
