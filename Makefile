@@ -123,3 +123,4 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python tests/oracles/make_judge_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_rope_position_goldens.py
 	$(ORACLES)/bin/python tests/oracles/check_adapters.py
+	$(ORACLES)/bin/python tests/oracles/check_folders.py

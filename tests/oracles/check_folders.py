@@ -23,6 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from towers import CONFIGS, PROCESSORS
 
 from quatrain.config.schema import LoraConfig
+from quatrain.data.tokenizer import load_tokenizer
+from quatrain.loop.export import export_policy
+from quatrain.models.architecture import Architecture
+from quatrain.models.decoder import forward, logits
 from quatrain.models.lora import (
     merged,
     merged_architecture,
@@ -31,6 +35,7 @@ from quatrain.models.lora import (
     with_lora,
     with_trained,
 )
+from quatrain.models.params import Params
 from quatrain.weights.adapter import save_adapter
 from quatrain.weights.hf import save_hf
 from quatrain.weights.load_model import load_model
@@ -101,9 +106,43 @@ def check(
         again = load_model(str(after), dtype=name, vision=trained)
         assert again.arch == replace(plain, eos_token_ids=again.arch.eos_token_ids)
         jax.tree.map(np.testing.assert_array_equal, again.params, merged(params, arch))
+        if dtype == torch.float32:
+            check_logits(again.arch, again.params, loaded)
         print(f"{model_type} {trained} {lora or ''}: {len(frozen)} of {len(old)} tensors to the bit")
 
 
+def check_logits(arch: Architecture, params: Params, model: torch.nn.Module) -> None:
+    """Those of a text are transformers'."""
+    ids = np.random.default_rng(0).integers(3, 60, size=(1, 12))
+    places, mask = np.arange(12)[None], np.ones((1, 12), bool)
+    ours = logits(params, arch, forward(params, arch, ids, places, mask).hidden)
+    with torch.no_grad():
+        theirs = model(input_ids=torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+def check_builtin() -> None:
+    """The built-in model with a tower, which has no folder, and its processor."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    tokenizer = load_tokenizer("builtin:tiny_vl")
+    ends = (int(tokenizer.eos_token_id),)
+    model = load_model("builtin:tiny_vl", vocab_size=len(tokenizer), eos_token_ids=ends, vision="all")
+    with tempfile.TemporaryDirectory() as folder:
+        export_policy(Path(folder), model.arch, model.params, tokenizer, whole=model.whole)
+        loaded, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        check_logits(model.arch, model.params, loaded)
+        again = load_model(folder, vision="all")
+        jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+        assert again.arch.vision == model.arch.vision
+        try:
+            print("builtin:tiny_vl:", type(AutoProcessor.from_pretrained(folder)).__name__)
+        except ImportError as error:  # of videos, which need torchvision
+            print(f"builtin:tiny_vl: no AutoProcessor here: {str(error).strip().splitlines()[0]}")
+
+
+check_builtin()
 for model_type in CONFIGS:
     for trained in ("frozen", "projector", "all"):
         check(model_type, trained)

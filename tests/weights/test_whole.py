@@ -15,6 +15,7 @@ from quatrain.data.policy import Policy
 from quatrain.models.architecture import LoRA
 from quatrain.models.params import tensor_names, tensor_shapes
 from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.run.resume import check_frozen
 from quatrain.weights import whole as carrying
 from quatrain.weights.hf import load_hf, load_tower, read_whole, save_hf
 
@@ -196,15 +197,24 @@ def test_what_is_frozen_has_a_fingerprint_in_checkpoints(tmp_path):
     whole = read_whole(folder)
 
     def found(arch, params):
-        return Policy(None, arch, params, (), None, {}, whole=whole).frozen_fingerprint
+        return Policy(None, arch, params, (), None, {}, whole=whole).frozen_fingerprints
 
     arch, params = load_hf(folder, vision="frozen")
-    assert found(arch, params) == whole.fingerprint
+    tower = {"tower": whole.fingerprint}
+    assert found(arch, params) == tower
     adapted = replace(arch, lora=LoRA(2, 2.0, ("o",)))
-    assert found(adapted, params) == f"{tree_fingerprint(params)}+{whole.fingerprint}"
-    assert found(seeing("qwen3_vl"), None) is None
+    assert found(adapted, params) == {"base": tree_fingerprint(params)} | tower
+    check_frozen(tower, tower, "model", folder)
+    check_frozen(tower, {}, "model", folder)  # a checkpoint of an earlier version
+    with pytest.raises(ValueError, match=r"a base with fingerprint 0f, .*model has"):
+        check_frozen(tower, {"tower": "0f"}, "model", folder)
+    with pytest.raises(ValueError, match=r"a base with fingerprint unknown"):
+        check_frozen({"base": "0f"}, {}, "model", folder)
+    arch, params = load_hf(folder, vision="all")
+    assert found(arch, params) == {}
     arch, params = load_hf(folder, vision="projector")
     tower = params["vision"]
     moved = {**tower, "merger": jax.tree.map(lambda x: x + 1, tower["merger"])}
     assert found(arch, params) == found(arch, {**params, "embed": params["embed"] + 1, "vision": moved})
     assert found(arch, params) != found(arch, {**params, "vision": {**tower, "patch": tower["patch"] + 1}})
+    assert found(arch, params).keys() == {"base"}

@@ -102,8 +102,6 @@ class LoadedPolicy(Policy):
             )
         if models := config.reward.models:
             return f"reward models read texts: leave {', '.join(models)} out of reward.functions"
-        if servers := config.distill.servers:
-            return f"servers get texts alone: name a folder for {servers[0]} in distill.teacher"
         for path in config.distill.models:
             if load_architecture(path, vocab_size=len(self.tokenizer), vision=None).vision is None:
                 return f"the teacher {path} has no tower: name one that has in distill.teacher"
@@ -220,7 +218,8 @@ def _store(config: Config, loaded: Model, mesh: Mesh) -> FeatureStore | None:
         return None
     # In the dtype of its products: a frozen tower is exported from its files, whatever it is here.
     frozen = partial(load_tower, path, arch, mesh, model.dtype)
-    pixels = Pixels(arch.vision, load_processor(path))
+    processor = loaded.whole.processor if loaded.whole else load_processor(path)
+    pixels = Pixels(arch.vision, processor)
     store = FeatureStore(arch, mesh, model.dtype, model.vision_cache_bytes, pixels, frozen=frozen)
     # The update reads states below the projector from the first step on; a sampler need not be here.
     if store.kept == "states" and loaded.params is not None:

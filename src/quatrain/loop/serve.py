@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -26,7 +27,7 @@ from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import watching_compilations
 from quatrain.serve.api import Api
-from quatrain.weights.hf import load_hf
+from quatrain.weights.hf import VisionChoice, load_hf
 
 QUIET_S = 60.0
 """Seconds without compiling after which it is said again."""
@@ -139,8 +140,11 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
     """What reads the weights in a folder, which must be of `arch`."""
 
     def read(path: str) -> Any:
-        found, params = load_hf(path, dtype=config.model.param_dtype, mesh=engine.mesh)
-        if found.for_length(longest_of_run(config)) != arch:
+        sees = arch.vision is not None and arch.vision.trained != "frozen"
+        vision: VisionChoice = "all" if sees else "none"
+        found, params = load_hf(path, dtype=config.model.param_dtype, mesh=engine.mesh, vision=vision)
+        # A frozen tower stays as it is, and the limits of pictures are those of the configuration.
+        if replace(found.for_length(longest_of_run(config)), vision=arch.vision) != arch:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "
                 f"{path} is another; serve that model with a server of its own"

@@ -54,7 +54,7 @@ class Whole:
     files: Mapping[str, Path] = field(default_factory=dict)
     """The file of each tensor, by the names of the folder."""
     processor: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of the image processor of a built-in model."""
+    """The settings of its image processor."""
 
     def names(self, names: Sequence[TensorName], arch: Architecture) -> list[TensorName]:
         """Those of `names`, tensors of `arch`, that are written, under the names of the folder.
