@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 from PIL import Image
-from seeing import TEMPLATE, encoded, seeing_tokenizer, square
+from seeing import TEMPLATE, seeing_tokenizer, square
 from towers import PROCESSORS, seeing
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -69,13 +69,12 @@ def test_tiles_are_written_as_by_the_processor() -> None:
         expansion = Expansion(replace(vision, splits=splits), "<image>")
         written = set()
         for size in sizes(200):
-            image = np.zeros((size[1], size[0], 3), np.uint8)
-            found = processor(images=[image], return_row_col_info=True, return_tensors="np")
+            found = processor(images=[Image.new("RGB", size)], return_row_col_info=True, return_tensors="np")
             expected = Idefics3Processor.replace_image_token(own, found, 0)
             assert expansion.written(size) == expected, size
             assert expected.count("<image>") == expansion.vision.num_placeholders(size), size
             written.add(expected)
-        assert len(written) == (5 if splits else 1) or len(written) > 5
+        assert len(written) == (5 if splits else 1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
@@ -84,7 +83,7 @@ def test_a_grid_has_as_many_placeholders_as_by_the_processor(model_type) -> None
     processor = Qwen2VLImageProcessorPil(**PROCESSORS[model_type])
     own = SimpleNamespace(image_token=pad, image_processor=processor)
     for size in sizes(200):
-        found = processor(images=[np.zeros((size[1], size[0], 3), np.uint8)], return_tensors="np")
+        found = processor(images=[Image.new("RGB", size)], return_tensors="np")
         expected = Qwen3VLProcessor.replace_image_token(own, found, 0)
         assert Expansion(vision, pad).written(size) == expected, size
         assert found["pixel_values"].shape == (vision.num_patches(size), vision.patch_values)
@@ -107,7 +106,7 @@ def test_a_prompt_has_the_ids_of_the_processor(tiled) -> None:
     own = tiled.convert_tokens_to_ids("<image>")
     assert (found.pictures.ids != TEXT).tolist() == [index == own for index in found.ids]
     counts = [int((found.pictures.ids == picture.id).sum()) for picture in pictures]
-    assert counts == [49 * 2, 49 * 7, 49 * 2]
+    assert counts == [49 * 10, 49 * 7, 49 * 10]
     assert [each.id for each in found.pictures.used] == [picture.id for picture in pictures]
 
 
@@ -127,7 +126,7 @@ def test_pictures_are_marked_by_place_in_a_prompt_and_in_a_later_turn(tokenizer)
     template = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
     prompt = (user(ONE, TWO, say("Which?"), WIDE),)
     found = template.prompt(prompt)
-    assert found == render(tokenizer, prompt)
+    assert found.ids == render(tokenizer, prompt).ids
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     marks = [int(each) for each in found.pictures.ids if each != TEXT]
     assert marks == [ONE["image"].id] * 4 + [TWO["image"].id] * 4 + [WIDE["image"].id] * 15
@@ -197,4 +196,3 @@ def test_a_template_writes_each_picture_and_a_tokenizer_has_the_placeholder(toke
     vision = tokenizer.expansion.vision
     with pytest.raises(ValueError, match=f"must have the token {len(tokenizer)}"):
         with_vision(seeing_tokenizer(), replace(vision, placeholder_id=len(tokenizer)))
-    assert encoded(square(10)) == ONE["image"].encoded or ONE["image"].size == (16, 16)
