@@ -99,7 +99,9 @@ def sft(place: Path) -> Row:
         "num_epochs=2", "max_steps=30", "learning_rate=3e-4", "save_every=0",
     ]  # fmt: skip
     with ts.served(place, model=smollm2()) as server:
-        steps = ts.run_recipe(server, "chat_sl.train", place, f"model_name={server.base}", *words, timeout=MOST_S)
+        steps = ts.run_recipe(
+            server, "chat_sl.train", place, f"model_name={server.base}", *words, timeout=MOST_S
+        )
         memory = server.memory_mb()[1]
     losses = curve(steps, NLL)
     return {
