@@ -51,6 +51,8 @@ TITLES = {NLL: "SFT: nll of a token", REWARD: "RL: reward", ACCURACY: "quickstar
 GROUPS, SAMPLES, RL_STEPS, RATE = 32, 4, 40, 1e-4
 STEPS_OF_STEP = 12
 """Steps of each side of `step`, of which the first half, with what compiles, is left out."""
+MOST_S = 4 * 3600
+"""Of a recipe: 40 steps of SmolLM2 take longer than a test may."""
 RECIPE = (
     "env=arithmetic", "loss_fn=importance_sampling", "renderer_name=role_colon", f"groups_per_batch={GROUPS}",
     f"group_size={SAMPLES}", f"learning_rate={RATE}", "save_every=0", "eval_every=0",
@@ -97,7 +99,9 @@ def sft(place: Path) -> Row:
         "num_epochs=2", "max_steps=30", "learning_rate=3e-4", "save_every=0",
     ]  # fmt: skip
     with ts.served(place, model=smollm2()) as server:
-        steps = ts.run_recipe(server, "chat_sl.train", place, f"model_name={server.base}", *words)
+        steps = ts.run_recipe(
+            server, "chat_sl.train", place, f"model_name={server.base}", *words, timeout=MOST_S
+        )
         memory = server.memory_mb()[1]
     losses = curve(steps, NLL)
     return {
@@ -112,7 +116,7 @@ def sft(place: Path) -> Row:
 def rl(place: Path, seed: int) -> Row:
     with ts.served(place, f"seed={seed}", model=smollm2()) as server:
         words = [f"model_name={server.base}", *RECIPE, f"max_steps={RL_STEPS}"]
-        steps = ts.run_recipe(server, "math_rl.train", place, *words)
+        steps = ts.run_recipe(server, "math_rl.train", place, *words, timeout=MOST_S)
         memory = server.memory_mb()[1]
     rewards = curve(steps, REWARD)
     values = [value for _, value in rewards]
@@ -162,7 +166,7 @@ def step(place: Path) -> Row:
     """The recipe's prompts, as its own program sent them, are those of the run beside it."""
     with ts.served(place, model=smollm2()) as server:
         words = [f"model_name={server.base}", *RECIPE, f"max_steps={STEPS_OF_STEP}"]
-        steps = ts.run_recipe(server, "math_rl.train", place, *words)
+        steps = ts.run_recipe(server, "math_rl.train", place, *words, timeout=MOST_S)
     from quatrain.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(smollm2())
