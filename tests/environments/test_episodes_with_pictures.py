@@ -6,15 +6,21 @@ import base64
 import json
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from picture_tables import store_of, whole_params, without_tower
+from rollouts import local_rollouts
 from seeing import Says, encoded, prompt_of, seeing_tokenizer, shades, square
+from towers import CONFIGS, PROCESSORS
 
 from quatrain import StepResult
+from quatrain.config.schema import RolloutConfig
 from quatrain.data.messages import pictures_of
 from quatrain.data.pictures import PictureReader
 from quatrain.data.tokenizer import render
+from quatrain.data.turns import TurnTemplate
 from quatrain.episodes import environment
 from quatrain.episodes.environment import CheckedEnvironment
 from quatrain.episodes.environment_episodes import EnvironmentPlayer, EpisodeRules
@@ -22,7 +28,13 @@ from quatrain.episodes.environment_threads import InThreads
 from quatrain.episodes.environment_workers import _VALUES, _answer
 from quatrain.episodes.load_environment import load_environment
 from quatrain.episodes.tools import Tools
+from quatrain.forward.planner import MicroBatchPlanner
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
+from quatrain.models.families import architecture_from_hf
 from quatrain.rollout.rollouts import Rollouts
+from quatrain.types.pictures import Pictures
 from quatrain.types.rollouts import Sampling
 from quatrain.workers.faults import Fault
 
@@ -92,7 +104,7 @@ def test_every_turn_is_asked_for_with_the_pictures_so_far(tokenizer):
         ids, messages = batch.input_ids[row, :size], batch.columns["messages"][row]
         own = shades(row_of(batch, row), size)
         said = [message for message in messages if message["role"] == "assistant"]
-        assert [message["content"] for message in said] == ["a<|image_pad|>b"] * 4
+        assert [message["content"] for message in said] == ["ab"] * 4
         of_dialogue = [shade for shade in own if shade is not None]
         number = batch.columns["number"][row]
         expected = ([7] * 4 if number == 1 else []) + [100 + 10 * number] * 4
@@ -204,7 +216,7 @@ def test_a_process_sends_the_same_messages_as_a_thread():
     assert _VALUES["step"](sent[0]["value"]) == turn
     assert _VALUES["begin"](sent[1]["value"]) == turn.messages
     part = sent[1]["value"][0]["content"][1]
-    part["image_url"]["url"] = part["image_url"]["url"][:40]
+    part["image_url"]["url"] = part["image_url"]["url"].partition(",")[0] + ",bm8="
     with pytest.raises(ValueError, match="whole picture"):
         _VALUES["begin"](sent[1]["value"])
 
@@ -232,6 +244,39 @@ def test_a_tool_may_return_a_picture_or_parts():
     assert tools.counts["tool_errors"] == 0
 
 
+def test_an_environment_gets_pil_pictures():
+    """Of the column and of the prompt's messages, whose samples do not share them."""
+    got = []
+
+    class Looks:
+        def reset(self, images, prompt):
+            got.append([*images, prompt[0]["content"][1]["image"]])
+            images.clear()
+
+    picture = PictureReader().read(square(7, (24, 16)))
+    content = [{"type": "text", "text": "?"}, {"type": "image", "image": picture}]
+    columns = {"images": [picture], "prompt": [{"role": "user", "content": content}]}
+    for _ in range(2):
+        CheckedEnvironment("it", Looks()).reset(columns)
+    for pictures in got:
+        assert [(each.size, each.getpixel((0, 0))) for each in pictures] == [((24, 16), (7, 0, 0))] * 2
+    assert columns["images"] == [picture]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_template_that_writes_no_pictures_of_tools_is_said_at_the_start(tokenizer, caplog, shows):
+    template = tokenizer.chat_template
+    if not shows:
+        tokenizer.chat_template = template.replace(
+            "p.type == 'image'", "p.type == 'image' and m.role != 'tool'"
+        )
+    try:
+        TurnTemplate(tokenizer, [tokenizer.eos_token_id], [Tools(look).tools[0].schema])
+    finally:
+        tokenizer.chat_template = template
+    assert ("does not write pictures of messages of the role `tool`" in caplog.text) != shows
+
+
 def test_what_reset_says_follows_the_parts_of_the_prompt(tokenizer):
     class Says:
         def reset(self):
@@ -246,3 +291,52 @@ def test_what_reset_says_follows_the_parts_of_the_prompt(tokenizer):
     ids = batch.input_ids[0, : batch.lengths[0]].tolist()
     assert "<|vision_end|>Look. Go!<|im_end|>" in tokenizer.decode(ids)
     assert [each for each in shades(row_of(batch, 0), len(ids)) if each is not None] == [7] * 4
+
+
+@pytest.mark.slow
+def test_the_sampler_and_the_trainer_see_the_same_in_every_turn(tokenizer):
+    """V4 and V22: three turns with a picture in each, at 1e-4; with other pictures they differ."""
+    vision = tokenizer.expansion.vision
+    config = CONFIGS["qwen3_vl"]
+    text = {**config["text_config"], "vocab_size": 288}
+    config = {**config, "image_token_id": vision.placeholder_id, "text_config": text}
+    arch = architecture_from_hf(config, vision=PROCESSORS["qwen3_vl"])
+    whole = whole_params(arch)
+    store, params = store_of(arch, whole), without_tower(whole, arch)
+    environments = load_environment(Screen)
+    stop_ids = tuple(range(0, 256, 7))
+    rules = EpisodeRules(
+        tokenizer,
+        environments.turns(tokenizer, stop_ids),
+        InThreads(environments, 20.0),
+        max_turns=3,
+        max_environment_tokens=400,
+        max_tokens=600,
+        seed=1,
+    )
+    settings = RolloutConfig(n=2, max_new_tokens=60, temperature=1.0)
+    options = {"stop_ids": stop_ids, "seed": 11, "cache_bytes": 1 << 26, "features": store}
+    player = EnvironmentPlayer(rules)
+    with closing(local_rollouts(arch, settings, tokenizer, player=player, **options)) as rollouts:
+        rollouts.sync_weights(params, 3)
+        batch = rollouts.generate(
+            [prompt_of(tokenizer, [{"role": "user", "content": "?"}], number) for number in (1, 2)]
+        )
+    counts = [len(row_of(batch, row).used) for row in range(len(batch))]
+    assert max(counts) == 3
+    table, mask = TokenTable.of_policy(batch, arch), batch.completion_mask
+
+    def scored(table):
+        planner = MicroBatchPlanner(max_tokens=1024, share_prompts=True, store=store)
+        return predict_tokens(params, table, model=PolicySpec(arch), planner=planner)
+
+    np.testing.assert_allclose(scored(table)[mask], batch.rollout_logprobs[mask], atol=1e-4)
+    others = dict(zip(batch.pictures.by_id, reversed(batch.pictures.by_id.values()), strict=True))
+    same_sizes = {
+        number: other if other.size == batch.pictures.by_id[number].size else batch.pictures.by_id[number]
+        for number, other in others.items()
+    }
+    renamed = np.vectorize(lambda number: same_sizes[number].id if number else 0)(batch.pictures.ids)
+    shuffled = Pictures(renamed, batch.pictures.by_id)
+    gap = np.abs(scored(replace(table, pictures=shuffled))[mask] - batch.rollout_logprobs[mask])
+    assert gap.max() > 1e-2

@@ -7,6 +7,7 @@ Second step of the data flow: rows (`rows.py`) -> `Prompt`s for rollout and eval
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -66,6 +67,9 @@ if TYPE_CHECKING:
 
     from quatrain.data.turns import TurnsOfRow
 
+logger = logging.getLogger(__name__)
+MOST_THREADS = 16
+"""Pictures that are decoded at the same time."""
 USUAL_BATCHES = 0.95
 """Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
 
@@ -96,11 +100,16 @@ class Source:
         """Number of rows with answers that are left out because of their length."""
         self.unseen = table.unseen
         """Number of rows left out by `data.on_bad_image`, because a picture of theirs cannot be used."""
-        self.warnings = [*_about_json(table), *_about_tools(table)]
+        self.warnings = [*_about_json(table), *_about_tools(table), *_about_pictures(table)]
         """What is probably not intended, for the log."""
 
     def __len__(self) -> int:
         return self._table.size
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a row has pictures, of all processes."""
+        return any(gather_objects(any(row.pictures is not None for row in self._table.own.values())))
 
     def digests(self, first: int | None = None) -> dict[str, str]:
         """`Table.digests`: of the prompts, of their tokens and of each column, of the `first` rows."""
@@ -505,9 +514,9 @@ def _has_pictures(part: TokenRows) -> bool:
 
 
 def _with_images(rows: list[TokenRow]) -> list[TokenRow]:
-    """The rows, each with the column `images`: all prompts of a batch have the same columns."""
+    """The rows, each with the column `images`, which is empty where there are none."""
     return [
-        row if IMAGES in row.columns else replace(row, columns={**row.columns, IMAGES: []}) for row in rows
+        row if row.columns.get(IMAGES) else replace(row, columns={**row.columns, IMAGES: []}) for row in rows
     ]
 
 
@@ -519,8 +528,9 @@ def with_pictures(
     Without the rows that `data.on_bad_image` leaves out. Raises ValueError, which names the row.
     """
     root = folder_of(spec) if data.image_root is None else local_path(data.image_root)
-    reader, found = PictureReader(root, data.verify_images), []
-    threads = ThreadPoolExecutor(os.cpu_count())  # most of the work is Pillow's, which runs beside Python
+    reader, found, left_out = PictureReader(root, data.verify_images), [], 0
+    # Most of the work is Pillow's, which runs beside Python; each has a decoded picture in memory.
+    threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
     try:
         seeing = {number: row for number, row in rows.items() if sees and has_pictures(row)}
         read = {number: threads.submit(reader.of_row, row) for number, row in seeing.items()}
@@ -530,9 +540,12 @@ def with_pictures(
                     raise ValueError(BLIND)
                 try:
                     found.append(made(read.pop(number).result() if number in read else row, number))
-                except BadPicture:
+                except BadPicture as error:
                     if data.on_bad_image == "error":
                         raise
+                    if not left_out:
+                        logger.warning("%s, row %d is left out: %s", spec, number, error)
+                    left_out += 1
     finally:
         threads.shutdown(cancel_futures=True)
     return found
@@ -598,6 +611,14 @@ def _about_tools(table: Table) -> list[str]:
         f"the column `{TOOLS}` of {count} of {table.size} rows (the first is row {row}) is {what}"
         for what, (count, row) in table.tally(kind).items()
     ]
+
+
+def _about_pictures(table: Table) -> list[str]:
+    """A warning if rows are left out for a picture; the log has said what is wrong with the first."""
+    return [
+        f"{table.unseen} rows are left out, because a picture of theirs cannot be used "
+        "(data.on_bad_image=skip)"
+    ] * bool(table.unseen)
 
 
 def _check_answer(where: str, row: Row) -> None:

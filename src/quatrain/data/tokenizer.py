@@ -50,6 +50,7 @@ TEMPLATE_CPU_S, TEMPLATE_WALL_S, TEMPLATE_MEMORY_MB = 2.0, 60.0, 1024
 """Limits of rendering with a template; a process may wait for a core."""
 MOST_GROWTH = 100
 _CONFIG, _JSON, _MODEL = "tokenizer_config.json", "tokenizer.json", "config.json"
+_TEMPLATE = "chat_template.json"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -59,7 +60,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     cannot be reached, or the tokenizer needs custom code or is not a fast tokenizer.
     """
     if path.startswith("builtin:"):
-        return builtin_tokenizer()
+        return builtin_tokenizer(path.removeprefix("builtin:"))
     if path.endswith(".gguf"):
         return gguf_tokenizer(read_header(path).metadata, path)
     from transformers import PreTrainedTokenizerFast
@@ -122,10 +123,24 @@ def _loaded(source: str, has_json: bool, **options: bool) -> Any:
         tokenizer = loader.from_pretrained(source, trust_remote_code=False, **options)
         tokenizer.decode(tokenizer.encode("a b"))
         int(tokenizer.eos_token_id or 0)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _beside(source)
     template = tokenizer.chat_template or ""
     if not all(isinstance(text, str) for text in _templates_of(template)):
         raise ValueError(f"a chat template must be text, not {shown(template)}")
     return tokenizer
+
+
+def _beside(source: str) -> Any:
+    """The template of chat_template.json, where models that see had it: only their processors read it."""
+    path: Path | None = Path(source) / _TEMPLATE
+    if not Path(source).is_dir():
+        path = None
+        with contextlib.suppress(
+            Exception
+        ):  # a copy of a model on this machine may lack it, as most models do
+            path = _hub_file(source, _TEMPLATE)
+    return read_json(path).get("chat_template") if path is not None and path.is_file() else None
 
 
 def _templates_of(template: Any) -> list[Any]:

@@ -7,7 +7,6 @@ because a tool may run what the model wrote.
 
 from __future__ import annotations
 
-import base64
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from quatrain.config.errors import listed
 from quatrain.config.sections.rollout import COLUMN
 from quatrain.data.messages import with_picture_parts
-from quatrain.data.pictures import PictureReader
+from quatrain.data.pictures import PictureReader, url_part
 from quatrain.episodes.environment import CLOSED, Ended, InitialObservation, StepResult
 from quatrain.episodes.environment_threads import InThreads
 from quatrain.episodes.load_environment import AnyEnvironments, load_environments, load_tools
-from quatrain.types.pictures import Picture
 from quatrain.workers.faults import Fault, FaultKind, format_error, run_guarded
 from quatrain.workers.loop_thread import ClosedError, LoopThread, running_future
 from quatrain.workers.pool import Failure, Host, Hosts, Kind
@@ -161,11 +159,6 @@ def _messages(value: list[Any]) -> tuple[Any, ...]:
     return tuple(PictureReader(verify=False).placed(value))
 
 
-def _as_url(picture: Picture) -> dict[str, Any]:
-    content = base64.b64encode(picture.encoded).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/any;base64,{content}"}}
-
-
 def host(settings: Mapping[str, Any]) -> Callable[[Connection], None]:
     """What serves environments in a process, in threads; imports users' classes and functions."""
     specs = settings["specs"]
@@ -198,9 +191,9 @@ def _answer(reply: Callable[..., None], future: Future[Any]) -> None:
         return reply(fault=fault.args)
     value = future.result()
     if isinstance(value, StepResult):
-        value = [with_picture_parts(value.messages, _as_url), value.reward, value.done]
+        value = [with_picture_parts(value.messages, url_part), value.reward, value.done]
     elif isinstance(value, tuple) and not isinstance(value, Ended):
-        value = with_picture_parts(value, _as_url)
+        value = with_picture_parts(value, url_part)
     try:
         reply(value=value)
     except (TypeError, ValueError, RecursionError) as error:

@@ -20,6 +20,7 @@ from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
 from quatrain.models.rope import Rope
+from quatrain.models.spec import LoRA as LoRA
 from quatrain.models.spec import ParamSpec, TensorName, require
 from quatrain.models.vision import Vision
 
@@ -41,25 +42,6 @@ BOTH: Norms = (
     ("mlp_norm", "pre_feedforward_layernorm"),
     ("post_mlp_norm", "post_feedforward_layernorm"),
 )
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Adapters of low rank on matrices of every layer: W x becomes W x + (alpha / rank) B (A x).
-
-    A is [rank, in], B [out, rank] (Hu et al. 2021, arXiv 2106.09685). `targets` are names of a layer's
-    matrices (`models.params`), and `lm_head`, the output head of the vocabulary. Where this is tied to the
-    embeddings they stay as they are.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    @property
-    def scale(self) -> float:
-        """The factor of B (A x)."""
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -207,6 +189,11 @@ class Architecture:
     def with_tower(self) -> Architecture:
         """This model with its tower among its parameters, where a frozen one is not (`param_specs`)."""
         return replace(self, vision=self.vision and replace(self.vision, trained="all"))
+
+    @property
+    def without_lora(self) -> Architecture:
+        """This model without adapters: its base."""
+        return replace(self, lora=None, vision=self.vision and replace(self.vision, lora=None))
 
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""

@@ -591,7 +591,7 @@ class Learner:
         else:
             # Experts of another model have other numbers: replaying the routes of the policy would be noise.
             table = replace(table, routes=None)
-        policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
+        policy = replace(policy, mesh=mesh, arch=arch if lora else arch.without_lora)
         # The reference may lie on fewer devices than the policy: its micro-batches have as many parts as its
         # own mesh.
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)

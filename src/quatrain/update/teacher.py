@@ -19,6 +19,7 @@ from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, DistillConfig, LogprobConfig
 from quatrain.config.sections.reward import DEFAULT
+from quatrain.data.pixels import with_limits
 from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
@@ -401,6 +402,7 @@ def load_frozen(
         if not path.startswith(BUILTIN):
             check_same_tokens(load_tokenizer(path), tokenizer)
         given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
+        given["vision"] = None if policy.arch.vision else "none"
         loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
         # The other way round is no error: heads are often padded beyond the tokenizer's last id.
         if size > loaded.arch.vocab_size:
@@ -414,6 +416,8 @@ def load_frozen(
     except ValueError as error:
         raise ValueError(f"{key} {path} cannot be used: {error}") from error
     arch = loaded.arch.for_length(longest)
+    if arch.vision is not None:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     return loaded.params, PolicySpec(
         arch, model.dtype, attention=attention, mesh=mesh, temperature=temperature
     )
