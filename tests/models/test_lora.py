@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architectures import ADAPTED, of_golden
-from towers import seeing
+from towers import rows_of, seeing
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig
@@ -31,6 +31,7 @@ from quatrain.models.lora import (
     without_adapters,
 )
 from quatrain.models.params import init_params, num_params, param_specs, partition
+from quatrain.models.tower import features
 
 
 @pytest.fixture
@@ -256,6 +257,23 @@ def test_adapters_of_a_tower_are_merged_where_they_are(model_type):
         "qwen2_5_vl": ("language_model.layers.0", "visual.blocks.1.attn.qkv"),
     }[model_type]
     assert {f"{start}{own[0]}.self_attn.o_proj.lora_A.weight", f"{start}{own[1]}.lora_B.weight"} <= found
+
+
+def test_features_of_an_adapted_tower_are_those_of_the_merged_one():
+    """Catches adapters of a tower without their scale, or of other matrices than they are merged into."""
+    plain = seeing("idefics3")
+    arch = with_lora(plain, LoraConfig(rank=4, alpha=8, targets=("o", *VISION_TARGETS)))
+    params = with_adapters(init_params(plain, jax.random.key(0)), arch, jax.random.key(1))
+    params = with_trained(params, jax.tree.map(lambda x: x + 0.02, trained_part(params, arch)), arch)
+    patches, count = rows_of(arch.vision)
+
+    def seen(tower, vision):
+        return np.asarray(jax.jit(features, static_argnums=1)(tower, vision, patches))[0, :, :count]
+
+    found = seen(params["vision"], arch.vision)
+    np.testing.assert_allclose(found, seen(merged(params, arch)["vision"], plain.vision), atol=1e-4)
+    base = seen(without_adapters(params)["vision"], plain.vision)
+    assert np.abs(found - base).max() > 1e-2
 
 
 def test_a_frozen_tower_is_not_copied_for_the_sampler(small_arch, small_params):
