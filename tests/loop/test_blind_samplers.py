@@ -17,7 +17,9 @@ SEEN = [{"prompt": [{"role": "user", "content": "?"}], "images": [square(1)]}]
 @pytest.fixture(scope="module")
 def policy():
     arch, tokenizer = seeing("qwen3_vl"), seeing_tokenizer()
-    return SimpleNamespace(arch=arch, tokenizer=tokenizer, required_by={}, turns=None)
+    return SimpleNamespace(
+        arch=arch, tokenizer=tokenizer, required_by={}, turns=None, _blind=lambda config: None
+    )
 
 
 def prompts(policy, rows, **sections):
@@ -28,18 +30,16 @@ def prompts(policy, rows, **sections):
     return LoadedPolicy.prompts(policy, config, "rows", scorer, {"rows": rows}, {})
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"rollout": {"servers": ["http://a:1"]}}, r"inference servers \(rollout.servers\) get no pictures"),
-        ({"distill": {"teacher": "http://a:1"}}, r"a teacher on a server \(distill.teacher\) gets no"),
-    ],
-)
-def test_servers_are_given_no_data_with_pictures(policy, sections, message):
-    with pytest.raises(ValueError, match=f"rows has pictures: {message}"):
-        prompts(policy, SEEN, **sections)
-    assert len(prompts(policy, TEXT, **sections)) == 1
+def test_servers_are_given_no_data_with_pictures(policy, monkeypatch):
+    servers = {"rollout": {"servers": ["http://a:1"]}}
+    with pytest.raises(ValueError, match=r"rows has pictures: inference servers \(rollout.servers\) get no"):
+        prompts(policy, SEEN, **servers)
+    assert len(prompts(policy, TEXT, **servers)) == 1
     assert prompts(policy, SEEN).has_pictures
+    monkeypatch.setattr(policy, "_blind", lambda config: "the critic has no tower")
+    with pytest.raises(ValueError, match="rows has some; the critic has no tower"):
+        prompts(policy, SEEN)
+    assert len(prompts(policy, TEXT)) == 1
 
 
 def test_a_sampler_that_cannot_see_is_closed_before_the_first_step(policy, monkeypatch):

@@ -92,16 +92,15 @@ class Policy:
     __repr__ = brief
 
     @property
-    def frozen_fingerprint(self) -> str | None:
-        """The fingerprint of what is frozen: the base of adapters, a tower or a part of it; None: nothing."""
-        if not self.arch.partly_frozen:
-            return None
-        frozen = frozen_part(self.params, self.arch)
-        found = [tree_fingerprint(frozen)] if jax.tree.leaves(frozen) else []
+    def frozen_fingerprints(self) -> dict[str, str]:
+        """Of what is not trained: of `base`, that of adapters or of a projector, and of a frozen `tower`."""
+        found, frozen = dict[str, str](), frozen_part(self.params, self.arch)
+        if jax.tree.leaves(frozen):
+            found["base"] = tree_fingerprint(frozen)
         # Of the files: a frozen tower is in memory only where there are pictures.
         if self.arch.vision and self.arch.vision.trained == "frozen" and self.whole:
-            found.append(self.whole.fingerprint)
-        return "+".join(found)
+            found["tower"] = self.whole.fingerprint
+        return found
 
     def store_beside(self, arch: Architecture, path: str, mesh: Mesh) -> FeatureStore | None:
         """The pictures for the model `path`, which reads what the policy samples; None if either sees none.

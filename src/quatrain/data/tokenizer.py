@@ -60,7 +60,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     cannot be reached, or the tokenizer needs custom code or is not a fast tokenizer.
     """
     if path.startswith("builtin:"):
-        return builtin_tokenizer()
+        return builtin_tokenizer(path.removeprefix("builtin:"))
     if path.endswith(".gguf"):
         return gguf_tokenizer(read_header(path).metadata, path)
     from transformers import PreTrainedTokenizerFast

@@ -36,6 +36,7 @@ from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import check_held, device_put, mesh_shape, shardings, to_memory
 from quatrain.run.best import best_step
 from quatrain.run.checkpoint import Checkpointer
+from quatrain.run.resume import check_frozen
 from quatrain.run.run_dir import checkpoint_steps
 from quatrain.serve.tinker.checkpoint import CONFIG, META, read_checkpoint
 from quatrain.serve.tinker.training import adapted
@@ -93,8 +94,8 @@ def export_policy(
             base = str(own.resolve())
         elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
             unscored = {name: jnp.zeros_like(leaf) for name, leaf in params.items() if name == SCORE}
-            plain, weights = replace(arch, lora=None), without_adapters(params) | unscored
-            save_hf(directory / BASE, plain, weights, sampling=sampling)
+            plain, weights = arch.without_lora, without_adapters(params) | unscored
+            save_hf(directory / BASE, plain, weights, sampling=sampling, whole=whole if arch.vision else None)
             base = str((directory / BASE).resolve())
         save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():
@@ -156,8 +157,7 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)
     found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
     checkpointer.close()
-    if frozen := loaded.frozen_fingerprint:
-        check_base(host.get("base"), frozen, config.model.path, run)
+    check_frozen(loaded.frozen_fingerprints, host, config.model.path, run)
     params = with_trained(loaded.params, arrays["params"], arch)
     export_policy(
         output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path, whole=loaded.whole

@@ -362,7 +362,7 @@ class Course:
     def _reference_model(self, params: Any) -> tuple[Any, ModelSpec]:
         """The weights of the reference, and how its log-probabilities are computed."""
         if self._config.dpo.reference == INITIAL:
-            return without_adapters(params), replace(self.spec, arch=replace(self.spec.arch, lora=None))
+            return without_adapters(params), replace(self.spec, arch=self.spec.arch.without_lora)
         weights, spec = _other_reference(self._config, self._policy)
         if self._longest > spec.arch.longest:
             raise ValueError(

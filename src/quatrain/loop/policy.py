@@ -36,8 +36,14 @@ from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.start_fleet import BLIND_SERVERS
-from quatrain.update.server_teacher import BLIND_TEACHER
-from quatrain.weights.load_model import BUILTIN, Model, load_model, load_processor, load_tower
+from quatrain.weights.load_model import (
+    BUILTIN,
+    Model,
+    load_architecture,
+    load_model,
+    load_processor,
+    load_tower,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,11 +84,28 @@ class LoadedPolicy(Policy):
             by_pass_rate=by_pass_rate,
             rows=hub_rows(config, spec, rows),
         )
-        servers = {BLIND_SERVERS: config.rollout.servers, BLIND_TEACHER: config.distill.servers}
-        blind = [why for why, named in servers.items() if named]
-        if blind and self.arch.vision is not None and source.has_pictures:
-            raise ValueError(f"{shown_data_sets(spec)} has pictures: {blind[0]}")
+        if self.arch.vision is not None and source.has_pictures:
+            if config.rollout.servers:
+                raise ValueError(f"{shown_data_sets(spec)} has pictures: {BLIND_SERVERS}")
+            if blind := self._blind(config):
+                raise ValueError(
+                    f"what reads prompts with pictures must see them, and {shown_data_sets(spec)} has some; "
+                    f"{blind}"
+                )
         return source
+
+    def _blind(self, config: Config) -> str | None:
+        """What reads the policy's prompts without their pictures, and the remedy; None: nothing does."""
+        if self.critic_arch is not None and self.critic_arch.vision is None:
+            return (
+                f"the critic {config.critic.path} has no tower: name one that has, or set critic.path to null"
+            )
+        if models := config.reward.models:
+            return f"reward models read texts: leave {', '.join(models)} out of reward.functions"
+        for path in config.distill.models:
+            if load_architecture(path, vocab_size=len(self.tokenizer), vision=None).vision is None:
+                return f"the teacher {path} has no tower: name one that has in distill.teacher"
+        return None
 
 
 def load_policy(
@@ -195,7 +218,8 @@ def _store(config: Config, loaded: Model, mesh: Mesh) -> FeatureStore | None:
         return None
     # In the dtype of its products: a frozen tower is exported from its files, whatever it is here.
     frozen = partial(load_tower, path, arch, mesh, model.dtype)
-    pixels = Pixels(arch.vision, load_processor(path))
+    processor = loaded.whole.processor if loaded.whole else load_processor(path)
+    pixels = Pixels(arch.vision, processor)
     store = FeatureStore(arch, mesh, model.dtype, model.vision_cache_bytes, pixels, frozen=frozen)
     # The update reads states below the projector from the first step on; a sampler need not be here.
     if store.kept == "states" and loaded.params is not None:
@@ -226,6 +250,11 @@ def _load_critic(
     path = config.critic.path
     if not config.critic.enabled:
         return None, None
+    if policy.vision and policy.vision.trained != "frozen":  # by default, of a built-in model
+        raise ValueError(
+            f"with a critic a tower must be frozen, or left out; got model.vision {policy.vision.trained}; "
+            "set model.vision to none, or take an advantage.estimator without a critic"
+        )
     if path is None:
         return replace(policy, head="value_head"), None
     if not path.startswith(BUILTIN):
@@ -241,6 +270,7 @@ def _load_critic(
         mesh=meshes.critic,
         head="value_head",
         weights=weights,
+        vision=None if policy.vision else "none",
     )
     longest = min(longest_sequence(config), policy.max_position)
     if longest > model.arch.max_position or len(tokenizer) > model.arch.vocab_size:
@@ -251,6 +281,8 @@ def _load_critic(
             "critic, or set critic.path to null"
         )
     arch = model.arch.for_length(longest_of_run(config))
+    if arch.vision is not None:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     _attention(config, arch)
     return arch, model.params
 

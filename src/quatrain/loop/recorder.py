@@ -134,8 +134,8 @@ class Recorder:
         gap = metrics.get("vision/blind_gap")
         if gap is not None and gap.result() < LEAST_BLIND_GAP:
             logger.warning(
-                "step %d: grey in the place of pictures changes log-probabilities by %.2g nats on average: the "
-                "model does not see them. Look at a sample's prompt, at model.path and at its "
+                "step %d: grey in the place of pictures changes log-probabilities by %.2g nats on average: "
+                "the model does not see them. Look at a sample's prompt, at model.path and at its "
                 "preprocessor_config.json",
                 *(step, gap.result()),
             )

@@ -45,14 +45,12 @@ class Patches(NamedTuple):
     """[F] int32: where the tower's output has each of the pictures' features, one picture after another."""
 
 
-def patches_of(
-    vision: Vision, pixels: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]], minimum: int = 1
-) -> Patches:
+def patches_of(vision: Vision, pixels: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Patches:
     """One row of patches with these pictures, in order.
 
     `pixels` [patches, values] are in merge order: block row, block column, row, column within a block of
-    `merge` x `merge` patches, one grid after another. F, of `minimum` or more, is rounded up to few sizes,
-    and P is F `merge`**2. Raises ValueError for pixels that are not those of a picture of this size.
+    `merge` x `merge` patches, one grid after another. F is rounded up to few sizes, and P is F `merge`**2.
+    Raises ValueError for pixels that are not those of a picture of this size.
     """
     for values, size in zip(pixels, sizes, strict=True):
         expected = vision.num_patches(size), vision.patch_values
@@ -65,7 +63,7 @@ def patches_of(
     counts = np.array([grid.rows * grid.columns for grid in grids], np.int64)
     starts = np.cumsum(counts) - counts
     parts = [_layout(vision, grid) for grid in grids]
-    width = round_up_coarsely(int(counts.sum()) // m2, minimum)
+    width = round_up_coarsely(int(counts.sum()) // m2)
     order = np.concatenate([start + part["order"] for start, part in zip(starts, parts, strict=True)])
 
     def padded(values: np.ndarray, to: int) -> np.ndarray:
@@ -175,7 +173,8 @@ def states(
     attends = {name: _attention(layout[name], backend) for name in ("grids", "windows") if name in layout}
 
     def run(attend: Attend, specs: Any, x_RPW: jax.Array, layer: Layer, angles: Angles | None) -> jax.Array:
-        return block.run(x_RPW, GatheredLayer(layer, specs, dtype), angles, attend)
+        scale = vision.lora.scale if vision.lora else 1.0
+        return block.run(x_RPW, GatheredLayer(layer, specs, dtype), angles, attend, scale)
 
     levels = []
     for number, (layer, layer_specs) in enumerate(zip(tower["blocks"], specs["blocks"], strict=True)):

@@ -19,6 +19,7 @@ from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, DistillConfig, LogprobConfig
 from quatrain.config.sections.reward import DEFAULT
+from quatrain.data.pixels import with_limits
 from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
@@ -103,6 +104,11 @@ class FrozenModel:
         """As `OwnWeights.scores`."""
         return model_scores(self.on_device(), table, model=self.spec, planner=self._planner, top=top)
 
+    @property
+    def sees(self) -> bool:
+        """Whether it can read sequences with pictures."""
+        return self._planner.store is not None
+
     def on_device(self) -> Any:
         """The parameters on the devices."""
         return to_memory("device", self._params)
@@ -123,6 +129,8 @@ class WordTeacher:
         self.longest, self.forms = model.longest, model.spec.forms
         self.scorer = Teacher({DEFAULT: model})
         """What scores tokens outside of the update."""
+        self.blind = ["distill.teacher, with a loss over all words"]
+        """Of those that are asked, which cannot read pictures."""
 
     def joined(
         self, policy: ModelSpec, params: Any, batches: Iterable[MicroBatch]
@@ -179,6 +187,15 @@ class Teacher:
         # A server also gives the sampled word, which need not be among the likeliest.
         served = any(isinstance(source, ServerTeacher) for source in sources.values())
         self._width = None if top is None else top.count + served
+
+    @property
+    def blind(self) -> list[str]:
+        """Of the data sources with a teacher, those whose teacher cannot read pictures."""
+        return [
+            f"distill.teacher of {name}"
+            for name, source in self._sources.items()
+            if isinstance(source, ServerTeacher) or (isinstance(source, FrozenModel) and not source.sees)
+        ]
 
     def check_sources(self, sources: Iterable[object]) -> None:
         """Raises ValueError unless `sources`, those of the data, are those with a teacher."""
@@ -401,6 +418,7 @@ def load_frozen(
         if not path.startswith(BUILTIN):
             check_same_tokens(load_tokenizer(path), tokenizer)
         given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
+        given["vision"] = None if policy.arch.vision else "none"
         loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
         # The other way round is no error: heads are often padded beyond the tokenizer's last id.
         if size > loaded.arch.vocab_size:
@@ -414,6 +432,8 @@ def load_frozen(
     except ValueError as error:
         raise ValueError(f"{key} {path} cannot be used: {error}") from error
     arch = loaded.arch.for_length(longest)
+    if arch.vision is not None:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     return loaded.params, PolicySpec(
         arch, model.dtype, attention=attention, mesh=mesh, temperature=temperature
     )

@@ -174,7 +174,8 @@ def image_processor(directory: Path) -> dict[str, Any]:
 
 def read_whole(directory: Path) -> Whole:
     """What the parameters of a model in a local directory are a part of."""
-    return Whole(_read_json(directory, CONFIG), directory, _tensor_files(directory))
+    processor = image_processor(directory)
+    return Whole(_read_json(directory, CONFIG), directory, _tensor_files(directory), processor)
 
 
 def read_sampling(directory: str | Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from quatrain.config.places import local_path
 from quatrain.models.architecture import Architecture, Head
-from quatrain.models.families import builtin_architecture
+from quatrain.models.families import BUILTIN_PROCESSOR, builtin_architecture, builtin_config
 from quatrain.models.params import Params, init_params, partition
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.weights import hf
@@ -74,7 +74,8 @@ def load_model(
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids, vision=vision)
         arch = replace(arch, head=head)
         if weights:
-            return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
+            params = init_params(arch, jax.random.key(seed), dtype, mesh)
+            return Model(arch, params, whole=_whole_of(path, arch))
         if mesh is not None:
             partition(arch, mesh_shape(mesh))
         return Model(arch, None)
@@ -95,7 +96,9 @@ def load_tower(path: str, arch: Architecture, mesh: Mesh, dtype: DTypeLike = jnp
 
 def load_processor(path: str) -> dict[str, Any]:
     """The settings of the image processor of the model at `path`; {}: transformers' defaults."""
-    return {} if path.startswith(BUILTIN) else image_processor(model_directory(path, weights=False))
+    if path.startswith(BUILTIN):
+        return BUILTIN_PROCESSOR
+    return image_processor(model_directory(path, weights=False))
 
 
 def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
@@ -144,12 +147,20 @@ def load_architecture(
     return read_architecture(model_directory(path, weights=False), vision)
 
 
+def _whole_of(path: str, arch: Architecture) -> Whole | None:
+    """What a built-in model with a tower is exported as."""
+    if arch.vision is None:
+        return None
+    config = builtin_config(path.removeprefix(BUILTIN), arch.vocab_size, arch.eos_token_ids)
+    return Whole(config, processor=BUILTIN_PROCESSOR)
+
+
 def _of_random(arch: Architecture, vision: VisionChoice, path: str) -> Architecture:
     """A built-in model, of whose tower `vision` is trained: all of it by default, because it is random."""
     if vision in ("frozen", "projector") or (vision == "all" and arch.vision is None):
-        has = "has none" if arch.vision is None else "is random"
+        has = f"{path} has none" if arch.vision is None else f"that of {path} is random"
         raise ValueError(
-            "model.vision of a built-in model must be all, if it has a tower, or none; the tower of "
-            f"{path} {has}; set model.vision to {'none' if arch.vision is None else 'all'}"
+            f"model.vision of a built-in model must be all, if it has a tower, or none; {has}; set "
+            f"model.vision to {'none' if arch.vision is None else 'all'}"
         )
     return replace(arch, vision=None) if vision == "none" else arch.with_tower

@@ -53,6 +53,8 @@ class Whole:
     directory: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     """The file of each tensor, by the names of the folder."""
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of its image processor."""
 
     def names(self, names: Sequence[TensorName], arch: Architecture) -> list[TensorName]:
         """Those of `names`, tensors of `arch`, that are written, under the names of the folder.
@@ -94,7 +96,10 @@ class Whole:
 
     def copy_files(self, directory: Path) -> None:
         """Copies what processors read into `directory`."""
-        for name in CARRIED_FILES if self.directory else ():
+        if self.directory is None:
+            (directory / IMAGE_PROCESSOR).write_text(json.dumps(self.processor, indent=2) + "\n")
+            return
+        for name in CARRIED_FILES:
             if (source := self.directory / name).is_file():
                 shutil.copyfile(source, directory / name)
 
