@@ -57,6 +57,7 @@ QWEN = {"temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
 TOWERS: dict[str, dict[str, Any]] = {
     "smolvlm2-256m": {
         "model_type": "smolvlm", "scale_factor": 4, "image_token_id": 90,
+        "processor": {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
         "vision_config": {
             "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
             "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
@@ -79,7 +80,8 @@ TOWERS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""config.json of towers, as published, without their text models, of which one small layer is made."""
+"""config.json of towers, as published, without their text models, of which one small layer is made; and
+`processor`, what preprocessor_config.json says of sizes."""
 SIZE, SMALL_SIZE = (1024, 768), (96, 64)
 PICTURES, SMALL_PICTURES = 8, 2
 """Of a micro-batch."""
@@ -111,20 +113,19 @@ class Run:
 def architecture(name: str, small: bool) -> Architecture:
     """A model with the tower `name`, or a tiny one of its kind; its text part has one small layer."""
     config = dict(TOWERS[name])
-    hidden = config.pop("hidden", 576)
+    hidden, processor = config.pop("hidden", 576), config.pop("processor", {})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if config["model_type"] != "smolvlm":
-        third = hidden // 24
-        rope["mrope_section"] = [hidden // 8 - 2 * third, third, third]
+        rope["mrope_section"] = [8, 12, 12]
     text = {
-        "hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
         "intermediate_size": 64, "vocab_size": 96, "rope_parameters": rope,
     }  # fmt: skip
-    arch = architecture_from_hf({**config, "text_config": text}, vision={})
+    arch = architecture_from_hf({**config, "text_config": text}, vision=processor)
     assert arch.vision is not None
     vision = replace(arch.vision, trained="all")
     if small:
-        vision = replace(vision, depth=1, deepstack=vision.deepstack and (0,), whole=())
+        vision = replace(vision, depth=1, deepstack=vision.deepstack and (0,), whole=(), splits=False)
     return replace(arch, vision=vision)
 
 
