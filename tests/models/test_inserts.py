@@ -22,6 +22,7 @@ def test_features_stand_in_the_place_of_scaled_embeddings(small_arch, small_para
     others = jnp.where(rows >= 0, 7, ids)
     each = run(others, Inserts(table[:, None], rows))
     np.testing.assert_allclose(each, expected, atol=1e-6)
-    shared = Inserts(table.reshape(1, 1, 12, -1), np.where(rows >= 0, rows + [[0], [6]], -1).astype(np.int32))
+    behind = np.where(rows >= 0, rows + np.array([[0], [6]], np.int32), -1)
+    shared = Inserts(table.reshape(1, 1, 12, -1), behind)
     np.testing.assert_allclose(run(others, shared), expected, atol=1e-6)
     assert np.abs(run(others, None) - expected).max() > 1e-2
