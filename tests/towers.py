@@ -18,7 +18,7 @@ from quatrain.models.families.multimodal import text_tensors
 from quatrain.models.params import Params, assemble, leaf_at, tensor_names
 from quatrain.models.spec import TensorName
 from quatrain.models.tower import Patches, features, patches_of
-from quatrain.models.vision import Inserts, Vision
+from quatrain.models.vision import Inserts, TrainedVision, Vision
 
 PLACEHOLDER = 90
 VIDEO = 91
@@ -148,11 +148,13 @@ TEXTS = (5, 1, 7, 4, 6)
 """Tokens before each of them, and behind the last."""
 
 
-def seeing(model_type: str, config: Mapping[str, Any] | None = None) -> Architecture:
-    """The small model of this type with its tower, which is trained; or one of this `config`."""
+def seeing(
+    model_type: str, trained: TrainedVision = "all", *, config: Mapping[str, Any] | None = None
+) -> Architecture:
+    """The small model of this type with its tower; or one of this `config`."""
     arch = architecture_from_hf(config or CONFIGS[model_type], vision=PROCESSORS[model_type])
     assert arch.vision is not None
-    return replace(arch, vision=replace(arch.vision, trained="all"))
+    return replace(arch, vision=replace(arch.vision, trained=trained))
 
 
 def picture(vision: Vision, number: int, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +200,7 @@ class SeeingGolden(GoldenModel):
         def read(name: TensorName, parameter: np.ndarray) -> None:
             name.put(parameter, weights[ours[name.name]])
 
-        arch = seeing(self.config["model_type"], self.config)
+        arch = seeing(self.config["model_type"], config=self.config)
         assert {name.name for name in tensor_names(arch)} == {*ours}
         return arch, assemble(arch, np.float32, read)
 

@@ -1,40 +1,25 @@
 import json
-from dataclasses import dataclass
+from copy import deepcopy
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pictured import VISION, picture, tokens_of
+from towers import CONFIGS, PROCESSORS
 
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.rope import Rope, rope_angles
 from quatrain.models.rope_positions import rope_positions
-from quatrain.models.vision import Cells, Vision
-from quatrain.types.pictures import Picture, Pictures
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "rope_positions.json").read_text())["cases"]
 
 
-@dataclass(frozen=True)
-class InCells(Vision):
-    """A picture's width and height count cells."""
-
-    def cells(self, size):
-        return Cells(size[1], size[0])
-
-    def num_placeholders(self, size):
-        return size[0] * size[1]
-
-
-VISION = InCells("qwen3_vl", 0)
-
-
 def pictures_of(runs):
     """The pictures of runs of tokens: a number of text tokens, or the [rows, columns] of a picture."""
-    tokens = []
-    for run in runs:
-        picture = None if isinstance(run, int) else Picture.of(bytes(run), (run[1], run[0]))
-        tokens += [picture] * (run if isinstance(run, int) else run[0] * run[1])
-    return Pictures.of(tokens)
+    found = tokens_of([[5] * run if isinstance(run, int) else picture(*run) for run in runs])[1]
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,3 +68,16 @@ def test_angles_turn_by_the_axis_of_their_frequency():
     np.testing.assert_allclose(angles.sin[0, 0, 0], np.sin(expected), atol=1e-6)
     text = rope_angles(jnp.array([[3, 3]]), rope, 8)
     np.testing.assert_array_equal(angles.cos[0, 1], text.cos[0, 1])
+
+
+def test_a_tower_with_a_grid_needs_the_sections_of_its_text_model():
+    """Else the error came with the first picture; and Qwen3 alternates, whatever config.json says."""
+    config = deepcopy(CONFIGS["qwen3_vl"])
+    rope = config["text_config"]["rope_parameters"]
+    del rope["mrope_interleaved"]
+    found = architecture_from_hf(config, vision=PROCESSORS["qwen3_vl"])
+    assert found.attentions[0].rope.axes(8).tolist() == [0, 1, 2, 0]
+    rope["mrope_section"] = [2, 2, 1]
+    assert architecture_from_hf(config).attentions[0].rope.sections == (2, 2, 1)  # text reads none of it
+    with pytest.raises(ValueError, match=r"^config.json: mrope_section has three numbers .* got \[2, 2, 1\]"):
+        architecture_from_hf(config, vision=PROCESSORS["qwen3_vl"])

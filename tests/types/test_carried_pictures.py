@@ -2,18 +2,21 @@
 
 import json
 import pickle
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from quatrain.cluster.processes import _array_as_json, _array_of_json
+from quatrain.cluster.processes import _read, _written
 from quatrain.forward.table import TokenTable
+from quatrain.rollout.rollouts import _plain, _row
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.join import _join_rollouts
-from quatrain.types.pictures import TEXT, Picture, Pictures, joined
+from quatrain.types.pictures import IN_JSON, TEXT, Picture, Pictures, PicturesInJson, joined
 from quatrain.types.piece import Piece
-from quatrain.types.rollouts import Completion, Sampling, pictures_of, rollout_batch
-from quatrain.types.sampler import Request, plain, request_of
+from quatrain.types.rollouts import Completion, Sampling, rollout_batch, sequence_pictures
+from quatrain.types.sampler import Request, Sampler, plain, request_of, sampled
 
 RED, BLUE, GREEN = (Picture.of(name.encode(), (8 + number, 8)) for number, name in enumerate("rbg"))
 
@@ -30,7 +33,7 @@ def episode(first: Prompt) -> Completion:
     """Two sampled tokens, an answer whose middle token is GREEN, another, an answer of text, and another."""
     completion = Completion()
     completion.extend([5, 6], [-1.0] * 2, 0)
-    before = pictures_of(first, completion), len(first.input_ids) + 2
+    before = sequence_pictures(first, completion), len(first.input_ids) + 2
     completion.begin_turn([7, 8, 9], joined(before, (of(None, GREEN, None), 3)))
     completion.append(Piece([5], [-1.0], [0]), 0)
     completion.begin_turn([7, 7])
@@ -92,9 +95,9 @@ def test_a_request_and_its_pictures_are_the_same_in_another_process(tmp_path):
     (tmp_path / "b").write_bytes(b"b")
     there = Picture.of(tmp_path / "b", BLUE.size)
     first = Prompt(3, np.ones(4, np.int32), "", pictures=of(RED, None, there, RED))
-    told = json.dumps(plain(Request(first, 2, Sampling(1, 4))), default=_array_as_json)
+    told = json.dumps(plain(Request(first, 2, Sampling(1, 4))), default=_written(PicturesInJson()))
     (tmp_path / "b").unlink()
-    again = request_of(json.loads(told, object_hook=_array_of_json)).prompt.pictures
+    again = request_of(json.loads(told, object_hook=_read(PicturesInJson()))).prompt.pictures
     assert names(again.ids) == "r.br"
     assert {each.id: (each.size, each.encoded) for each in again.used} == {
         RED.id: (RED.size, b"r"),
@@ -107,7 +110,7 @@ def test_a_request_and_its_pictures_are_the_same_in_another_process(tmp_path):
     [
         (of(RED), r"pictures.ids: expected shape \(2,\); got shape \(1,\)"),
         (Pictures(np.array([RED.id, 0]), {}), "pictures.by_id: expected every picture of pictures.ids"),
-        (Pictures(np.array([RED.id, 0], np.int32), {RED.id: RED}), "expected dtype int64; got dtype int32"),
+        (Pictures(np.zeros(2, np.int32), {}), "expected dtype int64; got dtype int32"),
     ],
 )
 def test_a_prompt_refuses_pictures_of_other_tokens(pictures, message):
@@ -136,3 +139,67 @@ def test_what_was_sampled_and_padding_are_text(place, tokenizer):
 def test_a_picture_compares_by_its_bytes():
     assert pickle.loads(pickle.dumps(RED)) == RED != BLUE
     assert Picture.of(b"r", (1, 1)) == RED
+
+
+def test_a_text_has_the_bytes_of_a_picture_once():
+    """As messages of an episode have them too, in any order and depth."""
+    value = [{"content": [RED, "r"]}, BLUE, {"again": RED}, Picture.of(b"b", BLUE.size)]
+    text = json.dumps(value, default=PicturesInJson().written)
+    assert text.count("null") == text.count(IN_JSON) - 2 == 2
+    again = json.loads(text, object_hook=PicturesInJson().read)
+    assert again == value
+    assert [again[1].encoded, again[2]["again"].encoded, again[3].size] == [b"b", b"r", BLUE.size]
+    with pytest.raises(TypeError, match="object is not a value that JSON has"):
+        json.dumps([object()], default=PicturesInJson().written)
+
+
+class Sees(Sampler):
+    """Keeps what it is asked for, and samples nothing."""
+
+    cannot_see = None
+
+    def load(self, weights, version):
+        """Nothing to load."""
+
+    def start(self, requests, listener):
+        self.asked = requests
+        return Future()
+
+
+class IsBlind(Sees):
+    cannot_see = Sampler.cannot_see
+
+
+def test_a_sampler_that_cannot_see_is_given_no_pictures():
+    """The fault: it would sample after the placeholders alone."""
+    sampling, blind = Sampling(1, 4), IsBlind()
+    [turn] = sampled(blind, [Request(prompt(None, RED), 0, sampling)])
+    with pytest.raises(ValueError, match=r"pictures would be lost: rollout\.sampler must see"):
+        turn.result(0)
+    assert not hasattr(blind, "asked")
+    assert not sampled(blind, [Request(prompt(None), 0, sampling)])[0].done()
+    assert not sampled(Sees(), [Request(prompt(None, RED), 0, sampling)])[0].done()
+
+
+def test_rows_of_the_main_process_have_their_pictures_in_all():
+    """Those that an environment brought with its opening, or in a later turn; others are there."""
+    red, text = prompt(None, RED), prompt(None, None)
+    opened = replace(red, input_ids=np.arange(3, dtype=np.int32), pictures=of(None, BLUE, None))
+    single = Completion([5], [-1.0], [0])
+    for given, returned, completion, num_told in (
+        (red, red, single, 0),
+        (red, opened, single, 1),
+        (text, text, episode(text), 1),
+        (red, red, episode(red), 2),
+        (red, replace(red, pictures=of(None, RED)), single, 0),
+        (red, text, single, 0),
+    ):
+        told = json.dumps(_plain(given, returned, completion), default=_written(PicturesInJson()))
+        assert told.count(IN_JSON) == num_told
+        again = _row(given, json.loads(told, object_hook=_read(PicturesInJson())))
+        assert again[1] == completion
+        there, here = sequence_pictures(*again), sequence_pictures(returned, completion)
+        assert (there is None) == (here is None)
+        if here is not None:
+            assert names(there.ids) == names(here.ids)
+            assert set(there.used) == set(here.used)

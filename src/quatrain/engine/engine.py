@@ -109,7 +109,7 @@ class RolloutEngine:
         backend: Backend | None = None,
         features: FeatureStore | None = None,
     ):
-        self._vision, self._features = arch.vision, features
+        self._features = features
         arch = replace(arch, vision=None)
         self._with_adapters = arch
         self.arch = merged_architecture(arch) if config.lora == "merged" else arch
@@ -147,7 +147,6 @@ class RolloutEngine:
         *,
         per_request_sampling: bool = False,
         cache_bytes: int | None = None,
-        features: FeatureStore | None = None,
     ) -> Self:
         """The engine that samples from `policy` on devices of this run, without weights."""
         return cls(
@@ -163,7 +162,7 @@ class RolloutEngine:
             usual_prompt=policy.usual_prompt,
             per_request_sampling=per_request_sampling,
             backend=policy.backend,
-            features=features,
+            features=policy.store,
         )
 
     def sync_weights(self, params: Any, version: int) -> None:
@@ -190,11 +189,8 @@ class RolloutEngine:
         A tower that is trained is copied where it is.
         """
         copied = copies_if_aliased(self.placed(params), _text_of(params), self._with_adapters)
-        if self._vision is not None:
-            tower = params[VISION]
-            if self._vision.trained != "frozen":
-                tower = jax.tree.map(copy_if_aliased, tower, tower)
-            copied = {**copied, VISION: tower}
+        if VISION in params:
+            copied = {**copied, VISION: jax.tree.map(copy_if_aliased, params[VISION], params[VISION])}
         return jax.block_until_ready(copied)
 
     def placed(self, params: Any) -> Any:
@@ -233,6 +229,11 @@ class RolloutEngine:
     def num_kept_blocks(self) -> int:
         """Blocks of contexts that are kept beside the KV cache."""
         return 0 if self._session is None else self._session.num_kept_blocks
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have pictures."""
+        return self._features is not None
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the turns of `requests`; a ticket for each.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import numpy as np
 
+from quatrain.data.expansion import BLIND
 from quatrain.engine.decode import Extended, Packed
 from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued, Restored
@@ -90,10 +91,7 @@ def seen_by(prompt: Prompt, features: FeatureStore | None) -> Seen | None:
     if pictures is None or not pictures.ids.any():
         return None
     if features is None:
-        raise ValueError(
-            "a prompt with pictures needs a model that sees; this one reads text alone, and the prompt has "
-            f"{len(pictures.used)}; set model.vision to frozen, or leave pictures out"
-        )
+        raise ValueError(BLIND)
     vision = features.vision
     numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
     turned = rope_positions(vision, pictures, len(pictures)) if vision.has_grid else ()

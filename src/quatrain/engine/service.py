@@ -21,8 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.cluster.start_thread import start_thread
+from quatrain.data.expansion import BLIND
 from quatrain.engine.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.engine.scoring import Scores
+from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.pictures import Pictures
@@ -45,6 +47,11 @@ T = TypeVar("T")
 CLOSED = "the engine was closed while turns were in flight"
 IDLE_S = 0.02
 """Seconds that a round waits for requests if there is nothing to sample."""
+
+
+def blind(arch: Architecture) -> str | None:
+    """Why an engine with this model sees no pictures (`Sampler.cannot_see`); None: it does."""
+    return BLIND if arch.vision is None else None
 
 
 @dataclass
@@ -149,6 +156,11 @@ class EngineService(Sampler):
         self._round: tuple[float, int] | None = None
         """When the round that runs began, and how many programs had been compiled then."""
         self._thread = None if thread is None else start_thread(self._work, name=thread)
+
+    @property
+    def cannot_see(self) -> str | None:  # type: ignore[override]
+        """The model must have a tower, which is read with it."""
+        return None if self.engine.sees else BLIND
 
     @property
     def exchanges_in_flight(self) -> bool:

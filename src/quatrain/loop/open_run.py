@@ -185,7 +185,8 @@ def export(run: Run, params: Any, step: int) -> None:
     """
     run.recorder.progress.stage("export")
     loaded, base = run.loaded, run.config.model.path
-    export_policy(run.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling, base=base)
+    given = loaded.arch, params, loaded.tokenizer, loaded.sampling
+    export_policy(run.folder.final, *given, base=base, whole=loaded.whole)
     run.checkpoints.check_last()
     if (repository := run.config.hub.push) and is_main_process():
         try:

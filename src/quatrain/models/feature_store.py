@@ -10,12 +10,14 @@ Shapes: F features, L further levels of features, D hidden size of the text mode
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import jax
@@ -25,8 +27,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from quatrain.backend import Backend, this_backend
 from quatrain.models.architecture import Architecture
-from quatrain.models.params import partition
-from quatrain.models.vision import Inserts, Patches, Vision, features, patches_of
+from quatrain.models.params import VISION, partition
+from quatrain.models.tower import Patches, features, patches_of, projected, states
+from quatrain.models.vision import Inserts, Vision
 from quatrain.ops.shape_buckets import round_up_coarsely
 from quatrain.parallel.axes import DATA_AXES
 from quatrain.parallel.collectives import all_gather_shards, shard_mapped
@@ -39,6 +42,8 @@ Kept = Literal["features", "states", "pixels"]
 """Features; what the projector makes them of; or what the whole tower does."""
 KEPT: dict[str, Kept] = {"frozen": "features", "projector": "states", "all": "pixels"}
 """What no training step changes, by what is trained (`Vision.trained`)."""
+Part = Literal["all", "states", "projector"]
+"""Of a tower: from patches to features, from patches to states, or from states to features."""
 AT_ONCE = 16
 """Pictures that are decoded at the same time, each by a thread."""
 
@@ -62,6 +67,9 @@ class FeatureStats:
 class FeatureStore:
     """The features of pictures for the model `arch`, by a tower on `mesh` in `dtype`.
 
+    `frozen()` reads the parameters of a tower that is frozen, on `mesh`, when the first picture comes. One
+    that is trained is among those of the model (`load`).
+
     `pixels(picture)` are its patches [patches, values] in the order the tower reads. At most `num_bytes` are
     kept on the host, but whatever was used in this training step and the one before (`end_step`) is kept
     too: the pictures of a batch are computed once for its sampling and its update. With several processes all
@@ -76,6 +84,7 @@ class FeatureStore:
         num_bytes: int,
         pixels: Callable[[Picture], np.ndarray],
         *,
+        frozen: Callable[[], Any] | None = None,
         backend: Backend | None = None,
     ):
         assert arch.vision is not None, "a store is of a model with a tower"
@@ -83,49 +92,72 @@ class FeatureStore:
         self.vision: Vision = arch.vision
         self.kept: Kept = KEPT[self.vision.trained]
         """What micro-batches have of a picture (`of_update`)."""
-        self.version = -1
-        """The version of the tower that `of` reads; 0 if it is frozen, -1 before the first `load`."""
+        self.version = 0 if self.kept == "features" else -1
+        """The version of the tower that `of` reads; 0 if it is frozen, else -1 before the first `load`."""
+        assert frozen is not None or self.kept != "features", "a frozen tower is read from somewhere"
         self.stats = FeatureStats()
         self._num_bytes, self._pixels = num_bytes, pixels
         self._backend = backend or this_backend()
-        self._given: Any = None
-        self._placed: Any = None
+        self._frozen = frozen
+        self._given: list[Any] = []
+        self._tower: Any = None
         self._found: OrderedDict[tuple[Kept, int], np.ndarray] = OrderedDict()
         self._last_use: dict[tuple[Kept, int], int] = {}
         self._step, self._asked = 0, set[int]()
         self._lock = threading.RLock()
 
-    def load(self, params: Any, version: int) -> None:
-        """Read the tower of the whole tree `params`, weights of so many optimizer steps.
+    def beside(self, arch: Architecture, mesh: Mesh, frozen: Callable[[], Any]) -> FeatureStore | None:
+        """A store of the same pictures for another model with this tower; None if it reads text alone.
 
-        A frozen tower is read once, and is brought to the devices when the first picture comes.
+        Raises ValueError if that model reads other patches.
         """
-        with self._lock:
-            if self.vision.trained == "frozen":
-                if self._given is None:
-                    self._given, self.version = params["vision"], 0
-                return
-            same = self._given is not None and all(
-                map(lambda a, b: a is b, jax.tree.leaves(self._given), jax.tree.leaves(params["vision"]))
+        if arch.vision is None:
+            return None
+        if arch.vision.kind != self.vision.kind:
+            raise ValueError(
+                "models of one run must read pictures alike; the policy has a tower of the kind "
+                f"{self.vision.kind}, the other model one of {arch.vision.kind}; take one of the same family"
             )
-            if same and version == self.version:
+        settings = self.dtype.name, self._num_bytes, self._pixels
+        return FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
+
+    def grey(self, params: Any) -> FeatureStore:
+        """A store of the tower of `params` in which every picture is grey, and says nothing."""
+        settings = self.arch, self.mesh, self.dtype.name, self._num_bytes
+
+        def grey(picture: Picture) -> np.ndarray:
+            return np.zeros((self.vision.num_patches(picture.size), self.vision.patch_values), np.float32)
+
+        store = FeatureStore(*settings, grey, frozen=self._on_devices, backend=self._backend)
+        store.load(params, 0)
+        return store
+
+    def load(self, params: Any, version: int) -> None:
+        """Read the tower of the whole tree `params`, weights of so many optimizer steps, if it is trained."""
+        if self.kept == "features":
+            return
+        with self._lock:
+            given = jax.tree.leaves(params[VISION])
+            before, self._given = self._given, given
+            if version == self.version and all(map(operator.is_, before, given)):
                 return
-            self._given, self.version = params["vision"], version
+            self.version = version
+            places = shardings(self.mesh, _specs(self.arch, self.mesh))
             # Now, not at the first picture: until then a training step may have taken the arrays over.
-            self._placed = jax.tree.map(copy_if_aliased, self._on_devices(self._given), self._given)
+            self._tower = jax.tree.map(copy_if_aliased, reshard(params[VISION], places), params[VISION])
             for key in [key for key in self._found if key[0] == "features"]:
                 self._forget(key)
 
     def of(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         """The features [1 + L, F, D] of each picture in `dtype`, on the host; not to be changed."""
-        return self._get("features", pictures)
+        return self._asked_for("features", pictures)
 
     def of_update(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         """What the update makes features of, of each picture: as `kept` says; not to be changed.
 
         Features [1 + L, F, D], what the projector reads [1 + L, F, ...], or pixels [patches, values].
         """
-        return self._get(self.kept, pictures)
+        return self._asked_for(self.kept, pictures)
 
     def count_tower(self, num_pictures: int, num_patches: int, num_padding: int) -> None:
         """So many pictures go through the tower outside of this store, in a micro-batch."""
@@ -135,13 +167,18 @@ class FeatureStore:
             self.stats.padding += num_padding
 
     def end_step(self) -> dict[str, Metric]:
-        """The metrics of a training step that ends; what the step before it used may be dropped now."""
+        """The metrics of a training step that ends, if it had pictures.
+
+        What was last used in a step before it may be dropped from now on.
+        """
         with self._lock:
             stats, self.stats = self.stats, FeatureStats()
             self._step, self._asked = self._step + 1, set()
             self._drop()
+        if not stats.pictures:
+            return {}
         metrics = {
-            "vision/pictures": Metric(stats.pictures),
+            "vision/pictures": Metric(stats.pictures, reduction="sum"),
             "vision/tower_pictures": Metric(stats.tower_pictures, reduction="sum"),
             "vision/patches": Metric(stats.patches, reduction="sum"),
             "vision/store_bytes": Metric(self.num_bytes, reduction="max"),
@@ -156,39 +193,38 @@ class FeatureStore:
         """Bytes that are kept."""
         return sum(array.nbytes for array in self._found.values())
 
-    def _get(self, kind: Kept, pictures: Sequence[Picture]) -> list[np.ndarray]:
+    def _asked_for(self, kind: Kept, pictures: Sequence[Picture]) -> list[np.ndarray]:
         with self._lock:
             began = time.perf_counter()
-            distinct = tuple(dict.fromkeys(pictures))
-            self._asked.update(picture.id for picture in distinct)
+            self._asked.update(picture.id for picture in pictures)
             self.stats.pictures = len(self._asked)
-            self._make(kind, [picture for picture in distinct if (kind, picture.id) not in self._found])
-            found = []
-            for picture in pictures:
-                key = kind, picture.id
-                self._found.move_to_end(key)
-                self._last_use[key] = self._step
-                found.append(self._found[key])
+            found = self._get(kind, pictures)
             self._drop()
             self.stats.seconds += time.perf_counter() - began
             return found
 
+    def _get(self, kind: Kept, pictures: Sequence[Picture]) -> list[np.ndarray]:
+        missing = [picture for picture in dict.fromkeys(pictures) if (kind, picture.id) not in self._found]
+        self._make(kind, missing)
+        for picture in pictures:
+            self._found.move_to_end((kind, picture.id))
+            self._last_use[kind, picture.id] = self._step
+        return [self._found[kind, picture.id] for picture in pictures]
+
     def _make(self, kind: Kept, missing: Sequence[Picture]) -> None:
         """Computes what is kept of `missing` pictures."""
-        if not missing:
-            return
         if kind == "pixels":
             for some in _parts(missing):
                 with ThreadPoolExecutor(len(some)) as threads:
                     for picture, array in zip(some, threads.map(self._pixels, some), strict=True):
                         self._add(kind, picture, array)
             return
-        assert self.version >= 0, "load the weights of the tower first"
         run = self._of_states if self.kept == "states" and kind == "features" else self._of_tower
-        for picture, array in run(kind, missing):
+        for picture, array in run(missing):
             self._add(kind, picture, array)
 
-    def _of_tower(self, kind: Kept, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
+    def _of_tower(self, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
+        """What the tower makes of each picture: features, or states where these are kept."""
         waiting: dict[Any, list[tuple[Picture, Patches]]] = {}
         shards = mesh_shape(self.mesh).num_data_shards
         for some in _parts(missing):
@@ -202,9 +238,9 @@ class FeatureStore:
                 alike.append((picture, row))
                 self.count_tower(1, len(row.pixels), len(row.pixels) - len(array))
                 if len(alike) == shards:
-                    yield from self._run(kind, waiting.pop(shapes))
+                    yield from self._run(waiting.pop(shapes), "states" if self.kept == "states" else "all")
         for alike in waiting.values():
-            yield from self._run(kind, alike)
+            yield from self._run(alike, "states" if self.kept == "states" else "all")
 
     def _pixels_of(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         # Where the update reads pixels they are kept: else a picture's features are all that is needed again.
@@ -213,34 +249,40 @@ class FeatureStore:
         with ThreadPoolExecutor(len(pictures)) as threads:
             return list(threads.map(self._pixels, pictures))
 
-    def _of_states(self, kind: Kept, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
-        raise NotImplementedError
+    def _of_states(self, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
+        """The features of each picture, by the projector of this version."""
+        for picture, array in zip(missing, self._get("states", missing), strict=True):
+            padded = round_up_coarsely(array.shape[1])
+            row = np.zeros((array.shape[0], padded, *array.shape[2:]), array.dtype)
+            row[:, : array.shape[1]] = array
+            yield from self._run([(picture, row)], "projector")
 
-    def _run(
-        self, kind: Kept, alike: Sequence[tuple[Picture, Patches]]
-    ) -> Iterator[tuple[Picture, np.ndarray]]:
+    def _run(self, alike: Sequence[tuple[Picture, Any]], part: Part) -> Iterator[tuple[Picture, np.ndarray]]:
         """What the tower makes of pictures with rows of one shape, at most as many as data shards."""
         shards = mesh_shape(self.mesh).num_data_shards
         rows = [row for _, row in alike]
         rows += rows[-1:] * (shards - len(rows))  # every shard computes, also the last of several calls
         place = data_sharding(self.mesh)
         stacked = jax.tree.map(lambda *each: device_put(np.stack(each), place), *rows)
-        if self._placed is None:
-            self._placed = self._on_devices(self._given)
         made = _tower_program(self._backend)(
-            self._placed, stacked, arch=self.arch, mesh=self.mesh, dtype=self.dtype, backend=self._backend
+            self._on_devices(),
+            stacked,
+            part=part,
+            arch=self.arch,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            backend=self._backend,
         )
         for (picture, _), array in zip(alike, np.asarray(jax.device_get(made)), strict=False):
             count = self.vision.num_placeholders(picture.size)
             yield picture, np.ascontiguousarray(array[:, :count])
 
-    def _on_devices(self, tower: Any) -> Any:
-        places = shardings(self.mesh, partition(self.arch, mesh_shape(self.mesh))["vision"])
-        return jax.tree.map(
-            lambda x, place: device_put(x, place) if isinstance(x, np.ndarray) else reshard(x, place),
-            tower,
-            places,
-        )
+    def _on_devices(self) -> Any:
+        """The parameters of the tower; a frozen one is read when it is first asked for."""
+        if self._tower is None:
+            assert self._frozen is not None, "load the weights of the tower first"
+            self._tower = self._frozen()
+        return self._tower
 
     def _add(self, kind: Kept, picture: Picture, array: np.ndarray) -> None:
         array.flags.writeable = False
@@ -260,28 +302,58 @@ class FeatureStore:
             self._forget(key)
 
 
+def _specs(arch: Architecture, mesh: Mesh) -> Any:
+    """The partition specs of the tower's parameters."""
+    return partition(arch.with_tower, mesh_shape(mesh))[VISION]
+
+
+def _states_of_features(tower: Any, vision: Vision, patches: Patches, **settings: Any) -> jax.Array:
+    """[R, 1 + L, F, S]: the states of the patches of each feature, one patch behind another."""
+    found = states(tower, vision, patches, **settings)
+    by_feature = found.reshape(*found.shape[:2], patches.rows.shape[1], -1)
+    return jnp.take_along_axis(by_feature, patches.rows[:, None, :, None], axis=2)
+
+
+def of_states(tower: Any, vision: Vision, kept: jax.Array) -> jax.Array:
+    """[R, 1 + L, F, D]: the features that a projector makes of what a store keeps, [R, 1 + L, F, S]."""
+    rows, levels, count, size = kept.shape
+    of_patches = kept.reshape(rows, levels, count * vision.merge**2, size // vision.merge**2)
+    in_order = jnp.broadcast_to(jnp.arange(count), (rows, count))
+    return projected(tower, vision, of_patches, in_order)
+
+
 def _parts(pictures: Sequence[Picture]) -> Iterator[Sequence[Picture]]:
     return (pictures[first : first + AT_ONCE] for first in range(0, len(pictures), AT_ONCE))
 
 
 def _tower(
-    params: Any, patches: Patches, *, arch: Architecture, mesh: Mesh, dtype: jnp.dtype, backend: Backend
+    params: Any,
+    rows: Any,
+    *,
+    part: Part,
+    arch: Architecture,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    backend: Backend,
 ) -> jax.Array:
-    """[N, 1 + L, F, D]: the features of N rows of patches, one on each data shard; on every device."""
+    """[N, 1 + L, F, ...]: what a part of the tower makes of N rows, one on each data shard."""
     assert arch.vision is not None
     vision = arch.vision
 
-    def on_shard(params: Any, patches: Patches) -> jax.Array:
-        row = jax.tree.map(lambda x: x[0], patches)
-        found = features(params, vision, row, dtype=dtype, backend=backend)
-        gathered: jax.Array = all_gather_shards(found[None].astype(dtype))
+    def on_shard(tower: Any, rows: Any) -> jax.Array:
+        if part == "projector":
+            found = of_states(tower, vision, rows)
+        else:
+            run = features if part == "all" else _states_of_features
+            found = run(tower, vision, rows, dtype=dtype, backend=backend)
+        gathered: jax.Array = all_gather_shards(found.astype(dtype))
         return gathered
 
-    in_specs = partition(arch, mesh_shape(mesh))["vision"], PartitionSpec(DATA_AXES)
-    return shard_mapped(on_shard, mesh, in_specs, PartitionSpec())(params, patches)
+    in_specs = _specs(arch, mesh), PartitionSpec(DATA_AXES)
+    return shard_mapped(on_shard, mesh, in_specs, PartitionSpec())(params, rows)
 
 
-_tower_program = jit_for_backend(_tower, static_argnames=("arch", "mesh", "dtype", "backend"))
+_tower_program = jit_for_backend(_tower, static_argnames=("part", "arch", "mesh", "dtype", "backend"))
 
 
 def feature_rows(
@@ -314,22 +386,25 @@ def inserts_of(
     `numbers` has those of `feature_rows` for rows that are not one whole sequence each: of several sequences,
     or of a part of one.
     """
-    places = np.full((len(rows), width), -1, np.int32)
+    places: Any = np.full((len(rows), width), -1, np.int32)
     used: list[tuple[Picture, ...]] = [()] * len(rows)
     for number, pictures in enumerate(rows):
         if pictures is not None:
             given = None if numbers is None else numbers[number]
             used[number], found = feature_rows(pictures, store.vision, given)
             places[number, : len(found)] = found
-    return Inserts(in_rows(used, store), places)
+    return Inserts(features_in_rows(used, store.of, store), places)
 
 
-def in_rows(used: Sequence[Sequence[Picture]], store: FeatureStore, *, update: bool = False) -> np.ndarray:
-    """[R, 1 + L, F, D]: the features of the pictures of each row, one after another, then zeros.
+def features_in_rows(
+    used: Sequence[Sequence[Picture]],
+    get: Callable[[Sequence[Picture]], list[np.ndarray]],
+    store: FeatureStore,
+) -> Any:
+    """[R, 1 + L, F, D], on the host: the features of the pictures of each row, one after another, then zeros.
 
-    F is rounded up. With `update`, what the update makes features of, in their place.
+    F is rounded up. `get` is a method of `store`; it may have other things than features, one for each.
     """
-    get = store.of_update if update else store.of
     each = [get(pictures) for pictures in used]
     nothing = 1 + store.vision.levels, 0, store.arch.hidden_size
     shape = next((array.shape for arrays in each for array in arrays), nothing)
@@ -340,3 +415,24 @@ def in_rows(used: Sequence[Sequence[Picture]], store: FeatureStore, *, update: b
             joined = np.concatenate(arrays, axis=1)
             found[row, :, : joined.shape[1]] = joined
     return found
+
+
+def patches_in_rows(used: Sequence[Sequence[Picture]], store: FeatureStore) -> Patches:
+    """[R, P, ...]: the pictures of each row as one row of patches, for a tower that is trained."""
+    each = [store.of_update(pictures) for pictures in used]
+    sizes = [[picture.size for picture in pictures] for pictures in used]
+    rows = {i: patches_of(store.vision, each[i], sizes[i]) for i in range(len(used)) if used[i]}
+    longest = jax.tree.map(lambda *arrays: max(map(len, arrays)), *rows.values())
+
+    def padded(array: np.ndarray, length: int) -> np.ndarray:
+        # Zeros are padding in every array of the layout.
+        return np.pad(array, [(0, length - len(array)), *[(0, 0)] * (array.ndim - 1)])
+
+    full = {i: jax.tree.map(padded, row, longest) for i, row in rows.items()}
+    nothing = jax.tree.map(np.zeros_like, next(iter(full.values())))
+    stacked: Patches = jax.tree.map(
+        lambda *arrays: np.stack(arrays), *(full.get(i, nothing) for i in range(len(used)))
+    )
+    num, real = stacked.pixels.shape[0] * stacked.pixels.shape[1], sum(len(x) for x in chain(*each))
+    store.count_tower(sum(map(len, used)), num, num - real)
+    return stacked

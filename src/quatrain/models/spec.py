@@ -22,6 +22,25 @@ EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Adapters of low rank on matrices of every layer: W x becomes W x + (alpha / rank) B (A x).
+
+    A is [rank, in], B [out, rank] (Hu et al. 2021, arXiv 2106.09685). `targets` are names of a layer's
+    matrices (`models.params`), and `lm_head`, the output head of the vocabulary. Where this is tied to the
+    embeddings they stay as they are. Those of a tower are in `Vision.lora`.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """The factor of B (A x)."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
 

@@ -173,7 +173,8 @@ def states(
     attends = {name: _attention(layout[name], backend) for name in ("grids", "windows") if name in layout}
 
     def run(attend: Attend, specs: Any, x_RPW: jax.Array, layer: Layer, angles: Angles | None) -> jax.Array:
-        return block.run(x_RPW, GatheredLayer(layer, specs, dtype), angles, attend)
+        scale = vision.lora.scale if vision.lora else 1.0
+        return block.run(x_RPW, GatheredLayer(layer, specs, dtype), angles, attend, scale)
 
     levels = []
     for number, (layer, layer_specs) in enumerate(zip(tower["blocks"], specs["blocks"], strict=True)):

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from quatrain.models.blocks.vit import VisionBlock
-from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, require
+from quatrain.models.spec import LoRA, ParamSpec, TensorName, linear_tensors, require
 
 TrainedVision = Literal["frozen", "projector", "all"]
 VisionKind = Literal["idefics3", "qwen2_5_vl", "qwen3_vl"]
@@ -85,6 +85,8 @@ class Vision:
     splits: bool = False
     """Whether larger pictures are cut into tiles; if not, each is one tile."""
     trained: TrainedVision = "frozen"
+    lora: LoRA | None = None
+    """Adapters of the matrices of its blocks, which alone are trained of it."""
 
     def __post_init__(self) -> None:
         rising = list(self.deepstack) == sorted({*self.deepstack} & {*range(self.depth)})
@@ -106,6 +108,11 @@ class Vision:
     def levels(self) -> int:
         """L: levels of features that are added after the first text layers (deepstack)."""
         return len(self.deepstack)
+
+    @property
+    def text_module(self) -> str:
+        """The name of the text model within the model of transformers."""
+        return "text_model" if self.kind == "idefics3" else "language_model"
 
     @property
     def has_grid(self) -> bool:
@@ -179,7 +186,7 @@ class Vision:
         w, norm, residual = self.block.size, self.block.norm, (2 * self.depth) ** -0.5
         specs: dict[str, Any] = {
             "patch": ParamSpec.matrix((w, self.patch_values), ("embed", "group")),
-            "blocks": [self.block.params(residual) for _ in range(self.depth)],
+            "blocks": [self.block.params(residual, self.lora) for _ in range(self.depth)],
             "merger": self._projector(norm_first=True),
         }
         if self.kind != "qwen2_5_vl":
@@ -200,6 +207,11 @@ class Vision:
         up = ParamSpec.matrix((w, w), ("group", "embed"))
         specs = {"up": up, "up_bias": up.bias(), "down": down, "down_bias": down.bias()}
         return specs | self.block.norm.params("norm", self.block.size if norm_first else w)
+
+    @property
+    def block_modules(self) -> list[str]:
+        """The names of the blocks in a checkpoint."""
+        return [f"{_MODULES[self.kind]['blocks']}.{i}" for i in range(self.depth)]
 
     def tensors(self) -> list[TensorName]:
         """The tensors of the tower in a checkpoint, with paths that begin with `vision`."""

@@ -128,7 +128,8 @@ def architecture(config: Config) -> Architecture:
     path, vocab_size = config.model.path, None
     if path.startswith(BUILTIN):
         vocab_size = len(load_tokenizer(config.model.tokenizer))
-    arch = load_architecture(path, vocab_size=vocab_size).for_length(longest_of_run(config))
+    vision = "none" if config.run.task == "rm" else config.model.vision
+    arch = load_architecture(path, vocab_size=vocab_size, vision=vision).for_length(longest_of_run(config))
     if config.run.task == "rm":
         arch = replace(arch, head="value_head")
     return with_lora(arch, config.lora)

@@ -16,6 +16,7 @@ from quatrain.config.roles import devices_of_worker, worker_config
 from quatrain.config.schema import Config
 from quatrain.data.policy import Policy
 from quatrain.engine.engine import records_routes
+from quatrain.engine.service import blind
 from quatrain.models.lora import merged, merged_architecture
 from quatrain.rollout import http_worker
 from quatrain.rollout.fleet import Fleet
@@ -26,6 +27,10 @@ from quatrain.servers.expert_routes import RouteRules
 from quatrain.servers.server import ServerRules
 from quatrain.types.rollouts import Sampling
 
+BLIND_SERVERS = (
+    "inference servers (rollout.servers) get no pictures; leave rollout.servers out, to sample on devices of "
+    "this run, or set rollout.workers"
+)
 MakeWorker = Callable[[Config, int, str], Worker]
 """Makes a worker in its own process: of the configuration of a worker, `Policy.usual_prompt` and its name."""
 
@@ -48,6 +53,7 @@ def start_fleet(config: Config, policy: Policy, make_worker: MakeWorker) -> Flee
         prepare=partial(merged, arch=policy.arch, dtype=config.model.dtype) if rollout.servers else None,
         dtype=config.model.dtype,
         timeout_s=rollout.timeout_s,
+        cannot_see=BLIND_SERVERS if rollout.servers else blind(policy.arch),
     )
     try:
         fleet.wait_for_start()

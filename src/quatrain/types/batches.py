@@ -131,6 +131,8 @@ class Example(NamedTuple):
     """[T] bool: True for tokens that are trained; at least one, and never the first."""
     source: str = ""
     """The data set that the row comes from."""
+    pictures: Pictures | None = None
+    """Which picture each of the tokens stands for; None: the example has none."""
 
 
 class Pair(NamedTuple):

@@ -7,6 +7,7 @@ beside the tokens -> the engine and the update look the features of a placeholde
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ PICTURES = "pictures"
 """The column of a `Completion` whose later turns brought pictures: a `Picture` or None for each token of the
 sequence, from the first of the prompt to the last that stands for one, or further. So it may end before the
 tokens do, which are text from there on. Without the column the prompt alone has pictures."""
+IN_JSON = "quatrain.picture"
+"""The key that marks a picture among values of JSON."""
 TEXT = 0
 """The entry of `Pictures.ids` of a token that stands for no picture."""
 
@@ -97,18 +100,6 @@ class Pictures:
         ordered = present[np.argsort(first)]
         return tuple(self.by_id[int(number)] for number in ordered if number != TEXT)
 
-    def plain(self) -> dict[str, Any]:
-        """Values that JSON has, and arrays: what another process is told, the bytes of each picture once."""
-        used = {each.name: [*each.size, np.frombuffer(each.encoded, np.uint8)] for each in self.used}
-        return {"ids": self.ids, "by_id": used}
-
-    @classmethod
-    def of_plain(cls, values: Mapping[str, Any]) -> Pictures:
-        """The inverse of `plain`."""
-        told = {int(name, 16): each for name, each in values["by_id"].items()}
-        by_id = {number: Picture(number, (w, h), bytes(source)) for number, (w, h, source) in told.items()}
-        return cls(values["ids"], by_id)
-
     def per_token(self) -> np.ndarray:
         """[T] object: the picture of each token of a sequence, or None; rows of a piece's column."""
         rows = np.full(self.ids.shape, None, object)
@@ -145,6 +136,41 @@ def joined(*parts: tuple[Pictures | None, int]) -> Pictures | None:
     ids = [np.zeros(count, np.int64) if each is None else each.ids for each, count in parts]
     by_id = {key: value for each, _ in parts if each is not None for key, value in each.by_id.items()}
     return Pictures(np.concatenate(ids), by_id)
+
+
+def plain_pictures(pictures: Pictures | None) -> dict[str, Any] | None:
+    """As values of JSON, arrays and `Picture`s, of which other processes are told (`PicturesInJson`)."""
+    return None if pictures is None else {"ids": pictures.ids, "used": [*pictures.used]}
+
+
+def pictures_of_plain(values: Mapping[str, Any] | None) -> Pictures | None:
+    """The inverse of `plain_pictures`."""
+    return None if values is None else Pictures(values["ids"], {each.id: each for each in values["used"]})
+
+
+class PicturesInJson:
+    """Pictures among values of JSON: the bytes of each stand in a text once, where it comes first."""
+
+    def __init__(self, known: Iterable[Picture] = ()) -> None:
+        """`known` are pictures that who reads has."""
+        self._known = {picture.id: picture for picture in known}
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """For `json.dumps`, its `default`; raises TypeError for anything but a picture."""
+        if not isinstance(value, Picture):
+            raise TypeError(f"{type(value).__name__} is not a value that JSON has")
+        content = None if value.id in self._known else base64.b64encode(value.encoded).decode()
+        self._known[value.id] = value
+        return {IN_JSON: value.name, "size": value.size, "content": content}
+
+    def read(self, values: dict[str, Any]) -> Any:
+        """For `json.loads`, its `object_hook`: the picture that `values` stand for, or `values`."""
+        if IN_JSON not in values:
+            return values
+        if values["content"] is not None:
+            picture = Picture.of(base64.b64decode(values["content"]), tuple(values["size"]))
+            self._known[picture.id] = picture
+        return self._known[int(values[IN_JSON], 16)]
 
 
 def numbers_within(pictures: Pictures, count: Callable[[Picture], int]) -> np.ndarray:

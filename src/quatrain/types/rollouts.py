@@ -159,7 +159,7 @@ def rollout_batch(
         columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
         episode_ids=None if episodes is None else np.array(episodes, np.int64),
         routes=_routes([completion.columns.get(ROUTES, ()) for _, completion in samples], lengths, shape[1]),
-        pictures=stacked((pictures_of(*sample) for sample in samples), shape[1]),
+        pictures=stacked((sequence_pictures(*sample) for sample in samples), shape[1]),
     )
     prompts = np.array([before for before, _ in lengths])
     return replace(batch, metrics={**_length_metrics(batch, prompts), **metrics})
@@ -171,7 +171,7 @@ def context_of(prompt_ids: np.ndarray, completion: Completion) -> list[int]:
     return [*prompt_ids[-CONTEXT:].tolist(), *given[-CONTEXT:]][-CONTEXT:]
 
 
-def pictures_of(prompt: Prompt, completion: Completion) -> Pictures | None:
+def sequence_pictures(prompt: Prompt, completion: Completion) -> Pictures | None:
     """Of the prompt and the completion behind it, the picture that each token stands for."""
     rows = completion.columns.get(PICTURES)
     before = prompt.pictures if rows is None else Pictures.of(np.concatenate(rows))

@@ -19,7 +19,7 @@ from quatrain.models.blocks.mlp import ACTIVATIONS
 from quatrain.models.blocks.mlp import activated as activated_text
 from quatrain.models.layers import Layer, linear, rms_norm
 from quatrain.models.rope import Angles, rotate
-from quatrain.models.spec import ParamSpec, TensorName, linear_tensors, require
+from quatrain.models.spec import LoRA, ParamSpec, TensorName, linear_tensors, require
 
 NormKind = Literal["rms", "layer"]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -100,8 +100,9 @@ class VisionBlock:
         """Whether the MLP is activation(gate) * up."""
         return "gate" in dict(self.modules)
 
-    def params(self, residual: float) -> dict[str, ParamSpec]:
-        """`qkv` [3, W, W], `o` [W, W], `gate_up` [F, W] or [2, F, W], `down` [W, F], biases and norms."""
+    def params(self, residual: float, lora: LoRA | None = None) -> dict[str, ParamSpec]:
+        """`qkv` [3, W, W], `o` [W, W], `gate_up` [F, W] or [2, F, W], `down` [W, F]; with biases, norms and
+        adapters."""
         w, f = self.size, self.width
         columns, axes = ((2, f), ("group", "group")) if self.gated else ((f,), ("group",))
         specs = {
@@ -110,8 +111,19 @@ class VisionBlock:
             "gate_up": ParamSpec.matrix((*columns, w), (*axes, "embed")),
             "down": ParamSpec.matrix((w, f), ("embed", "group"), residual),
         }
-        specs |= {f"{name}_bias": spec.bias() for name, spec in specs.items()}
+        biases = {f"{name}_bias": spec.bias() for name, spec in specs.items()}
+        for name in lora.targets if lora else ():
+            biases |= specs[name].adapters(name, lora.rank, len(self.matrices()[name]))
+        specs |= biases
         return specs | self.norm.params("norm1", w) | self.norm.params("norm2", w)
+
+    def matrices(self) -> dict[str, list[TensorName]]:
+        """The matrices, which may have adapters, each with the tensors that are stored as one."""
+        found: dict[str, list[TensorName]] = {}
+        for tensor in self.tensors():
+            if not tensor.vector:
+                found.setdefault(str(tensor.path[0]), []).append(tensor)
+        return found
 
     def tensors(self) -> list[TensorName]:
         """The tensors of a block of a checkpoint."""
@@ -141,21 +153,23 @@ class VisionBlock:
         turns = turns.reshape(*places_RP2.shape[:2], 1, half)
         return jax.lax.optimization_barrier(Angles(jnp.cos(turns), jnp.sin(turns), None))
 
-    def run(self, x_RPW: jax.Array, layer: Layer, angles: Angles | None, attend: Attend) -> jax.Array:
+    def run(
+        self, x_RPW: jax.Array, layer: Layer, angles: Angles | None, attend: Attend, lora_scale: float = 1.0
+    ) -> jax.Array:
         """The block with the weights of `layer`; `attend` is attention of scaled queries."""
-        qkv = linear(self.norm(x_RPW, layer, "norm1"), layer, "qkv")
+        qkv = linear(self.norm(x_RPW, layer, "norm1"), layer, "qkv", lora_scale=lora_scale)
         heads = (*x_RPW.shape[:2], self.num_heads, self.head_dim)
         q, k, v = (qkv[:, :, part].reshape(heads) for part in range(3))
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         y = attend(q * self.head_dim**-0.5, k, v)
-        x_RPW = x_RPW + linear(y.reshape(x_RPW.shape), layer, "o")
-        h = linear(self.norm(x_RPW, layer, "norm2"), layer, "gate_up")
+        x_RPW = x_RPW + linear(y.reshape(x_RPW.shape), layer, "o", lora_scale=lora_scale)
+        h = linear(self.norm(x_RPW, layer, "norm2"), layer, "gate_up", lora_scale=lora_scale)
         if self.gated:
             h = activated(h[:, :, 0], self.activation) * h[:, :, 1]
         else:
             h = activated(h, self.activation)
-        return x_RPW + linear(h, layer, "down")
+        return x_RPW + linear(h, layer, "down", lora_scale=lora_scale)
 
 
 def _parts(param: str, modules: Mapping[str, object]) -> list[TensorName]:

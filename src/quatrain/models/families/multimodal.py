@@ -67,3 +67,13 @@ def text_tensors(names: Iterable[str], *, tower: bool = False) -> tuple[dict[str
         start = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
         ours[_PREFIXES.get(start, "") + name.removeprefix(start)] = name
     return ours, others
+
+
+def stored_name(name: str, embeddings: str) -> str:
+    """The name in a folder of a tensor that `text_tensors` names so, from that of the embeddings there."""
+    start = embeddings.removesuffix("embed_tokens.weight")
+    if name.startswith("model."):
+        return start + name.removeprefix("model.")
+    if name.startswith(tuple(f"{part}." for part in _TOWERS)):
+        return f"model.{name}"
+    return "language_model." * (start == "language_model.model.") + name
