@@ -3,15 +3,22 @@
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from test_placement import SMALL, final
 from towers import seeing
 
+from quatrain.data.prompts import PromptSource
+from quatrain.data.token_table import Table, TokenRow
+from quatrain.loop.prompts import picture_tokens
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.params import init_params
 from quatrain.ops.shape_buckets import round_up_coarsely
+from quatrain.plan.batch_plan import PictureTokens
+from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.plan.device_memory import render
 from quatrain.plan.placement import placement
+from quatrain.types.pictures import Picture, Pictures
 
 __all__ = ["final"]  # the fixture
 
@@ -96,6 +103,37 @@ def test_the_sampler_has_no_copy_of_a_tower(final):
     assert (
         parts(config, arch)["rollout_weights"] == parts(config, replace(arch, vision=None))["rollout_weights"]
     )
+
+
+def test_the_host_keeps_what_the_configuration_allows(final):
+    host = placement(
+        final(SMALL, *SIZES, "model.vision_cache_bytes=5000"), arch=trained("qwen3_vl", "frozen")
+    ).host
+    assert [(part.key, part.num_bytes) for part in host] == [("vision_store", 5000)]
+
+
+def test_the_batch_plan_has_the_tokens_of_pictures_where_data_were_read(final):
+    config = final(SMALL, *SIZES)
+    plan = batch_plan(config, pictures=PictureTokens(prompts=3, mean=12.6, most=40))
+    assert (plan["mean_picture_tokens_per_prompt"], plan["max_picture_tokens_per_prompt"]) == (13, 40)
+    assert "3 prompts have some" in plan.to_dict()["why"]["max_picture_tokens_per_prompt"]
+    assert not any("picture" in row.key for row in batch_plan(config).rows)
+
+
+def test_placeholders_are_counted_by_place_in_the_prompts_that_have_some():
+    """Two rows with 5 placeholders, one with 2; text does not count, nor does a row without pictures."""
+    one = Picture(7, (4, 4), b"")
+
+    def row(number, placeholders):
+        ids = np.array([9] * (placeholders + 2), np.int32)  # also text has the id of placeholders
+        tokens = [None, *[one] * placeholders, None]
+        return TokenRow(number, "", ids, {}, pictures=Pictures.of(tokens))
+
+    rows = [row(1, 5), row(2, 5), row(3, 2), TokenRow(4, "", np.array([9], np.int32), {})]
+    source = PromptSource(Table(dict(enumerate(rows)), 4), seed=0)
+    assert picture_tokens(source) == PictureTokens(3, 4.0, 5)
+    text = PromptSource(Table({0: rows[3]}, 1), seed=0)
+    assert picture_tokens(text) is None
 
 
 def test_without_a_tower_nothing_is_added(final):

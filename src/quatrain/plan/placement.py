@@ -22,6 +22,7 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.mesh_axes import CP
 from quatrain.config.roles import Roles, devices_of_worker, resolve_roles, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.data.pixels import with_limits
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
@@ -132,6 +133,8 @@ def architecture(config: Config) -> Architecture:
         vocab_size = len(load_tokenizer(config.model.tokenizer))
     vision = "none" if config.run.task == "rm" else config.model.vision
     arch = load_architecture(path, vocab_size=vocab_size, vision=vision).for_length(longest_of_run(config))
+    if arch.vision:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     if config.run.task == "rm":
         arch = replace(arch, head="value_head")
     return with_lora(arch, config.lora)
@@ -170,8 +173,11 @@ class _Plan:
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
     def host_parts(self) -> Iterator[MemoryPart]:
-        """What batches have in host memory that grows with the model: the routes of experts."""
+        """What is in the memory of the host: the routes of experts of a batch, the features of pictures."""
         rollout, routes = self.config.rollout, self.arch.routes
+        if self.arch.vision:
+            why = f"model.vision_cache_bytes; those of the batch at hand, if they are more{IF_ANY}"
+            yield MemoryPart("vision_store", self.config.model.vision_cache_bytes, why)
         if routes is None or rollout.record_routes is False or self.config.run.on_given_data:
             return
         layers, k, _ = routes
