@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 from PIL import Image
-from seeing import TEMPLATE, encoded, seeing_tokenizer, square
+from seeing import TEMPLATE, seeing_tokenizer, square
 from towers import PROCESSORS, seeing
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -26,7 +26,14 @@ ONE, TWO, WIDE = (
     {"type": "image", "image": READER.read(square(shade, size))}
     for shade, size in ((10, (16, 16)), (20, (16, 16)), (30, (40, 24)))
 )
+SIZES = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
 OF_TILES = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
+
+
+def of_tiles(model_type, **changed):
+    """A tower for the tiles of SIZES, of 49 placeholders each."""
+    vision = seeing(model_type).vision
+    return replace(vision, patch=2, merge=2, longest_edge=84, tile=28, splits=True, **changed)
 
 
 def say(text):
@@ -49,7 +56,7 @@ def tiled():
     tokenizer.add_special_tokens({"additional_special_tokens": [*OF_TILES, "<end_of_utterance>"]})
     tokenizer.chat_template = DEFAULT_CHAT_TEMPLATE
     own = tokenizer.convert_tokens_to_ids("<image>")
-    return with_vision(tokenizer, replace(seeing("smolvlm").vision, placeholder_id=own))
+    return with_vision(tokenizer, of_tiles("smolvlm", placeholder_id=own))
 
 
 def sizes(count):
@@ -61,21 +68,19 @@ def sizes(count):
 
 
 def test_tiles_are_written_as_by_the_processor() -> None:
-    vision = seeing("idefics3").vision
     names = {"fake_image_token": OF_TILES[1], "image_token": "<image>", "global_image_tag": "<global-img>"}
-    own = SimpleNamespace(**names, image_seq_len=(28 // 2 // 2) ** 2)
+    own = SimpleNamespace(**names, image_seq_len=49)
     for splits in (True, False):
-        processor = Idefics3ImageProcessorPil(**PROCESSORS["idefics3"], do_image_splitting=splits)
-        expansion = Expansion(replace(vision, splits=splits), "<image>")
+        processor = Idefics3ImageProcessorPil(**SIZES, do_image_splitting=splits)
+        expansion = Expansion(replace(of_tiles("idefics3"), splits=splits), "<image>")
         written = set()
         for size in sizes(200):
-            image = np.zeros((size[1], size[0], 3), np.uint8)
-            found = processor(images=[image], return_row_col_info=True, return_tensors="np")
+            found = processor(images=[Image.new("RGB", size)], return_row_col_info=True, return_tensors="np")
             expected = Idefics3Processor.replace_image_token(own, found, 0)
             assert expansion.written(size) == expected, size
             assert expected.count("<image>") == expansion.vision.num_placeholders(size), size
             written.add(expected)
-        assert len(written) == (5 if splits else 1) or len(written) > 5
+        assert len(written) == (5 if splits else 1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
@@ -84,7 +89,7 @@ def test_a_grid_has_as_many_placeholders_as_by_the_processor(model_type) -> None
     processor = Qwen2VLImageProcessorPil(**PROCESSORS[model_type])
     own = SimpleNamespace(image_token=pad, image_processor=processor)
     for size in sizes(200):
-        found = processor(images=[np.zeros((size[1], size[0], 3), np.uint8)], return_tensors="np")
+        found = processor(images=[Image.new("RGB", size)], return_tensors="np")
         expected = Qwen3VLProcessor.replace_image_token(own, found, 0)
         assert Expansion(vision, pad).written(size) == expected, size
         assert found["pixel_values"].shape == (vision.num_patches(size), vision.patch_values)
@@ -96,7 +101,7 @@ def test_a_prompt_has_the_ids_of_the_processor(tiled) -> None:
         {"role": "system", "content": "Be brief."},
         user(ONE, say("one\n\n"), WIDE, TWO, say(" and?")),
     ]
-    image_processor = Idefics3ImageProcessorPil(**PROCESSORS["smolvlm"])
+    image_processor = Idefics3ImageProcessorPil(**SIZES)
     processor = Idefics3Processor(image_processor, tokenizer_of_idefics(tiled), image_seq_len=49)
     written = [{**messages[0], "content": [say("Be brief.")]}, user(*map(plain, messages[1]["content"]))]
     text = tiled.apply_chat_template(written, tokenize=False, add_generation_prompt=True)
@@ -107,7 +112,7 @@ def test_a_prompt_has_the_ids_of_the_processor(tiled) -> None:
     own = tiled.convert_tokens_to_ids("<image>")
     assert (found.pictures.ids != TEXT).tolist() == [index == own for index in found.ids]
     counts = [int((found.pictures.ids == picture.id).sum()) for picture in pictures]
-    assert counts == [49 * 2, 49 * 7, 49 * 2]
+    assert counts == [49 * 10, 49 * 7, 49 * 10]
     assert [each.id for each in found.pictures.used] == [picture.id for picture in pictures]
 
 
@@ -127,7 +132,7 @@ def test_pictures_are_marked_by_place_in_a_prompt_and_in_a_later_turn(tokenizer)
     template = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
     prompt = (user(ONE, TWO, say("Which?"), WIDE),)
     found = template.prompt(prompt)
-    assert found == render(tokenizer, prompt)
+    assert found.ids == render(tokenizer, prompt).ids
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     marks = [int(each) for each in found.pictures.ids if each != TEXT]
     assert marks == [ONE["image"].id] * 4 + [TWO["image"].id] * 4 + [WIDE["image"].id] * 15
@@ -197,4 +202,3 @@ def test_a_template_writes_each_picture_and_a_tokenizer_has_the_placeholder(toke
     vision = tokenizer.expansion.vision
     with pytest.raises(ValueError, match=f"must have the token {len(tokenizer)}"):
         with_vision(seeing_tokenizer(), replace(vision, placeholder_id=len(tokenizer)))
-    assert encoded(square(10)) == ONE["image"].encoded or ONE["image"].size == (16, 16)

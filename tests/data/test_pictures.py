@@ -223,7 +223,9 @@ def test_the_sources_of_a_row_are_read_wherever_they_are() -> None:
         "other": [1, {"content": "x"}],
         "text": "a",
     }
+    row["messages"] = [*row["prompt"], {"role": "assistant", "content": "b"}]
     read = PictureReader().of_row(row)
+    assert read["messages"][0]["content"][0] is read["prompt"][0]["content"][0]  # it is decoded once
     assert list(read) == list(row)
     assert read["prompt"] == [user([SEEN[0], text("a")])]
     assert (read["image"], read["images"]) == (TWO, [ONE, TWO])
@@ -233,7 +235,7 @@ def test_the_sources_of_a_row_are_read_wherever_they_are() -> None:
     assert column_of({"images": None, "image": OTHER}) == [OTHER]
     assert column_of({"images": []}) == []
     assert column_of({"text": "a"}) is None
-    assert [has_pictures({name: row[name]}) for name in row] == [True, True, True, False, False]
+    assert [has_pictures({name: row[name]}) for name in row] == [True, True, True, False, False, True]
     assert not has_pictures({"images": [], "image": None})
 
 

@@ -279,6 +279,18 @@ def test_transformers_loads_what_is_saved_to_the_same_ids(pre: str, model_type: 
     assert again.apply_chat_template(HI, tokenize=False) == tokenizer.apply_chat_template(HI, tokenize=False)
 
 
+def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(byte_level())
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
+    tokenizer.chat_template = "{{ 1 }}"
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ 1 }}"
+
+
 @pytest.mark.parametrize(("pre", "model_type"), [("qwen2", "qwen2"), ("llama-bpe", "llama")])
 def test_a_tokenizer_for_scoring_ends_texts_in_transformers_too(
     pre: str, model_type: str, tmp_path: Path

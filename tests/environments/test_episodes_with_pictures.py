@@ -20,6 +20,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.data.messages import pictures_of
 from quatrain.data.pictures import PictureReader
 from quatrain.data.tokenizer import render
+from quatrain.data.turns import TurnTemplate
 from quatrain.episodes import environment
 from quatrain.episodes.environment import CheckedEnvironment
 from quatrain.episodes.environment_episodes import EnvironmentPlayer, EpisodeRules
@@ -241,6 +242,39 @@ def test_a_tool_may_return_a_picture_or_parts():
         assert picture.size == (16, 16)
         assert [part["text"] for part in message["content"] if part["type"] == "text"] == texts
     assert tools.counts["tool_errors"] == 0
+
+
+def test_an_environment_gets_pil_pictures():
+    """Of the column and of the prompt's messages, whose samples do not share them."""
+    got = []
+
+    class Looks:
+        def reset(self, images, prompt):
+            got.append([*images, prompt[0]["content"][1]["image"]])
+            images.clear()
+
+    picture = PictureReader().read(square(7, (24, 16)))
+    content = [{"type": "text", "text": "?"}, {"type": "image", "image": picture}]
+    columns = {"images": [picture], "prompt": [{"role": "user", "content": content}]}
+    for _ in range(2):
+        CheckedEnvironment("it", Looks()).reset(columns)
+    for pictures in got:
+        assert [(each.size, each.getpixel((0, 0))) for each in pictures] == [((24, 16), (7, 0, 0))] * 2
+    assert columns["images"] == [picture]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_template_that_writes_no_pictures_of_tools_is_said_at_the_start(tokenizer, caplog, shows):
+    template = tokenizer.chat_template
+    if not shows:
+        tokenizer.chat_template = template.replace(
+            "p.type == 'image'", "p.type == 'image' and m.role != 'tool'"
+        )
+    try:
+        TurnTemplate(tokenizer, [tokenizer.eos_token_id], [Tools(look).tools[0].schema])
+    finally:
+        tokenizer.chat_template = template
+    assert ("does not write pictures of messages of the role `tool`" in caplog.text) != shows
 
 
 def test_what_reset_says_follows_the_parts_of_the_prompt(tokenizer):

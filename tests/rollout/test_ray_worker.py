@@ -90,6 +90,15 @@ def test_bytes_of_a_picture_go_to_workers_once(monkeypatch):
     assert [completion for group in finished for _, completion in group.samples] == [done] * 6
 
 
+def test_a_file_that_changed_is_sent_to_no_worker(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"a")
+    picture = Picture.of(path, (8, 8))
+    path.write_bytes(b"b")
+    with pytest.raises(ValueError, match="must not change during a run"):
+        StoredPictures(Store()).of([group_of(0, picture).prompt])
+
+
 def test_the_object_store_keeps_the_last_pictures(monkeypatch):
     monkeypatch.setattr(ray_worker, "KEPT_BYTES", 250)
     store = Store()

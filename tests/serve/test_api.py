@@ -693,7 +693,7 @@ CHATS = {
     "no role": ({"messages": [{"content": "hello"}]}, "role"),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "type",
+        "the model does not see pictures",
     ),
     "half a character": ({"messages": [{"role": "\ud800", "content": "hello"}]}, "role"),
     "repetition": (

@@ -191,11 +191,15 @@ def test_rows_of_the_main_process_have_their_pictures_in_all():
         (red, opened, single, 1),
         (text, text, episode(text), 1),
         (red, red, episode(red), 2),
+        (red, replace(red, pictures=of(None, RED)), single, 0),
+        (red, text, single, 0),
     ):
         told = json.dumps(_plain(given, returned, completion), default=_written(PicturesInJson()))
         assert told.count(IN_JSON) == num_told
         again = _row(given, json.loads(told, object_hook=_read(PicturesInJson())))
         assert again[1] == completion
         there, here = sequence_pictures(*again), sequence_pictures(returned, completion)
-        assert names(there.ids) == names(here.ids)
-        assert set(there.used) == set(here.used)
+        assert (there is None) == (here is None)
+        if here is not None:
+            assert names(there.ids) == names(here.ids)
+            assert set(there.used) == set(here.used)

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from quatrain.cluster import rendezvous
 from quatrain.cluster.detect import ClusterPlace, detect
 from quatrain.cluster.stop import Agreement
-from quatrain.types.pictures import PicturesInJson
+from quatrain.types.pictures import IN_JSON, PicturesInJson
 
 FAILED = 1
 # Short, because all processes have just been reachable when JAX's runtime connects them.
@@ -170,10 +170,13 @@ def gather_objects(value: Any) -> list[Any]:
         rows = multihost_utils.process_allgather(_piece(content, begin, length))
         for gathered, row, size in zip(contents, rows, sizes):
             gathered += row.tobytes()[: max(size - begin, 0)]
-    return [
-        json.loads(gathered, object_hook=PicturesInJson().read)
-        for _, gathered in sorted(zip(processes, contents))
-    ]
+    return [_loaded(gathered) for _, gathered in sorted(zip(processes, contents))]
+
+
+def _loaded(content: bytearray) -> Any:
+    """The value of a text that may have pictures; without any, nothing is called for each object."""
+    has_some = IN_JSON.encode() in content
+    return json.loads(content, object_hook=PicturesInJson().read if has_some else None)
 
 
 def decided_by_main(decide: Callable[[], Any]) -> Any:

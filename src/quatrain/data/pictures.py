@@ -80,30 +80,35 @@ class PictureReader:
 
     def of_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row with each source read, in the columns of pictures and in messages of any column."""
-        columns = (IMAGES, IMAGE)
-        read = {name: self._messages(value) for name, value in row.items() if name not in columns}
+        columns, known = (IMAGES, IMAGE), dict[int, Any]()
+        read = {name: self._messages(value, known) for name, value in row.items() if name not in columns}
         for name in columns:
             if name in row:
                 several = [self.read(source) for source in _listed(row[name])]
                 read[name] = several if isinstance(row[name], list | tuple) else next(iter(several), None)
         return {name: read[name] for name in row}
 
-    def _messages(self, value: Any) -> Any:
-        """Messages with each source in a part read; other values as they are."""
+    def _messages(self, value: Any, known: dict[int, Any]) -> Any:
+        """Messages with each source in a part read; other values as they are.
+
+        `known` has the parts that were read, by their `id`: the prompt may be a part of another column.
+        """
         if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
             return value
         return [
-            {**each, "content": [self._part(part) for part in each["content"]]}
+            {**each, "content": [self._part(part, known) for part in each["content"]]}
             if isinstance(each.get("content"), list)
             else each
             for each in value
         ]
 
-    def _part(self, part: Any) -> Any:
+    def _part(self, part: Any, known: dict[int, Any]) -> Any:
         if not is_picture_part(part):
             return part
-        source = next((part[name] for name in _PLACES if part.get(name) is not None), None)
-        return {"type": "image"} if source is None else {"type": "image", "image": self.read(source)}
+        if id(part) not in known:
+            source = next((part[name] for name in _PLACES if part.get(name) is not None), None)
+            known[id(part)] = {"type": "image"} | ({} if source is None else {"image": self.read(source)})
+        return known[id(part)]
 
     def placed(self, messages: Sequence[Any], given: Sequence[Any] | None = None) -> list[Any]:
         """Messages whose pictures are read and in their places; `given` are those of the row's column.
@@ -111,7 +116,7 @@ class PictureReader:
         A part without a source is the next of them; else `<image>` in a text is; without either, they stand
         before the text of the first user's message. Raises `BadPicture` if the numbers differ.
         """
-        placed = self._messages(list(messages))
+        placed = self._messages(list(messages), {})
         if given is not None:
             placed = _filled(placed, [self.read(source) for source in given])
         number = 0
@@ -303,7 +308,7 @@ def _in_texts(message: Any, rest: Iterator[Picture]) -> Any:
     first, *others = text_of(message).split(MARK)
     if not others:
         return message
-    parts = [{"type": "text", "text": first}]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
     for text in others:
         parts += [{"type": "image", "image": next(rest)}, {"type": "text", "text": text}]
     return {**message, "content": [part for part in parts if part.get("text") != ""]}
@@ -312,9 +317,10 @@ def _in_texts(message: Any, rest: Iterator[Picture]) -> Any:
 def _before_first(messages: list[Any], given: list[Picture]) -> list[Any]:
     for number, message in enumerate(messages):
         if isinstance(message, Mapping) and message.get("role") == "user":
-            parts = [{"type": "image", "image": picture} for picture in given]
-            text = [{"type": "text", "text": text_of(message)}] if text_of(message) else []
-            return [*messages[:number], {**message, "content": [*parts, *text]}, *messages[number + 1 :]]
+            parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in given]
+            if text := text_of(message):
+                parts.append({"type": "text", "text": text})
+            return [*messages[:number], {**message, "content": parts}, *messages[number + 1 :]]
     raise BadPicture(
         f"the pictures of the column `{IMAGES}` stand before the text of the first message of the role "
         f"`user`; there is none; put a part of the type `image`, or {MARK}, where each belongs"
@@ -420,8 +426,8 @@ def _as_seen(image: Image) -> Image:
         image = Image.alpha_composite(white, image)
     image = image.convert("RGB")
     turn = Image.Transpose
-    turns = (turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE, turn.ROTATE_270)
-    turns = (*turns, turn.TRANSVERSE, turn.ROTATE_90)
+    turns = [turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE, turn.ROTATE_270]
+    turns += [turn.TRANSVERSE, turn.ROTATE_90]
     return image if orientation == 1 else image.transpose(turns[orientation - 2])
 
 

@@ -20,7 +20,6 @@ from quatrain.models.vision import Vision
 from quatrain.types.pictures import Picture
 
 _SETTINGS = (
-    "do_resize",
     "do_rescale",
     "rescale_factor",
     "do_normalize",

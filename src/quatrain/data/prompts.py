@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from quatrain.data.turns import TurnsOfRow
 
 logger = logging.getLogger(__name__)
+MOST_THREADS = 16
+"""Pictures that are decoded at the same time."""
 USUAL_BATCHES = 0.95
 """Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
 
@@ -512,9 +514,9 @@ def _has_pictures(part: TokenRows) -> bool:
 
 
 def _with_images(rows: list[TokenRow]) -> list[TokenRow]:
-    """The rows, each with the column `images`: all prompts of a batch have the same columns."""
+    """The rows, each with the column `images`, which is empty where there are none."""
     return [
-        row if IMAGES in row.columns else replace(row, columns={**row.columns, IMAGES: []}) for row in rows
+        row if row.columns.get(IMAGES) else replace(row, columns={**row.columns, IMAGES: []}) for row in rows
     ]
 
 
@@ -527,7 +529,8 @@ def with_pictures(
     """
     root = folder_of(spec) if data.image_root is None else local_path(data.image_root)
     reader, found, left_out = PictureReader(root, data.verify_images), [], 0
-    threads = ThreadPoolExecutor(os.cpu_count())  # most of the work is Pillow's, which runs beside Python
+    # Most of the work is Pillow's, which runs beside Python; each has a decoded picture in memory.
+    threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
     try:
         seeing = {number: row for number, row in rows.items() if sees and has_pictures(row)}
         read = {number: threads.submit(reader.of_row, row) for number, row in seeing.items()}

@@ -361,7 +361,7 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
 
 def _of_dataset(found: Any) -> list[Row]:
     """The rows of a `datasets.Dataset`, with pictures as they are encoded."""
-    features = getattr(found, "features", None)
+    features: Any = getattr(found, "features", None)
     encoded = _encoded(features)
     if encoded != features:
         found = found.cast(type(features)(encoded))

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import shown
 from quatrain.data.chat_template import variables_of
-from quatrain.data.expansion import expanded
+from quatrain.data.expansion import expanded, sees
 from quatrain.data.left_out import REFUSED, REFUSED_OF_ROWS
 from quatrain.data.messages import TOOLS, checked_messages, named_picture, tools_of, with_picture_parts
 from quatrain.data.tokenizer import encode_further, fill_template, render
-from quatrain.types.pictures import Tokens
+from quatrain.types.pictures import Picture, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -216,12 +216,26 @@ class TurnTemplate:
     def _check_results(self) -> None:
         try:
             self._after_turn([_QUESTION], [_RESULT])
+            if sees(self._tokenizer) and not self._shows_results():
+                logger.warning(
+                    "the chat template does not write pictures of messages of the role `tool`: a tool that "
+                    "returns one ends its episode with a fault; set data.chat_template to one that does"
+                )
         except ValueError as error:
             raise ValueError(
                 "a chat template must take messages of the role `tool`, for the results of tools; this one "
                 f"does not: {error}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), "
                 "set data.chat_template, or give rollout.environment a class whose step answers as the user"
             ) from error
+
+    def _shows_results(self) -> bool:
+        """Whether the template writes the picture that a tool returns."""
+        result = {**_RESULT, "content": [{"type": "image", "image": Picture(1, (64, 64), b"")}]}
+        try:
+            after = self._after_turn([_QUESTION], [result])
+        except ValueError:
+            return False
+        return self._tokenizer.expansion.placeholder in after
 
 
 TurnsOfRow = Callable[[Mapping[str, Any]], TurnTemplate]

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from quatrain.config.errors import shown
 from quatrain.data.messages import checked_messages, pictures_of
-from quatrain.data.pictures import PictureReader, is_picture_part
+from quatrain.data.pictures import PictureReader, is_picture_part, opened
 from quatrain.data.turns import conversation
-from quatrain.types.pictures import PicturesInJson
+from quatrain.types.pictures import Picture, PicturesInJson
 from quatrain.workers.faults import LONGEST_ERROR, Fault, run_guarded
 
 if TYPE_CHECKING:
@@ -115,12 +115,16 @@ class CheckedEnvironment:
         self._name, self._environment, self._accepts = name, environment, accepts
 
     def reset(self, columns: Mapping[str, Any]) -> InitialObservation:
-        """What follows the prompt; the environment gets a copy of `columns`, which it may change."""
+        """What follows the prompt; the environment gets a copy of `columns`, which it may change.
+
+        Pictures in it, also in the messages of `prompt`, are PIL pictures.
+        """
 
         def work() -> InitialObservation:
             reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
             taken = {n: v for n, v in columns.items() if self._accepts is None or n in self._accepts}
-            opening = reset(**copy.deepcopy(taken))  # the samples of a prompt share its columns
+            # The samples of a prompt share its columns.
+            opening = reset(**{name: _as_pil(value) for name, value in copy.deepcopy(taken).items()})
             if opening is None or opening == "":
                 return None
             if isinstance(opening, str):
@@ -230,6 +234,15 @@ class CheckedEnvironment:
             with suppress(Exception):  # of the value's own __repr__
                 text = shown(came)
         raise Fault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
+
+
+def _as_pil(value: Any) -> Any:
+    """A column with PIL pictures, decoded when they are first used, in the place of its pictures."""
+    if isinstance(value, Picture):
+        return opened(value.encoded)
+    if isinstance(value, list):
+        return [_as_pil(each) for each in value]
+    return {name: _as_pil(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def with_opening(prompt: PromptText, opening: InitialObservation) -> PromptText:

@@ -163,6 +163,7 @@ class HttpWorker:
             self._finish(FinishedGroup(spec.number, samples))
 
     async def _sample(self, spec: GroupSpec, number: int, version: int) -> ServerAnswer:
+        assert spec.prompt.pictures is None, "a fleet of servers cannot see"
         own = spec.own  # of a turn of an agent, whose draws go on from its episode's
         seed, offset = (self._seed, 0) if own is None else (own.seed, own.offset)
         place = seed, spec.step, spec.prompt.group_id, number, version, offset

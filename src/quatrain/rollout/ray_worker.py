@@ -26,7 +26,7 @@ from quatrain.rollout.publish import Publisher
 from quatrain.rollout.supervisor import STARTING, WorkerFactory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
 from quatrain.types.batches import Prompt
-from quatrain.types.pictures import Pictures
+from quatrain.types.pictures import Picture, Pictures
 
 CONTROL = "control"
 """The concurrency group of calls that an actor answers while it computes."""
@@ -169,12 +169,19 @@ class StoredPictures:
         self._kept: OrderedDict[int, tuple[Any, int]] = OrderedDict()  # references and sizes, by id
 
     def of(self, prompts: Iterable[Prompt]) -> dict[int, Any]:
-        """References of the bytes of the pictures of `prompts`, by their ids."""
+        """References of the bytes of the pictures of `prompts`, by their ids.
+
+        Raises ValueError for a file that has changed.
+        """
         used = {each.id: each for prompt in prompts if prompt.pictures for each in prompt.pictures.used}
         with self._lock:  # the workers' threads share it
             for number, picture in used.items():
                 if number not in self._kept:
                     content = picture.encoded
+                    if Picture.of(content, picture.size) != picture:  # workers would see another than we
+                        raise ValueError(
+                            f"the file of a picture must not change during a run: {picture.source}"
+                        )
                     self._kept[number] = self._ray.put(content), len(content)
                     self._num_bytes += len(content)
                 self._kept.move_to_end(number)

@@ -258,7 +258,15 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Any]:
     """A text, or texts and pictures in turn."""
     if isinstance(content, str):
         return content.strip()
-    each = [[p["image"].name] if is_picture(p) else p["text"].strip() for p in content]
+    parts: list[Any] = []
+    for part in content:
+        if is_picture(part):
+            parts.append([part["image"].name])
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += part["text"]
+        else:
+            parts.append(part["text"])
+    each = [part.strip() if isinstance(part, str) else part for part in parts]
     return [part for part in each if part]
 
 
