@@ -70,7 +70,8 @@ def model(small_arch, small_params):
 def delta():
     """A model of a DeltaNet layer and one of attention."""
     arch = of_golden("qwen3_5_text", vocab_size=290)
-    arch = replace(arch, layers=arch.layers[:2])
+    rope = replace(arch.attentions[0].rope, sections=(1, 1, 0), alternating=True)
+    arch = changed(replace(arch, layers=arch.layers[:2]), rope=rope)
     params = init_params(arch, jax.random.key(3))
     return Model.of(arch, jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params))
 
