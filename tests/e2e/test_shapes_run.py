@@ -54,7 +54,8 @@ def test_a_run_with_pictures(tmp_path):
     assert len(rows) == 2
     assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
     assert rows[0]["vision/blind_gap"] > 1e-3
-    assert rows[1]["vision/pictures"] == 4 + 8  # of the four prompts, and of the last evaluation
+    # Once for the sampler, whose tower is that of the step, and once in the buffer of the update.
+    assert (rows[1]["vision/pictures"], rows[1]["vision/tower_pictures"]) == (4, 8)
     exported = load_model(str(run / "final"), vision="all")
     first = init_params(exported.arch, jax.random.key(0))["vision"]
     moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), first, exported.params["vision"])
