@@ -2,8 +2,8 @@
 
     picture_mesh_worker.py RESULT.npz qwen3_vl all,frozen 1,1,1 1,2,2,2
 
-Writes those of each model and mesh; devices are by dp, fsdp, tp and cp. The model `small` is a Qwen3-VL of one
-layer and one block, with a level of features after it.
+Writes those of each model and mesh; devices are by dp, fsdp, tp and cp. The model `small` is a Qwen3-VL of
+one layer and one block, with a level of features after it.
 """
 
 import sys

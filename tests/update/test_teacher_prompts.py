@@ -104,9 +104,8 @@ def test_the_prompts_of_all_rows_are_made_before_a_run(tokenizer):
     config = DistillConfig(teacher={"math": "policy", "default": None})
     taught = partial(has_teacher, config)
     own = np.array(render(tokenizer, QUESTION).ids)
-    assert prompts.longest("rows", source, taught) == len(
-        prompts.tokens(QUESTION, {"answer": "5" * 40}, own).ids
-    )
+    longest = prompts.tokens(QUESTION, {"answer": "5" * 40}, own).ids
+    assert prompts.longest("rows", source, taught) == len(longest)
     with pytest.raises(
         ValueError, match=r"rows, row 3: distill\.prompt names the column 'answer', which must"
     ):
@@ -138,7 +137,7 @@ def test_a_teacher_sees_the_pictures_of_its_prompt_and_of_later_turns():
         placed = np.flatnonzero(table.input_ids[0] == tokenizer.expansion.vision.placeholder_id)
         assert [seen[place] for place in placed] == [9] * 4
     server = ServerTeacher.__new__(ServerTeacher)
-    with pytest.raises(ValueError, match=r"a teacher on a server \(distill.teacher\) reads texts alone"):
+    with pytest.raises(ValueError, match=r"a teacher on a server \(distill.teacher\) gets no pictures"):
         server.scores(table)
     text = ({"role": "system", "content": parts}, *QUESTION)
     said = prompts.text(text, {"answer": "red"})[0]["content"]

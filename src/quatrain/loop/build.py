@@ -51,8 +51,6 @@ def rollout_run(inputs: Inputs) -> RolloutRun:
     recorder = Recorder(config, folder.path, stop, left_out(prompts, "prompts"))
     teacher = inputs.teacher(policy, prompts, evaluator)
     learner = Learner.of(config, policy, steps=steps, teacher=teacher)
-    if prompts.has_pictures:
-        learner.check_sees(teacher)
     engine = ended(closing(build_engine(config, policy, scorer, prompts, recorder.show_decoding)))
     stages = Stages(engine, scorer, AdvantageEstimator.of(config), learner, as_stage(teacher))
     batches = AsyncRollouts(config, stages, prompts, steps, recorder.show_sampling)

@@ -36,6 +36,7 @@ from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.start_fleet import BLIND_SERVERS
+from quatrain.update.server_teacher import BLIND_TEACHER
 from quatrain.weights.load_model import (
     BUILTIN,
     Model,
@@ -85,12 +86,13 @@ class LoadedPolicy(Policy):
             rows=hub_rows(config, spec, rows),
         )
         if self.arch.vision is not None and source.has_pictures:
-            if config.rollout.servers:
-                raise ValueError(f"{shown_data_sets(spec)} has pictures: {BLIND_SERVERS}")
-            if blind := self._blind(config):
+            servers = {BLIND_SERVERS: config.rollout.servers, BLIND_TEACHER: config.distill.servers}
+            if blind := [why for why, named in servers.items() if named]:
+                raise ValueError(f"{shown_data_sets(spec)} has pictures: {blind[0]}")
+            if why := self._blind(config):
                 raise ValueError(
                     f"what reads prompts with pictures must see them, and {shown_data_sets(spec)} has some; "
-                    f"{blind}"
+                    f"{why}"
                 )
         return source
 
@@ -105,6 +107,9 @@ class LoadedPolicy(Policy):
         for path in config.distill.models:
             if load_architecture(path, vocab_size=len(self.tokenizer), vision=None).vision is None:
                 return f"the teacher {path} has no tower: name one that has in distill.teacher"
+        distill = config.distill
+        if distill.models and distill.loss != "sampled" and not distill.top_k:
+            return "a teacher of all words reads texts: set distill.top_k, or distill.loss to sampled"
         return None
 
 

@@ -386,7 +386,7 @@ def inserts_of(
     `numbers` has those of `feature_rows` for rows that are not one whole sequence each: of several sequences,
     or of a part of one.
     """
-    places = np.full((len(rows), width), -1, np.int32)
+    places: Any = np.full((len(rows), width), -1, np.int32)
     used: list[tuple[Picture, ...]] = [()] * len(rows)
     for number, pictures in enumerate(rows):
         if pictures is not None:
@@ -400,8 +400,8 @@ def features_in_rows(
     used: Sequence[Sequence[Picture]],
     get: Callable[[Sequence[Picture]], list[np.ndarray]],
     store: FeatureStore,
-) -> np.ndarray:
-    """[R, 1 + L, F, D]: the features of the pictures of each row, one after another, then zeros.
+) -> Any:
+    """[R, 1 + L, F, D], on the host: the features of the pictures of each row, one after another, then zeros.
 
     F is rounded up. `get` is a method of `store`; it may have other things than features, one for each.
     """

@@ -242,18 +242,6 @@ class Learner:
         critic = None if self.critic is None else self.critic.trainer.abstract(critic_params)
         return TrainState(policy.params, policy.opt_state, critic=critic)
 
-    def check_sees(self, teacher: Teacher | WordTeacher | None) -> None:
-        """Raises ValueError if a model that the update or the `teacher` reads cannot read pictures."""
-        blind = [] if teacher is None else teacher.blind
-        if self.critic is not None and self.critic.trainer.planner.store is None:
-            blind = ["critic.path", *blind]
-        if blind:
-            raise ValueError(
-                "each model that reads sequences with pictures must see, and the prompts have some; "
-                f"{', '.join(blind)}: text alone is read there. Take models with a tower of the policy's "
-                "kind; a teacher on a server, or of a loss over all words, reads no pictures"
-            )
-
     @property
     def needs_logprobs_and_values(self) -> bool:
         """Whether advantages need values or KL in the reward, or samples show log-probabilities."""

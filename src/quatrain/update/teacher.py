@@ -104,11 +104,6 @@ class FrozenModel:
         """As `OwnWeights.scores`."""
         return model_scores(self.on_device(), table, model=self.spec, planner=self._planner, top=top)
 
-    @property
-    def sees(self) -> bool:
-        """Whether it can read sequences with pictures."""
-        return self._planner.store is not None
-
     def on_device(self) -> Any:
         """The parameters on the devices."""
         return to_memory("device", self._params)
@@ -129,8 +124,6 @@ class WordTeacher:
         self.longest, self.forms = model.longest, model.spec.forms
         self.scorer = Teacher({DEFAULT: model})
         """What scores tokens outside of the update."""
-        self.blind = ["distill.teacher, with a loss over all words"]
-        """Of those that are asked, which cannot read pictures."""
 
     def joined(
         self, policy: ModelSpec, params: Any, batches: Iterable[MicroBatch]
@@ -187,15 +180,6 @@ class Teacher:
         # A server also gives the sampled word, which need not be among the likeliest.
         served = any(isinstance(source, ServerTeacher) for source in sources.values())
         self._width = None if top is None else top.count + served
-
-    @property
-    def blind(self) -> list[str]:
-        """Of the data sources with a teacher, those whose teacher cannot read pictures."""
-        return [
-            f"distill.teacher of {name}"
-            for name, source in self._sources.items()
-            if isinstance(source, ServerTeacher) or (isinstance(source, FrozenModel) and not source.sees)
-        ]
 
     def check_sources(self, sources: Iterable[object]) -> None:
         """Raises ValueError unless `sources`, those of the data, are those with a teacher."""

@@ -110,16 +110,16 @@ class TeacherPrompts:
 
         def size(row: TokenRow) -> int:
             try:
-                return (
-                    len(self.tokens(row.text, row.columns, row.input_ids).ids) if taught(row.columns) else 0
-                )
+                if not taught(row.columns):
+                    return 0
+                return len(self.tokens(row.text, row.columns, row.input_ids).ids)
             except ValueError as error:
                 raise ValueError(f"{name}, row {row.number}: {error}") from error
 
         return source.largest(size)
 
     def tokens(self, prompt: PromptText, columns: Mapping[str, Any], policy_ids: np.ndarray) -> Tokens:
-        """The teacher's prompt, where the policy's is `policy_ids`.
+        """The tokens of the teacher's prompt, where the policy's has the ids `policy_ids`.
 
         Raises ValueError if the two do not end with the same beginning of an answer.
         """
@@ -155,34 +155,28 @@ class TeacherPrompts:
 
         Rows that are not `taught` keep the policy's prompt.
         """
-        starts, seen = rollouts.completion_mask.argmax(axis=1), rollouts.pictures
-        rows, pictures = [], []
+        starts = rollouts.completion_mask.argmax(axis=1)
+        rows, seen = [], list[Pictures | None]()
         for row, start in enumerate(starts):
             columns = {name: values[row] for name, values in rollouts.columns.items()}
-            policy_ids = rollouts.input_ids[row, :start]
-            before, behind = (
-                None if seen is None else Pictures(seen.ids[row, part], seen.by_id)
-                for part in (slice(start), slice(start, rollouts.lengths[row]))
-            )
-            prompt = policy_ids if start else np.zeros(1, np.int32)
+            policy_ids, end = rollouts.input_ids[row, :start], rollouts.lengths[row]
+            prompt = Tokens(policy_ids.tolist() if start else [0], _of(rollouts, row, 0, start or 1))
             if start and taught[row]:
-                written, before = self.tokens(rollouts.prompts[row], columns, policy_ids)
-                prompt = np.asarray(written, np.int32)
-            elif not start:
-                before = None
-            rest = rollouts.input_ids[row, start : rollouts.lengths[row]]
-            rows.append((prompt, rest))
-            pictures.append(joined((before, len(prompt)), (behind, len(rest))))
+                prompt = self.tokens(rollouts.prompts[row], columns, policy_ids)
+            rest = rollouts.input_ids[row, start:end]
+            rows.append((np.array(prompt.ids, np.int32), rest))
+            size = len(prompt.ids), len(rest)
+            seen.append(joined((prompt.pictures, size[0]), (_of(rollouts, row, start, end), size[1])))
         width = max(len(prompt) + len(rest) for prompt, rest in rows)
         ids = np.zeros((len(rows), width), np.int32)
         attention, scored = np.zeros(ids.shape, bool), np.zeros(ids.shape, bool)
-        for row, (prompt, rest) in enumerate(rows):
-            first, end = len(prompt), len(prompt) + len(rest)
-            ids[row, :end] = np.concatenate([prompt, rest])
+        for row, (prompt_ids, rest) in enumerate(rows):
+            first, end = len(prompt_ids), len(prompt_ids) + len(rest)
+            ids[row, :end] = np.concatenate([prompt_ids, rest])
             attention[row, :end] = True
             scored[row, first:end] = rollouts.completion_mask[row, starts[row] : rollouts.lengths[row]]
         groups = rollouts.group_ids, rollouts.episode_ids
-        return TokenTable(ids, attention, scored, {}, *groups, pictures=stacked(pictures, width))
+        return TokenTable(ids, attention, scored, {}, *groups, pictures=stacked(seen, width))
 
     @staticmethod
     def back(values: np.ndarray, table: TokenTable, rollouts: RolloutBatch) -> np.ndarray:
@@ -194,3 +188,11 @@ class TeacherPrompts:
         result = np.zeros((*mask.shape, *values.shape[2:]), values.dtype)
         result[mask] = values[table.completion_mask]
         return result
+
+
+def _of(rollouts: RolloutBatch, row: int, first: int, end: int) -> Pictures | None:
+    """The pictures of some tokens of a row; None if they are text."""
+    if rollouts.pictures is None:
+        return None
+    here = Pictures(rollouts.pictures.ids[row, first:end], rollouts.pictures.by_id)
+    return here if here.ids.any() else None

@@ -94,9 +94,9 @@ def _refuse_unknown(rope: RopeConfig, kind: str) -> None:
 
 
 def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, Any]) -> Rope:
-    given = {"default" if name == _MROPE else name for name in (rope.rope_type, rope.type) if name}
-    kind: Any = next(iter(given), "default")
-    if len(given) > 1:
+    names = {"default" if name == _MROPE else name for name in (rope.rope_type, rope.type) if name}
+    kind: Any = next(iter(names), "default")
+    if len(names) > 1:
         raise ValueError(f"the rope_type {shown(rope.rope_type)} and type {shown(rope.type)}; remove one")
     if kind not in ROPE_TYPES:
         remedy = _REMEDIES.get(kind, "")
