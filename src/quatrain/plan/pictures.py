@@ -59,7 +59,7 @@ def update_parts(vision: Vision, most: int, dtype: str, remat: str, phase: Phase
         kept = patches * (FLOAT32 * vision.patch_values + (vision.depth * of_block + w) * b)
         work = patches * (11 * w + 3 * gates * f) * b
         what = "results" if remat == "none" else "inputs"
-        why = f"estimate for {patches} patches at most: {what} of {vision.depth} blocks, and work (model.remat)"
+        why = f"estimate for {patches} patches: {what} of {vision.depth} blocks (model.remat), and work"
     yield MemoryPart("tower_activations", kept + work, why + IF_ANY, (phase,))
 
 
