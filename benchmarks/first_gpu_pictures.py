@@ -125,7 +125,10 @@ def architecture(name: str, small: bool) -> Architecture:
     assert arch.vision is not None
     vision = replace(arch.vision, trained="all")
     if small:
-        vision = replace(vision, depth=1, deepstack=vision.deepstack and (0,), whole=(), splits=False)
+        block = replace(vision.block, size=64, num_heads=2, width=64)
+        vision = replace(
+            vision, block=block, depth=1, deepstack=vision.deepstack and (0,), whole=(), splits=False
+        )
     return replace(arch, vision=vision)
 
 
