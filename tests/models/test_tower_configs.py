@@ -163,6 +163,7 @@ REFUSED = {
     "positions": ({"vision_config": {"num_position_embeddings": 35}}, "must be a square; got 35"),
     "out": ({"vision_config": {"out_hidden_size": 64}}, "must be the hidden size 32 of texts; got 64"),
     "levels": ({"vision_config": {"deepstack_visual_indexes": [2, 0]}}, "ascending numbers below 4"),
+    "layers": ({"vision_config": {"deepstack_visual_indexes": [0, 1, 2, 3]}}, "at most 3, one a text layer"),
     "behind": ({"vision_config": {"deepstack_visual_indexes": [4]}}, "ascending numbers below 4"),
     "rope": ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type must be axial"),
     "type": ({"vision_config": {"depth": "4"}}, "depth"),

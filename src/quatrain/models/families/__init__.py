@@ -29,6 +29,7 @@ from quatrain.models.families.phi import PHI3
 from quatrain.models.families.qwen import QWEN2, QWEN3
 from quatrain.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from quatrain.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from quatrain.models.families.ropes import with_sections
 from quatrain.models.families.smollm import SMOLLM3
 from quatrain.models.families.towers import read_vision
 from quatrain.models.hf_config import HFConfig
@@ -139,8 +140,8 @@ _COUSINS = {
     "olmo": ("olmo2", "layer norms without weights"),
     "phi": ("phi3", "layer norms and blocks side by side"),
     "phimoe": ("mixtral", "layer norms and another router"),
-    "qwen2_vl": ("qwen2_5_vl", "another tower"),
-    "qwen3_vl_moe": ("qwen3_vl", "experts"),
+    "qwen2_vl": ("qwen2", "rotary positions of pictures"),
+    "qwen3_vl_moe": ("qwen3_moe", "rotary positions of pictures"),
     "starcoder2": ("llama", "layer norms and no gate in its MLP"),
 }
 """Of other model types: the nearest supported one, and what they have that it lacks."""
@@ -212,8 +213,9 @@ def architecture_from_hf(
     if vision is None:
         return arch
     tower = read_vision(whole, vision, arch.hidden_size, source)
-    # As in transformers, whatever mrope_interleaved says.
-    arch = arch.with_ropes(lambda rope: replace(rope, alternating=tower.kind == "qwen3_vl"))
+    if tower.has_grid:
+        alternating = tower.kind == "qwen3_vl"
+        arch = arch.with_ropes(lambda rope: with_sections(rope, hf_config, alternating=alternating))
     try:
         return replace(arch, vision=tower)
     except ValueError as error:
