@@ -118,14 +118,17 @@ def architecture(name: str, small: bool) -> Architecture:
     if config["model_type"] != "smolvlm":
         rope["mrope_section"] = [8, 12, 12]
     text = {
-        "hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "intermediate_size": 64, "vocab_size": 96, "rope_parameters": rope,
+        "hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "intermediate_size": 64, "vocab_size": 96, "rope_parameters": rope,
     }  # fmt: skip
     arch = architecture_from_hf({**config, "text_config": text}, vision=processor)
     assert arch.vision is not None
     vision = replace(arch.vision, trained="all")
     if small:
-        vision = replace(vision, depth=1, deepstack=vision.deepstack and (0,), whole=(), splits=False)
+        block = replace(vision.block, size=64, num_heads=2, width=64)
+        vision = replace(
+            vision, block=block, depth=1, deepstack=vision.deepstack and (0,), whole=(), splits=False
+        )
     return replace(arch, vision=vision)
 
 

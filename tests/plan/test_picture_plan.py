@@ -58,19 +58,24 @@ def test_parameters_moments_and_gradients_are_those_that_are_made(final, what):
 def test_features_are_as_many_as_tokens_at_most(final):
     """50 tokens of a micro-batch, rounded up to 64; deepstack has 2 further levels."""
     assert round_up_coarsely(50) == 64
-    config = final(SMALL, *SIZES)
+    config = final(SMALL, *SIZES, "data.batch_size=3")
     assert parts(config, trained("qwen3_vl", "frozen"))["features"] == 3 * 64 * 32 * 4
     assert parts(config, trained("qwen3_vl", "all"))["features"] == 2 * 3 * 64 * 32 * 4, "with their gradient"
-    on_two = final(SMALL, *SIZES, "mesh={cp: 2}")
+    # Two prompts of 20 tokens: a group has their pictures once.
+    assert parts(final(SMALL, *SIZES), trained("qwen2_5_vl", "frozen"))["features"] == 48 * 32 * 4
+    apart = final(SMALL, *SIZES, "update.micro_batch_size=3", "update.max_tokens_per_device=null")
+    # Two samples of each, of which 3 with at most 30 tokens, rounded up to 32, are in a micro-batch.
+    assert parts(apart, trained("qwen2_5_vl", "frozen"))["features"] == round_up_coarsely(80) * 32 * 4
+    on_two = final(SMALL, *SIZES, "data.batch_size=5", "mesh={cp: 2}")
     # Each device of cp has the features of all columns of its data shard.
-    tokens = min(2 * 50, 4 * 30)
+    tokens = min(2 * 50, 5 * 20)
     assert parts(on_two, trained("qwen2_5_vl", "frozen"), devices=2)["features"] == (
         round_up_coarsely(tokens) * 32 * 4
     )
 
 
 def test_a_trained_tower_keeps_a_state_per_block_and_a_projector_one_per_level(final):
-    config = final(SMALL, *SIZES, "model.remat=layer")
+    config = final(SMALL, *SIZES, "data.batch_size=3", "model.remat=layer")
     patches, w = 64 * 4, 32
     kept = patches * (96 + (4 + 1) * w)
     work = patches * (11 * w + 3 * 40)
@@ -78,23 +83,25 @@ def test_a_trained_tower_keeps_a_state_per_block_and_a_projector_one_per_level(f
     assert parts(config, trained("qwen3_vl", "projector"))["tower_activations"] == 4 * patches * w * (3 + 5)
     assert "tower_activations" not in parts(config, trained("qwen3_vl", "frozen"))
     whole = patches * (96 + 4 * (10 * w + 2 * 40) + w) + work
-    kept_whole = final(SMALL, *SIZES, "model.remat=none")
+    kept_whole = final(SMALL, *SIZES, "data.batch_size=3", "model.remat=none")
     assert parts(kept_whole, trained("qwen3_vl", "all"))["tower_activations"] == 4 * whole
 
 
-def test_the_tower_works_on_one_picture_which_a_prompt_can_hold(final):
-    arch = trained("qwen3_vl", "frozen")
-    columns = 4 * (96 + max(7 * 32, 2 * 32 + 2 * 40))
+@pytest.mark.parametrize(("kind", "most"), [("qwen3_vl", 256), ("idefics3", 180)])
+def test_the_tower_works_on_one_picture_which_a_prompt_can_hold(final, kind, most):
+    """256: longest_edge of the processor, in patches; 180: 2 x 2 tiles and the whole, of 36 patches each."""
+    arch = trained(kind, "frozen")
+    sides = range(1, 200, 7)
+    found = [(w, h) for w in sides for h in sides if max(w, h) <= 200 * min(w, h)]
+    assert max(map(arch.vision.num_patches, found)) == most
+    values = arch.vision.patch_values
+    columns = 4 * (values + max(7 * 32, 2 * 32 + 2 * 40))
     short, long = (
         parts(final(SMALL, *SIZES, f"data.max_prompt_length={longest}", *more), arch)["tower_at_work"]
         for longest, more in ((20, ()), (1000, ("update.max_tokens_per_device=1010",)))
     )
     assert short == round_up_coarsely(20 * 4) * columns
-    assert long == round_up_coarsely(4096 // 16) * columns, "longest_edge of its processor"
-    tiles = trained("idefics3", "frozen")
-    assert parts(
-        final(SMALL, *SIZES, "data.max_prompt_length=2000", "update.max_tokens_per_device=2010"), tiles
-    )["tower_at_work"] == round_up_coarsely((9 + 1) * 14**2) * 4 * (12 + 7 * 32)
+    assert long == round_up_coarsely(most) * columns
 
 
 def test_the_sampler_has_no_copy_of_a_tower(final):

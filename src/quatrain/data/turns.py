@@ -230,12 +230,13 @@ class TurnTemplate:
 
     def _shows_results(self) -> bool:
         """Whether the template writes the picture that a tool returns."""
+        tokenizer: Any = self._tokenizer
         result = {**_RESULT, "content": [{"type": "image", "image": Picture(1, (64, 64), b"")}]}
         try:
             after = self._after_turn([_QUESTION], [result])
         except ValueError:
             return False
-        return self._tokenizer.expansion.placeholder in after
+        return tokenizer.expansion.placeholder in after
 
 
 TurnsOfRow = Callable[[Mapping[str, Any]], TurnTemplate]

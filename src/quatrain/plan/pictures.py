@@ -1,7 +1,7 @@
 """Estimates the memory that pictures need: a tower, features, and the activations of a tower that is trained.
 
 Data flow: the tower and the tokens of a micro-batch -> the parts of `placement.py`. How many pictures a
-micro-batch has depends on the data: these are the most that there can be, if each token is a placeholder.
+micro-batch has depends on the data: these are the most that there can be, if prompts are placeholders alone.
 
 Letters: P patches, F features, L further levels of features, W width of the tower, D hidden size of texts.
 """
@@ -34,15 +34,15 @@ def tower_bytes(arch: Architecture, mesh: MeshShape, dtype: str) -> int:
     return sum_on_device(specs, places, mesh, lambda spec: jnp.dtype(spec.dtype or dtype).itemsize)
 
 
-def update_parts(vision: Vision, tokens: int, dtype: str, remat: str, phase: Phase) -> Iterator[MemoryPart]:
-    """What a micro-batch of so many tokens of a data shard has for its pictures.
+def update_parts(vision: Vision, most: int, dtype: str, remat: str, phase: Phase) -> Iterator[MemoryPart]:
+    """What a micro-batch with so many placeholders on a data shard has for its pictures.
 
     - `frozen`: features, (1 + L) F D numbers of `dtype`
     - `projector`: what it reads, (1 + L) P W numbers, and those of its own work; features and their gradient
     - `all`: pixels in float32; of each block its input, P W numbers, and the work of one block, which the
       backward pass computes again; all that a block computes with `remat` none; features and their gradient
     """
-    b, features = jnp.dtype(dtype).itemsize, round_up_coarsely(tokens)
+    b, features = jnp.dtype(dtype).itemsize, round_up_coarsely(most)
     patches, w, levels = features * vision.merge**2, vision.block.size, 1 + vision.levels
     size = levels * features * vision.out_size * b
     what = f"at most {features} placeholders x {levels} x {vision.out_size} (levels x hidden size), {dtype}"
@@ -52,14 +52,14 @@ def update_parts(vision: Vision, tokens: int, dtype: str, remat: str, phase: Pha
     yield MemoryPart("features", 2 * size, f"{what}, and their gradient{IF_ANY}", (phase,))
     if vision.trained == "projector":
         kept, work = levels * patches * w * b, PROJECTOR_COLUMNS * patches * w * b
-        why = f"estimate for at most {patches} patches: {levels} x {w} columns (levels x width) and the work"
+        why = f"estimate for {patches} patches at most: {levels} x {w} columns (levels x width), and work"
     else:
         f, gates = vision.block.width, 1 + vision.block.gated
         of_block = 10 * w + (1 + gates) * f if remat == "none" else w
         kept = patches * (FLOAT32 * vision.patch_values + (vision.depth * of_block + w) * b)
         work = patches * (11 * w + 3 * gates * f) * b
-        what = "what blocks compute" if remat == "none" else "blocks' inputs"
-        why = f"estimate for at most {patches} patches: {vision.depth} {what} (model.remat), one block's work"
+        what = "results" if remat == "none" else "inputs"
+        why = f"estimate for {patches} patches: {what} of {vision.depth} blocks (model.remat), and work"
     yield MemoryPart("tower_activations", kept + work, why + IF_ANY, (phase,))
 
 

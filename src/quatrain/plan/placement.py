@@ -253,9 +253,8 @@ class _Plan:
         yield MemoryPart("gradients", sums, why, (gradient, step))
         yield self._activations(sizes, gradient)
         if self.arch.vision:
-            tokens = self._tokens_of_micro_batch(sizes)[0] * self.mesh.cp
-            model = self.config.model
-            yield from picture_parts(self.arch.vision, tokens, model.dtype, model.remat, gradient)
+            most, model = self._most_placeholders(sizes), self.config.model
+            yield from picture_parts(self.arch.vision, most, model.dtype, model.remat, gradient)
         if self.mesh.dp > 1:
             yield MemoryPart(
                 "gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (step,)
@@ -562,6 +561,14 @@ class _Plan:
         rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
         words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
         return rows * -(-round_up(longest) // self.mesh.cp), words
+
+    def _most_placeholders(self, sizes: UpdateConfig | CriticConfig) -> int:
+        """Of the largest micro-batch, on a data shard: each picture stands once in a buffer."""
+        config, tokens = self.config, self._tokens_of_micro_batch(sizes)[0] * self.mesh.cp
+        if config.run.on_given_data or config.rollout.has_episodes:  # pictures may be anywhere
+            return tokens
+        in_own_buffers = 1 if sizes.micro_batch_size is None else config.rollout.n
+        return min(tokens, sizes.mini_batch_size * in_own_buffers * config.data.max_prompt_length)
 
     def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> MemoryPart:
         """The activations of the largest micro-batch."""
