@@ -86,8 +86,8 @@ class Pictures:
         ids = np.array([TEXT if picture is None else picture.id for picture in listed], np.int64)
         return cls(ids, by_id) if by_id else None
 
-    def __getitem__(self, place: slice | np.ndarray) -> Pictures:
-        """Those of some tokens, or of some rows of a batch."""
+    def __getitem__(self, place: int | slice | np.ndarray) -> Pictures:
+        """Those of some tokens, or of one or several rows of a batch."""
         return Pictures(self.ids[place], self.by_id)
 
     def __len__(self) -> int:
