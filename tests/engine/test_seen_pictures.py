@@ -13,6 +13,7 @@ from architectures import changed, of_golden
 from pictured import MadeUpFeatures, picture, tokens_of
 
 from quatrain.config.schema import RolloutConfig
+from quatrain.data.expansion import BLIND
 from quatrain.engine import groups, session
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.groups import (
@@ -25,6 +26,7 @@ from quatrain.engine.groups import (
     pack_prompts,
     seen_by,
 )
+from quatrain.engine.service import EngineService
 from quatrain.engine.session import Session, SessionSettings
 from quatrain.models.decoder import forward, logits
 from quatrain.models.params import init_params
@@ -68,7 +70,8 @@ def model(small_arch, small_params):
 def delta():
     """A model of a DeltaNet layer and one of attention."""
     arch = of_golden("qwen3_5_text", vocab_size=290)
-    arch = replace(arch, layers=arch.layers[:2])
+    rope = replace(arch.attentions[0].rope, sections=(1, 1, 0), alternating=True)
+    arch = changed(replace(arch, layers=arch.layers[:2]), rope=rope)
     params = init_params(arch, jax.random.key(3))
     return Model.of(arch, jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params))
 
@@ -295,6 +298,7 @@ def test_parts_of_contexts_have_the_features_of_their_tokens():
         assert resumed or left[0][0].done == 37
         for own in left:
             own[0].pause = None
+        left = [[item for item in own if item.left] for own in left]
     assert parts == 5
 
 
@@ -305,6 +309,27 @@ def test_a_picture_without_features_is_an_error(model, tokenizer):
     ):
         made.submit([prompt_of(CAT_PROMPT)], 3)
     assert not made.num_groups
+
+
+def test_the_tower_is_that_of_the_features(model, tokenizer):
+    """The engine has the text model; a tower that is trained goes with its weights, as a copy."""
+    loaded = []
+    features = MadeUpFeatures(model.arch.hidden_size)
+    features.load = lambda params, version: loaded.append((params["vision"]["scale"], version))
+    made = [
+        RolloutEngine(model.arch, RolloutConfig(), tokenizer, stop_ids=(0,), seed=1, features=each)
+        for each in (None, features)
+    ]
+    services = [EngineService(engine, thread=None) for engine in made]
+    assert [service.cannot_see for service in services] == [BLIND, None]
+    tower = jnp.ones(3)
+    copied = made[1].copy_weights({**model.params, "vision": {"scale": tower}})
+    made[1].sync_weights(copied, 4)
+    [(scale, version)] = loaded
+    assert version == 4
+    np.testing.assert_array_equal(scale, tower)
+    assert scale.unsafe_buffer_pointer() != tower.unsafe_buffer_pointer()
+    assert "vision" not in made[1]._params
 
 
 def test_on_a_device_too(model, tokenizer, monkeypatch):

@@ -78,6 +78,15 @@ def test_a_tower_with_a_grid_needs_the_sections_of_its_text_model():
     found = architecture_from_hf(config, vision=PROCESSORS["qwen3_vl"])
     assert found.attentions[0].rope.axes(8).tolist() == [0, 1, 2, 0]
     rope["mrope_section"] = [2, 2, 1]
-    assert architecture_from_hf(config).attentions[0].rope.sections == (2, 2, 1)  # text reads none of it
+    assert architecture_from_hf(config).attentions[0].rope.sections == ()  # text reads none of it
     with pytest.raises(ValueError, match=r"^config.json: mrope_section has three numbers .* got \[2, 2, 1\]"):
         architecture_from_hf(config, vision=PROCESSORS["qwen3_vl"])
+
+
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_sections_are_read_where_transformers_4_wrote_them(name):
+    config = deepcopy(CONFIGS["qwen2_5_vl"])
+    text = config["text_config"]
+    text |= {"rope_scaling": {name: "mrope", "mrope_section": [1, 1, 2]}, "rope_parameters": None}
+    rope = architecture_from_hf(config, vision=PROCESSORS["qwen2_5_vl"]).attentions[0].rope
+    assert (rope.kind, rope.axes(8).tolist()) == ("default", [0, 1, 2, 2])

@@ -59,7 +59,13 @@ def steps():
         store = store_of(arch, whole_params(arch))
         learner = Learner(
             PolicySpec(arch),
-            UpdateConfig(epochs=EPOCHS, mini_batch_size=6, max_tokens_per_device=500, kl_coef=0.1),
+            UpdateConfig(
+                epochs=EPOCHS,
+                mini_batch_size=6,
+                max_tokens_per_device=500,
+                kl_coef=0.1,
+                loss_aggregation="token_mean",
+            ),
             LogprobConfig(max_tokens_per_device=500),
             OptimizerConfig(learning_rate=1e-2, vision_learning_rate=1e-4),
             max_new_tokens=5,

@@ -302,7 +302,8 @@ def _pictured(
     by_id = {number: picture for each in seen for number, picture in each.pictures.by_id.items()}
     inserts = None
     if ids.any():
-        inserts = inserts_of([Pictures(row, by_id) for row in ids], ids.shape[1], features, list(numbers))
+        rows_of_pictures = [Pictures(row, by_id) for row in ids]
+        inserts = inserts_of(rows_of_pictures, positions.shape[1], features, list(numbers))
     return turns if features.vision.has_grid else None, inserts
 
 
@@ -499,8 +500,8 @@ def _continued(
         for place, routes in known.items():
             table[*place, : len(routes)] = routes
         table = np.concatenate(table)
-    continued = Continued(*as_jit_arguments(*(np.concatenate(array) for array in arrays)))
-    return replace(continued, routes=table)
+    ids, start, count, row = as_jit_arguments(*(np.concatenate(array) for array in arrays))
+    return Continued(ids, start, count, row, table)
 
 
 def extension(

@@ -22,7 +22,7 @@ def rope_positions(vision: Vision, pictures: Pictures, num_tokens: int) -> tuple
     numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
     turns = np.empty((3, num_tokens), np.int32)
     position = done = 0
-    for start in np.flatnonzero((pictures.ids != TEXT) & (numbers == 0)):
+    for start in np.flatnonzero((pictures.ids != TEXT) & (numbers == 0)).tolist():
         turns[:, done:start] = np.arange(position, position + start - done)
         position += start - done
         rows, columns = vision.cells(pictures.by_id[int(pictures.ids[start])].size)
@@ -32,4 +32,4 @@ def rope_positions(vision: Vision, pictures: Pictures, num_tokens: int) -> tuple
         turns[:, start:done] = position + np.stack([0 * within, within // columns, within % columns])
         position += max(rows, columns)
     turns[:, done:] = np.arange(position, position + num_tokens - done)
-    return turns, int(position - done)
+    return turns, position - done

@@ -54,7 +54,7 @@ from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.answer_text import AnswerTokens, Channels
 from quatrain.types.batches import Prompt
 from quatrain.types.call_forms import schemas_of
-from quatrain.types.pictures import Tokens, joined
+from quatrain.types.pictures import Pictures, Tokens, joined
 from quatrain.types.sampler import PerRequestSampling, Progress, Sampler, ServiceFailed
 from quatrain.types.sampler import Request as Turns
 
@@ -464,7 +464,7 @@ class Api:
             for choice in choices:
                 choice.add(Progress(finish_reason="length"))
         if asked.num_scored is not None:
-            await self._score(request, choices, asked)
+            await self._score(request, choices, asked, [prompt.pictures for prompt in repeated])
         response = await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
         if recorded is not None:
             recorded.end(choices)
@@ -504,13 +504,19 @@ class Api:
             CallStream(begun, schemas_of(asked.offered_tools)) if asked.offered_tools else None,
         )
 
-    async def _score(self, request: Request, choices: Sequence[Choice], asked: AnyRequest) -> None:
+    async def _score(
+        self,
+        request: Request,
+        choices: Sequence[Choice],
+        asked: AnyRequest,
+        pictures: Sequence[Pictures | None],
+    ) -> None:
         """Gives each choice the scores of its tokens; without alternatives, those of its prompt suffice."""
         ids = [
             [*choice.prompt_ids, *(choice.sampled.tokens if asked.num_likeliest else ())]
             for choice in choices
         ]
-        scoring = asyncio.wrap_future(self._service.score(ids, asked.num_scored or 0))
+        scoring = asyncio.wrap_future(self._service.score(ids, asked.num_scored or 0, pictures))
         try:
             while not (await asyncio.wait({scoring}, timeout=LOOK_S))[0]:
                 if await request.is_disconnected():

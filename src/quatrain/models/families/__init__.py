@@ -29,6 +29,7 @@ from quatrain.models.families.phi import PHI3
 from quatrain.models.families.qwen import QWEN2, QWEN3
 from quatrain.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from quatrain.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from quatrain.models.families.ropes import with_sections
 from quatrain.models.families.smollm import SMOLLM3
 from quatrain.models.families.towers import read_vision
 from quatrain.models.hf_config import HFConfig
@@ -212,8 +213,9 @@ def architecture_from_hf(
     if vision is None:
         return arch
     tower = read_vision(whole, vision, arch.hidden_size, source)
-    # As in transformers, whatever mrope_interleaved says.
-    arch = arch.with_ropes(lambda rope: replace(rope, alternating=tower.kind == "qwen3_vl"))
+    if tower.has_grid:
+        alternating = tower.kind == "qwen3_vl"
+        arch = arch.with_ropes(lambda rope: with_sections(rope, hf_config, alternating=alternating))
     try:
         return replace(arch, vision=tower)
     except ValueError as error:

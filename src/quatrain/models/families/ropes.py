@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -52,6 +53,17 @@ def read_rope(c: HFConfig, *, by_type: bool = False, partial: bool = False, **fi
     return _rope(rope, theta, c, {"partial": share} | fields)
 
 
+def with_sections(rope: Rope, c: HFConfig, *, alternating: bool) -> Rope:
+    """The rotary embeddings of a model that sees pictures; `alternating` as in transformers, whatever
+    `mrope_interleaved` says.
+
+    Others have no sections, which change nothing in text: engines take a text model that is exported with
+    them for one that sees.
+    """
+    given = (each.mrope_section for each in (c.rope_scaling, c.rope_parameters) if each)
+    return replace(rope, sections=tuple(next(filter(None, given), ())), alternating=alternating)
+
+
 def read_sliding_rope(c: HFConfig, theta: float | None) -> Rope:
     """The rotary embeddings of sliding-window layers that have their own; they are never scaled."""
     local = (c.rope_parameters and c.rope_parameters.sliding_attention) or RopeConfig()
@@ -94,16 +106,15 @@ def _refuse_unknown(rope: RopeConfig, kind: str) -> None:
 
 
 def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, Any]) -> Rope:
-    given = {"default" if name == _MROPE else name for name in (rope.rope_type, rope.type) if name}
-    kind: Any = next(iter(given), "default")
-    if len(given) > 1:
+    names = {"default" if name == _MROPE else name for name in (rope.rope_type, rope.type) if name}
+    kind: Any = next(iter(names), "default")
+    if len(names) > 1:
         raise ValueError(f"the rope_type {shown(rope.rope_type)} and type {shown(rope.type)}; remove one")
     if kind not in ROPE_TYPES:
         remedy = _REMEDIES.get(kind, "")
         raise ValueError(f"unsupported rope type {shown(kind)}; supported: {', '.join(ROPE_TYPES)}{remedy}")
     _refuse_unknown(rope, kind)
-    axes = {"sections": tuple(rope.mrope_section or ()), "alternating": bool(rope.mrope_interleaved)}
-    fields = {"theta": theta or 10_000.0, "kind": kind, **axes, **fields}
+    fields = {"theta": theta or 10_000.0, "kind": kind, **fields}
     if kind == "default":
         if rope.factor not in (None, 1.0):
             raise ValueError(f"a rope factor ({rope.factor}) needs a rope_type, such as linear; add it")
@@ -202,12 +213,7 @@ def write_rope(rope: Rope | None, sliding: Rope | None = None, *, share: bool = 
     values = {"rope_type": rope.kind, **written}
     if rope.kind == "llama3":
         values["original_max_position_embeddings"] = rope.original_max_position
-    if rope.sections:
-        values |= {"mrope_section": list(rope.sections)}
-        # Only of families that have the key: transformers warns of others.
-        values |= {"mrope_interleaved": True} if rope.alternating else {}
-    scaled = rope.kind != "default" or rope.sections
-    old = {"rope_theta": rope.theta, "rope_scaling": values if scaled else None}
+    old = {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else values}
     full = {"rope_theta": rope.theta, **values}
     if share or rope.partial != 1.0:
         full["partial_rotary_factor"] = old["partial_rotary_factor"] = rope.partial
