@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from quatrain.data import shapes
 from quatrain.data.builtin import builtin_rows, builtin_tokenizer
 from quatrain.data.shapes import (
     ANSWERS,
@@ -18,6 +19,14 @@ from quatrain.reward.functions import correct, has_format
 
 HELDOUT, SHUFFLED = "shapes-heldout", "shapes-shuffled-heldout"
 CELL = SIDE // 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows():
+    """The first 900 rows for training, which are drawn and judged fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "TRAIN_ROWS", 900)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +78,9 @@ def test_every_answer_is_as_likely_and_half_of_the_demonstrations_are_right():
         assert abs(len(of_kind) - len(rows) / len(QUESTIONS)) < 1
         answers = [row["answer"] for row in of_kind]
         assert set(answers) == {*ANSWERS[kind]}
-        assert all(0.2 < answers.count(answer) / len(answers) < 0.3 for answer in ANSWERS[kind])
+        assert all(0.18 < answers.count(answer) / len(answers) < 0.32 for answer in ANSWERS[kind])
     right = correct([], [row["completion"] for row in rows], [row["answer"] for row in rows])
-    assert np.mean(right) == pytest.approx(DEMONSTRATED_RIGHT, abs=0.03)
+    assert np.mean(right) == pytest.approx(DEMONSTRATED_RIGHT, abs=0.05)
     assert all(has_format(row["completion"]) for row in rows)
 
 

@@ -43,11 +43,14 @@ def narrow(monkeypatch):
 @pytest.mark.usefixtures("narrow")
 def test_a_run_with_pictures(tmp_path):
     """A sampler that reads other features than the update, a tower that stays, or an export without it."""
+    (tmp_path / "varied.py").write_text(
+        "def varied(completions):\n    return [len(set(text)) for text in completions]\n"
+    )
     options = (
         "model.path=builtin:tiny_vl", "data.train=builtin:shapes", "data.max_prompt_length=32",
-        "data.eval=builtin:shapes-shuffled-heldout", "rollout.max_new_tokens=8", "sft.steps=1", "run.steps=2",
-        "eval.before=false", "eval.every_steps=0", "checkpoint.every_steps=0", "optimizer.learning_rate=1e-2",
-        "update.kl_coef=0",
+        "data.eval=null", "rollout.max_new_tokens=8", "sft.steps=0", "run.steps=2", "update.kl_coef=0",
+        "checkpoint.every_steps=0", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0",
+        f"reward.functions={{'{tmp_path}/varied.py:varied': 1.0}}",
     )  # fmt: skip
     run = train(small_run(tmp_path, "pictures", *options)).run
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]

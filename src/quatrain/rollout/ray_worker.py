@@ -179,9 +179,8 @@ class StoredPictures:
                 if number not in self._kept:
                     content = picture.encoded
                     if Picture.of(content, picture.size) != picture:  # workers would see another than we
-                        raise ValueError(
-                            f"the file of a picture must not change during a run: {picture.source}"
-                        )
+                        file = f"{picture.source!r} has changed"
+                        raise ValueError(f"the file of a picture must not change during a run; {file}")
                     self._kept[number] = self._ray.put(content), len(content)
                     self._num_bytes += len(content)
                 self._kept.move_to_end(number)
