@@ -26,7 +26,14 @@ ONE, TWO, WIDE = (
     {"type": "image", "image": READER.read(square(shade, size))}
     for shade, size in ((10, (16, 16)), (20, (16, 16)), (30, (40, 24)))
 )
+SIZES = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
 OF_TILES = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
+
+
+def of_tiles(model_type, **changed):
+    """A tower for the tiles of SIZES, of 49 placeholders each."""
+    vision = seeing(model_type).vision
+    return replace(vision, patch=2, merge=2, longest_edge=84, tile=28, splits=True, **changed)
 
 
 def say(text):
@@ -49,7 +56,7 @@ def tiled():
     tokenizer.add_special_tokens({"additional_special_tokens": [*OF_TILES, "<end_of_utterance>"]})
     tokenizer.chat_template = DEFAULT_CHAT_TEMPLATE
     own = tokenizer.convert_tokens_to_ids("<image>")
-    return with_vision(tokenizer, replace(seeing("smolvlm").vision, placeholder_id=own))
+    return with_vision(tokenizer, of_tiles("smolvlm", placeholder_id=own))
 
 
 def sizes(count):
@@ -61,12 +68,11 @@ def sizes(count):
 
 
 def test_tiles_are_written_as_by_the_processor() -> None:
-    vision = seeing("idefics3").vision
     names = {"fake_image_token": OF_TILES[1], "image_token": "<image>", "global_image_tag": "<global-img>"}
-    own = SimpleNamespace(**names, image_seq_len=(28 // 2 // 2) ** 2)
+    own = SimpleNamespace(**names, image_seq_len=49)
     for splits in (True, False):
-        processor = Idefics3ImageProcessorPil(**PROCESSORS["idefics3"], do_image_splitting=splits)
-        expansion = Expansion(replace(vision, splits=splits), "<image>")
+        processor = Idefics3ImageProcessorPil(**SIZES, do_image_splitting=splits)
+        expansion = Expansion(replace(of_tiles("idefics3"), splits=splits), "<image>")
         written = set()
         for size in sizes(200):
             found = processor(images=[Image.new("RGB", size)], return_row_col_info=True, return_tensors="np")
@@ -95,7 +101,7 @@ def test_a_prompt_has_the_ids_of_the_processor(tiled) -> None:
         {"role": "system", "content": "Be brief."},
         user(ONE, say("one\n\n"), WIDE, TWO, say(" and?")),
     ]
-    image_processor = Idefics3ImageProcessorPil(**PROCESSORS["smolvlm"])
+    image_processor = Idefics3ImageProcessorPil(**SIZES)
     processor = Idefics3Processor(image_processor, tokenizer_of_idefics(tiled), image_seq_len=49)
     written = [{**messages[0], "content": [say("Be brief.")]}, user(*map(plain, messages[1]["content"]))]
     text = tiled.apply_chat_template(written, tokenize=False, add_generation_prompt=True)

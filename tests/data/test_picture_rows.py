@@ -166,7 +166,7 @@ def test_a_bad_picture_ends_the_run_or_its_row_is_left_out_and_counted(
     # What is wrong with the messages is no matter of the picture.
     with pytest.raises(ValueError, match="must have a `role`"):
         load(
-            written(good, {"prompt": [{"content": "a"}], "images": ["10.png"]}),
+            written(good, {"prompt": [*user("a"), {"content": "b"}], "images": ["10.png"]}),
             tokenizer,
             on_bad_image="skip",
         )

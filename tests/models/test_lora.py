@@ -186,10 +186,9 @@ BEHIND = {"merger": {"norm": "n"}, "deepstack": [{"norm": "d"}]}
         ("frozen", None, TOWER),
     ],
 )
-def test_of_a_tower_is_trained_what_the_model_says(trained, moves, stays, small_arch):
+def test_of_a_tower_is_trained_what_the_model_says(trained, moves, stays):
     """Trained and frozen part have every leaf once, and the text model is trained beside any tower."""
-    vision = seeing("qwen3_vl", trained).vision
-    arch, tree = replace(small_arch, vision=vision), {"embed": "e", "layers": [{"o": "o"}], "vision": TOWER}
+    arch, tree = seeing("qwen3_vl", trained), {"embed": "e", "layers": [{"o": "o"}], "vision": TOWER}
     part, frozen = trained_part(tree, arch), frozen_part(tree, arch)
     assert part == {"embed": "e", "layers": [{"o": "o"}]} | ({"vision": moves} if moves else {})
     assert frozen == {"layers": [{}]} | ({"vision": stays} if stays else {})
@@ -199,8 +198,8 @@ def test_of_a_tower_is_trained_what_the_model_says(trained, moves, stays, small_
     assert frozen_part(moved, arch) == frozen
 
 
-def test_beside_adapters_the_whole_tower_is_frozen_but_for_adapters_of_its_own(small_arch):
-    arch = replace(small_arch, lora=LoRA(4, 8.0, ("o",)), vision=seeing("qwen3_vl").vision)
+def test_beside_adapters_the_whole_tower_is_frozen_but_for_adapters_of_its_own():
+    arch = replace(seeing("qwen3_vl"), lora=LoRA(4, 8.0, ("o",)))
     tree = {"embed": "e", "layers": [{"o": "o", "o_lora_a": "a"}], "vision": TOWER}
     assert trained_part(tree, arch) == {"layers": [{"o_lora_a": "a"}]}
     own = [{"qkv": "q0", "qkv_lora_a": "v"}, {"qkv": "q1"}]
@@ -276,8 +275,8 @@ def test_features_of_an_adapted_tower_are_those_of_the_merged_one():
     assert np.abs(found - base).max() > 1e-2
 
 
-def test_a_frozen_tower_is_not_copied_for_the_sampler(small_arch, small_params):
-    arch = replace(small_arch, vision=seeing("qwen3_vl", "frozen").vision)
+def test_a_frozen_tower_is_not_copied_for_the_sampler(small_params):
+    arch = seeing("qwen3_vl", "frozen")
     params = small_params | {"vision": {"patch": small_params["embed"]}}
     copies = copies_if_aliased(params, params, arch)
     assert copies["vision"]["patch"] is params["vision"]["patch"]

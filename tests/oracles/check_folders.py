@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from towers import CONFIGS, PROCESSORS
 
 from quatrain.config.schema import LoraConfig
-from quatrain.data.tokenizer import load_tokenizer
-from quatrain.loop.export import export_policy
+from quatrain.data.tokenizer import load_tokenizer, save_tokenizer
 from quatrain.models.architecture import Architecture
 from quatrain.models.decoder import forward, logits
 from quatrain.models.lora import (
@@ -129,7 +128,8 @@ def check_builtin() -> None:
     ends = (int(tokenizer.eos_token_id),)
     model = load_model("builtin:tiny_vl", vocab_size=len(tokenizer), eos_token_ids=ends, vision="all")
     with tempfile.TemporaryDirectory() as folder:
-        export_policy(Path(folder), model.arch, model.params, tokenizer, whole=model.whole)
+        save_hf(folder, model.arch, model.params, whole=model.whole)
+        save_tokenizer(tokenizer, folder)
         loaded, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         check_logits(model.arch, model.params, loaded)

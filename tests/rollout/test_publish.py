@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from routed_models import routed_model
+from towers import seeing
 
 from quatrain.config.schema import LoraConfig, RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.lora import with_adapters, with_lora
+from quatrain.models.params import init_params
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.weights import hf
 from quatrain.weights.hf import load_hf
@@ -92,3 +94,13 @@ def test_of_a_model_with_adapters_these_alone_are_sent(small_arch, small_params)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype("float32")}
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (found, params)]
     assert sizes[0] < sizes[1] / 4
+
+
+def test_servers_get_the_text_part_of_a_model_with_a_tower(tmp_path):
+    """Catches folders with tensors of a tower that their config.json does not describe."""
+    arch = seeing("qwen3_vl")
+    params = init_params(arch, jax.random.key(0))
+    handle = Folder(tmp_path / "weights", arch).publish(gathered(params, np.float32), 1)
+    found, texts = load_hf(handle)
+    assert found.vision is None
+    np.testing.assert_array_equal(texts["embed"], params["embed"])

@@ -160,7 +160,8 @@ def _announce(run: Run) -> None:
     """Log a summary of the run, its batch plan, and the numbers of rows that are not trained on."""
     config, event = run.config, run.recorder.report.event
     event(f"run {run.folder.name}: {run.length}")
-    batches = batch_plan(config, devices=jax.device_count(), processes=num_processes())
+    layout = {"devices": jax.device_count(), "processes": num_processes()}
+    batches = batch_plan(config, **layout, pictures=run.pictures)
     for line in overview(batches):
         event(line)
     run.folder.write_plan(batches.to_dict())

@@ -22,11 +22,13 @@ from quatrain.loop.evaluations import Evaluations
 from quatrain.loop.given import Course, warm_start
 from quatrain.loop.inputs import Inputs
 from quatrain.loop.policy import LoadedPolicy
+from quatrain.loop.prompts import picture_tokens
 from quatrain.loop.recorder import Recorder, peak_memory
 from quatrain.loop.reference import Reference
 from quatrain.loop.stages import Stages
 from quatrain.loop.step import learn
 from quatrain.loop.stop_when import StopWhen
+from quatrain.plan.batch_plan import PictureTokens
 from quatrain.rollout.fleet import Fleet, OneWorker
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.run_dir import RunDir
@@ -82,6 +84,11 @@ class Run(ABC):
     def about_data(self) -> list[str]:
         """What is said of rows that are not trained on, beside the warnings: a sentence each."""
         return []
+
+    @property
+    def pictures(self) -> PictureTokens | None:
+        """Of the prompts of training, for the plan; None if none has pictures. All processes must ask."""
+        return None
 
     @abstractmethod
     def init(self, *, resumed: bool) -> TrainState:
@@ -166,6 +173,10 @@ class RolloutRun(Run):
             kept = f"{self.prompts.filtered} prompts left out by their pass rates, {len(self.prompts)} kept"
             lines.append(f"{train}: {kept}")
         return lines
+
+    @property
+    def pictures(self) -> PictureTokens | None:
+        return picture_tokens(self.prompts)
 
     def init(self, *, resumed: bool) -> TrainState:
         """After the warm start, with the reference."""

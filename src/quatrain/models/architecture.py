@@ -171,6 +171,9 @@ class Architecture:
         require(len(self.attentions) > 0, "layer_types", "of at least one layer of full attention", "none")
         plain = self.logits_scale == 1.0 or self.norm.offset == 0.0
         require(plain, "logits_scale", "1 in a model whose norms have an offset", self.logits_scale)
+        if self.vision is not None:
+            most, levels = len(self.layers), self.vision.levels
+            require(levels <= most, "deepstack_visual_indexes", f"at most {most}, one a text layer", levels)
         if self.vision is not None and self.vision.has_grid:
             for mixer in self.attentions:
                 if mixer.rope:

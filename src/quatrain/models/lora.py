@@ -95,11 +95,10 @@ def check_lora(arch: Architecture, lora: LoRA) -> None:
     if arch.vision:
         block = arch.vision.block
         specs = block.params(1.0)
-        sides += [
-            (f"{OF_TOWER}{name}", tensor.name, *tensor.shape_in(specs[name].shape)[-2:])
-            for name, tensors in block.matrices().items()
-            for tensor in tensors
-        ]
+        for name, tensors in block.matrices().items():
+            for tensor in tensors:
+                rows, columns = tensor.shape_in(specs[name].shape)[-2:]
+                sides.append((f"{OF_TOWER}{name}", tensor.name, rows, columns))
     for name, module, rows, columns in sides:
         if name in lora.targets and lora.rank > min(rows, columns):
             raise ValueError(
@@ -320,7 +319,7 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
             how["stacked"] = kind.stacked(name) if kind else ()
             how["experts"] = name.startswith(OF_EXPERTS)
             key = jax.random.fold_in(jax.random.key(STREAM, impl="threefry2x32"), place)
-            into[name] = _merged(matrix, a, b, key, scale=lora.scale, **how)
+            into[name] = _merged(matrix, a, b, key, scale=arch.lora.scale, **how)
             if matrix is not own:
                 jax.block_until_ready(into[name])  # the device has room for one such copy at a time
     tower = {VISION: {**base[VISION], "blocks": blocks}} if sees else {}

@@ -10,7 +10,8 @@ the text model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +90,7 @@ def patches_of(vision: Vision, pixels: Sequence[np.ndarray], sizes: Sequence[tup
 def _layout(vision: Vision, grid: Cells) -> dict[str, np.ndarray]:
     """What `Patches.layout` has of one grid, in the order of the row, which is `order` of the merge order."""
     m, (rows, columns) = vision.merge, grid
-    places = np.stack(np.indices(grid), axis=-1).reshape(rows // m, m, columns // m, m, 2)
+    places = np.moveaxis(np.indices(grid), 0, -1).reshape(rows // m, m, columns // m, m, 2)
     places = places.swapaxes(1, 2).reshape(-1, 2).astype(np.int32)
     found: dict[str, np.ndarray] = {}
     if vision.table_side:
@@ -167,20 +168,26 @@ def states(
     whole = GatheredLayer(tower, specs, dtype)
     x_RPW = linear(patches.pixels.astype(dtype), whole, "patch")
     if vision.table_side:
-        learned = whole["positions"].astype(jnp.float32)[layout["table"]]
-        x_RPW = x_RPW + (learned * layout["weights"][..., None]).sum(axis=2).astype(dtype)
+        # One entry of the table after another: all at once would take as many times the memory.
+        table = whole["positions"].astype(jnp.float32)
+        entries = range(layout["table"].shape[-1])
+        parts = (table[layout["table"][..., k]] * layout["weights"][..., k, None] for k in entries)
+        x_RPW = x_RPW + reduce(add, parts).astype(dtype)
     angles = block.angles(layout["places"]) if "places" in layout else None
-    attends = {name: _attention(layout[name], backend) for name in ("grids", "windows") if name in layout}
+    scale = vision.lora.scale if vision.lora else 1.0
 
-    def run(attend: Attend, specs: Any, x_RPW: jax.Array, layer: Layer, angles: Angles | None) -> jax.Array:
-        scale = vision.lora.scale if vision.lora else 1.0
-        return block.run(x_RPW, GatheredLayer(layer, specs, dtype), angles, attend, scale)
+    def run(attend: Attend, x_RPW: jax.Array, layer: Layer, angles: Angles | None) -> jax.Array:
+        return block.run(x_RPW, GatheredLayer(layer, specs["blocks"][0], dtype), angles, attend, scale)
 
+    runs = {}
+    for name in ("grids", "windows") if vision.window else ("grids",):
+        one = partial(run, _attention(layout[name], backend))
+        # Blocks are alike: one jitted function is traced and lowered once, where a tower has dozens of them.
+        runs[name] = jax.jit(jax.checkpoint(one) if remat else one)
     levels = []
-    for number, (layer, layer_specs) in enumerate(zip(tower["blocks"], specs["blocks"], strict=True)):
-        attend = attends["windows" if vision.window and number not in vision.whole else "grids"]
-        one = partial(run, attend, layer_specs)
-        x_RPW = (jax.checkpoint(one) if remat else one)(x_RPW, layer, angles)
+    for number, layer in enumerate(tower["blocks"]):
+        windowed = vision.window and number not in vision.whole
+        x_RPW = runs["windows" if windowed else "grids"](x_RPW, layer, angles)
         levels += [x_RPW] * (number in vision.deepstack)
     if "post_norm" in tower:
         x_RPW = block.norm(x_RPW, whole, "post_norm")

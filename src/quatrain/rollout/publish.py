@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -75,6 +76,8 @@ class Folder:
         *,
         on_close: Callable[[], None] = lambda: None,
     ):
+        # Servers, which read these folders, get texts alone.
+        arch = replace(arch, vision=None)
         self._directory, self._arch, self._sampling = Path(directory).absolute(), arch, sampling
         self._on_close = on_close
         self._stored: list[Path] = []

@@ -6,6 +6,9 @@ Data flow: `AdvantagedBatch` of a training step, or the `RewardedBatch` of an ev
 The record of an episode has two further keys: `turns`, the messages after the prompt in the order of the
 dialogue, and `environment_reward`, the sum of the rewards that the environment gave. A turn has `role`,
 `content`, `name` and `tool_call_id` if the message has them, and `reward` if the policy wrote it.
+
+A content with pictures is a list of parts (`run.pictures`); the `Picture`s of a record are in its `pictures`,
+which the writer takes out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +18,7 @@ import numpy as np
 
 from quatrain.data.messages import as_messages
 from quatrain.reward.forms import plain_json
+from quatrain.run.pictures import OF_RECORD, content_text, named
 from quatrain.types.batches import (
     AGENT_ROLE,
     AGENT_SEQUENCE,
@@ -108,11 +112,10 @@ def evaluation_sample(
 def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
     rollouts = rewarded.rollouts
     raw = rewarded.rewards_per_function[:, index]
-    columns = {name: values[index] for name, values in rollouts.columns.items()}
+    prompt = named(rollouts.prompts[index])
+    columns = {name: named(values[index]) for name, values in rollouts.columns.items()}
     sequence, role = columns.pop(AGENT_SEQUENCE, None), columns.pop(AGENT_ROLE, "")
-    episode = (
-        _episode(rollouts.prompts[index], columns, sequence) if columns.keys() >= set(EPISODE_COLUMNS) else {}
-    )
+    episode = _episode(prompt, columns, sequence) if columns.keys() >= set(EPISODE_COLUMNS) else {}
     if episode:
         columns = {name: value for name, value in columns.items() if name not in EPISODE_COLUMNS}
     if rollouts.episode_ids is not None:
@@ -122,8 +125,9 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
             **({"role": role} if role else {}),
             **({"began": began} if began else {}),
         }
+    seen = () if rollouts.pictures is None else rollouts.pictures[index].used
     return {
-        "prompt": rollouts.prompts[index],
+        "prompt": prompt,
         "completion": rollouts.completions[index],
         **episode,
         "columns": {name: plain_json(value) for name, value in columns.items()},
@@ -131,6 +135,7 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
         "reward": _number(rewarded.rewards[index]),
         "finish_reason": str(rollouts.finish_reason[index]),
         "completion_tokens": int(rollouts.completion_lengths[index]),
+        **({OF_RECORD: seen} if seen else {}),
     }
 
 
@@ -185,7 +190,7 @@ def num_turns(turns: Iterable[Mapping[str, Any]]) -> int:
 
 def transcript(turns: Iterable[Mapping[str, Any]]) -> str:
     """The turns of a record as one text for readers, each under its heading in brackets."""
-    return "\n\n".join(f"[{turn_heading(turn)}]\n{turn['content']}" for turn in turns)
+    return "\n\n".join(f"[{turn_heading(turn)}]\n{content_text(turn['content'])}" for turn in turns)
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:

@@ -69,8 +69,10 @@ class OptimizerNumbers(NamedTuple):
         """These numbers as they come to a step; `max_grad_norm` None: gradients are not scaled down."""
         most = math.inf if max_grad_norm is None else max_grad_norm
         numbers = learning_rate, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, most
-        of_tower = None if vision_learning_rate is None else np.float32(vision_learning_rate)
-        return cls(np.int32(schedule_step), *map(np.float32, numbers), of_tower)
+        found = cls(np.int32(schedule_step), *map(np.float32, numbers))
+        if vision_learning_rate is None:
+            return found
+        return found._replace(vision_learning_rate=np.float32(vision_learning_rate))
 
 
 @dataclass(frozen=True)

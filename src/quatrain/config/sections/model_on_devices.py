@@ -112,8 +112,18 @@ class LoraConfig(Section):
     targets: Annotated[
         tuple[
             Literal[
-                *("all-linear", "qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "lm_head"),
-                *("vision.qkv", "vision.o", "vision.gate_up", "vision.down"),
+                "all-linear",
+                "qkv",
+                "o",
+                "gate_up",
+                "down",
+                "experts_gate_up",
+                "experts_down",
+                "lm_head",
+                "vision.qkv",
+                "vision.o",
+                "vision.gate_up",
+                "vision.down",
             ],
             ...,
         ],

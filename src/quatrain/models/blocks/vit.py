@@ -112,10 +112,14 @@ class VisionBlock:
             "down": ParamSpec.matrix((w, f), ("embed", "group"), residual),
         }
         biases = {f"{name}_bias": spec.bias() for name, spec in specs.items()}
-        for name in lora.targets if lora else ():
-            biases |= specs[name].adapters(name, lora.rank, len(self.matrices()[name]))
-        specs |= biases
+        added = {} if lora is None else self._adapters(specs, lora)
+        specs |= biases | added
         return specs | self.norm.params("norm1", w) | self.norm.params("norm2", w)
+
+    def _adapters(self, specs: Mapping[str, ParamSpec], lora: LoRA) -> dict[str, ParamSpec]:
+        parts = self.matrices()
+        each = (specs[name].adapters(name, lora.rank, len(parts[name])) for name in lora.targets)
+        return {name: spec for adapters in each for name, spec in adapters.items()}
 
     def matrices(self) -> dict[str, list[TensorName]]:
         """The matrices, which may have adapters, each with the tensors that are stored as one."""

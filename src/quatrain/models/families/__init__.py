@@ -140,8 +140,8 @@ _COUSINS = {
     "olmo": ("olmo2", "layer norms without weights"),
     "phi": ("phi3", "layer norms and blocks side by side"),
     "phimoe": ("mixtral", "layer norms and another router"),
-    "qwen2_vl": ("qwen2_5_vl", "another tower"),
-    "qwen3_vl_moe": ("qwen3_vl", "experts"),
+    "qwen2_vl": ("qwen2", "rotary positions of pictures"),
+    "qwen3_vl_moe": ("qwen3_moe", "rotary positions of pictures"),
     "starcoder2": ("llama", "layer norms and no gate in its MLP"),
 }
 """Of other model types: the nearest supported one, and what they have that it lacks."""

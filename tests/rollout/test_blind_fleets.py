@@ -1,0 +1,60 @@
+"""Fleets and samplers of one's own say whether they see, whatever stands between them and who asks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from towers import seeing
+
+from quatrain.rollout import start_fleet
+from quatrain.rollout.fleet import Fleet, OneWorker
+from quatrain.rollout.own_sampler import _Checked
+from quatrain.rollout.publish import InMemory
+from quatrain.types.batches import Prompt
+from quatrain.types.pictures import Picture, Pictures
+from quatrain.types.rollouts import Sampling
+from quatrain.types.sampler import Request, sampled
+
+ASKED = [
+    Request(
+        Prompt(0, np.ones(1, np.int32), "", pictures=Pictures.of([Picture.of(b"a", (8, 8))])),
+        0,
+        Sampling(1, 4),
+    )
+]
+
+
+def test_a_fleet_that_cannot_see_is_asked_for_nothing():
+    fleet = Fleet((), InMemory(), dtype="float32", timeout_s=1.0, cannot_see="they are servers")
+    try:
+        for sampler in (fleet, OneWorker(fleet, 0), _Checked(fleet, "own", 9)):
+            with pytest.raises(ValueError, match="pictures would be lost: they are servers"):
+                sampled(sampler, ASKED)[0].result(0)
+        assert fleet.num_running == 0
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("servers", "sees", "why"),
+    [(["http://a"], True, "inference servers"), ([], True, None), ([], False, "the model does not see")],
+)
+def test_servers_and_models_without_a_tower_make_a_fleet_blind(monkeypatch, servers, sees, why):
+    made = []
+
+    def fleet(*given, cannot_see, **options):
+        made.append(cannot_see)
+        return SimpleNamespace(wait_for_start=lambda: None)
+
+    monkeypatch.setattr(start_fleet, "Fleet", fleet)
+    for name in ("servers", "ray_workers"):
+        monkeypatch.setattr(start_fleet, name, lambda *given: ((), None))
+    arch = seeing("qwen3_vl")
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(servers=servers, timeout_s=1.0), model=SimpleNamespace(dtype="float32")
+    )
+    vision = arch.vision if sees else None
+    policy = SimpleNamespace(arch=SimpleNamespace(vision=vision))
+    start_fleet.start_fleet(config, policy, lambda *given: None)
+    [found] = made
+    assert found is None if why is None else why in found
