@@ -80,7 +80,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""config.json of towers, as published, without their text models, of which one small layer is made; and
+"""config.json of towers, as published, without their text models, of which small layers are made; and
 `processor`, what preprocessor_config.json says of sizes."""
 SIZE, SMALL_SIZE = (1024, 768), (96, 64)
 PICTURES, SMALL_PICTURES = 8, 2
@@ -111,14 +111,14 @@ class Run:
 
 
 def architecture(name: str, small: bool) -> Architecture:
-    """A model with the tower `name`, or a tiny one of its kind; its text part has one small layer."""
+    """A model with the tower `name`, or a tiny one of its kind; its text part has small layers."""
     config = dict(TOWERS[name])
     hidden, processor = config.pop("hidden", 576), config.pop("processor", {})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if config["model_type"] != "smolvlm":
         rope["mrope_section"] = [8, 12, 12]
     text = {
-        "hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "hidden_size": hidden, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 64, "intermediate_size": 64, "vocab_size": 96, "rope_parameters": rope,
     }  # fmt: skip
     arch = architecture_from_hf({**config, "text_config": text}, vision=processor)
