@@ -90,7 +90,7 @@ def patches_of(vision: Vision, pixels: Sequence[np.ndarray], sizes: Sequence[tup
 def _layout(vision: Vision, grid: Cells) -> dict[str, np.ndarray]:
     """What `Patches.layout` has of one grid, in the order of the row, which is `order` of the merge order."""
     m, (rows, columns) = vision.merge, grid
-    places = np.stack(np.indices(grid), axis=-1).reshape(rows // m, m, columns // m, m, 2)
+    places = np.moveaxis(np.indices(grid), 0, -1).reshape(rows // m, m, columns // m, m, 2)
     places = places.swapaxes(1, 2).reshape(-1, 2).astype(np.int32)
     found: dict[str, np.ndarray] = {}
     if vision.table_side:
