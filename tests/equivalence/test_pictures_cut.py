@@ -25,9 +25,10 @@ from quatrain.update.gradient import sum_gradients
 from quatrain.update.objective import PolicyObjective
 
 OBJECTIVE = PolicyObjective.of(UpdateConfig(entropy_coef=0.2), on_policy=True)
-ALONE = MicroBatchPlanner(rows=1)
+ALONE = MicroBatchPlanner(rows=12)  # each sequence in a buffer of its own
 PACKED = MicroBatchPlanner(max_tokens=64, num_shards=2, share_prompts=True)
 CUTS = (
+    MicroBatchPlanner(rows=1),
     MicroBatchPlanner(rows=5),
     MicroBatchPlanner(max_tokens=48),
     MicroBatchPlanner(max_tokens=200, share_prompts=True),
