@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +72,9 @@ class FeatureStore:
     that is trained is among those of the model (`load`).
 
     `pixels(picture)` are its patches [patches, values] in the order the tower reads. At most `num_bytes` are
-    kept on the host, but whatever was used in this training step and the one before (`end_step`) is kept
-    too: the pictures of a batch are computed once for its sampling and its update. With several processes all
-    must make the same calls in the same order. Threads may share a store.
+    kept on the host; of a store that follows training steps (`follow_steps`), whatever was used in this one
+    and the one before is kept too: the pictures of a batch are computed once for its sampling and its update.
+    With several processes all must make the same calls in the same order. Threads may share a store.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class FeatureStore:
         self._found: OrderedDict[tuple[Kept, int], np.ndarray] = OrderedDict()
         self._last_use: dict[tuple[Kept, int], int] = {}
         self._step, self._asked = 0, set[int]()
+        self._follows_steps = False
+        self._beside = WeakSet[FeatureStore]()
         self._lock = threading.RLock()
 
     def beside(self, arch: Architecture, mesh: Mesh, frozen: Callable[[], Any]) -> FeatureStore | None:
@@ -119,7 +122,10 @@ class FeatureStore:
                 f"{self.vision.kind}, the other model one of {arch.vision.kind}; take one of the same family"
             )
         settings = self.dtype.name, self._num_bytes, self._pixels
-        return FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
+        store = FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
+        store._follows_steps = self._follows_steps
+        self._beside.add(store)
+        return store
 
     def grey(self, params: Any) -> FeatureStore:
         """A store of the tower of `params` in which every picture is grey, and says nothing."""
@@ -166,11 +172,18 @@ class FeatureStore:
             self.stats.patches += num_patches
             self.stats.padding += num_padding
 
+    def follow_steps(self) -> None:
+        """Keep what a training step uses: who calls this also ends the steps. A server has none."""
+        for store in (self, *self._beside):
+            store._follows_steps = True
+
     def end_step(self) -> dict[str, Metric]:
-        """The metrics of a training step that ends, if it had pictures.
+        """The metrics of a training step that ends, if it had pictures; of stores `beside` it, it ends too.
 
         What was last used in a step before it may be dropped from now on.
         """
+        for store in self._beside:
+            store.end_step()
         with self._lock:
             stats, self.stats = self.stats, FeatureStats()
             self._step, self._asked = self._step + 1, set()
@@ -293,10 +306,11 @@ class FeatureStore:
         del self._found[key], self._last_use[key]
 
     def _drop(self) -> None:
-        """Drops what was used longest ago, until the rest has room, or was used a step ago or in this one."""
+        """Drops what was used longest ago, until the rest has room, or is that of this step or the one before."""
         kept = self.num_bytes
         for key, array in list(self._found.items()):
-            if kept <= self._num_bytes or self._last_use[key] >= self._step - 1:
+            in_use = self._follows_steps and self._last_use[key] >= self._step - 1
+            if kept <= self._num_bytes or in_use:
                 return
             kept -= array.nbytes
             self._forget(key)
