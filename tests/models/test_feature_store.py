@@ -1,5 +1,6 @@
 """What is computed of pictures, how often, and what is kept of it."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -116,8 +117,12 @@ def test_a_trained_tower_runs_once_for_each_version(frozen, whole):
 
 def test_a_training_step_may_take_over_the_arrays_that_were_loaded(frozen, whole):
     given = jax.tree.map(jnp.copy, whole)
-    store = store_of(_trained(frozen, "all"), given)
+    store = store_of(_trained(frozen, "all"), whole)
+    store.load(given, 1)
+    held = weakref.ref(given[VISION]["patch"])
     jax.tree.map(lambda x: x.delete(), given)
+    del given
+    assert held() is None, "a copy that was made for the sampler would stay"
     assert _same(store.of(PICTURES[:1]), store_of(frozen, whole).of(PICTURES[:1]))
 
 

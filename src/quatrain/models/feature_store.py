@@ -10,7 +10,6 @@ Shapes: F features, L further levels of features, D hidden size of the text mode
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ class FeatureStore:
         self._num_bytes, self._pixels = num_bytes, pixels
         self._backend = backend or this_backend()
         self._frozen = frozen
-        self._given: list[Any] = []
+        self._given: list[ref[Any]] = []
         self._tower: Any = None
         self._found: OrderedDict[tuple[Kept, int], np.ndarray] = OrderedDict()
         self._last_use: dict[tuple[Kept, int], int] = {}
@@ -144,8 +143,9 @@ class FeatureStore:
             return
         with self._lock:
             given = jax.tree.leaves(params[VISION])
-            before, self._given = self._given, given
-            if version == self.version and all(map(operator.is_, before, given)):
+            # Weakly: held, the copy that a sampler gets would stay beside the one made here.
+            before, self._given = self._given, list(map(ref, given))
+            if version == self.version and all(a() is b for a, b in zip(before, given, strict=True)):
                 return
             self.version = version
             places = shardings(self.mesh, _specs(self.arch, self.mesh))
@@ -306,7 +306,7 @@ class FeatureStore:
         del self._found[key], self._last_use[key]
 
     def _drop(self) -> None:
-        """Drops what was used longest ago, until the rest has room, or is that of this step or the one before."""
+        """Drops what was used longest ago, until the rest has room, or is of this step or the one before."""
         kept = self.num_bytes
         for key, array in list(self._found.items()):
             in_use = self._follows_steps and self._last_use[key] >= self._step - 1
