@@ -86,9 +86,12 @@ def test_a_record_names_its_pictures_and_has_them_for_the_writer():
 def test_pictures_in_texts_and_columns_become_names():
     """Objects would be written as `Picture(id=…)`, and a part with a path would tell where files are."""
     prompt = ({"role": "user", "content": [{"type": "image", "path": "/home/me/a.png", "image": ONE}]},)
-    record = training_sample(batch(prompt, {"images": ((ONE, TWO),) * 2, "n": (3, 4)}), 1, step=1)
+    columns = {"images": ([ONE],) * 2, "maps": ((ONE, TWO),) * 2, "n": (3, 4)}
+    record = training_sample(batch(prompt, columns), 1, step=1)
     assert record["prompt"] == ({"role": "user", "content": [part(ONE)]},)
-    assert record["columns"] == {"images": [part(ONE), part(TWO)], "n": 4}
+    assert record["columns"] == {"maps": [part(ONE), part(TWO)], "n": 4}
+    text = training_sample(batch(prompt, {"images": (["a.png"],) * 2}), 0, step=1)
+    assert text["columns"] == {"images": ["a.png"]}
     assert named({"a": [1, None]}) == {"a": [1, None]}
 
 

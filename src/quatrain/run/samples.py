@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.data.messages import as_messages
+from quatrain.data.pictures import IMAGES
 from quatrain.reward.forms import plain_json
 from quatrain.run.pictures import OF_RECORD, content_text, named
 from quatrain.types.batches import (
@@ -28,6 +29,7 @@ from quatrain.types.batches import (
     RewardedBatch,
     RolloutBatch,
 )
+from quatrain.types.pictures import Picture
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
@@ -113,7 +115,11 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
     rollouts = rewarded.rollouts
     raw = rewarded.rewards_per_function[:, index]
     prompt = named(rollouts.prompts[index])
-    columns = {name: named(values[index]) for name, values in rollouts.columns.items()}
+    columns = {
+        name: named(values[index])
+        for name, values in rollouts.columns.items()
+        if name != IMAGES or not _are_pictures(values[index])  # the prompt shows them where they stand
+    }
     sequence, role = columns.pop(AGENT_SEQUENCE, None), columns.pop(AGENT_ROLE, "")
     episode = _episode(prompt, columns, sequence) if columns.keys() >= set(EPISODE_COLUMNS) else {}
     if episode:
@@ -137,6 +143,11 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
         "completion_tokens": int(rollouts.completion_lengths[index]),
         **({OF_RECORD: seen} if seen else {}),
     }
+
+
+def _are_pictures(value: Any) -> bool:
+    several = isinstance(value, list | tuple) and len(value) > 0
+    return several and all(isinstance(each, Picture) for each in value)
 
 
 def _place(rollouts: RolloutBatch, index: int) -> dict[str, int]:
