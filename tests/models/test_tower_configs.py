@@ -97,10 +97,7 @@ def test_pictures_of_extreme_ratios_are_refused(model_type):
 def test_without_its_processor_a_folder_is_its_text_part(model_type):
     text, sees = architecture_from_hf(CONFIGS[model_type]), seeing(model_type)
     assert text.vision is None
-    of_text = replace(sees, vision=None).with_ropes(
-        lambda rope: replace(rope, sections=(), alternating=False)
-    )
-    assert of_text == text
+    assert sees.text_part == text
     assert "vision" not in param_specs(text)
 
 

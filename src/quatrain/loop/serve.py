@@ -155,14 +155,15 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
             vision="none" if vision is None else None if frozen else vision.trained,
         )
         # Sizes of pictures are those of the server, which `data.image_max_pixels` may limit.
-        if replace(found, vision=vision).for_length(longest_of_run(config)) != arch:
+        served = arch if found.vision else arch.text_part
+        if replace(found, vision=found.vision and vision).for_length(longest_of_run(config)) != served:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "
                 f"{path} is another; serve that model with a server of its own"
             )
         if frozen and found.vision is not None:
-            served, new = (load_tower(each, arch, engine.mesh) for each in (config.model.path, path))
-            if not all(map(np.array_equal, jax.tree.leaves(served), jax.tree.leaves(new))):
+            own, new = (load_tower(each, arch, engine.mesh) for each in (config.model.path, path))
+            if not all(map(np.array_equal, jax.tree.leaves(own), jax.tree.leaves(new))):
                 raise ValueError(
                     f"new weights must have the vision tower that is served, which is frozen; {path} has "
                     "another; start the server with --set model.vision=all, which reads it with the weights"
