@@ -97,7 +97,7 @@ def test_pictures_of_extreme_ratios_are_refused(model_type):
 def test_without_its_processor_a_folder_is_its_text_part(model_type):
     text, sees = architecture_from_hf(CONFIGS[model_type]), seeing(model_type)
     assert text.vision is None
-    assert sees.text_part == text
+    assert sees.text == text
     assert "vision" not in param_specs(text)
 
 

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -154,16 +153,17 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
             mesh=engine.mesh,
             vision="none" if vision is None else None if frozen else vision.trained,
         )
-        # Sizes of pictures are those of the server, which `data.image_max_pixels` may limit.
-        served = arch if found.vision else arch.text_part
-        if replace(found, vision=found.vision and vision).for_length(longest_of_run(config)) != served:
+        # Not the whole of `vision`: sizes of pictures are those of the server (`data.image_max_pixels`).
+        towers = [each.vision.params() if each.vision else None for each in (found, arch)]
+        other_tower = found.vision is not None and towers[0] != towers[1]
+        if found.text.for_length(longest_of_run(config)) != arch.text or other_tower:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "
                 f"{path} is another; serve that model with a server of its own"
             )
         if frozen and found.vision is not None:
-            own, new = (load_tower(each, arch, engine.mesh) for each in (config.model.path, path))
-            if not all(map(np.array_equal, jax.tree.leaves(own), jax.tree.leaves(new))):
+            served, new = (load_tower(each, arch, engine.mesh) for each in (config.model.path, path))
+            if not all(map(np.array_equal, jax.tree.leaves(served), jax.tree.leaves(new))):
                 raise ValueError(
                     f"new weights must have the vision tower that is served, which is frozen; {path} has "
                     "another; start the server with --set model.vision=all, which reads it with the weights"

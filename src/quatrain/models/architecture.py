@@ -194,15 +194,16 @@ class Architecture:
         return replace(self, vision=self.vision and replace(self.vision, trained="all"))
 
     @property
+    def text(self) -> Architecture:
+        """The text model, as it is without a tower."""
+        return replace(self, vision=None).with_ropes(
+            lambda rope: replace(rope, sections=(), alternating=False)
+        )
+
+    @property
     def without_lora(self) -> Architecture:
         """This model without adapters: its base."""
         return replace(self, lora=None, vision=self.vision and replace(self.vision, lora=None))
-
-    @property
-    def text_part(self) -> Architecture:
-        """This model as a folder of its text part describes it, whose rotary positions have no sections."""
-        text = replace(self, vision=None)
-        return text.with_ropes(lambda rope: replace(rope, sections=(), alternating=False))
 
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
