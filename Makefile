@@ -18,7 +18,7 @@ help:           ## list the targets
 $(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "quatrain needs Python >= 3.11, found " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e '.[plot]'
+	$(INSTALL) -e '.[plot,vision]'
 	@touch $@
 
 $(STAMP): $(RUNS)

@@ -192,6 +192,9 @@ def test_a_model_that_does_not_see_refuses_pictures(written, folder: Path) -> No
         load("given", blind, rows={"given": rows})
     with pytest.raises(ValueError, match=r"pictures where the model sees them \(model.vision\)"):
         load(written({"prompt": user([{**IMAGE, "path": "10.png"}, say("a")])}), blind)
+    for prompt in (user("<image>a"), "<image>a"):
+        with pytest.raises(ValueError, match=rf"row 1: {BLIND[:40]}"):
+            load(written({"prompt": prompt, "images": ["10.png"]}), blind)
     [prompt] = load(written({"prompt": user("a"), "image": "python:3.11"}), blind).head()
     assert prompt.columns == {"image": "python:3.11"}
 

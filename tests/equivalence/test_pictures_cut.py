@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from picture_tables import picture_table, pixels_of, store_of, whole_params, without_tower
+from picture_tables import picture_table, store_of, whole_params, without_tower
 from towers import seeing
 
 from quatrain.config.schema import UpdateConfig
@@ -18,7 +18,6 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.models.decoder import forward, logits
 from quatrain.models.params import VISION
 from quatrain.models.rope_positions import rope_positions
-from quatrain.models.tower import features, patches_of
 from quatrain.models.vision import PROJECTOR, Inserts
 from quatrain.parallel.mesh import one_device
 from quatrain.types.pictures import Pictures
@@ -26,9 +25,10 @@ from quatrain.update.gradient import sum_gradients
 from quatrain.update.objective import PolicyObjective
 
 OBJECTIVE = PolicyObjective.of(UpdateConfig(entropy_coef=0.2), on_policy=True)
-ALONE = MicroBatchPlanner(rows=1)
+ALONE = MicroBatchPlanner(rows=12)  # each sequence in a buffer of its own
 PACKED = MicroBatchPlanner(max_tokens=64, num_shards=2, share_prompts=True)
 CUTS = (
+    MicroBatchPlanner(rows=1),
     MicroBatchPlanner(rows=5),
     MicroBatchPlanner(max_tokens=48),
     MicroBatchPlanner(max_tokens=200, share_prompts=True),
@@ -38,7 +38,11 @@ CUTS = (
 
 @cache
 def _arch(model_type, trained):
-    return seeing(model_type, trained)
+    """Of this type; `small`: a Qwen3-VL of two layers and one block, with a level of features after it."""
+    if model_type != "small":
+        return seeing(model_type, trained)
+    arch = seeing("qwen3_vl", trained)
+    return replace(arch, layers=arch.layers[:2], vision=replace(arch.vision, depth=1, deepstack=(0,)))
 
 
 @cache
@@ -76,19 +80,19 @@ def _assert_cut(model_type, trained, planner, remat="none"):
 
 
 def test_no_cut_changes_the_gradient_of_a_trained_tower():
-    _assert_cut("qwen3_vl", "all", PACKED)
-    tower = _gradient("qwen3_vl", "all", PACKED)[0][VISION]
+    _assert_cut("small", "all", PACKED)
+    tower = _gradient("small", "all", PACKED)[0][VISION]
     for name in ("patch", "merger", "deepstack", "blocks"):
         assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(tower[name])) > 1e-4, name
 
 
 def test_what_is_trained_of_the_tower_changes_no_gradient():
     """Those of the text model and of the projector are the same."""
-    everything = _gradient("qwen3_vl", "all", PACKED)[0]
+    everything = _gradient("small", "all", PACKED)[0]
     text = {name: leaf for name, leaf in everything.items() if name != VISION}
-    _assert_same(_gradient("qwen3_vl", "frozen", PACKED)[0], text)
+    _assert_same(_gradient("small", "frozen", PACKED)[0], text)
     projector = {name: leaf for name, leaf in everything[VISION].items() if name in PROJECTOR}
-    _assert_same(_gradient("qwen3_vl", "projector", PACKED)[0], {**text, VISION: projector})
+    _assert_same(_gradient("small", "projector", PACKED)[0], {**text, VISION: projector})
 
 
 @pytest.mark.slow
@@ -107,40 +111,36 @@ def test_what_is_recomputed_changes_no_gradient(remat):
 
 def test_log_probabilities_are_those_of_each_sequence_by_hand():
     """Rotary positions, features and the places of both, of what `fill` makes."""
-    arch, whole, table = _arch("qwen3_vl", "frozen"), _whole("qwen3_vl"), _table("qwen3_vl")
-    policy, planner = PolicySpec(arch), replace(PACKED, store=store_of(arch, whole))
-    found = predict_tokens(without_tower(whole, arch), table, model=policy, planner=planner)
-    pixels = pixels_of(arch)
-    for row in (0, 2, 4, 6, 8, 10):
-        length = int(table.lengths[row])
-        seen = Pictures(table.pictures.ids[row, :length], table.pictures.by_id)
-        turns, _ = rope_positions(arch.vision, seen, length)
-        inserts = None
-        if seen.used:
-            patches = patches_of(arch.vision, [pixels(x) for x in seen.used], [x.size for x in seen.used])
-            made = features(whole[VISION], arch.vision, jax.tree.map(lambda x: x[None], patches))
-            starts, at = {}, np.full((1, length), -1, np.int32)
-            for each in seen.used:
-                starts[each.id] = sum(arch.vision.num_placeholders(x.size) for x in seen.used[: len(starts)])
-            counts = dict.fromkeys(starts, 0)
-            for place in np.flatnonzero(seen.ids):
-                number = int(seen.ids[place])
-                size = arch.vision.num_placeholders(table.pictures.by_id[number].size)
-                at[0, place] = starts[number] + counts[number] % size
-                counts[number] += 1
-            inserts = Inserts(made, jnp.asarray(at))
-        ids = jnp.asarray(table.input_ids[row : row + 1, :length])
-        places = jnp.arange(length)[None]
-        hidden = forward(
-            without_tower(whole, arch),
-            arch,
-            ids,
-            places,
-            jnp.ones_like(ids),
-            turns=jnp.asarray(turns)[:, None],
-            inserts=inserts,
-        ).hidden
-        log_p = jax.nn.log_softmax(logits(whole, arch, hidden[0]), axis=-1)
-        for place in np.flatnonzero(table.completion_mask[row]):
-            expected = log_p[place - 1, table.input_ids[row, place]]
-            np.testing.assert_allclose(found[row, place], expected, atol=2e-5)
+    arch, whole, table = _arch("small", "frozen"), _whole("small"), _table("small")
+    store = store_of(arch, whole)
+    params, vision = without_tower(whole, arch), arch.vision
+    planner = replace(PACKED, store=store)
+    found = predict_tokens(params, table, model=PolicySpec(arch), planner=planner)
+    shape = table.input_ids.shape
+    turns, at = np.zeros((3, *shape), np.int32), np.full(shape, -1, np.int32)
+    features = np.zeros((shape[0], 1 + vision.levels, 24, arch.hidden_size), np.float32)
+    for row in range(len(table)):
+        seen = Pictures(table.pictures.ids[row], table.pictures.by_id)
+        turns[:, row], _ = rope_positions(vision, seen, shape[1])
+        end, counts = 0, dict[int, int]()
+        starts = dict[int, int]()
+        for each, array in zip(seen.used, store.of(seen.used), strict=True):
+            features[row, :, end : end + array.shape[1]] = array
+            starts[each.id], end = end, end + array.shape[1]
+        for place in np.flatnonzero(seen.ids):
+            number = int(seen.ids[place])
+            size = vision.num_placeholders(seen.by_id[number].size)
+            at[row, place] = starts[number] + counts.get(number, 0) % size
+            counts[number] = counts.get(number, 0) + 1
+
+    @jax.jit
+    def logprobs(ids, places, segments, turns, inserts):
+        hidden = forward(params, arch, ids, places, segments, turns=turns, inserts=inserts).hidden
+        scores = jax.nn.log_softmax(logits(params, arch, hidden), axis=-1)
+        return jnp.take_along_axis(scores[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
+
+    places = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+    segments = table.attention_mask.astype(np.int32)
+    expected = logprobs(table.input_ids, places, segments, turns, Inserts(features, at))
+    scored = table.completion_mask[:, 1:]
+    np.testing.assert_allclose(found[:, 1:][scored], np.asarray(expected)[scored], atol=2e-5)

@@ -38,3 +38,11 @@ def test_which_models_of_a_run_must_see(folder):
     assert blind(f"distill.teacher={folder}", *distill) is None
     assert "teacher builtin:tiny has no tower" in blind("distill.teacher=builtin:tiny", *distill)
     assert blind() is None
+
+
+def test_several_processes_do_not_sample_ahead_with_pictures(monkeypatch):
+    """Their calls of the tower would come in orders of their own, and wait for each other for ever."""
+    assert blind("rollout.max_staleness=1") is None
+    monkeypatch.setattr("quatrain.loop.policy.num_processes", lambda: 2)
+    assert "set rollout.max_staleness to 0" in blind("rollout.max_staleness=1")
+    assert blind() is None

@@ -1,5 +1,6 @@
 """What is computed of pictures, how often, and what is kept of it."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -116,13 +117,18 @@ def test_a_trained_tower_runs_once_for_each_version(frozen, whole):
 
 def test_a_training_step_may_take_over_the_arrays_that_were_loaded(frozen, whole):
     given = jax.tree.map(jnp.copy, whole)
-    store = store_of(_trained(frozen, "all"), given)
+    store = store_of(_trained(frozen, "all"), whole)
+    store.load(given, 1)
+    held = weakref.ref(given[VISION]["patch"])
     jax.tree.map(lambda x: x.delete(), given)
+    del given
+    assert held() is None, "a copy that was made for the sampler would stay"
     assert _same(store.of(PICTURES[:1]), store_of(frozen, whole).of(PICTURES[:1]))
 
 
 def test_what_two_steps_used_is_kept_and_older_features_are_dropped(frozen, whole):
     store = store_of(frozen, whole, num_bytes=1)
+    store.follow_steps()
     store.of(PICTURES[:2])
     store.end_step()
     store.of(PICTURES[1:2])
@@ -141,6 +147,31 @@ def test_what_two_steps_used_is_kept_and_older_features_are_dropped(frozen, whol
         roomy.end_step()
     roomy.of(PICTURES[:1])
     assert roomy.stats.tower_pictures == 0
+
+
+def test_a_store_without_steps_keeps_what_has_room(frozen, whole):
+    """That of a server, where nobody ends a step: it would keep the pictures of all requests."""
+    store = store_of(frozen, whole, num_bytes=3 * 32 * 4 * (4 + 6))
+    for one in PICTURES:
+        store.of([one])
+    assert store.num_bytes <= 3 * 32 * 4 * (4 + 6)
+    store.of(PICTURES[-1:])
+    assert store.stats.tower_pictures == len(PICTURES), "the last one is still there"
+
+
+def test_the_steps_of_a_store_are_those_of_the_stores_beside_it(frozen, whole):
+    """Those of a critic and of a teacher, whose steps nobody else ends: they would keep every picture."""
+    store = store_of(frozen, whole, num_bytes=1)
+    before = store.beside(frozen, store.mesh, lambda: whole[VISION])
+    store.follow_steps()
+    later = store.beside(frozen, store.mesh, lambda: whole[VISION])
+    for beside in (before, later):
+        beside.of(PICTURES[:1])
+        beside.of(PICTURES[1:2])
+        assert beside.num_bytes == 3 * 32 * 4 * (4 + 6), "both are of this step"
+    for _ in range(2):
+        store.end_step()
+    assert before.num_bytes == later.num_bytes == 0
 
 
 def test_inserts_have_each_picture_of_a_row_once(frozen, whole):

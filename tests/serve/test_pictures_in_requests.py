@@ -132,16 +132,22 @@ def test_ids_that_continue_a_turn_have_its_pictures():
     assert begun.pictures.ids.tolist() == [red.id, 0]
     assert further.pictures.ids.tolist() == [red.id, 0, 0, 0]
     assert tree.find_ids([1, 1]).pictures is None
+    other = tree.find_ids([1, 2, 7])  # words of the agent's own behind the prompt
+    assert (other.parent, other.is_prompt) == (None, False)
+    assert other.pictures.ids.tolist() == [red.id, 0, 0]
 
 
 def test_an_agent_gets_data_urls():
     red = Picture.of(encoded(square(5)), (16, 16))
     messages = ({"role": "user", "content": [{"type": "image", "image": red}]},)
-    prompt = Prompt(0, np.ones(1, np.int32), messages, {"images": [red], "answer": "5"})
+    columns = {"images": [red], "image": red, "chat": [*messages], "answer": "5"}
+    prompt = Prompt(0, np.ones(1, np.int32), messages, columns)
     address = url(red.encoded)
     part = {"type": "image_url", "image_url": {"url": address}}
     assert _row(prompt) == {
         "images": [address],
+        "image": address,
+        "chat": [{"role": "user", "content": [part]}],
         "answer": "5",
         "prompt": [{"role": "user", "content": [part]}],
     }

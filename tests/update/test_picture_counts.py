@@ -56,7 +56,7 @@ def steps():
     def run(trained):
         arch = _arch(trained)
         whole = jax.tree.map(np.asarray, whole_params(arch))
-        store = store_of(arch, whole_params(arch))
+        store = store_of(arch, whole_params(arch), num_bytes=1)
         learner = Learner(
             PolicySpec(arch),
             UpdateConfig(

@@ -258,10 +258,15 @@ def has_pictures(row: Mapping[str, Any]) -> bool:
 def has_unseen(row: Mapping[str, Any]) -> bool:
     """Whether a row has in a column for pictures what can be nothing else, where the model sees none.
 
-    A text there may be about something else; of pictures in messages, `checked_messages` says it.
+    A text there may be about something else, unless a text of the row has a place for it; of pictures in
+    messages, `checked_messages` says it.
     """
     given = [source for name in (IMAGES, IMAGE) for source in _listed(row.get(name))]
-    return any(is_pil(each) or isinstance(each, bytes | Mapping) for each in given)
+    if not given or any(is_pil(each) or isinstance(each, bytes | Mapping) for each in given):
+        return bool(given)
+    texts = [value for value in row.values() if isinstance(value, str)]
+    texts += [text_of(each) for value in row.values() if isinstance(value, list) for each in value]
+    return any(MARK in text for text in texts)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from quatrain.data.messages import as_messages, with_picture_parts
+from quatrain.data.messages import as_messages, is_picture, with_picture_parts
 from quatrain.data.pictures import IMAGES, url_of, url_part
 from quatrain.episodes.agent_processes import CLOSED, AgentProcesses, Played
 from quatrain.episodes.child import Client
@@ -32,6 +32,7 @@ from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt
 from quatrain.types.metrics import Metric, Metrics, describe
+from quatrain.types.pictures import Picture
 from quatrain.types.piece import Piece
 from quatrain.types.player import Player, Playing
 from quatrain.types.rollouts import Completion, Sampling
@@ -384,9 +385,20 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     Pictures are data URLs, which it may ask the policy with.
     """
     row = dict(prompt.columns)
-    if row.get(IMAGES):
-        row[IMAGES] = [url_of(each) for each in row[IMAGES]]
+    if row.get(IMAGES):  # then the row may have them in other columns too
+        row = {name: _as_urls(value) for name, value in row.items()}
     return {**row, "prompt": with_picture_parts(as_messages(prompt.text), url_part)}
+
+
+def _as_urls(value: Any) -> Any:
+    """A column with data URLs in the place of its pictures."""
+    if isinstance(value, Picture):
+        return url_of(value)
+    if is_picture(value):
+        return url_part(value["image"])
+    if isinstance(value, list):
+        return [_as_urls(each) for each in value]
+    return {name: _as_urls(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _metrics(episodes: Sequence[Episode]) -> Metrics:

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
+from quatrain.cluster.processes import num_processes
 from quatrain.config.data_sets import TrainingSpec, shown_data_sets
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
@@ -110,6 +111,12 @@ class LoadedPolicy(Policy):
         distill = config.distill
         if distill.models and distill.loss != "sampled" and not distill.top_k:
             return "a teacher of all words reads texts: set distill.top_k, or distill.loss to sampled"
+        # Each call of the tower is one of all processes; two threads would make them in any order, and hang.
+        if config.rollout.max_staleness and num_processes() > 1:
+            return (
+                "in several processes nothing may be sampled ahead with pictures: set rollout.max_staleness "
+                "to 0"
+            )
         return None
 
 

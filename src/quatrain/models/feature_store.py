@@ -10,7 +10,6 @@ Shapes: F features, L further levels of features, D hidden size of the text mode
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
+from weakref import WeakSet, ref
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +71,9 @@ class FeatureStore:
     that is trained is among those of the model (`load`).
 
     `pixels(picture)` are its patches [patches, values] in the order the tower reads. At most `num_bytes` are
-    kept on the host, but whatever was used in this training step and the one before (`end_step`) is kept
-    too: the pictures of a batch are computed once for its sampling and its update. With several processes all
-    must make the same calls in the same order. Threads may share a store.
+    kept on the host; of a store that follows training steps (`follow_steps`), whatever was used in this one
+    and the one before is kept too: the pictures of a batch are computed once for its sampling and its update.
+    With several processes all must make the same calls in the same order. Threads may share a store.
     """
 
     def __init__(
@@ -99,11 +99,13 @@ class FeatureStore:
         self._num_bytes, self._pixels = num_bytes, pixels
         self._backend = backend or this_backend()
         self._frozen = frozen
-        self._given: list[Any] = []
+        self._given: list[ref[Any]] = []
         self._tower: Any = None
         self._found: OrderedDict[tuple[Kept, int], np.ndarray] = OrderedDict()
         self._last_use: dict[tuple[Kept, int], int] = {}
         self._step, self._asked = 0, set[int]()
+        self._follows_steps = False
+        self._beside = WeakSet[FeatureStore]()
         self._lock = threading.RLock()
 
     def beside(self, arch: Architecture, mesh: Mesh, frozen: Callable[[], Any]) -> FeatureStore | None:
@@ -119,7 +121,10 @@ class FeatureStore:
                 f"{self.vision.kind}, the other model one of {arch.vision.kind}; take one of the same family"
             )
         settings = self.dtype.name, self._num_bytes, self._pixels
-        return FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
+        store = FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
+        store._follows_steps = self._follows_steps
+        self._beside.add(store)
+        return store
 
     def grey(self, params: Any) -> FeatureStore:
         """A store of the tower of `params` in which every picture is grey, and says nothing."""
@@ -138,8 +143,9 @@ class FeatureStore:
             return
         with self._lock:
             given = jax.tree.leaves(params[VISION])
-            before, self._given = self._given, given
-            if version == self.version and all(map(operator.is_, before, given)):
+            # Weakly: held, the copy that a sampler gets would stay beside the one made here.
+            before, self._given = self._given, list(map(ref, given))
+            if version == self.version and all(a() is b for a, b in zip(before, given, strict=True)):
                 return
             self.version = version
             places = shardings(self.mesh, _specs(self.arch, self.mesh))
@@ -166,11 +172,18 @@ class FeatureStore:
             self.stats.patches += num_patches
             self.stats.padding += num_padding
 
+    def follow_steps(self) -> None:
+        """Keep what a training step uses: who calls this also ends the steps. A server has none."""
+        for store in (self, *self._beside):
+            store._follows_steps = True
+
     def end_step(self) -> dict[str, Metric]:
-        """The metrics of a training step that ends, if it had pictures.
+        """The metrics of a training step that ends, if it had pictures; of stores `beside` it, it ends too.
 
         What was last used in a step before it may be dropped from now on.
         """
+        for store in self._beside:
+            store.end_step()
         with self._lock:
             stats, self.stats = self.stats, FeatureStats()
             self._step, self._asked = self._step + 1, set()
@@ -293,10 +306,11 @@ class FeatureStore:
         del self._found[key], self._last_use[key]
 
     def _drop(self) -> None:
-        """Drops what was used longest ago, until the rest has room, or was used a step ago or in this one."""
+        """Drops what was used longest ago, until the rest has room, or is of this step or the one before."""
         kept = self.num_bytes
         for key, array in list(self._found.items()):
-            if kept <= self._num_bytes or self._last_use[key] >= self._step - 1:
+            in_use = self._follows_steps and self._last_use[key] >= self._step - 1
+            if kept <= self._num_bytes or in_use:
                 return
             kept -= array.nbytes
             self._forget(key)

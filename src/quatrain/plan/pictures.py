@@ -54,10 +54,12 @@ def update_parts(vision: Vision, most: int, dtype: str, remat: str, phase: Phase
         kept, work = levels * patches * w * b, PROJECTOR_COLUMNS * patches * w * b
         why = f"estimate for {patches} patches at most: {levels} x {w} columns (levels x width), and work"
     else:
-        f, gates = vision.block.width, 1 + vision.block.gated
-        of_block = 10 * w + (1 + gates) * f if remat == "none" else w
-        kept = patches * (FLOAT32 * vision.patch_values + (vision.depth * of_block + w) * b)
-        work = patches * (11 * w + 3 * gates * f) * b
+        # As XLA for CPUs keeps them, counted for towers of both kinds of norms and MLPs.
+        norms, gates = 4 * (vision.block.norm.kind == "layer"), 1 + vision.block.gated
+        of_block = (14 + norms) * w + 2 * gates * vision.block.width
+        work = patches * (3 * w + 3 * vision.block.width + of_block * (remat != "none")) * b
+        of_each = of_block if remat == "none" else w
+        kept = patches * (FLOAT32 * vision.patch_values + (vision.depth * of_each + w) * b)
         what = "results" if remat == "none" else "inputs"
         why = f"estimate for {patches} patches: {what} of {vision.depth} blocks (model.remat), and work"
     yield MemoryPart("tower_activations", kept + work, why + IF_ANY, (phase,))

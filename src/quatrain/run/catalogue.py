@@ -55,19 +55,6 @@ moe/replay_changed | fraction | mean |
     step, before which the weights are those that sampled, unless batches are sampled ahead
     (`rollout.max_staleness`): then older weights chose. A value far above what these explain: the routes are
     those of other weights or other tokens.
-vision/pictures | pictures | sum |
-    Different pictures that the training step's prompts and micro-batches had. Logged where there are some, as
-    are all `vision/` metrics.
-vision/tower_pictures | pictures | sum |
-    Pictures that went through the tower, as often as they did: with `model.vision` frozen once for all steps
-    that a picture is kept for; with `all` once for the sampler, and once in each micro-batch's buffer.
-vision/patches | patches | sum | Patches that the tower computed, padding included.
-vision/padding_fraction | fraction | mean | Fraction of these patches that are padding.
-vision/store_bytes | bytes | max |
-    Memory of the host for what is kept of pictures (`model.vision_cache_bytes`).
-vision/blind_gap | nats | mean |
-    Mean absolute change of the log-probabilities of sampled tokens by grey in the place of pictures, over up
-    to 8 sequences of the first training step. Near 0: the model does not see, and a warning says so.
 update/router_aux_loss | 1 | mean | Auxiliary loss of the routers' loads, times `update.router_aux_coef`.
 update/grad_norm | 1 | mean | Global norm of the gradient before clipping, mean over optimizer steps.
 update/learning_rate | 1 | last | Learning rate of the last optimizer step, applied or not.
@@ -151,8 +138,8 @@ vision/store_bytes | bytes | max |
     Host memory of what is kept of pictures: features, states or pixels (`model.vision`).
 vision/blind_gap | nats | mean |
     Absolute difference of the log-probabilities of a few sequences with their pictures and with grey in their
-    place, mean over completion tokens, in the first step with pictures. Below 1e-6 a warning says that the
-    model does not see.
+    place, mean over completion tokens, in the first training step if it has pictures. Below 1e-6 a warning
+    says that the model does not see.
 batch/micro_batches | micro-batches | sum |
     Micro-batches that each data shard computed, over all optimizer steps.
 batch/tokens | tokens | sum |
@@ -367,9 +354,6 @@ time/token_scores_s | s | sum |
 time/teacher_s | s | sum | Seconds of the teacher's passes over the batch (`distill.teacher`).
 time/advantage_s | s | sum | Seconds of the advantage stage.
 time/critic_s | s | sum | Seconds of the update stage spent on the critic's optimizer steps.
-time/vision_s | s | sum |
-    Seconds in which pictures were decoded and went through the tower, for the sampler and for micro-batches
-    with a frozen tower. A part of the rollout and update stages.
 time/shard_s | s | sum | Seconds of the update stage spent splitting mini-batches and moving them to devices.
 time/vision_s | s | sum |
     Seconds spent decoding pictures and computing their features for sampling and micro-batches; a tower that

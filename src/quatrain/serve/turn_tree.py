@@ -161,7 +161,8 @@ class TurnTree:
     def find_ids(self, ids: list[int]) -> Found:
         """What a request with these ids continues: the longest turn with which they begin.
 
-        Pictures are those of what it continues, or of the prompt: ids alone stand for none.
+        Pictures are those of what it continues, or of the prompt that it begins with: ids alone stand for
+        none.
         """
         begun = [turn for turn in self.turns if turn.tokens and turn.ids == ids[: len(turn.ids)]]
         longest = max(begun, key=lambda turn: len(turn.ids), default=None)
@@ -169,9 +170,10 @@ class TurnTree:
             known = len(longest.prompt_ids)
             pictures = joined((longest.pictures, known), (None, len(ids) - known))
             return Found(ids, longest, pictures=pictures)
-        is_prompt = ids == self._tokens.ids
-        why, pictures = "other ids" if self.turns else None, self._tokens.pictures if is_prompt else None
-        return Found(ids, None, is_prompt, why, pictures)
+        known, why, pictures = len(self._tokens.ids), "other ids" if self.turns else None, None
+        if ids[:known] == self._tokens.ids:  # the prompt, or words of the agent's own behind it
+            pictures = joined((self._tokens.pictures, known), (None, len(ids) - known))
+        return Found(ids, None, ids == self._tokens.ids, why, pictures)
 
     def begin(self, found: Found) -> Turn:
         """A turn whose answer is to be sampled.

@@ -164,6 +164,8 @@ class Learner:
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
         self.logs_logprobs, self.store = logs_logprobs, store
+        if store is not None:
+            store.follow_steps()
 
     @classmethod
     def of(

@@ -107,6 +107,8 @@ class GivenLearner:
             rate_key,
         )
         self.policy_memory, self.by_source = policy_memory, by_source
+        if planner.store is not None:
+            planner.store.follow_steps()
         self.trainer = Trainer(
             model,
             planner,
