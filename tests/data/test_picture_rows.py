@@ -181,6 +181,8 @@ def test_long_prompts_with_pictures_are_skipped_and_never_cut(written, tokenizer
     limit = len(long.input_ids) - 1
     assert load(spec, tokenizer, max_prompt_length=limit + 1).skipped == 0
     assert load(spec, tokenizer, max_prompt_length=limit, on_long_prompt="skip").skipped == 1
+    with pytest.raises(ValueError, match=r"data\.on_long_prompt to skip$"):
+        load(spec, tokenizer, max_prompt_length=limit)
     with pytest.raises(ValueError, match=r"truncate_left must not be set with pictures, .* row 1 has one"):
         load(spec, tokenizer, on_long_prompt="truncate_left")
 
