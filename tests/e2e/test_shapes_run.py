@@ -93,18 +93,15 @@ def test_the_recipe_learns_to_look(tmp_path):
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_server_sees_the_pictures_with_the_tower_that_is_trained(tmp_path):
+def test_a_server_sees_the_pictures_with_the_tower_that_is_trained(tmp_path, monkeypatch):
     """Pictures that are lost on the way, a tower that is not published, or a probe that finds no server."""
     model = ("model.path=builtin:tiny_vl", "data.max_prompt_length=128", "rollout.max_new_tokens=8")
     config = load_config(None, model, {}).config
     loaded = load_policy(config, critic=False, adapters=False, environments=False)
     engine = serving_engine(config, loaded, 1 << 24)
     service = EngineService(engine, weights_of(loaded.arch, config, engine))
-    with (
-        served(service, loaded.arch, loaded.tokenizer, token="t") as url,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("QUATRAIN_SERVE_TOKEN", "t")
+    monkeypatch.setenv("QUATRAIN_SERVE_TOKEN", "t")
+    with served(service, loaded.arch, loaded.tokenizer, token="t") as url:
         options = (
             *model, "data.train=builtin:shapes", "data.eval=null", "sft.steps=0", "run.steps=2",
             "update.kl_coef=0", "checkpoint.every_steps=0", "optimizer.learning_rate=1e-2",

@@ -602,8 +602,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "rollout.weights_dir",
         lambda c: c.rollout.weights_dir is not None and c.rollout.workers and _trains_tower(c),
-        "must be null with rollout.workers and model.vision {c.model.vision}: its folders hold the text "
-        "model alone; set null, or model.vision to frozen",
+        "must be null with model.vision {c.model.vision}: its folders hold the text model alone; set null, "
+        "or model.vision to frozen",
     ),
     Rule(
         "lora.rank",

@@ -407,7 +407,7 @@ def _runs(pictures: Pictures) -> list[tuple[Picture, int, int]]:
 
 def _placed(pictures: Pictures | None) -> dict[str, Any]:
     """The field of quatrain's own requests: each picture once, and where its placeholders stand."""
-    places: dict[Picture, list[list[int]]] = {}
+    places = dict[Picture, list[list[int]]]()
     for picture, *place in () if pictures is None else _runs(pictures):
         places.setdefault(picture, []).append(place)
     return (

@@ -208,9 +208,9 @@ class Server:
             return looks
         if looks.tiled and not kind.takes_tiles:
             return (
-                f"{self._client.name} would expand placeholders itself, and those of tiles have words between "
-                "them, which may become other tokens there; sample with `quatrain serve`, or on devices of "
-                "this run"
+                f"{self._client.name} would expand placeholders itself, and those of tiles have "
+                "words between them, which may become other tokens there; sample with `quatrain serve`, or "
+                "on devices of this run"
             )
         try:
             one, again, other = [await self._look(each) for each in (looks.one, looks.one, looks.other)]
@@ -220,13 +220,13 @@ class Server:
         noise, gap = (float(np.abs(np.subtract(each, one)).mean()) for each in (again, other))
         if not gap > SAME_LOOK + 2 * noise:
             return (
-                f"{self._client.name} does not see: the log-probabilities of a text must depend on the picture "
-                f"before it; with another one they differ by {gap:.2g} nats; {kind.sees_by}"
+                f"{self._client.name} does not see: the log-probabilities of a text must depend on the "
+                f"picture before it; with another one they differ by {gap:.2g} nats; {kind.sees_by}"
             )
         return None
 
     async def _look(self, prompt: Tokens) -> list[float]:
-        """Log-probabilities of the text behind the picture of a prompt, which must have as many tokens there."""
+        """Log-probabilities of the text behind the picture of a prompt, whose length is compared."""
         sampling = Sampling(n=1, max_new_tokens=1)
         await self._answer(
             Asked(prompt.ids, sampling, self._rules.seed, 0, 0, 0, 0, pictures=prompt.pictures)
