@@ -19,7 +19,7 @@ from quatrain.rollout.http_worker import HttpWorker
 from quatrain.rollout.start_fleet import _looks_or_why
 from quatrain.rollout.worker import GroupSpec
 from quatrain.servers.client import Unfit
-from quatrain.servers.kinds import contracted
+from quatrain.servers.kinds import Asked, Quatrain, contracted
 from quatrain.servers.server import ServerRules
 from quatrain.types.pictures import Picture, Tokens
 from quatrain.types.rollouts import Sampling
@@ -234,8 +234,6 @@ def test_quatrain_serve_takes_ids_and_the_places_of_their_pictures(tokenizer, pr
 
 def test_a_picture_that_stands_twice_is_sent_to_quatrain_serve_once(tokenizer, rules):
     twice = prompt_of(tokenizer, [{"role": "user", "content": [*PARTS[1:], PARTS[2]]}])
-    from quatrain.servers.kinds import Asked, Quatrain
-
     asked = Asked(twice.input_ids.tolist(), Sampling(1, 4), 1, 2, 3, 4, 5, pictures=twice.pictures)
     _, body = Quatrain("m").request(asked, ())
     [given] = body["pictures"]
