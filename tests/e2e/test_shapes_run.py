@@ -11,8 +11,13 @@ import jax
 import numpy as np
 import pytest
 from runs import small_run
+from servers import served
 
+from quatrain.config.load import load_config
 from quatrain.data import shapes
+from quatrain.engine.service import EngineService
+from quatrain.loop.policy import load_policy
+from quatrain.loop.serve import serving_engine, weights_of
 from quatrain.loop.train import train
 from quatrain.models import families
 from quatrain.models.params import init_params
@@ -85,3 +90,25 @@ def test_the_recipe_learns_to_look(tmp_path):
     assert after["colour"] >= 0.95
     assert after["larger"] >= 0.8
     assert np.isclose(after["shuffled"], 0.25, atol=0.08)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_server_sees_the_pictures_with_the_tower_that_is_trained(tmp_path, monkeypatch):
+    """Pictures that are lost on the way, a tower that is not published, or a probe that finds no server."""
+    model = ("model.path=builtin:tiny_vl", "data.max_prompt_length=128", "rollout.max_new_tokens=8")
+    config = load_config(None, model, {}).config
+    loaded = load_policy(config, critic=False, adapters=False, environments=False)
+    engine = serving_engine(config, loaded, 1 << 24)
+    service = EngineService(engine, weights_of(loaded.arch, config, engine))
+    monkeypatch.setenv("QUATRAIN_SERVE_TOKEN", "t")
+    with served(service, loaded.arch, loaded.tokenizer, token="t") as url:
+        options = (
+            *model, "data.train=builtin:shapes", "data.eval=null", "sft.steps=0", "run.steps=2",
+            "update.kl_coef=0", "checkpoint.every_steps=0", "optimizer.learning_rate=1e-2",
+            "optimizer.warmup_steps=0", f"rollout.servers=[{url}]", "update.correction=none",
+        )  # fmt: skip
+        run = train(small_run(tmp_path, "served", *options)).run
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
+    assert len(rows) == 2
+    assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
+    assert service.version >= 1

@@ -30,12 +30,8 @@ def prompts(policy, rows, **sections):
     return LoadedPolicy.prompts(policy, config, "rows", scorer, {"rows": rows}, {})
 
 
-def test_servers_are_given_no_data_with_pictures(policy, monkeypatch):
-    servers = {"rollout": {"servers": ["http://a:1"]}}
-    with pytest.raises(ValueError, match=r"rows has pictures: inference servers \(rollout.servers\) get no"):
-        prompts(policy, SEEN, **servers)
-    assert len(prompts(policy, TEXT, **servers)) == 1
-    assert prompts(policy, SEEN).has_pictures
+def test_what_reads_data_with_pictures_must_see(policy, monkeypatch):
+    assert prompts(policy, SEEN, rollout={"servers": ["http://a:1"]}).has_pictures
     monkeypatch.setattr(policy, "_blind", lambda config: "the critic has no tower")
     with pytest.raises(ValueError, match="rows has some; the critic has no tower"):
         prompts(policy, SEEN)

@@ -8,6 +8,7 @@ from towers import seeing
 
 from quatrain.rollout import start_fleet
 from quatrain.rollout.fleet import Fleet, OneWorker
+from quatrain.rollout.http_worker import HttpWorker
 from quatrain.rollout.own_sampler import _Checked
 from quatrain.rollout.publish import InMemory
 from quatrain.types.batches import Prompt
@@ -37,14 +38,23 @@ def test_a_fleet_that_cannot_see_is_asked_for_nothing():
 
 @pytest.mark.parametrize(
     ("servers", "sees", "why"),
-    [(["http://a"], True, "inference servers"), ([], True, None), ([], False, "the model does not see")],
+    [
+        ([None, "it ignores pictures"], True, "it ignores pictures"),
+        ([None], True, None),
+        ([], True, None),
+        ([], False, "the model does not see"),
+    ],
 )
-def test_servers_and_models_without_a_tower_make_a_fleet_blind(monkeypatch, servers, sees, why):
-    made = []
+def test_a_blind_server_and_a_model_without_a_tower_make_a_fleet_blind(monkeypatch, servers, sees, why):
+    class Found(HttpWorker):
+        cannot_see = None
+
+        def __init__(self, why):
+            self.cannot_see = why
 
     def fleet(*given, cannot_see, **options):
-        made.append(cannot_see)
-        return SimpleNamespace(wait_for_start=lambda: None)
+        workers = [Found(each) for each in servers]
+        return SimpleNamespace(wait_for_start=lambda: None, workers=workers, cannot_see=cannot_see)
 
     monkeypatch.setattr(start_fleet, "Fleet", fleet)
     for name in ("servers", "ray_workers"):
@@ -55,6 +65,5 @@ def test_servers_and_models_without_a_tower_make_a_fleet_blind(monkeypatch, serv
     )
     vision = arch.vision if sees else None
     policy = SimpleNamespace(arch=SimpleNamespace(vision=vision))
-    start_fleet.start_fleet(config, policy, lambda *given: None)
-    [found] = made
+    found = start_fleet.start_fleet(config, policy, lambda *given: None).cannot_see
     assert found is None if why is None else why in found

@@ -601,7 +601,7 @@ RULES: tuple[Rule, ...] = (
     *no_effect(["model.vision_cache_bytes"], lambda c: c.model.vision != "none", "for model.vision none"),
     Rule(
         "rollout.weights_dir",
-        lambda c: c.rollout.weights_dir is not None and _trains_tower(c),
+        lambda c: c.rollout.weights_dir is not None and c.rollout.workers and _trains_tower(c),
         "must be null with model.vision {c.model.vision}: its folders hold the text model alone; set null, "
         "or model.vision to frozen",
     ),

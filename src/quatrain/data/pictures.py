@@ -340,6 +340,12 @@ def is_pil(value: Any) -> bool:
     return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
 
 
+def of_pixels(pixels: np.ndarray) -> Image:
+    """The PIL picture of [height, width, 3] uint8."""
+    image: Image = _pil().fromarray(pixels)
+    return image
+
+
 def _pil() -> Any:
     try:
         from PIL import Image

@@ -36,7 +36,6 @@ from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.start_fleet import BLIND_SERVERS
 from quatrain.update.server_teacher import BLIND_TEACHER
 from quatrain.weights.load_model import (
     BUILTIN,
@@ -87,9 +86,8 @@ class LoadedPolicy(Policy):
             rows=hub_rows(config, spec, rows),
         )
         if self.arch.vision is not None and source.has_pictures:
-            servers = {BLIND_SERVERS: config.rollout.servers, BLIND_TEACHER: config.distill.servers}
-            if blind := [why for why, named in servers.items() if named]:
-                raise ValueError(f"{shown_data_sets(spec)} has pictures: {blind[0]}")
+            if config.distill.servers:
+                raise ValueError(f"{shown_data_sets(spec)} has pictures: {BLIND_TEACHER}")
             if why := self._blind(config):
                 raise ValueError(
                     f"what reads prompts with pictures must see them, and {shown_data_sets(spec)} has some; "

@@ -54,7 +54,7 @@ from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.answer_text import AnswerTokens, Channels
 from quatrain.types.batches import Prompt
 from quatrain.types.call_forms import schemas_of
-from quatrain.types.pictures import Pictures, Tokens, joined
+from quatrain.types.pictures import Picture, Pictures, Tokens, joined
 from quatrain.types.sampler import PerRequestSampling, Progress, Sampler, ServiceFailed
 from quatrain.types.sampler import Request as Turns
 
@@ -310,6 +310,8 @@ class Api:
     async def _completions(self, request: Request) -> Response:
         asked = await self._parsed(CompletionRequest, request)
         prompts = [await self._tokens(prompt) for prompt in asked.prompts]
+        if asked.pictures:
+            prompts = [await asyncio.to_thread(self._pictured, asked, _trained_session(request) is None)]
         prompts, recorded = _in_session(request, asked, prompts)
         return await self._sampled(request, asked, prompts, recorded=recorded)
 
@@ -414,6 +416,37 @@ class Api:
         async with self._encoding:
             with _at_fault(name):
                 return await asyncio.to_thread(render, self._tokenizer, prompt)
+
+    def _pictured(self, asked: CompletionRequest, alone: bool) -> Tokens:
+        """The ids of a request with pictures, in their places; `alone`: it is no turn of a session."""
+        with _at_fault("pictures"):
+            if self._service.cannot_see is not None:
+                raise ValueError(f"a prompt has pictures: {self._service.cannot_see}")
+            [ids, *more] = asked.prompts
+            if more or isinstance(ids, str) or not alone:
+                raise ValueError(
+                    "they stand in one prompt of token ids, which continues no session; give messages with "
+                    "`image_url` instead"
+                )
+            tokens: list[Picture | None] = [None] * len(ids)
+            for given in asked.pictures:
+                picture = PictureReader().read(given.url)
+                size = self._tokenizer.expansion.vision.num_placeholders(picture.size)
+                for start, count in given.places:
+                    room = tokens[start : start + count] if min(start, count) >= 0 else []
+                    if not count or room != [None] * count:
+                        raise ValueError(
+                            f"places must lie within the {len(ids)} tokens of the prompt, and apart from one "
+                            f"another; got {start} and the {count} from there"
+                        )
+                    tokens[start : start + count] = [picture] * count
+                if (total := sum(count for _, count in given.places)) % size:
+                    raise ValueError(
+                        f"a picture of {picture.size[0]}x{picture.size[1]} pixels stands for {size} tokens "
+                        f"here; got {total}; serve the model that the ids were made for, with its "
+                        "data.image_max_pixels"
+                    )
+        return Tokens(ids, Pictures.of(tokens))
 
     async def _sampled(
         self,
