@@ -138,7 +138,7 @@ def test_an_empty_thought_is_not_trained_before_a_call_nor_before_a_text():
             [USER, {"role": "assistant", "content": " \n"}],
             "must be a string with text, or messages",
         ),
-        ("qwen2.5", [USER, ANSWER | {"content": [{"type": "image", "image": "x"}]}], "parts that are texts"),
+        ("qwen2.5", [USER, ANSWER | {"content": [{"type": "image", "image": "x"}]}], "does not see pictures"),
     ],
 )
 def test_answers_that_are_not_written_are_refused(name, messages, message):

@@ -250,23 +250,25 @@ def column_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 def has_pictures(row: Mapping[str, Any]) -> bool:
     """Whether a row has pictures, in messages or in a column for them."""
-    lists = [value for value in row.values() if isinstance(value, list)]
-    in_messages = any(is_picture_part(part) for messages in lists for part in _parts(messages))
-    return in_messages or any(_listed(row.get(name)) for name in (IMAGES, IMAGE))
+    return _in_messages(row) or any(_listed(row.get(name)) for name in (IMAGES, IMAGE))
 
 
 def has_unseen(row: Mapping[str, Any]) -> bool:
-    """Whether a row has in a column for pictures what can be nothing else, where the model sees none.
+    """Whether a row has what can only be pictures, in messages or a column for them, where none are seen.
 
-    A text there may be about something else, unless a text of the row has a place for it; of pictures in
-    messages, `checked_messages` says it.
+    A text in such a column may be about something else, unless a text of the row has a place for it.
     """
     given = [source for name in (IMAGES, IMAGE) for source in _listed(row.get(name))]
-    if not given or any(is_pil(each) or isinstance(each, bytes | Mapping) for each in given):
-        return bool(given)
+    if _in_messages(row) or any(is_pil(each) or isinstance(each, bytes | Mapping) for each in given):
+        return True
     texts = [value for value in row.values() if isinstance(value, str)]
     texts += [text_of(each) for value in row.values() if isinstance(value, list) for each in value]
-    return any(MARK in text for text in texts)
+    return bool(given) and any(MARK in text for text in texts)
+
+
+def _in_messages(row: Mapping[str, Any]) -> bool:
+    lists = [value for value in row.values() if isinstance(value, list)]
+    return any(is_picture_part(part) for messages in lists for part in _parts(messages))
 
 
 def _listed(value: Any) -> list[Any]:
