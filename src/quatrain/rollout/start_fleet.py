@@ -128,8 +128,9 @@ def looks(policy: Policy) -> Looks:
     assert policy.arch.vision is not None
 
     def behind(shades: tuple[int, int]) -> Tokens:
-        content: list[Any] = [_halves(shades), {"type": "text", "text": PROBE_TEXT}]
-        return render(policy.tokenizer, [{"role": "user", "content": content}])
+        parts = [_halves(shades), {"type": "text", "text": PROBE_TEXT}]
+        message: dict[str, Any] = {"role": "user", "content": parts}
+        return render(policy.tokenizer, [message])
 
     return Looks(behind((255, 0)), behind((0, 255)), not policy.arch.vision.has_grid)
 
