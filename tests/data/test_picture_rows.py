@@ -13,7 +13,7 @@ from pyarrow import parquet
 from rollouts import make_rollouts
 from seeing import encoded, seeing_tokenizer, shades, square
 
-from quatrain.config.schema import DataConfig
+from quatrain.config.schema import DataConfig, RewardConfig
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.examples import load_examples
 from quatrain.data.expansion import BLIND
@@ -21,6 +21,8 @@ from quatrain.data.preferences import load_judged, load_pairs
 from quatrain.data.prompts import load_prompts
 from quatrain.data.token_table import TokenRow
 from quatrain.reward.calls import Samples
+from quatrain.reward.scorer import RewardScorer
+from quatrain.types.batches import Prompt
 from quatrain.types.pictures import TEXT, Picture, PicturesInJson
 
 IMAGE = {"type": "image"}
@@ -179,6 +181,8 @@ def test_long_prompts_with_pictures_are_skipped_and_never_cut(written, tokenizer
     limit = len(long.input_ids) - 1
     assert load(spec, tokenizer, max_prompt_length=limit + 1).skipped == 0
     assert load(spec, tokenizer, max_prompt_length=limit, on_long_prompt="skip").skipped == 1
+    with pytest.raises(ValueError, match=r"data\.on_long_prompt to skip$"):
+        load(spec, tokenizer, max_prompt_length=limit)
     with pytest.raises(ValueError, match=r"truncate_left must not be set with pictures, .* row 1 has one"):
         load(spec, tokenizer, on_long_prompt="truncate_left")
 
@@ -243,6 +247,23 @@ def test_reward_functions_get_pil_pictures_each_once(folder: Path) -> None:
     assert given["prompts"][1:] == ["plain", user("b")]
     assert given["image"][0].getpixel((0, 0)) == (30, 0, 0)
     assert given["image"][1:] == [None, "name"]
+
+
+def test_reward_functions_are_tried_with_pil_pictures(folder: Path) -> None:
+    """The fault: before the run began, a right function failed on what is no PIL picture."""
+    red = Picture.of(encoded(square(10)), (16, 16))
+    columns = {"images": [red], "answer": "a"}
+    prompt = Prompt(0, np.ones(1, np.int32), tuple(user([{**IMAGE, "image": red}, say("a")])), columns)
+    seen = []
+
+    def looks(completions, images, prompts, **rest):
+        shown = [*(each for row in images for each in row), *(p[0]["content"][0]["image"] for p in prompts)]
+        seen.extend(each.getpixel((0, 0))[0] for each in shown)
+        return [0.0] * len(completions)
+
+    rewards = RewardScorer(RewardConfig(functions={"looks": 1.0}), functions={"looks": looks})
+    assert rewards.try_on({None: prompt}, [1]) == []
+    assert seen == [10] * 4
 
 
 def test_examples_have_their_pictures_and_train_no_placeholder(written, tokenizer) -> None:

@@ -119,7 +119,7 @@ def test_pictures_of_reward_functions_are_decoded_when_they_are_used() -> None:
         (header(3_000, 10), "none is 200 times as long as the other; a picture of bytes is 3000x10"),
         (bytes(2**25 + 1), "at most 32 MiB; a picture of bytes has 32 MiB"),
         ("text.png", "'text.png' must be a whole picture: it is none of PNG"),
-        ("missing.png", "no file 'missing.png' of a picture"),
+        ("missing.png", "no file 'missing.png' of a picture .*; correct the path"),
         ("../outside.png", "must stay below the folder .*; set data.image_root"),
         ("/etc/hostname", "must stay below the folder"),
         ("link.png", "must stay below the folder"),

@@ -1,6 +1,9 @@
 """The pixels of a picture are those of its model's image processor, in the order that the tower reads."""
 
 import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +16,9 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from quatrain.config.schema import DataConfig
 from quatrain.data.pictures import PictureReader
 from quatrain.data.pixels import Pixels, with_limits
+from quatrain.data.policy import Policy
+from quatrain.models.feature_store import FeatureStore
+from quatrain.parallel.mesh import one_device
 
 RNG = np.random.default_rng(0)
 COLOURS = RNG.integers(0, 256, (30, 50, 4), np.uint8)
@@ -114,3 +120,18 @@ def test_limits_of_pixels_are_those_of_the_configuration() -> None:
         with_limits(vision, DataConfig(image_max_pixels=512, image_min_pixels=513))
     with pytest.raises(ValueError, match=r"this one cuts it into tiles of \d+ pixels; unset both"):
         with_limits(seeing("smolvlm").vision, DataConfig(image_max_pixels=512))
+
+
+def test_another_model_of_a_run_has_the_pixels_of_its_own_folder(tmp_path):
+    """The fault: a teacher or a critic that was trained with other means read the policy's numbers."""
+    arch = seeing("qwen3_vl", "frozen")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSORS["qwen3_vl"], **OWN}))
+    own = Pixels(arch.vision, PROCESSORS["qwen3_vl"])
+    store = FeatureStore(arch, one_device(), "float32", 1, own, frozen=dict)
+    beside = Policy.store_beside(SimpleNamespace(store=store), arch, str(tmp_path), store.mesh)
+    picture = PictureReader().read(RGB)
+    expected = Pixels(arch.vision, {**PROCESSORS["qwen3_vl"], **OWN})(picture)
+    np.testing.assert_array_equal(beside._pixels(picture), expected)
+    assert np.abs(own(picture) - expected).max() > 0.1
+    blind = replace(arch, vision=None)
+    assert Policy.store_beside(SimpleNamespace(store=store), blind, str(tmp_path), store.mesh) is None

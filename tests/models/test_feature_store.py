@@ -162,9 +162,9 @@ def test_a_store_without_steps_keeps_what_has_room(frozen, whole):
 def test_the_steps_of_a_store_are_those_of_the_stores_beside_it(frozen, whole):
     """Those of a critic and of a teacher, whose steps nobody else ends: they would keep every picture."""
     store = store_of(frozen, whole, num_bytes=1)
-    before = store.beside(frozen, store.mesh, lambda: whole[VISION])
+    before = store.beside(frozen, store.mesh, lambda: whole[VISION], pixels_of(frozen))
     store.follow_steps()
-    later = store.beside(frozen, store.mesh, lambda: whole[VISION])
+    later = store.beside(frozen, store.mesh, lambda: whole[VISION], pixels_of(frozen))
     for beside in (before, later):
         beside.of(PICTURES[:1])
         beside.of(PICTURES[1:2])
@@ -196,12 +196,10 @@ def test_inserts_have_each_picture_of_a_row_once(frozen, whole):
 
 def test_a_model_that_reads_other_patches_is_refused(frozen, whole):
     store = store_of(frozen, whole)
-    assert store.beside(replace(frozen, vision=None), store.mesh, dict) is None
     other = seeing("smolvlm", "frozen")
     with pytest.raises(
         ValueError, match="must read pictures alike; the policy has a tower of the kind qwen3_vl"
     ):
-        store.beside(other, store.mesh, dict)
-    beside = store.beside(frozen, store.mesh, lambda: whole[VISION])
-    assert beside is not None
+        store.beside(other, store.mesh, dict, pixels_of(other))
+    beside = store.beside(frozen, store.mesh, lambda: whole[VISION], pixels_of(frozen))
     assert _same(beside.of([picture(2, SQUARE)]), store.of([picture(2, SQUARE)]))

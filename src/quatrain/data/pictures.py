@@ -169,7 +169,10 @@ class PictureReader:
                     "data.image_root to the folder that has all pictures"
                 )
             if not path.is_file():
-                raise BadPicture(f"there is no file {shown(name)} of a picture (looked in {root})")
+                raise BadPicture(
+                    f"there is no file {shown(name)} of a picture (looked in {root}); correct the path, or "
+                    "set data.image_root to the folder that has all pictures"
+                )
             if path.stat().st_size > MAX_BYTES:
                 raise BadPicture(_too_large(shown(name), path.stat().st_size))
             content = path.read_bytes()

@@ -18,6 +18,7 @@ from quatrain.backend import Backend, this_backend
 from quatrain.cluster.processes import num_processes
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
+from quatrain.data.pixels import Pixels
 from quatrain.data.turns import TurnsOfRow
 from quatrain.models.families import Architecture
 from quatrain.models.feature_store import FeatureStore
@@ -26,7 +27,7 @@ from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import make_mesh, role_mesh
 from quatrain.types.batches import brief
-from quatrain.weights.load_model import load_tower
+from quatrain.weights.load_model import load_processor, load_tower
 from quatrain.weights.whole import Whole
 
 
@@ -107,9 +108,10 @@ class Policy:
 
         Raises ValueError if it reads pictures in another way than the policy.
         """
-        if self.store is None:
+        if self.store is None or arch.vision is None:
             return None
-        return self.store.beside(arch, mesh, partial(load_tower, path, arch, mesh, self.store.dtype))
+        frozen = partial(load_tower, path, arch, mesh, self.store.dtype)
+        return self.store.beside(arch, mesh, frozen, Pixels(arch.vision, load_processor(path)))
 
     def abstract(self, dtype: str) -> tuple[Any, Any]:
         """(parameters, those of the critic or None) as `ShapeDtypeStruct`s of `dtype`."""

@@ -658,10 +658,11 @@ def _within_length(spec: str, rows: list[TokenRow], data: DataConfig) -> tuple[l
     long = [row for row in rows if len(row.input_ids) > limit]
     if long and data.on_long_prompt == "error":
         longest = max(len(row.input_ids) for row in long)
+        shorter = "skip or truncate_left" if seeing is None else "skip"
         raise ValueError(
             f"{spec}: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} "
             f"tokens (row {long[0].number} has {len(long[0].input_ids)}; the longest has {longest}); raise "
-            "it, or set data.on_long_prompt to skip or truncate_left"
+            f"it, or set data.on_long_prompt to {shorter}"
         )
     if data.on_long_prompt == "truncate_left":
         return [replace(row, input_ids=row.input_ids[-limit:]) for row in rows], 0, len(long)

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -154,8 +153,10 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
             mesh=engine.mesh,
             vision="none" if vision is None else None if frozen else vision.trained,
         )
-        # Sizes of pictures are those of the server, which `data.image_max_pixels` may limit.
-        if replace(found, vision=vision).for_length(longest_of_run(config)) != arch:
+        # Not the whole of `vision`: sizes of pictures are those of the server (`data.image_max_pixels`).
+        towers = [each.vision.params() if each.vision else None for each in (found, arch)]
+        other_tower = found.vision is not None and towers[0] != towers[1]
+        if found.text.for_length(longest_of_run(config)) != arch.text or other_tower:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "
                 f"{path} is another; serve that model with a server of its own"

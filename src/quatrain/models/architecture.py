@@ -194,6 +194,13 @@ class Architecture:
         return replace(self, vision=self.vision and replace(self.vision, trained="all"))
 
     @property
+    def text(self) -> Architecture:
+        """The text model, as it is without a tower."""
+        return replace(self, vision=None).with_ropes(
+            lambda rope: replace(rope, sections=(), alternating=False)
+        )
+
+    @property
     def without_lora(self) -> Architecture:
         """This model without adapters: its base."""
         return replace(self, lora=None, vision=self.vision and replace(self.vision, lora=None))

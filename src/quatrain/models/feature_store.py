@@ -108,19 +108,24 @@ class FeatureStore:
         self._beside = WeakSet[FeatureStore]()
         self._lock = threading.RLock()
 
-    def beside(self, arch: Architecture, mesh: Mesh, frozen: Callable[[], Any]) -> FeatureStore | None:
-        """A store of the same pictures for another model with this tower; None if it reads text alone.
+    def beside(
+        self,
+        arch: Architecture,
+        mesh: Mesh,
+        frozen: Callable[[], Any],
+        pixels: Callable[[Picture], np.ndarray],
+    ) -> FeatureStore:
+        """A store of the same pictures for another model with a tower, which has `pixels` of its own.
 
         Raises ValueError if that model reads other patches.
         """
-        if arch.vision is None:
-            return None
+        assert arch.vision is not None, "a store is of a model with a tower"
         if arch.vision.kind != self.vision.kind:
             raise ValueError(
                 "models of one run must read pictures alike; the policy has a tower of the kind "
                 f"{self.vision.kind}, the other model one of {arch.vision.kind}; take one of the same family"
             )
-        settings = self.dtype.name, self._num_bytes, self._pixels
+        settings = self.dtype.name, self._num_bytes, pixels
         store = FeatureStore(arch, mesh, *settings, frozen=frozen, backend=self._backend)
         store._follows_steps = self._follows_steps
         self._beside.add(store)

@@ -234,7 +234,7 @@ class ImageSize(Description):
 
 
 class ImageProcessorConfig(Description):
-    """What preprocessor_config.json says of the sizes of pictures."""
+    """What preprocessor_config.json says of the sizes of pictures, and of how pixels become numbers."""
 
     size: ImageSize = ImageSize()
     max_image_size: ImageSize = ImageSize()
@@ -245,6 +245,12 @@ class ImageProcessorConfig(Description):
     patch_size: Side | None = None
     merge_size: Few | None = None
     temporal_patch_size: Few | None = None
+    do_rescale: bool | None = None
+    rescale_factor: Positive | None = None
+    do_normalize: bool | None = None
+    image_mean: Annotated[list[Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=8)] | None = None
+    image_std: Annotated[list[Positive], Field(max_length=8)] | None = None
+    resample: Annotated[int, Field(ge=0, le=5)] | None = None
 
 
 class PictureConfig(Description):

@@ -65,7 +65,7 @@ class Samples:
     def of(rollouts: RolloutBatch) -> Samples:
         """The samples of a batch, one for each episode: its first row, with the sampled tokens of all."""
         of_row, first_rows = rollouts.episodes
-        lent = _Lender()
+        lent = Lender()
         completion_ids: list[list[int]] = [[] for _ in first_rows]
         for episode, tokens, mask in zip(of_row, rollouts.input_ids, rollouts.completion_mask, strict=True):
             completion_ids[episode] += tokens[mask].tolist()
@@ -131,7 +131,7 @@ class Function:
     """Calls in a row that may take too long before it is given up for a batch; none can in this process."""
 
 
-class _Lender:
+class Lender:
     """What gives reward functions the pictures of columns and messages, each once."""
 
     def __init__(self) -> None:

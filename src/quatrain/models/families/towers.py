@@ -170,7 +170,12 @@ def read_vision(
             checked(ImageProcessorConfig, processor, "the image processor"),
             hidden_size,
         )
-        resized = described.processor.do_resize
+        channels, resized = described.tower.channels, described.processor.do_resize
+        require(channels == 3, "in_channels of the tower", "3, as pictures are RGB", channels)
+        for name in ("image_mean", "image_std"):
+            each = getattr(described.processor, name)
+            three = each is None or len(each) == channels
+            require(three, f"{name} of the image processor", "three numbers, one for each colour", each)
         require(resized, "do_resize of the image processor", "true: the tower reads whole patches", resized)
         return read(described)
     except ValueError as error:
