@@ -92,6 +92,7 @@ def test_the_recipe_learns_to_look(tmp_path):
     assert np.isclose(after["shuffled"], 0.25, atol=0.08)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 def test_a_server_sees_the_pictures_with_the_tower_that_is_trained(tmp_path, monkeypatch):
     """Pictures that are lost on the way, a tower that is not published, or a probe that finds no server."""

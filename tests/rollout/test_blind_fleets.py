@@ -1,11 +1,14 @@
 """Fleets and samplers of one's own say whether they see, whatever stands between them and who asks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from towers import seeing
 
+from quatrain.config.schema import RolloutConfig
+from quatrain.data.expansion import BLIND
 from quatrain.rollout import start_fleet
 from quatrain.rollout.fleet import Fleet, OneWorker
 from quatrain.rollout.http_worker import HttpWorker
@@ -67,3 +70,24 @@ def test_a_blind_server_and_a_model_without_a_tower_make_a_fleet_blind(monkeypat
     policy = SimpleNamespace(arch=SimpleNamespace(vision=vision))
     found = start_fleet.start_fleet(config, policy, lambda *given: None).cannot_see
     assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_servers_are_asked_about_pictures_and_given_the_whole_of_a_model_that_sees(monkeypatch, sees):
+    """The faults: servers sample with the tower of the start, or of a text model names that it has not."""
+    made, arch = [], seeing("qwen3_vl")
+    arch = arch if sees else replace(arch, vision=None)
+    monkeypatch.setattr(start_fleet, "Folder", lambda *given, whole: made.append(whole))
+    monkeypatch.setattr(start_fleet.http_worker, "workers", lambda addresses, rules, **options: rules)
+    monkeypatch.setattr(start_fleet, "looks", lambda policy: "two pictures")
+    changes = {"servers": ["http://a:1"], "weights_dir": None, "max_concurrency": None, "timeout_s": 1.0}
+    config = SimpleNamespace(
+        rollout=RolloutConfig().model_copy(update=changes),
+        run=SimpleNamespace(dir="runs", name="r"),
+        update=SimpleNamespace(router_aux_coef=0.0),
+        seed=1,
+    )
+    policy = SimpleNamespace(arch=arch, tokenizer=None, stop_ids=(), sampling={}, whole="the whole folder")
+    rules, _ = start_fleet.servers(config, policy)
+    assert made == (["the whole folder"] if sees else [None])
+    assert rules.looks == ("two pictures" if sees else BLIND)

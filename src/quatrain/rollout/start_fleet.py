@@ -32,6 +32,7 @@ from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import Worker
 from quatrain.servers.expert_routes import RouteRules
 from quatrain.servers.server import PROBE_TEXT, Looks, ServerRules
+from quatrain.types.pictures import Tokens
 from quatrain.types.rollouts import Sampling
 
 LOOK_SIDE = 64
@@ -125,11 +126,13 @@ def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Pu
 def looks(policy: Policy) -> Looks:
     """The prompts with pictures by which servers are probed: a text behind two halves of other colours."""
     assert policy.arch.vision is not None
-    one, other = (
-        render(policy.tokenizer, [{"role": "user", "content": [part, {"type": "text", "text": PROBE_TEXT}]}])
-        for part in map(_halves, ((255, 0), (0, 255)))
-    )
-    return Looks(one, other, not policy.arch.vision.has_grid)
+
+    def behind(shades: tuple[int, int]) -> Tokens:
+        parts = [_halves(shades), {"type": "text", "text": PROBE_TEXT}]
+        message: dict[str, Any] = {"role": "user", "content": parts}
+        return render(policy.tokenizer, [message])
+
+    return Looks(behind((255, 0)), behind((0, 255)), not policy.arch.vision.has_grid)
 
 
 def _looks_or_why(policy: Policy) -> Looks | str:

@@ -75,6 +75,12 @@ class Asked(NamedTuple):
     pictures: Pictures | None = None
     """Which picture each token of the prompt stands for; it may end before the prompt does."""
 
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt, which has ids, with its pictures."""
+        assert isinstance(self.prompt, list)
+        return Tokens(self.prompt, self.pictures)
+
 
 class Quatrain:
     """`quatrain serve`, which calls its model `model`; its tokens are those of an engine in process."""
@@ -210,11 +216,11 @@ class Vllm(Quatrain):
             "logprobs": 0,
             **fields,
         }
-        return self._with_content(Tokens(list(asked.prompt), asked.pictures), parameters, **salt)
+        return self._with_content(asked.tokens, parameters, **salt)
 
     def read(self, value: Any) -> ServerAnswer:
         """As `Quatrain.read`; of both interfaces."""
-        choice = value["choices"][0]
+        choice = dict(value["choices"][0])
         content = dict(choice.get("logprobs") or {}).get("content")
         if content is None:
             return super().read(value)
@@ -303,7 +309,7 @@ class Sglang:
             "sampling_seed": seed_of(asked),
             "no_stop_trim": True,  # the token that ends a completion is trained on too
         }
-        prompt = asked.prompt if asked.pictures is None else Tokens(list(asked.prompt), asked.pictures)
+        prompt = asked.prompt if asked.pictures is None else asked.tokens
         return "/generate", {**_generate(prompt, parameters), **_routes_wanted(asked)}
 
     def read(self, value: Any) -> ServerAnswer:
