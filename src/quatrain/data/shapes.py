@@ -33,8 +33,7 @@ SHUFFLED = "shuffled"
 _CELL = SIDE / 2
 _RADIUS, _SMALL, _RATIO = (0.24 * _CELL, 0.45 * _CELL), (0.16 * _CELL, 0.24 * _CELL), (1.6, 2.0)
 _GROUND, _NOISE = 127, 8.0
-# The tower reads this grey as about 0. A darker ground is most of what it sees: there, the same training
-# learns to count late.
+# The tower reads this grey as about 0; of a darker ground most of what it sees is the ground.
 
 SPLITS = ("shapes", "shapes-heldout", *(f"shapes-{name}-heldout" for name in (*QUESTIONS, SHUFFLED)))
 
