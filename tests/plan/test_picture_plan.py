@@ -95,7 +95,6 @@ def test_a_trained_tower_keeps_a_state_per_block_and_a_projector_one_per_level(f
     assert parts(kept_whole, trained("qwen3_vl", "all"))["tower_activations"] == 4 * whole
 
 
-@pytest.mark.parametrize(("kind", "most"), [("qwen3_vl", 256), ("idefics3", 180)])
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
 def test_what_a_trained_tower_keeps_is_what_the_compiler_counts(kind):
@@ -123,6 +122,7 @@ def test_what_a_trained_tower_keeps_is_what_the_compiler_counts(kind):
     )
 
 
+@pytest.mark.parametrize(("kind", "most"), [("qwen3_vl", 256), ("idefics3", 180)])
 def test_the_tower_works_on_one_picture_which_a_prompt_can_hold(final, kind, most):
     """256: longest_edge of the processor, in patches; 180: 2 x 2 tiles and the whole, of 36 patches each."""
     arch = trained(kind, "frozen")
