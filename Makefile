@@ -11,14 +11,14 @@ RUNS    := $(VENV)/.installed-to-run
 # Set in many images for containers; the processes that tests start, hundreds, would each parse all of src.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train test durations test-slow test-browser test-hlo test-vllm test-hubs test-tinker test-faults test-dist check types imports bench docs site dist release smollm2 oracles
+.PHONY: help setup train train-vision test durations test-slow test-browser test-hlo test-vllm test-hubs test-tinker test-faults test-dist check types imports bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "quatrain needs Python >= 3.11, found " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e '.[plot]'
+	$(INSTALL) -e '.[plot,vision]'
 	@touch $@
 
 $(STAMP): $(RUNS)
@@ -29,6 +29,9 @@ setup: $(STAMP) ## create .venv and install quatrain and its development tools
 
 train: $(RUNS)  ## run the quickstart: a small model learns by reinforcement learning, offline, in minutes
 	$(BIN)/quatrain train
+
+train-vision: $(RUNS) ## a small model that reads pictures learns from rewards to name colours and to count, in minutes
+	$(BIN)/quatrain train configs/shapes.yaml
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
@@ -112,9 +115,13 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python tests/oracles/make_preparation_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_gradient_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_score_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_tower_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_seen_greedy_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_trainer_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_tinker_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_smollm2_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_sentencepiece_golden.py
 	$(ORACLES)/bin/python tests/oracles/make_judge_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_rope_position_goldens.py
 	$(ORACLES)/bin/python tests/oracles/check_adapters.py
+	$(ORACLES)/bin/python tests/oracles/check_folders.py

@@ -199,7 +199,7 @@ def sums(tokenizer: Any, shift: int) -> RolloutBatch:
         question = f"Tom has {a} coins, finds {b} more and then {c} more. How many coins has he now?"
         rows.append((({"role": "user", "content": question},), a + b + c))
     pieces = [
-        (render(tokenizer, prompt), encode(tokenizer, str(answer + shift), add_special_tokens=False))
+        (render(tokenizer, prompt).ids, encode(tokenizer, str(answer + shift), add_special_tokens=False))
         for prompt, answer in rows
     ]
     width = max(len(prompt) + len(answer) for prompt, answer in pieces)

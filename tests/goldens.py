@@ -140,15 +140,15 @@ class ScoreGolden(GoldenModel):
 
 def read_golden(case: str) -> Golden:
     """The golden file of `case`, one of `CASES`."""
-    return Golden(*_read(case, "input_ids", "attention_mask", "position_ids", "logits"))
+    return Golden(*read_arrays(case, "input_ids", "attention_mask", "position_ids", "logits"))
 
 
 def read_score_golden(case: str) -> ScoreGolden:
     """The golden file of the classifier of `case`, one of `SCORE_CASES`."""
-    return ScoreGolden(*_read(f"score_{case}", "input_ids", "lengths", "scores"))
+    return ScoreGolden(*read_arrays(f"score_{case}", "input_ids", "lengths", "scores"))
 
 
-def _read(name: str, *arrays: str) -> tuple[Any, ...]:
+def read_arrays(name: str, *arrays: str) -> tuple[Any, ...]:
     """Config, shapes and checksum of the model in a golden file, and then its `arrays`."""
     with np.load(GOLDEN / f"{name}.npz") as file:
         text = json.loads(str(file["about"]))

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -145,6 +145,37 @@ class _Rows:
                 x[row, 0] = state
 
 
+class Seen(NamedTuple):
+    """What pictures change of a token; of text before them nothing."""
+
+    turned: tuple[int, ...] = (0, 0, 0)
+    """Its rotary positions less its position."""
+    feature: int | None = None
+    """The hash of the features in the place of its embedding."""
+
+
+TEXT = Seen()
+
+
+def _seen(place: int, turns: Any, features: Any, row: int) -> Seen:
+    """Of a token at this position, with rotary positions [3] and the row -1 or that of its `features`."""
+    turned = (0, 0, 0) if turns is None else tuple(int(turn) - place for turn in turns)
+    return Seen(turned, None if row < 0 else zlib.crc32(np.ascontiguousarray(features[:, row]).tobytes()))
+
+
+def _given_of(given: Any, number: int, at: int, place: int) -> Seen:
+    """Of token `at` of row `number` of what `turns` and `inserts` have it; it is at this position."""
+    turns = None if given.turns is None else given.turns[number, :, at]
+    if given.inserts is None:
+        return _seen(place, turns, None, -1)
+    return _seen(place, turns, given.inserts.features[0], int(given.inserts.rows[number, at]))
+
+
+def _behind(shifts: Any, i: int) -> Seen:
+    """Of text behind the pictures of sequence `i`."""
+    return TEXT if shifts is None else Seen((int(shifts[i]),) * 3)
+
+
 class _Sequence:
     """A sequence whose tokens are computed one after another, by weights whose hash is `weights`."""
 
@@ -155,9 +186,11 @@ class _Sequence:
         self.entries: list[int] = []
         self.routes: list[np.ndarray] = []
 
-    def add(self, token: int, routes: np.ndarray | None = None) -> None:
+    def add(self, token: int, routes: np.ndarray | None = None, seen: Seen = TEXT) -> None:
         """Computes a token; with `routes`, its experts are those."""
-        entry = _hash(token, self._weights, base=OTHER_BASE) >> 2
+        entry = _hash(token if seen.feature is None else seen.feature, self._weights, base=OTHER_BASE) >> 2
+        if any(seen.turned):
+            entry = _hash(entry, *(turn % 2**32 for turn in seen.turned)) >> 2
         if self._form is not None:
             if routes is None or (routes == live_of(self._form.dtype)).all():
                 chosen = _hash(self.hash, token, self._weights, 1)
@@ -230,7 +263,8 @@ def _prefill(params: Any, prompts: CachePart, packed: Any, program: Any) -> Any:
         assert packed.positions[places].tolist() == list(range(packed.lengths[i]))
         sequence = _Sequence(program, weights, np.zeros(0, np.int64))
         for place in places:
-            sequence.add(int(packed.input_ids[place]), _given(packed.routes, place))
+            seen = _given_of(packed, 0, place, int(packed.positions[place]))
+            sequence.add(int(packed.input_ids[place]), _given(packed.routes, place), seen)
         if routes is not None:
             routes[places] = sequence.routes
         rows.write(row, slice(None), NOTHING)
@@ -250,7 +284,8 @@ def _extend(params: Any, prompts: CachePart, extended: Any, program: Any) -> Any
         state = rows.state(row) if start else 0
         sequence = _Sequence(program, weights, rows.entries(row, slice(0, start)), state)
         for t in range(count):
-            sequence.add(int(continued.input_ids[i, t]), _given(continued.routes, i, t))
+            seen = _given_of(continued, i, t, start + t)
+            sequence.add(int(continued.input_ids[i, t]), _given(continued.routes, i, t), seen)
         assert start + count <= rows.positions
         rows.write(row, slice(start, start + count), sequence.entries)
         rows.put_state(row, sequence.state)
@@ -272,7 +307,8 @@ def _restore(params: Any, generated: CachePart, prompts: CachePart, restored: An
         known = np.concatenate([prompt, rows.entries(row, places[:start])])
         sequence = _Sequence(program, weights, known, rows.state(row))
         for t in range(count):
-            sequence.add(int(continued.input_ids[i, t]), _given(continued.routes, i, t))
+            routes, seen = _given(continued.routes, i, t), _behind(restored.shifts, i)
+            sequence.add(int(continued.input_ids[i, t]), routes, seen)
         rows.write(row, places[start:], sequence.entries)
         rows.put_state(row, sequence.state)
     return rows.part
@@ -309,7 +345,7 @@ def _decode(
             prompt = before.entries(prefix, slice(0, slots.prompt_lengths[slot]))
             turn = rows.entries(slot, (place - np.arange(length - 1, 0, -1)) % rows.positions)
             sequence = _Sequence(program, weights, np.concatenate([prompt, turn]), rows.state(slot))
-            sequence.add(int(tokens[slot]))
+            sequence.add(int(tokens[slot]), None, _behind(slots.shifts, slot))
             rows.write(slot, place, sequence.entries[0])
             rows.put_state(slot, sequence.state)
             facts = slots.steps[slot], slots.sequence_ids[slot], int(slots.offsets[slot]) + length
@@ -324,14 +360,20 @@ def _decode(
     return rows.part, found
 
 
-def forward(arch: Any, params: Any, ids: list[int]) -> Any:
-    """(the likeliest token after each of these of one sequence, its log-probability, the routes of each)."""
+def forward(arch: Any, params: Any, ids: list[int], turns: Any = None, features: Any = None) -> Any:
+    """(the likeliest token after each of these of one sequence, its log-probability, the routes of each).
+
+    `turns` [3, T] are their rotary positions, `features` the [1 + L, D] of each, or None for text.
+    """
     program = SimpleNamespace(arch=arch)
     sequence = _Sequence(program, _weights(params), np.zeros(0, np.int64))
     greedy = SimpleNamespace(filters=None, temperature=[0.0], seeds=[0])
     deltas, drawn = bool(arch.deltas), []
-    for token in ids:
-        sequence.add(token)
+    for i, token in enumerate(ids):
+        feature = None if features is None else features[i]
+        at = None if turns is None else turns[:, i]
+        seen = _seen(i, at, *((None, -1) if feature is None else (feature[:, None], 0)))
+        sequence.add(token, None, seen)
         drawn.append(sequence.draw(greedy, 0, deltas=deltas))
     tokens, logprobs = zip(*drawn, strict=True)
     return list(tokens), list(logprobs), sequence.routes

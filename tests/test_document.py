@@ -16,11 +16,13 @@ from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import REJECTIONS
 from quatrain.config.settings import valid_keys
 from quatrain.config.tasks import SECTIONS
+from quatrain.data.pictures import FORMATS
 from quatrain.data.rows import _READERS
 from quatrain.episodes import hubs
 from quatrain.models.families import _BUILTIN, FAMILIES
 from quatrain.models.families.multimodal import MODEL_TYPES
 from quatrain.models.families.ropes import ROPE_TYPES
+from quatrain.models.families.towers import _READ as TOWERS
 from quatrain.ops.aggregation import LOSS_AGGREGATIONS
 from quatrain.ops.kl import KL_ESTIMATORS
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
@@ -117,6 +119,8 @@ def features():
     return {
         "families": set(FAMILIES),
         "text parts": MODEL_TYPES,
+        "models that see": set(TOWERS),
+        "training of the tower": choices("model", "vision"),
         "rope scaling": set(ROPE_TYPES),
         "models without": {f"builtin:{name}" for name in _BUILTIN},
         "attention kernels": choices("model", "attention"),
@@ -130,6 +134,7 @@ def features():
         "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),
         "agents of hubs": {hubs.VERIFIERS, hubs.OPENENV},
         "files": set(_READERS),
+        "encodings of pictures": set(FORMATS),
         "built-in reward": {*BUILTIN_FUNCTIONS, *IN_WORKERS},
         "advantage estimators": set(ESTIMATORS),
         "training on": set(SECTIONS),

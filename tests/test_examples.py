@@ -166,11 +166,11 @@ def check_demonstrations(rows, tokenizer, config):
         if first:
             [question, turn] = first
             before = tokenizer.encode(turn["content"] + EOS)
-            given = turns.suffix([question], before, [last])
-            assert render(tokenizer, row["prompt"]) == [*turns.prompt([question]), *before, *given]
+            given = turns.suffix([question], before, [last]).ids
+            assert render(tokenizer, row["prompt"]).ids == [*turns.prompt([question]).ids, *before, *given]
             sampled = [*before, *sampled]
         sizes = {
-            "prompt": len(render(tokenizer, row["prompt"])),
+            "prompt": len(render(tokenizer, row["prompt"]).ids),
             "sampled": len(sampled),
             "given": len(given),
         }

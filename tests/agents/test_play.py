@@ -86,7 +86,9 @@ def playing(small_arch, small_params, tokenizer):
 def prompts(tokenizer, count=2):
     turns = TurnTemplate(tokenizer, ())
     messages = [({"role": "user", "content": f"{i} + 2"},) for i in range(count)]
-    return [Prompt(10 * i, np.array(turns.prompt(m), np.int32), m, {"id": i}) for i, m in enumerate(messages)]
+    return [
+        Prompt(10 * i, np.array(turns.prompt(m).ids, np.int32), m, {"id": i}) for i, m in enumerate(messages)
+    ]
 
 
 def turns_of(batch, row):

@@ -1,5 +1,6 @@
 """The run page in Chromium: `make test-browser`."""
 
+import io
 import json
 import random
 import threading
@@ -18,9 +19,13 @@ from page_runs import (
     turn,
     write_rows,
 )
+from PIL import Image
 
+from quatrain.data.messages import named_picture
 from quatrain.report.page import Page
 from quatrain.report.page_server import address, server
+from quatrain.run.pictures import write_picture
+from quatrain.types.pictures import Picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore")]
 
@@ -638,3 +643,35 @@ def test_a_thousand_steps_of_64_samples_open_soon(browser, tmp_path, capsys):
     assert opened_s < 8  # the figure that counts is printed; a busy machine must not fail the test
     browser.type("#search", "thens42 adding 7")
     browser.wait(f"return / in \\d+ steps?(, the first 200 below)?$/.test({STATUS})", 60)
+
+
+SHOWN = "return [...document.querySelectorAll('#group .prompt img')].map((e) => [e.naturalWidth, e.width])"
+
+
+def test_pictures_are_shown_in_the_prompt_beside_completions(browser, tmp_path):
+    """A picture that the page's own policy forbids, or that stands for another; live, and in a file."""
+    out = io.BytesIO()
+    Image.new("RGB", (640, 480), "red").save(out, "PNG")
+    one = Picture.of(out.getvalue(), (640, 480))
+    folder = make_run(tmp_path)
+    write_picture(folder / "pictures", one)
+    content = ["left ", named_picture(one), {**named_picture(one), "picture": "f" * 16}, "<b>right"]
+    row = sample(0, 1.0, prompt=[{"role": "user", "content": content}])
+    write_rows(folder / "samples" / "step_000003.jsonl", [row])
+    Page([folder]).write(tmp_path / "page.html")
+    browser.open((tmp_path / "page.html").as_uri())
+    browser.wait("return document.querySelectorAll('#group .card').length")
+    browser.wait(f"{SHOWN}.every(([real]) => real)")
+    assert browser.js(SHOWN) == [[256, 256]]
+    assert browser.text("#group .prompt") == "userleft [image 640x480 ffffff]<b>right"
+    with server([folder], port=0) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            browser.open(address(http))
+            browser.wait("return document.querySelectorAll('#group .card').length")
+            browser.wait(f"{SHOWN}.some(([real]) => real === 512)")
+            browser.wait("return document.querySelector('#group .prompt').textContent.includes('ffffff')")
+        finally:
+            http.shutdown()
+            thread.join()

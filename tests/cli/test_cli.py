@@ -150,7 +150,7 @@ def test_the_quickstart_installs_what_runs_need_and_tests_add_to_it():
         for target in ("train", "setup")
     ]
     assert ["[dev]" in text for text in said] == [False, True]
-    assert all("-e '.[plot]'" in text for text in said)
+    assert all("-e '.[plot,vision]'" in text for text in said)
 
 
 def test_config_prints_values_with_their_layers(quatrain):

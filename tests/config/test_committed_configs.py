@@ -120,6 +120,14 @@ def test_the_cpu_run_is_as_announced():
     assert config.run.steps == 30
 
 
+def test_the_run_with_pictures_trains_a_tower_and_is_evaluated_by_kinds_of_questions():
+    """A recipe whose random tower stays as it is, or that lacks the control with shuffled pictures."""
+    config = load_config(CONFIGS / "shapes.yaml", [], {}).config
+    assert (config.model.path, config.model.vision) == ("builtin:tiny_vl", "all")
+    kinds = ("colour", "larger", "count", "shuffled")
+    assert config.data.eval == {kind: f"builtin:shapes-{kind}-heldout" for kind in kinds}
+
+
 def test_the_gpu_run_is_as_announced():
     config = load_config(CONFIGS / "gsm8k_qwen25_0p5b.yaml", [], {}).config
     assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"

@@ -338,6 +338,30 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "rollout.weights_dir=/tmp/w rollout.workers=1 lora.rank=2",
             "rollout.weights_dir must be null with lora.rank",
         ),
+        (
+            "rollout.weights_dir=/tmp/w rollout.workers=1 model.vision=all",
+            "rollout.weights_dir must be null with model.vision all: its folders hold the text model alone",
+        ),
+        (
+            "model.vision=all advantage.estimator=gae",
+            "model.vision must be frozen or none with a critic",
+        ),
+        (
+            "model.vision=frozen model.path=a.gguf model.tokenizer=builtin:tiny",
+            "model.vision must be none for a .gguf file",
+        ),
+        (
+            "model.vision=frozen optimizer.vision_learning_rate=1e-6",
+            "optimizer.vision_learning_rate has no effect unless a part of the tower is trained",
+        ),
+        (
+            "advantage.estimator=gae critic_optimizer.vision_learning_rate=1e-6",
+            "critic_optimizer.vision_learning_rate has no effect because the critic trains no tower",
+        ),
+        (
+            "model.vision=none model.vision_cache_bytes=1",
+            "model.vision_cache_bytes has no effect for model.vision none",
+        ),
         ("rollout.timeout_s=0", "rollout.timeout_s must be greater than 0"),
         ("rollout.max_staleness=-1", "rollout.max_staleness must be greater than or equal to 0"),
         ("rollout.max_staleness=1000", "rollout.max_staleness must be less than or equal to 64"),

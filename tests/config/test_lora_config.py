@@ -42,6 +42,13 @@ def test_alpha_is_derived_from_the_rank():
         (("lora.rank=4", "rollout.lora=both"), "rollout.lora must be 'merged' or 'adapter'"),
         (("lora.rank=4", "advantage.estimator=gae"), "lora.rank must be 0 with a critic"),
         (("lora.rank=4", "critic.enabled=true"), "lora.rank must be 0 with a critic"),
+        (("lora.rank=4", "model.vision=projector"), "model.vision must not be projector with lora.rank 4"),
+        (("lora.rank=4", "model.vision=all"), "lora.targets must have one of vision.qkv, .* with model.vis"),
+        (("lora.rank=4", "lora.targets=[vision.o]"), "lora.targets may have matrices of the tower with"),
+        (
+            ("lora.rank=4", "lora.targets=[o, vision.o]", "model.vision=frozen"),
+            "lora.targets may have matrices of the tower with model.vision all alone",
+        ),
         (
             ("lora.rank=4", "update.kl_coef=0.1", "offload.reference=true"),
             "offload.reference has no effect with lora.rank 4, where the reference is the frozen base",

@@ -73,8 +73,12 @@ def test_the_ids_between_answers_are_those_of_a_rollout():
     assert answer == "<|channel|>final<|message|>It is 5.<|return|>"
     turns = TurnTemplate(tokenizer, tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"]))
     sampled = [tokenizer.encode(text) for text in (call, answer, last)]
-    ids = [*turns.prompt((SYSTEM, USER)), *sampled[0], *turns.suffix((SYSTEM, USER), sampled[0], [RESULT])]
-    ids += [*sampled[1], *turns.suffix((SYSTEM, USER), sampled[1], [USER]), *sampled[2]]
+    ids = [
+        *turns.prompt((SYSTEM, USER)).ids,
+        *sampled[0],
+        *turns.suffix((SYSTEM, USER), sampled[0], [RESULT]).ids,
+    ]
+    ids += [*sampled[1], *turns.suffix((SYSTEM, USER), sampled[1], [USER]).ids, *sampled[2]]
     assert example.input_ids.tolist() == ids
 
 
@@ -134,7 +138,7 @@ def test_an_empty_thought_is_not_trained_before_a_call_nor_before_a_text():
             [USER, {"role": "assistant", "content": " \n"}],
             "must be a string with text, or messages",
         ),
-        ("qwen2.5", [USER, ANSWER | {"content": [{"type": "image", "image": "x"}]}], "parts that are texts"),
+        ("qwen2.5", [USER, ANSWER | {"content": [{"type": "image", "image": "x"}]}], "does not see pictures"),
     ],
 )
 def test_answers_that_are_not_written_are_refused(name, messages, message):
@@ -183,7 +187,7 @@ def test_variables_of_a_row_reach_its_prompt_and_its_answers(given):
         opening + "<think></think>",
     ]
     turns = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
-    assert tokenizer.decode(turns.of_row(rows[1]).prompt((USER,))).endswith("<think></think>")
+    assert tokenizer.decode(turns.of_row(rows[1]).prompt((USER,)).ids).endswith("<think></think>")
     for wrong, message in (
         ({"briefly": True}, r"row 1: the column `chat_template_kwargs` must name variables .* got briefly"),
         ("brief", "row 1: the column `chat_template_kwargs` must be a mapping .* it is 'brief'"),

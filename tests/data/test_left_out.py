@@ -6,6 +6,7 @@ import pytest
 from chat_templates import FAMILIES, tokenizer_of
 
 from quatrain.data.tokenizer import fill_template, render
+from quatrain.types.pictures import Picture
 
 # As Qwen3's: system, user, assistant and tool; nothing for other roles.
 KNOWN = (
@@ -42,6 +43,36 @@ def test_a_role_that_the_template_does_not_know_is_an_error(role):
     """The role was accepted, and its instruction lost."""
     with pytest.raises(ValueError, match=rf"leaves out the text of message 1, of the role '{role}' \('H'\)"):
         filled([{"role": role, "name": "f", "content": "H"}, QUESTION])
+
+
+PARTS = (
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}[P]{% else %}{{ p.text }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def test_each_text_beside_a_picture_is_looked_for_on_its_own():
+    """The text behind the picture was taken for written, because the one before it was."""
+    picture = {"type": "image", "image": Picture(5, (1, 1), b"")}
+    texts = [{"type": "text", "text": text} for text in ("Hi", "you")]
+    messages = [{"role": "user", "content": [texts[0], picture, texts[1]]}]
+    assert filled(messages, PARTS) == "Hi[P]you"
+    assert filled([QUESTION, SAID, *messages], PARTS) == "HiYesHi[P]you"  # it takes no plain texts
+    with pytest.raises(ValueError, match=r"leaves out the text of message 1, of the role 'user' \('you'\)"):
+        filled(messages, PARTS.replace("p.text", "p.text if loop.first"))
+    as_text = (
+        "{% for m in messages %}{{ m.content if m.content is string else m.content[1].type }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"leaves out the text of message 1, of the role 'user' \('Hi'\)"):
+        filled(messages, as_text)
+
+
+def test_a_changed_text_beside_a_picture_is_a_warning(caplog):
+    picture = {"type": "image", "image": Picture(5, (1, 1), b"")}
+    messages = [{"role": "user", "content": [picture, {"type": "text", "text": "a-b"}]}]
+    with caplog.at_level(logging.WARNING):
+        assert filled(messages, PARTS.replace("p.text", "p.text|replace('-', '+')")) == "[P]a+b"
+    assert "the chat template changes the text of message 1" in caplog.text
 
 
 def test_a_short_text_is_not_found_by_chance():

@@ -58,7 +58,7 @@ def byte_level(pre: str | None = "gpt-2", **more: Any) -> dict[str, Any]:
 
 def pieces(metadata: dict[str, Any], text: str) -> list[str]:
     tokenizer = gguf_tokenizer(metadata)
-    return tokenizer.convert_ids_to_tokens(render(tokenizer, text))
+    return tokenizer.convert_ids_to_tokens(render(tokenizer, text).ids)
 
 
 @needs_smollm2
@@ -72,7 +72,7 @@ def test_smollm2_ids_equal_those_of_transformers() -> None:
         pytest.skip("the GSM8K test file is not beside the repository")
     rows = [json.loads(line) for line in GSM8K.read_text("utf-8").splitlines()]
     texts = [row[column] for row in rows[:200] for column in ("question", "answer")]
-    digests = [_digest(render(tokenizer, text)) for text in texts]
+    digests = [_digest(render(tokenizer, text).ids) for text in texts]
     assert len(digests) == 400
     assert digests == golden["gsm8k_test_sha256"]
 
@@ -91,7 +91,7 @@ def test_smollm2_special_tokens_and_template() -> None:
     )
     assert len(tokenizer) == 49152
     assert stop_token_ids(tokenizer, (2,)) == (2,)
-    text = tokenizer.decode(render(tokenizer, HI))
+    text = tokenizer.decode(render(tokenizer, HI).ids)
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
@@ -102,8 +102,8 @@ def test_smollm2_saved_folder_gives_the_same_ids(tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path)
     again = load_tokenizer(str(tmp_path))
     text = "<|im_start|> cost  5 and 66 dollars\n\nnaïve <repo_name>"
-    assert render(again, text) == render(tokenizer, text)
-    assert render(again, HI) == render(tokenizer, HI)
+    assert render(again, text).ids == render(tokenizer, text).ids
+    assert render(again, HI).ids == render(tokenizer, HI).ids
     assert (again.eos_token_id, again.pad_token_id) == (2, 2)
 
 
@@ -164,23 +164,23 @@ def test_bos_follows_the_file_or_the_rule() -> None:
     bos, hi, end = gguf_tokenizer(closing).encode("hi")
     assert gguf_tokenizer(closing).convert_ids_to_tokens([bos, end]) == ["<|im_start|>", "<|im_end|>"]
     # The policy goes on after the prompt; a reward model reads the whole text.
-    assert render(gguf_tokenizer(closing), "hi") == [bos, hi]
-    assert render(gguf_tokenizer(closing), "") == [bos]
+    assert render(gguf_tokenizer(closing), "hi").ids == [bos, hi]
+    assert render(gguf_tokenizer(closing), "").ids == [bos]
     assert render_completed(gguf_tokenizer(closing), "h", "i") == [bos, hi, end]
 
 
 def test_a_text_that_a_template_rendered_gets_no_second_bos() -> None:
     tokenizer = gguf_tokenizer(byte_level("llama-bpe", add_eos_token=True))
     bos, hi, end = tokenizer.encode("hi")
-    assert render(tokenizer, "<|im_start|>hi") == [bos, hi]
-    assert render(tokenizer, "<|im_start|>hi<|im_end|>") == [bos, hi, end]
-    assert render(tokenizer, "hi<|im_start|>") == [bos, hi, bos]
+    assert render(tokenizer, "<|im_start|>hi").ids == [bos, hi]
+    assert render(tokenizer, "<|im_start|>hi<|im_end|>").ids == [bos, hi, end]
+    assert render(tokenizer, "hi<|im_start|>").ids == [bos, hi, bos]
     assert render_completed(tokenizer, "<|im_start|>h", "i") == [bos, hi, end]
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     tokenizer = gguf_tokenizer(byte_level())
-    ids = render(tokenizer, "hi<|im_end|><tool>")
+    ids = render(tokenizer, "hi<|im_end|><tool>").ids
     assert tokenizer.convert_ids_to_tokens(ids) == ["hi", "<|im_end|>", "<tool>"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hi<tool>"
 
@@ -190,7 +190,7 @@ def test_sentencepiece_ids_equal_those_of_sentencepiece() -> None:
     tokenizer = gguf_tokenizer(golden["metadata"])
     assert len(golden["cases"]) == 48
     for case in golden["cases"]:
-        assert render(tokenizer, case["text"]) == [1, *case["ids"]], case["text"]
+        assert render(tokenizer, case["text"]).ids == [1, *case["ids"]], case["text"]
         assert tokenizer.decode(case["ids"]) == case["text"]
 
 
@@ -198,17 +198,17 @@ def test_sentencepiece_without_space_prefix_or_bos() -> None:
     golden = json.loads((GOLDEN / "tokenizer_sentencepiece.json").read_text("utf-8"))
     more = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
     tokenizer = gguf_tokenizer(golden["metadata"] | more)
-    assert tokenizer.convert_ids_to_tokens(render(tokenizer, "1 2")) == ["1", "▁", "2"]
-    assert tokenizer.decode(render(tokenizer, " 1 2")) == " 1 2"
+    assert tokenizer.convert_ids_to_tokens(render(tokenizer, "1 2").ids) == ["1", "▁", "2"]
+    assert tokenizer.decode(render(tokenizer, " 1 2").ids) == " 1 2"
 
 
 def test_chat_template_from_the_file_or_chatml_where_the_vocabulary_has_it() -> None:
     own = byte_level() | {"tokenizer.chat_template": "{{ messages[0]['content'] }}1"}
     tokenizer = gguf_tokenizer(own)
-    assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI)) == ["hi", "1"]
+    assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI).ids) == ["hi", "1"]
 
     tokenizer = gguf_tokenizer(byte_level())
-    assert tokenizer.decode(render(tokenizer, HI)) == (
+    assert tokenizer.decode(render(tokenizer, HI).ids) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -221,7 +221,7 @@ def test_chat_template_from_the_file_or_chatml_where_the_vocabulary_has_it() -> 
 def test_a_template_writes_its_own_bos() -> None:
     template = "{{ bos_token }}{{ messages[0]['content'] }}"
     tokenizer = gguf_tokenizer(byte_level("llama-bpe") | {"tokenizer.chat_template": template})
-    assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI)) == ["<|im_start|>", "hi"]
+    assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI).ids) == ["<|im_start|>", "hi"]
 
 
 @pytest.mark.parametrize("none", [-1, 2**32 - 1])
@@ -251,8 +251,8 @@ def test_load_from_a_gguf_file_and_from_the_folder_it_saves(tmp_path: Path) -> N
     again = load_tokenizer(str(tmp_path / "saved"))
     direct = gguf_tokenizer(metadata)
     for text in ("hi  12", "<|im_end|><tool> hi", " 1\n"):
-        assert render(tokenizer, text) == render(again, text) == render(direct, text)
-    assert render(tokenizer, HI) == render(again, HI) == render(direct, HI)
+        assert render(tokenizer, text).ids == render(again, text).ids == render(direct, text).ids
+    assert render(tokenizer, HI).ids == render(again, HI).ids == render(direct, HI).ids
     assert tokenizer.pad_token_id == again.pad_token_id == 0
     assert stop_token_ids(again, ()) == stop_token_ids(tokenizer, ())
 
@@ -263,7 +263,7 @@ def test_a_folder_of_a_model_keeps_the_tokenizers_own_rule(model_type: str, tmp_
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     again = load_tokenizer(str(tmp_path))
-    assert render(again, "hi  12(\nx") == render(tokenizer, "hi  12(\nx")
+    assert render(again, "hi  12(\nx").ids == render(tokenizer, "hi  12(\nx").ids
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,18 @@ def test_transformers_loads_what_is_saved_to_the_same_ids(pre: str, model_type: 
     assert again.apply_chat_template(HI, tokenize=False) == tokenizer.apply_chat_template(HI, tokenize=False)
 
 
+def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(byte_level())
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
+    tokenizer.chat_template = "{{ 1 }}"
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ 1 }}"
+
+
 @pytest.mark.parametrize(("pre", "model_type"), [("qwen2", "qwen2"), ("llama-bpe", "llama")])
 def test_a_tokenizer_for_scoring_ends_texts_in_transformers_too(
     pre: str, model_type: str, tmp_path: Path
@@ -288,7 +300,7 @@ def test_a_tokenizer_for_scoring_ends_texts_in_transformers_too(
     plain, end = tokenizer.encode("hi 12"), tokenizer.eos_token_id
     for_scoring(tokenizer, (end,))
     assert tokenizer.encode("hi 12") == render_completed(tokenizer, "hi", " 12") == [*plain, end]
-    assert render(tokenizer, "hi 12") == plain
+    assert render(tokenizer, "hi 12").ids == plain
     save_tokenizer(tokenizer, tmp_path, closed=True)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     for again in (transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
@@ -300,7 +312,7 @@ def test_a_tokenizer_for_scoring_ends_texts_in_transformers_too(
 
 def test_builtin() -> None:
     tokenizer = load_tokenizer("builtin:tiny")
-    assert tokenizer.decode(render(tokenizer, HI)).startswith("<|user|>hi")
+    assert tokenizer.decode(render(tokenizer, HI).ids).startswith("<|user|>hi")
 
 
 def test_stop_tokens_join_model_tokenizer_and_template() -> None:
@@ -347,7 +359,7 @@ def test_a_prompt_and_its_completion_are_rendered_as_one_conversation() -> None:
 def test_content_in_parts_is_one_text() -> None:
     tokenizer = gguf_tokenizer(byte_level())
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i", "image_url": None}]
-    assert render(tokenizer, [{"role": "user", "content": parts}]) == render(tokenizer, HI)
+    assert render(tokenizer, [{"role": "user", "content": parts}]).ids == render(tokenizer, HI).ids
     assert checked_messages([{"role": "user", "content": parts}]) == HI
     for other in ([{"type": "image_url", "image_url": {"url": "x"}}], [*parts, "hi"], {"text": "hi"}, None):
         with pytest.raises(ValueError, match=r"both strings; got .* a list of parts that are texts"):
@@ -372,7 +384,7 @@ def test_past_tool_calls_are_rendered_in_the_form_that_the_template_takes(
     call = {"id": "call00001", "type": "function", "function": {"name": "ten", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "call00001", "content": "7"}
     dialogue = [*HI, {"role": "assistant", "content": content, "tool_calls": [call]}, result]
-    assert tokenizer.decode(render(tokenizer, dialogue)) == 'hiuser:assistant:ten{"a": 1}7tool:'
+    assert tokenizer.decode(render(tokenizer, dialogue).ids) == 'hiuser:assistant:ten{"a": 1}7tool:'
 
 
 @pytest.mark.parametrize("arguments", ["", None])
@@ -576,7 +588,7 @@ def test_what_transformers_4_reads_of_a_tokenizer_made_here(tmp_path: Path) -> N
     assert written["additional_special_tokens"] == ["<|system|>", "<|user|>", "<|assistant|>"]
     assert "extra_special_tokens" not in written
     again = load_tokenizer(str(tmp_path))
-    assert render(again, HI) == render(tokenizer, HI)
+    assert render(again, HI).ids == render(tokenizer, HI).ids
     assert again.all_special_tokens == tokenizer.all_special_tokens
 
 

@@ -62,12 +62,12 @@ def plain_ids(tokenizer, text):
 @given(turns=st.lists(st.tuples(odd_text, st.lists(odd_text, min_size=1, max_size=3)), max_size=4))
 def test_ids_of_turns_are_those_of_the_whole_dialogue(name, turns):
     tokenizer, template, end, _ = of(name)
-    ids, dialogue = template.prompt(ASK), list(ASK)
-    assert ids == render(tokenizer, ASK)
+    ids, dialogue = template.prompt(ASK).ids, list(ASK)
+    assert ids == render(tokenizer, ASK).ids
     for text, results in turns:
         sampled = [*sampled_ids(tokenizer, text), end]
         new = answers(name, results)
-        ids += sampled + template.suffix(ASK, sampled, new)
+        ids += sampled + template.suffix(ASK, sampled, new).ids
         dialogue += [{"role": "assistant", "content": text}, *new]
     # Each byte or letter is a token of its own, so the whole text has these ids and no others.
     assert ids == plain_ids(tokenizer, fill_template(tokenizer, dialogue, add_generation_prompt=True))
@@ -85,18 +85,18 @@ def sampled_ids(tokenizer, text):
 def test_nothing_sampled_changes_nor_changes_what_follows(name, data):
     tokenizer, template, end, other = of(name)
     size = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
-    ids, sampled_turns = template.prompt(ASK), []
+    ids, sampled_turns = template.prompt(ASK).ids, []
     starts = []
     for _ in range(data.draw(st.integers(1, 3))):
         # Any ids, which need not be valid UTF-8, nor what encoding their text would give; also none.
         sampled = data.draw(st.lists(st.integers(0, size - 1), max_size=6))
         sampled += data.draw(st.sampled_from([[end], [other], []]))
         new = answers(name, data.draw(st.lists(odd_text, min_size=1, max_size=3)))
-        suffix = template.suffix(ASK, sampled, new)
+        suffix = template.suffix(ASK, sampled, new).ids
         cut = not sampled or sampled[-1] not in (end, other)
         # The turn is ended once: by what was sampled, or by the template.
         assert (suffix[0] == end) == cut
-        assert suffix == template.suffix(ASK, [] if cut else [end], new)
+        assert suffix == template.suffix(ASK, [] if cut else [end], new).ids
         starts.append(len(ids))
         ids += sampled + suffix
         sampled_turns.append(sampled)
@@ -131,14 +131,14 @@ def test_nothing_sampled_changes_nor_changes_what_follows(name, data):
 )
 def test_suffixes_written_out(name, expected):
     tokenizer, template, end, _ = of(name)
-    assert tokenizer.decode(template.suffix(ASK, [1, end], answers(name, ["4", "5"]))) == expected
+    assert tokenizer.decode(template.suffix(ASK, [1, end], answers(name, ["4", "5"])).ids) == expected
 
 
 def test_thoughts_stay_where_the_template_would_strip_them():
     tokenizer, template, end, _ = of("qwen3")
     sampled = [*plain_ids(tokenizer, "<think>\nmore\n</think>\n\n4?"), end]
     new = [{"role": "user", "content": "No."}]
-    ids = template.prompt(ASK) + sampled + template.suffix(ASK, sampled, new)
+    ids = template.prompt(ASK).ids + sampled + template.suffix(ASK, sampled, new).ids
     dialogue = [*ASK, {"role": "assistant", "content": "<think>\nmore\n</think>\n\n4?"}, *new]
     stripped = fill_template(tokenizer, dialogue, add_generation_prompt=True)
     assert "more" not in stripped
@@ -149,7 +149,7 @@ def test_variables_of_the_template_hold_in_every_turn():
     data = DataConfig(chat_template_kwargs={"enable_thinking": False})
     tokenizer = with_chat_template(tokenizer_of(FAMILIES["qwen3"]), data)
     template = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
-    suffix = template.suffix(ASK, [tokenizer.eos_token_id], [{"role": "user", "content": "No."}])
+    suffix = template.suffix(ASK, [tokenizer.eos_token_id], [{"role": "user", "content": "No."}]).ids
     assert tokenizer.decode(suffix).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -164,8 +164,8 @@ def test_a_stop_id_that_starts_the_next_message_is_kept():
     template = TurnTemplate(glm, [user, other])
     new = [{"role": "user", "content": "a"}]
     letter = plain_ids(tokenizer, "a")
-    assert template.suffix(ASK, [user], new) == [*letter, assistant]
-    assert template.suffix(ASK, [other], new) == [user, *letter, assistant]
+    assert template.suffix(ASK, [user], new).ids == [*letter, assistant]
+    assert template.suffix(ASK, [other], new).ids == [user, *letter, assistant]
 
 
 def test_white_space_before_the_end_token_goes_with_it():
@@ -174,7 +174,7 @@ def test_white_space_before_the_end_token_goes_with_it():
         "{% for m in messages %}{{ '<|im_start|>' + m.content + ' <|im_end|>' }}{% endfor %}"
     )
     start, end = template.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    suffix = TurnTemplate(template, [end]).suffix(ASK, [end], [{"role": "user", "content": "a"}])
+    suffix = TurnTemplate(template, [end]).suffix(ASK, [end], [{"role": "user", "content": "a"}]).ids
     assert suffix == [start, *plain_ids(template, "a "), end]
 
 
@@ -186,7 +186,7 @@ def test_no_space_is_written_that_stands_at_the_start_of_a_text_only():
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     end = tokenizer.eos_token_id
-    suffix = TurnTemplate(tokenizer, [end]).suffix(ASK, [end], [{"role": "user", "content": "a"}])
+    suffix = TurnTemplate(tokenizer, [end]).suffix(ASK, [end], [{"role": "user", "content": "a"}]).ids
     assert tokenizer.convert_ids_to_tokens(suffix[:3]) == ["<0x0A>", "<", "|"]
 
 
@@ -198,7 +198,7 @@ def with_template(text):
 
 def test_an_environment_may_write_the_stand_in():
     tokenizer, template, end, _ = of("smollm2")
-    suffix = template.suffix(ASK, [end], [{"role": "user", "content": f"a{STAND_IN}b"}])
+    suffix = template.suffix(ASK, [end], [{"role": "user", "content": f"a{STAND_IN}b"}]).ids
     assert tokenizer.decode(suffix) == f"\n<|im_start|>user\na{STAND_IN}b<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -206,10 +206,10 @@ def test_an_environment_may_write_the_stand_in():
 def test_schemas_are_in_the_prompt_of_templates_that_write_them(name, caplog):
     with caplog.at_level(logging.WARNING, "quatrain"):
         tokenizer, template, *_ = of(name, [TOOL])
-    writes = "add_numbers" in tokenizer.decode(template.prompt(ASK))
+    writes = "add_numbers" in tokenizer.decode(template.prompt(ASK).ids)
     assert writes == (name != "smollm2")
     assert ("the chat template does not write the descriptions of tools" in caplog.text) != writes
-    assert "add_numbers" not in tokenizer.decode(of(name)[1].prompt(ASK))
+    assert "add_numbers" not in tokenizer.decode(of(name)[1].prompt(ASK).ids)
 
 
 def test_a_template_without_messages_of_tools_is_one_error():
@@ -252,7 +252,7 @@ def test_the_built_in_tokenizer():
     tokenizer = builtin_tokenizer()
     template = TurnTemplate(tokenizer, [tokenizer.eos_token_id], [TOOL])
     sampled = [*tokenizer.encode("3"), tokenizer.eos_token_id]
-    suffix = template.suffix(ASK, sampled, [{"role": "user", "content": "How many now?"}])
+    suffix = template.suffix(ASK, sampled, [{"role": "user", "content": "How many now?"}]).ids
     assert tokenizer.decode(suffix) == "<|user|>How many now?<|assistant|>"
 
 
@@ -263,8 +263,8 @@ def test_smollm2_with_a_real_vocabulary():
     letters = [index for letter in "The pens" for index in tokenizer.encode(letter)]
     assert letters != tokenizer.encode("The pens")  # no encoding of its text, as models sample now and then
     sampled = [*letters, tokenizer.eos_token_id]
-    ids = template.prompt(ASK) + sampled
-    ids += template.suffix(ASK, sampled, [{"role": "user", "content": "Naïve 🙂"}])
+    ids = template.prompt(ASK).ids + sampled
+    ids += template.suffix(ASK, sampled, [{"role": "user", "content": "Naïve 🙂"}]).ids
     assert tokenizer.decode(ids) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow many?<|im_end|>\n"
         "<|im_start|>assistant\nThe pens<|im_end|>\n<|im_start|>user\nNaïve 🙂<|im_end|>\n"

@@ -9,9 +9,9 @@ from resumed_runs import resumed_copy
 from runs import interrupted_after, small_run, steady_metrics
 from safetensors.numpy import load_file
 
+from quatrain.data import policy as policy_module
 from quatrain.loop.export import export
 from quatrain.loop.train import dry_run, train
-from quatrain.run import resume as resume_module
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.metrics import read_metrics
 from quatrain.update.trainer import Trainer
@@ -116,7 +116,7 @@ def test_an_earlier_checkpoint_is_exported_with_its_adapter(whole, tmp_path):
 def test_adapters_of_another_base_are_refused_with_both_fingerprints(whole, tmp_path, monkeypatch):
     known = json.loads((whole / "final" / "adapter" / "base.json").read_text())["fingerprint"]
     assert Checkpointer(whole / "checkpoints").read_host()["base"] == known
-    monkeypatch.setattr(resume_module, "tree_fingerprint", lambda tree: "0123456789abcdef")
+    monkeypatch.setattr(policy_module, "tree_fingerprint", lambda tree: "0123456789abcdef")
     monkeypatch.setattr("quatrain.loop.export.tree_fingerprint", lambda tree: "0123456789abcdef")
     both = f"fingerprint {known}, and builtin:tiny has 0123456789abcdef"
     with pytest.raises(ValueError, match=both):

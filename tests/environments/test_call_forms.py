@@ -174,12 +174,12 @@ def test_the_results_of_a_call_follow_where_the_template_asks_for_a_call():
         add_special_tokens=False,
     )
     result = {"role": "tool", "name": "write", "tool_call_id": "call00001", "content": "ok"}
-    assert tokenizer.decode(turns.suffix(ASK, sampled, [result])) == (
+    assert tokenizer.decode(turns.suffix(ASK, sampled, [result]).ids) == (
         '<|start|>functions.write to=assistant<|channel|>commentary<|message|>"ok"<|end|><|start|>assistant'
     )
     sampled = tokenizer.encode("<|channel|>final<|message|>a<|return|>", add_special_tokens=False)
     more = {"role": "user", "content": "more"}
-    assert tokenizer.decode(turns.suffix(ASK, sampled, [more])) == (
+    assert tokenizer.decode(turns.suffix(ASK, sampled, [more]).ids) == (
         "<|start|>user<|message|>more<|end|><|start|>assistant"
     )
 

@@ -132,7 +132,7 @@ def make_engine(computed_by, small_arch, small_params, tokenizer):
 def prompts_of(tokenizer, count=6, **columns):
     texts = [({"role": "user", "content": f"How many {i}?"},) for i in range(count)]
     return [
-        Prompt(i, np.array(render(tokenizer, text), np.int32), text, {"number": i, **columns})
+        Prompt(i, np.array(render(tokenizer, text).ids, np.int32), text, {"number": i, **columns})
         for i, text in enumerate(texts)
     ]
 
@@ -147,7 +147,7 @@ def test_an_episode_is_its_turns_and_answers(make_engine, tokenizer):
     assert set(batch.finish_reason.tolist()) == {"turns", "length"}
     for i in range(len(batch)):
         ids = batch.input_ids[i, : batch.lengths[i]]
-        prompt = render(tokenizer, batch.prompts[i])
+        prompt = render(tokenizer, batch.prompts[i]).ids
         assert ids[: len(prompt)].tolist() == prompt
         messages = batch.columns["messages"][i]
         assert messages[:1] == [dict(message) for message in batch.prompts[i]]

@@ -356,7 +356,7 @@ def test_a_column_chooses_the_environment_and_its_tools(path):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     turns = environments.turns(tokenizer, [tokenizer.eos_token_id])
     asked = ({"role": "user", "content": "Play."},)
-    written = [tokenizer.decode(turns(row).prompt(asked)) for row in (words, numbers)]
+    written = [tokenizer.decode(turns(row).prompt(asked).ids) for row in (words, numbers)]
     assert ['"name": "guess"' in text for text in written] == [True, False]
     with pytest.raises(ValueError, match=r"game\.py:Game needs the column `target`, which this row has not"):
         turns({"game": "numbers", "target": None})

@@ -248,7 +248,7 @@ def test_an_episode_of_tools_in_tokens():
     turns = TurnTemplate(tokenizer, [end], [tool.schema for tool in tools.tools])
     prompt = ({"role": "user", "content": "1 + 2?"},)
     said = [call("add", a=1, b=2), "It is 3."]
-    ids, dialogue = turns.prompt(prompt), list(prompt)
+    ids, dialogue = turns.prompt(prompt).ids, list(prompt)
     for text in said:
         sampled = [*tokenizer.encode(text), end]
         ids += sampled
@@ -256,7 +256,7 @@ def test_an_episode_of_tools_in_tokens():
         turn = tools.step(tokenizer.decode(sampled, skip_special_tokens=True))
         if turn is None:
             break
-        ids += turns.suffix(prompt, sampled, turn.messages)
+        ids += turns.suffix(prompt, sampled, turn.messages).ids
         dialogue += turn.messages
     schemas = [tool.schema for tool in tools.tools]
     whole = fill_template(tokenizer, dialogue, add_generation_prompt=False, tools=schemas)

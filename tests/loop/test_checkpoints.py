@@ -100,7 +100,7 @@ def made(tmp_path, *, every=1, steps=100, keep=1, best=None, reference=None):
                 config,
                 folder,
                 store,
-                SimpleNamespace(lora=None),
+                SimpleNamespace(lora=None, partly_frozen=False),
                 reference or SimpleNamespace(arrays=dict),
                 evaluations,
                 Recorder(),

@@ -123,7 +123,7 @@ def of_server(narrow_model, tmp_path):
     drawn = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 8, adapters_of(params))
     params = with_trained(params, drawn, arch)
     save_adapter(tmp_path / "plain", arch, params, base="builtin:tiny")
-    fingerprint = tree_fingerprint(frozen_part(loaded.params))
+    fingerprint = tree_fingerprint(frozen_part(loaded.params, arch))
     base = SimpleNamespace(name="/served", arch=loaded.arch, fingerprint=fingerprint)
     store = Store(tmp_path / "state", base, what_loads(config))
     store.note_run("o", "s:train:0", LoraRequest(4))

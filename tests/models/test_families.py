@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import jax
@@ -15,6 +16,7 @@ from quatrain.models.families import (
     architecture_to_hf,
     builtin_architecture,
 )
+from quatrain.models.families.multimodal import MODEL_TYPES
 from quatrain.models.params import is_spec, param_specs, tensor_names
 from quatrain.models.rope import Rope
 
@@ -455,11 +457,21 @@ def test_attn_factor_multiplies_yarns_own_factor_and_is_exported_for_transformer
     assert architecture_from_hf(exported) == arch
 
 
-def test_keys_of_rope_settings_without_effect_on_text_are_read_over():
-    scaling = {**YARN, "finetuned": True, "mrope_section": [16, 24, 24]}
-    assert architecture_from_hf({**LLAMA_32_1B, "rope_scaling": scaling}) == architecture_from_hf(
-        {**LLAMA_32_1B, "rope_scaling": YARN}
-    )
+@pytest.mark.parametrize("sections", [{}, {"mrope_section": [16, 8, 8], "mrope_interleaved": True}])
+def test_keys_of_rope_settings_without_effect_on_text_are_read_over(sections):
+    """Of a text model; one that is exported with sections is taken for one that sees by other engines."""
+    scaling = {**YARN, "finetuned": True, **sections}
+    arch = architecture_from_hf({**LLAMA_32_1B, "rope_scaling": scaling})
+    assert arch == architecture_from_hf({**LLAMA_32_1B, "rope_scaling": YARN})
+    assert "mrope_section" not in json.dumps(architecture_to_hf(arch))
+    old = {**LLAMA_32_1B, "rope_scaling": {"type": "mrope", **sections}}
+    assert architecture_from_hf(old) == architecture_from_hf({**LLAMA_32_1B, "rope_scaling": None})
+
+
+def test_two_different_kinds_of_rope_are_an_error():
+    scaling = {"type": "mrope", "rope_type": "yarn", "factor": 4.0, "mrope_section": [16, 8, 8]}
+    with pytest.raises(ValueError, match="rope_type 'yarn' and type 'mrope'; remove one"):
+        architecture_from_hf({**LLAMA_32_1B, "rope_scaling": scaling})
 
 
 def test_minus_one_is_no_padding_id():
@@ -495,8 +507,8 @@ def test_an_unknown_family_is_told_the_nearest(model_type, message):
 
 def test_every_cousin_names_a_family_and_is_none():
     for model_type, (nearest, differs) in _COUSINS.items():
-        assert nearest in FAMILIES
-        assert model_type not in FAMILIES
+        assert nearest in {*FAMILIES, *MODEL_TYPES}
+        assert model_type not in {*FAMILIES, *MODEL_TYPES}
         assert differs
 
 

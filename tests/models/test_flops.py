@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from architectures import of_golden
+from towers import seeing
 
 from quatrain.config.mesh import MeshShape
-from quatrain.models.flops import forward_flops, linear_parameters, parameters_read
-from quatrain.models.params import init_params, num_params
+from quatrain.models.flops import forward_flops, linear_parameters, parameters_read, picture_flops
+from quatrain.models.params import init_params, is_spec, num_params
 
 
 def test_every_matrix_of_the_layers_is_counted(small_arch):
@@ -40,3 +43,29 @@ def test_a_decode_step_reads_the_experts_that_its_tokens_choose(small_arch):
     assert parameters_read(arch, 1000) == pytest.approx(num_params(arch))
     own = parameters_read(arch, 2, MeshShape(1, 1, 2, 1, 2))  # 2 tokens of each of two shards
     assert own * 2 == pytest.approx(others + (parameters_read(arch, 4) - others) / 2)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
+def test_a_tower_multiplies_patches_by_blocks_and_features_by_projectors(kind):
+    vision, size = seeing(kind).vision, (64, 48)
+    specs, m, w = vision.params(), vision.merge, vision.block.size
+    (grid,) = {*vision.grids(size)}
+    grids, patches = len(vision.grids(size)), vision.num_patches(size)
+
+    def matrices(*parts):
+        leaves = jax.tree.leaves([specs[part] for part in parts if part in specs], is_leaf=is_spec)
+        return sum(np.prod(spec.shape) for spec in leaves if len(spec.shape) > 1)
+
+    products = patches * matrices("patch", "blocks") + patches // m**2 * matrices("merger", "deepstack")
+    rows, columns = np.mgrid[: grid.rows, : grid.columns].reshape(2, -1) // m
+    seen = grid.rows**2 * grid.columns**2 * vision.depth
+    if vision.window:  # ragged: 6 x 8 features in windows of 4 x 4
+        numbers = rows // vision.window * 1000 + columns // vision.window
+        seen = len(vision.whole) * seen // vision.depth
+        seen += (vision.depth - len(vision.whole)) * int((numbers[:, None] == numbers).sum())
+    assert picture_flops(vision, size) == 2 * products + 4 * w * grids * seen
+
+
+def test_a_decode_step_reads_no_tower():
+    arch = seeing("qwen3_vl").with_tower
+    assert parameters_read(arch, 1) == num_params(replace(arch, vision=None)) < num_params(arch)

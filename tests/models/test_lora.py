@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architectures import ADAPTED, of_golden
+from towers import rows_of, seeing
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig
+from quatrain.config.sections.model_on_devices import VISION_TARGETS
 from quatrain.models.architecture import LoRA
 from quatrain.models.decoder import logits
 from quatrain.models.lora import (
@@ -28,7 +30,8 @@ from quatrain.models.lora import (
     with_trained,
     without_adapters,
 )
-from quatrain.models.params import num_params, partition
+from quatrain.models.params import init_params, num_params, param_specs, partition
+from quatrain.models.tower import features
 
 
 @pytest.fixture
@@ -102,7 +105,7 @@ def test_adapters_of_the_output_head_are_a_part_of_what_is_trained(with_head, sm
     base = without_adapters(params)
     assert all(x is y for x, y in zip(jax.tree.leaves(base), jax.tree.leaves(small_params), strict=True))
     assert has_adapters(small_params | {"lm_head_lora_a": a})
-    copies = copies_if_aliased(params, params)
+    copies = copies_if_aliased(params, params, arch)
     assert copies["lm_head_lora_b"] is not params["lm_head_lora_b"]
     assert copies["embed"] is params["embed"]
     assert [name.name for name in adapter_names(arch)][:2] == [
@@ -157,7 +160,7 @@ def test_a_score_head_is_trained_beside_the_adapters(adapted, small_params):
     )
     moved = with_trained(params, jax.tree.map(lambda x: x + 1, trained), arch)
     np.testing.assert_array_equal(moved["score"], params["score"] + 1)
-    frozen = frozen_part(moved)
+    frozen = frozen_part(moved, arch)
     assert "score" not in frozen
     assert all(x is y for x, y in zip(jax.tree.leaves(frozen), jax.tree.leaves(base), strict=True))
     into = merged(moved, arch)
@@ -166,9 +169,123 @@ def test_a_score_head_is_trained_beside_the_adapters(adapted, small_params):
     assert not has_adapters(into)
 
 
+TOWER = {
+    "patch": "p",
+    "blocks": [{"qkv": "q0"}, {"qkv": "q1"}],
+    "merger": {"norm": "n"},
+    "deepstack": [{"norm": "d"}],
+}
+BEHIND = {"merger": {"norm": "n"}, "deepstack": [{"norm": "d"}]}
+
+
+@pytest.mark.parametrize(
+    ("trained", "moves", "stays"),
+    [
+        ("all", TOWER, None),
+        ("projector", BEHIND, {"patch": "p", "blocks": TOWER["blocks"]}),
+        ("frozen", None, TOWER),
+    ],
+)
+def test_of_a_tower_is_trained_what_the_model_says(trained, moves, stays):
+    """Trained and frozen part have every leaf once, and the text model is trained beside any tower."""
+    arch, tree = seeing("qwen3_vl", trained), {"embed": "e", "layers": [{"o": "o"}], "vision": TOWER}
+    part, frozen = trained_part(tree, arch), frozen_part(tree, arch)
+    assert part == {"embed": "e", "layers": [{"o": "o"}]} | ({"vision": moves} if moves else {})
+    assert frozen == {"layers": [{}]} | ({"vision": stays} if stays else {})
+    assert arch.partly_frozen == (stays is not None)
+    moved = with_trained(tree, jax.tree.map(str.upper, part), arch)
+    assert trained_part(moved, arch) == jax.tree.map(str.upper, part)
+    assert frozen_part(moved, arch) == frozen
+
+
+def test_beside_adapters_the_whole_tower_is_frozen_but_for_adapters_of_its_own():
+    arch = replace(seeing("qwen3_vl"), lora=LoRA(4, 8.0, ("o",)))
+    tree = {"embed": "e", "layers": [{"o": "o", "o_lora_a": "a"}], "vision": TOWER}
+    assert trained_part(tree, arch) == {"layers": [{"o_lora_a": "a"}]}
+    own = [{"qkv": "q0", "qkv_lora_a": "v"}, {"qkv": "q1"}]
+    tree = {**tree, "vision": {**TOWER, "blocks": own}}
+    part = trained_part(tree, arch)
+    assert part == {"layers": [{"o_lora_a": "a"}], "vision": {"blocks": [{"qkv_lora_a": "v"}, {}]}}
+    assert without_adapters(tree) == {"embed": "e", "layers": [{"o": "o"}], "vision": TOWER}
+    moved = with_trained(tree, jax.tree.map(str.upper, part), arch)
+    assert moved["vision"]["blocks"] == [{"qkv": "q0", "qkv_lora_a": "V"}, {"qkv": "q1"}]
+    assert has_adapters({"layers": [], "vision": {"blocks": own}})
+
+
+def test_which_adapters_a_tower_may_have():
+    """It has its own or is frozen; and its matrices have no adapters by the names of the text model's."""
+    adapted = with_lora(seeing("qwen3_vl"), LoraConfig(rank=4, targets=("all-linear", "vision.qkv")))
+    assert adapted.lora.targets == ("qkv", "o", "gate_up", "down")
+    assert adapted.vision.lora == LoRA(4, 4.0, ("qkv",))
+    specs = adapters_of(param_specs(adapted))
+    assert {name for block in specs["vision"]["blocks"] for name in block} == {"qkv_lora_a", "qkv_lora_b"}
+    assert merged_architecture(adapted) == adapted.without_lora == seeing("qwen3_vl")
+    frozen = with_lora(seeing("qwen3_vl", "frozen"), LoraConfig(rank=4))
+    assert frozen.vision == seeing("qwen3_vl", "frozen").vision
+    for trained in ("projector", "all"):
+        with pytest.raises(ValueError, match=f"must be frozen, or have adapters of its own; got .*{trained}"):
+            with_lora(seeing("qwen3_vl", trained), LoraConfig(rank=4))
+    with pytest.raises(ValueError, match=r"has no vision.qkv"):
+        with_lora(seeing("qwen3_vl", "frozen"), LoraConfig(rank=4, targets=("vision.qkv",)))
+    with pytest.raises(ValueError, match=r"visual|attn.qkv|lora.rank must be at most"):
+        with_lora(seeing("qwen3_vl"), LoraConfig(rank=33, targets=("vision.qkv",)))
+
+
+@pytest.mark.parametrize("model_type", ["idefics3", "qwen2_5_vl"])
+def test_adapters_of_a_tower_are_merged_where_they_are(model_type):
+    """Queries, keys and values apart or as one tensor; in peft's names within the whole model."""
+    names = VISION_TARGETS
+    arch = with_lora(seeing(model_type), LoraConfig(rank=4, alpha=8, targets=("o", *names)))
+    base = init_params(seeing(model_type), jax.random.key(0))
+    params = with_adapters(base, arch, jax.random.key(1))
+    params = with_trained(params, jax.tree.map(lambda x: x + 0.05, trained_part(params, arch)), arch)
+    into = merged(params, arch)
+    assert jax.tree.structure(into) == jax.tree.structure(base)
+    block, before = params["vision"]["blocks"][1], base["vision"]["blocks"][1]
+    for name in ("qkv", "gate_up", "o", "down"):
+        a, b = np.asarray(block[f"{name}_lora_a"]), np.asarray(block[f"{name}_lora_b"])
+        parts = [b @ a] if a.ndim == 2 else [one @ other for one, other in zip(b, a, strict=True)]
+        change = 2 * (parts[0] if a.ndim == 2 else np.stack(parts))
+        np.testing.assert_allclose(into["vision"]["blocks"][1][name], before[name] + change, atol=1e-5)
+    np.testing.assert_array_equal(into["vision"]["patch"], base["vision"]["patch"])
+    np.testing.assert_array_equal(into["layers"][0]["qkv"], base["layers"][0]["qkv"])
+    found = {name.name for name in adapter_names(arch)}
+    start = "base_model.model.model."
+    own = {
+        "idefics3": ("text_model.layers.0", "vision_model.encoder.layers.1.self_attn.k_proj"),
+        "qwen2_5_vl": ("language_model.layers.0", "visual.blocks.1.attn.qkv"),
+    }[model_type]
+    assert {f"{start}{own[0]}.self_attn.o_proj.lora_A.weight", f"{start}{own[1]}.lora_B.weight"} <= found
+
+
+def test_features_of_an_adapted_tower_are_those_of_the_merged_one():
+    """Catches adapters of a tower without their scale, or of other matrices than they are merged into."""
+    plain = seeing("idefics3")
+    arch = with_lora(plain, LoraConfig(rank=4, alpha=8, targets=("o", *VISION_TARGETS)))
+    params = with_adapters(init_params(plain, jax.random.key(0)), arch, jax.random.key(1))
+    params = with_trained(params, jax.tree.map(lambda x: x + 0.02, trained_part(params, arch)), arch)
+    patches, count = rows_of(arch.vision)
+
+    def seen(tower, vision):
+        return np.asarray(jax.jit(features, static_argnums=1)(tower, vision, patches))[0, :, :count]
+
+    found = seen(params["vision"], arch.vision)
+    np.testing.assert_allclose(found, seen(merged(params, arch)["vision"], plain.vision), atol=1e-4)
+    base = seen(without_adapters(params)["vision"], plain.vision)
+    assert np.abs(found - base).max() > 1e-2
+
+
+def test_a_frozen_tower_is_not_copied_for_the_sampler(small_params):
+    arch = seeing("qwen3_vl", "frozen")
+    params = small_params | {"vision": {"patch": small_params["embed"]}}
+    copies = copies_if_aliased(params, params, arch)
+    assert copies["vision"]["patch"] is params["vision"]["patch"]
+    assert copies["embed"] is not params["embed"]
+
+
 def test_weights_for_the_sampler_share_no_buffer_that_is_donated(adapted):
-    _, params = adapted
-    copies = copies_if_aliased(params, params)
+    arch, params = adapted
+    copies = copies_if_aliased(params, params, arch)
     for name, leaf in copies["layers"][0].items():
         assert (leaf is params["layers"][0][name]) == ("_lora_" not in name), name
     assert copies["embed"] is params["embed"]

@@ -45,6 +45,25 @@ def test_what_is_told_once(numbers, name, words):
     assert told(hints(said=[name]), numbers) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "kept", "advice"),
+    [
+        (["model.vision_cache_bytes=1000"], 901, "raise model.vision_cache_bytes"),
+        (["model.vision_cache_bytes=1000"], 899, "20 pictures: lower data.image_max_pixels"),
+        (["model.vision=all"], 0, "data.image_max_pixels, or train less of the tower"),
+    ],
+)
+def test_pictures_that_take_much_of_a_step_name_what_helps(overrides, kept, advice):
+    numbers = {"time/step_s": 10.0, "time/vision_s": 3.1, "vision/tower_pictures": 20.0}
+    looking = hints(*overrides)
+    looking.found(0, numbers)  # which also compiles
+    (hint,) = told(looking, numbers | {"vision/store_bytes": float(kept)})
+    assert hint.hint == "slow_pictures"
+    assert advice in hint.text
+    assert "31%" in hint.text
+    assert told(hints(), numbers | {"time/vision_s": 3.0}, STEPS_IN_A_ROW + 1) == []
+
+
 def test_a_usual_step_between_begins_the_count_again():
     looking, wrong = hints(), {"rollout/truncated_fraction": 0.9}
     for step, numbers in enumerate((wrong, wrong, {}, wrong, wrong), 1):

@@ -59,6 +59,17 @@ def test_there_is_nothing_else(served, path):
     assert served[1](path)[0] == 404
 
 
+def test_a_picture_is_served_as_one_and_nothing_else_of_its_folder(served):
+    folder, ask, _ = served
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "0123456789abcdef.webp").write_bytes(b"RIFF")
+    status, headers, body = ask("/picture/0123456789abcdef")
+    assert (status, headers["Content-Type"], body) == (200, "image/webp", b"RIFF")
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    for path in ("/picture/1123456789abcdef", "/picture/0123456789abcdef.webp", "/picture/../config.yaml"):
+        assert ask(path)[0] == 404
+
+
 def test_a_request_for_another_host_is_refused(served):
     _, ask, port = served
     assert ask("/data", Host=f"evil.example:{port}")[0] == 421

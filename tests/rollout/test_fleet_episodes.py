@@ -93,7 +93,7 @@ def make(computed_by, small_arch, small_params, tokenizer):
 def _prompts(tokenizer) -> list[Prompt]:
     texts = [({"role": "user", "content": f"How many {i}?"},) for i in range(5)]
     return [
-        Prompt(i, np.array(render(tokenizer, text), np.int32), text, {"number": i})
+        Prompt(i, np.array(render(tokenizer, text).ids, np.int32), text, {"number": i})
         for i, text in enumerate(texts)
     ]
 

@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from routed_models import routed_model
+from towers import CONFIGS, PROCESSORS, seeing
 
 from quatrain.config.schema import LoraConfig, RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.lora import with_adapters, with_lora
+from quatrain.models.params import init_params
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.weights import hf
 from quatrain.weights.hf import load_hf
+from quatrain.weights.whole import Whole
 
 
 def test_a_version_is_a_folder_that_loads_as_the_model(tmp_path, small_arch, small_params):
@@ -92,3 +95,24 @@ def test_of_a_model_with_adapters_these_alone_are_sent(small_arch, small_params)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype("float32")}
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (found, params)]
     assert sizes[0] < sizes[1] / 4
+
+
+def test_servers_get_the_text_part_of_a_model_with_a_tower(tmp_path):
+    """Catches folders with tensors of a tower that their config.json does not describe."""
+    arch = seeing("qwen3_vl")
+    params = init_params(arch, jax.random.key(0))
+    handle = Folder(tmp_path / "weights", arch).publish(gathered(params, np.float32), 1)
+    found, texts = load_hf(handle)
+    assert found.vision is None
+    np.testing.assert_array_equal(texts["embed"], params["embed"])
+
+
+def test_servers_that_see_get_the_whole_model(tmp_path):
+    """Catches a tower that servers never learn of, and names that only the text model has."""
+    arch = seeing("qwen3_vl")
+    params = init_params(arch, jax.random.key(0))
+    whole = Whole(CONFIGS["qwen3_vl"], processor=PROCESSORS["qwen3_vl"])
+    handle = Folder(tmp_path / "weights", arch, whole=whole).publish(gathered(params, np.float32), 1)
+    found, seen = load_hf(handle, vision="all")
+    assert found.vision == arch.vision
+    jax.tree.map(np.testing.assert_array_equal, seen, params)

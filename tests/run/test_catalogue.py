@@ -1,6 +1,6 @@
 import numpy as np
 
-from quatrain.run.catalogue import unknown_metrics
+from quatrain.run.catalogue import _entries, unknown_metrics
 from quatrain.run.metrics import StageTimer
 from quatrain.types.metrics import describe
 
@@ -16,6 +16,11 @@ def test_names_and_patterns_are_known():
         *timer.metrics(),
     }
     assert unknown_metrics(names) == []
+
+
+def test_each_metric_is_described_once():
+    names = [name for name, _ in _entries()]
+    assert sorted({*names}) == sorted(names)
 
 
 def test_other_names_are_told_sorted():

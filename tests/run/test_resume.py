@@ -15,7 +15,7 @@ DATA = {"the prompts": "0a", "the tokens of the prompts": "1b", "the column `ans
 def identity(tmp_path):
     def make(num_prompts=10, digests=DATA, **sections):
         folder = SimpleNamespace(path=tmp_path, reference=tmp_path / "reference")
-        return Identity(Config(**sections), folder, num_prompts, digests, base=None, base_form=None)
+        return Identity(Config(**sections), folder, num_prompts, digests, frozen={}, base_form=None)
 
     return make
 

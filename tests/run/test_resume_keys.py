@@ -21,6 +21,9 @@ ALWAYS = {
     "update.reference_sync_steps": None,
     "optimizer.state_dtype": "float32",
     "lora.rank": 0,
+    "data.image_max_pixels": None,
+    "data.image_min_pixels": None,
+    "model.vision": None,
 }
 
 

@@ -40,6 +40,8 @@ class Scripted:
     Of several texts, each answers one request, and the last those that follow.
     """
 
+    cannot_see = "it answers texts"
+
     def __init__(self, tokenizer, *texts, end=True, size=3):
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         self._answers = [[*ids, *[tokenizer.eos_token_id] * end] for ids in encoded]
@@ -571,7 +573,7 @@ BAD = {
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages",
-        "parts that are texts",
+        "messages have pictures: it answers texts",
     ),
     "sound": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},

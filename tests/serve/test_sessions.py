@@ -40,7 +40,7 @@ def session_of(
     """(an OpenAI client of a session, the session, the service, an HTTP client of the server)."""
     service = service or Scripted(tokenizer, *([texts] if isinstance(texts, str) else texts), **options)
     sampling = Sampling(4, max_new_tokens, 0.7, top_k=3)
-    ids = TurnTemplate(tokenizer, (tokenizer.eos_token_id,)).prompt(tuple(ASK))
+    ids = TurnTemplate(tokenizer, (tokenizer.eos_token_id,)).prompt(tuple(ASK)).ids
     sessions = Sessions()
     prompt = Prompt(6, np.array(ids, np.int32), tuple(ASK))
     session = sessions.open(SessionRules(sampling, 11, 5, max_turns, 2000), prompt, 2)

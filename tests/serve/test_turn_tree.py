@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quatrain.data.messages import pictures_of
 from quatrain.serve.turn_tree import TurnTree
+from quatrain.types.pictures import Pictures, Tokens
 from quatrain.types.piece import Piece
 
 PROMPT = [{"role": "user", "content": "How many?"}]
@@ -22,11 +24,17 @@ def render_of(messages):
     return [hash(str(m)) % 900 for m in messages] + [0]
 
 
+def tokens_of(ids, messages):
+    """The ids, the first of which stands for the last picture of the messages, if they have one."""
+    pictures = pictures_of(messages)
+    return Tokens(ids, Pictures.of([*pictures[-1:], *[None] * (len(ids) - 1)]) if pictures else None)
+
+
 class Dialogue:
     """An agent and the server together; `log` has (context, answer) of each request."""
 
     def __init__(self, sequence_id=5, prompt=PROMPT):
-        self.tree, self.log = TurnTree(sequence_id, prompt, PROMPT_IDS), []
+        self.tree, self.log = TurnTree(sequence_id, prompt, Tokens(PROMPT_IDS)), []
         self.next_id = 1000
 
     def ask(self, messages, tools=(), *, calls=(), size=2, ended=True):
@@ -35,9 +43,9 @@ class Dialogue:
 
         def suffix(opening, sampled, new):
             suffixes.append((opening, list(sampled), new))
-            return [900, *(hash(str(m)) % 900 for m in new)]
+            return tokens_of([900, *(hash(str(m)) % 900 for m in new)], new)
 
-        found = self.tree.find(messages, tools, lambda: render_of(messages), suffix)
+        found = self.tree.find(messages, tools, lambda: tokens_of(render_of(messages), messages), suffix)
         turn = self.tree.begin(found)
         if ended:
             tokens = list(range(self.next_id, self.next_id + size))

@@ -30,7 +30,7 @@ def test_greedy_text_and_logprobs_equal_those_of_transformers() -> None:
     golden = json.loads(GOLDEN.read_text("utf-8"))["prompts"]
     tokenizer = load_tokenizer(str(MODEL))
     arch, params = load_gguf(MODEL)
-    prompts = [render(tokenizer, [{"role": "user", "content": case["question"]}]) for case in golden]
+    prompts = [render(tokenizer, [{"role": "user", "content": case["question"]}]).ids for case in golden]
     assert len(golden) == 8
     assert prompts == [case["prompt_ids"] for case in golden]
 

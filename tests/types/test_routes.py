@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quatrain.cluster.processes import _array_as_json, _array_of_json
+from quatrain.cluster.processes import _read, _written
 from quatrain.types.batches import Prompt, RewardedBatch
 from quatrain.types.join import join_groups
+from quatrain.types.pictures import PicturesInJson
 from quatrain.types.piece import rows_between
 from quatrain.types.rollouts import Completion, rollout_batch
 from quatrain.types.routes import ROUTES, live_of, routes_from_text, routes_to_text
@@ -138,7 +139,9 @@ def test_routes_go_through_json(dtype):
 
 
 def _through_processes(value):
-    return json.loads(json.dumps(value, default=_array_as_json), object_hook=_array_of_json)
+    return json.loads(
+        json.dumps(value, default=_written(PicturesInJson())), object_hook=_read(PicturesInJson())
+    )
 
 
 @pytest.mark.parametrize("text", ["", "AAAA", "not base64!", routes_to_text(np.zeros(3))])

@@ -119,6 +119,28 @@ def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
         np.testing.assert_allclose(leaf, -0.05 if leaf.any() else 0, rtol=1e-6)
 
 
+def test_a_tower_has_a_learning_rate_of_its_own_and_no_decay_of_norms():
+    """By the schedule of all; decay is times the same rate. Without one, no program has it."""
+    matrix = jnp.ones((2, 2))
+    tower = {"patch": matrix, "blocks": [{"norm1": jnp.ones(2), "qkv": matrix}]}
+    params = {"embed": matrix, "layers": [{"o": matrix}], "vision": tower}
+    rates = {"learning_rate": 0.5, "vision_learning_rate": 0.1, "schedule": "linear"}
+    config = OptimizerConfig(weight_decay=0.1, **rates)
+    optimizer = Optimizer(config, 4)
+    state, zeros = optimizer.form.init(params), jax.tree.map(jnp.zeros_like, params)
+    found, _ = optimizer.form.update(zeros, state, params, optimizer.numbers(1))
+    half = 0.75 * 0.1
+    np.testing.assert_allclose(found["embed"], -half * 0.5, rtol=1e-6)
+    np.testing.assert_allclose(found["layers"][0]["o"], -half * 0.5, rtol=1e-6)
+    np.testing.assert_allclose(found["vision"]["patch"], -half * 0.1, rtol=1e-6)
+    np.testing.assert_allclose(found["vision"]["blocks"][0]["qkv"], -half * 0.1, rtol=1e-6)
+    assert not found["vision"]["blocks"][0]["norm1"].any()
+    plain = Optimizer(config.model_copy(update={"vision_learning_rate": None}), 4).numbers(1)
+    assert plain.vision_learning_rate is None
+    found, _ = optimizer.form.update(zeros, state, params, plain)
+    np.testing.assert_allclose(found["vision"]["patch"], -half * 0.5, rtol=1e-6)
+
+
 def of_optax(config, total_steps):
     """The optimizer with its numbers built into it, as optax has it."""
     peak, final, b1, b2 = config.learning_rate, config.final_fraction, config.beta1, config.beta2

@@ -46,8 +46,11 @@ def load(folder, tokenizer, *, max_tokens=256, temperature=0.8, longest=2, weigh
 
 def policy_of(tokenizer):
     """What a loader reads of a policy."""
-    arch = SimpleNamespace(longest=256, vocab_size=len(tokenizer))
-    return SimpleNamespace(tokenizer=tokenizer, arch=arch, meshes=SimpleNamespace(teacher=one_device()))
+    arch = SimpleNamespace(longest=256, vocab_size=len(tokenizer), vision=None)
+    meshes = SimpleNamespace(teacher=one_device())
+    return SimpleNamespace(
+        tokenizer=tokenizer, arch=arch, meshes=meshes, store_beside=lambda arch, path, mesh: None
+    )
 
 
 @pytest.mark.parametrize(

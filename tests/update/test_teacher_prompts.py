@@ -5,10 +5,16 @@ from functools import partial
 
 import numpy as np
 import pytest
+from seeing import prompt_of, seeing_tokenizer, shades, square
 
 from quatrain.config.schema import DataConfig, DistillConfig
+from quatrain.data.pictures import PictureReader
 from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import render
+from quatrain.types.pictures import Pictures, joined
+from quatrain.types.piece import Piece
+from quatrain.types.rollouts import Completion, rollout_batch
+from quatrain.update.server_teacher import ServerTeacher
 from quatrain.update.teacher import has_teacher
 from quatrain.update.teacher_prompts import TeacherPrompts
 
@@ -47,12 +53,12 @@ def test_a_function_of_the_row(tokenizer, tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
     prompts = TeacherPrompts(f"{tmp_path}/mine.py:shown", tokenizer)
     assert prompts.columns == ()
-    own = np.array(render(tokenizer, QUESTION))
-    ids = prompts.ids(QUESTION, {"answer": 5}, own)
+    own = np.array(render(tokenizer, QUESTION).ids)
+    ids = prompts.tokens(QUESTION, {"answer": 5}, own).ids
     assert "How many now? (5)" in tokenizer.decode(ids)
     wrong = TeacherPrompts(f"{tmp_path}/mine.py:answered", tokenizer)
     with pytest.raises(ValueError, match=r"must end as the policy's.*it ends with .*the policy's with"):
-        wrong.ids(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM))[:-1])
+        wrong.tokens(QUESTION, {"answer": 5}, np.array(render(tokenizer, WITH_SYSTEM).ids)[:-1])
     with pytest.raises(ValueError, match="has no attribute 'missing'"):
         TeacherPrompts(f"{tmp_path}/mine.py:missing", tokenizer)
     for name, problem in (
@@ -61,7 +67,7 @@ def test_a_function_of_the_row(tokenizer, tmp_path):
     ):
         broken = TeacherPrompts(f"{tmp_path}/mine.py:{name}", tokenizer)
         with pytest.raises(ValueError, match=rf"distill\.prompt .*mine\.py:{name} must return .*{problem}"):
-            broken.ids(QUESTION, {"answer": 5}, own)
+            broken.tokens(QUESTION, {"answer": 5}, own)
 
 
 def test_a_path_with_a_space_is_a_function(tokenizer, tmp_path):
@@ -97,12 +103,45 @@ def test_the_prompts_of_all_rows_are_made_before_a_run(tokenizer):
     prompts = TeacherPrompts(HINT, tokenizer)
     config = DistillConfig(teacher={"math": "policy", "default": None})
     taught = partial(has_teacher, config)
-    own = np.array(render(tokenizer, QUESTION))
-    assert prompts.longest("rows", source, taught) == len(prompts.ids(QUESTION, {"answer": "5" * 40}, own))
+    own = np.array(render(tokenizer, QUESTION).ids)
+    longest = prompts.tokens(QUESTION, {"answer": "5" * 40}, own).ids
+    assert prompts.longest("rows", source, taught) == len(longest)
     with pytest.raises(
         ValueError, match=r"rows, row 3: distill\.prompt names the column 'answer', which must"
     ):
         prompts.longest("rows", source, partial(has_teacher, DistillConfig(teacher="policy")))
+
+
+def test_a_teacher_sees_the_pictures_of_its_prompt_and_of_later_turns():
+    """The faults: it reads placeholders as text, or one picture in the places of another."""
+    tokenizer = seeing_tokenizer()
+    parts = [{"type": "image", "image": square(9)}, {"type": "text", "text": "Which?"}]
+    messages = PictureReader().placed([{"role": "user", "content": parts}])
+    first = prompt_of(tokenizer, messages)
+    later = PictureReader().read(square(5, (24, 16)))
+    completion = Completion([60, 61], [-1.0] * 2, [0, 0])
+    size = len(first.input_ids) + 2
+    new = Pictures.of([None, *[later] * 6, None])
+    completion.begin_turn([1] * 8, joined((first.pictures, len(first.input_ids)), (None, 2), (new, 8)))
+    completion.append(Piece([62], [-1.0], [0]), 0)
+    first = dataclasses.replace(first, columns={"answer": "red"})
+    rollouts = rollout_batch([(first, completion)], tokenizer, {})
+    prompts = TeacherPrompts(HINT, tokenizer)
+    for taught in (True, False):
+        table = prompts.table(rollouts, [taught])
+        width = table.input_ids.shape[1]
+        seen = shades(table.pictures[0], width)
+        own = shades(rollouts.pictures[0], size + 9)
+        assert width > size + 9 if taught else width == size + 9
+        assert seen[-11:] == own[-11:] == [None] * 3 + [5] * 6 + [None] * 2
+        placed = np.flatnonzero(table.input_ids[0] == tokenizer.expansion.vision.placeholder_id)
+        assert [seen[place] for place in placed] == [9] * 4
+    server = ServerTeacher.__new__(ServerTeacher)
+    with pytest.raises(ValueError, match=r"a teacher on a server \(distill.teacher\) gets no pictures"):
+        server.scores(table)
+    text = ({"role": "system", "content": parts}, *QUESTION)
+    said = prompts.text(text, {"answer": "red"})[0]["content"]
+    assert said == [*parts, {"type": "text", "text": "\n\nThe answer is red."}]
 
 
 def _with_prompts(batch, tokenizer):
@@ -110,7 +149,7 @@ def _with_prompts(batch, tokenizer):
     r, rows = batch.rewarded.rollouts, len(batch.rewarded.rollouts)
     starts = r.completion_mask.argmax(axis=1)
     texts = tuple((QUESTION, WITH_SYSTEM)[int(group) % 2] for group in r.group_ids)
-    fronts = [np.array(render(tokenizer, text), np.int32) for text in texts]
+    fronts = [np.array(render(tokenizer, text).ids, np.int32) for text in texts]
     pieces = [
         (front, r.input_ids[row, starts[row] : r.lengths[row]], row) for row, front in enumerate(fronts)
     ]

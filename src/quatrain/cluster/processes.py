@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from quatrain.cluster import rendezvous
 from quatrain.cluster.detect import ClusterPlace, detect
 from quatrain.cluster.stop import Agreement
+from quatrain.types.pictures import IN_JSON, PicturesInJson
 
 FAILED = 1
 # Short, because all processes have just been reachable when JAX's runtime connects them.
@@ -153,10 +154,13 @@ def _place_from_arguments(
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The JSON-serialisable `value` of every process, in process order; the same list in every process."""
+    """The JSON-serialisable `value` of every process, in process order; the same list in every process.
+
+    A value may also have pictures, of which the others get the encoded bytes.
+    """
     if not joined():
         return [value]
-    content = json.dumps(value).encode()
+    content = json.dumps(value, default=PicturesInJson().written).encode()
     # Rows come in device order, which may differ from the order of process ids. Sizes go first: all processes
     # must take part in each collective with arrays of one shape.
     heads = multihost_utils.process_allgather(_words_of(jax.process_index(), len(content)))
@@ -166,39 +170,53 @@ def gather_objects(value: Any) -> list[Any]:
         rows = multihost_utils.process_allgather(_piece(content, begin, length))
         for gathered, row, size in zip(contents, rows, sizes):
             gathered += row.tobytes()[: max(size - begin, 0)]
-    return [json.loads(gathered) for _, gathered in sorted(zip(processes, contents))]
+    return [_loaded(gathered) for _, gathered in sorted(zip(processes, contents))]
+
+
+def _loaded(content: bytearray) -> Any:
+    """The value of a text that may have pictures; without any, nothing is called for each object."""
+    has_some = IN_JSON.encode() in content
+    return json.loads(content, object_hook=PicturesInJson().read if has_some else None)
 
 
 def decided_by_main(decide: Callable[[], Any]) -> Any:
     """Calls `decide` in the main process only and broadcasts its JSON-serialisable result to all processes.
 
-    The result may also have numpy arrays.
+    The result may also have numpy arrays, and pictures, of which the others get the encoded bytes.
     For results that could differ between processes: those that depend on files, clocks or users' code. Its
     memory does not depend on the number of processes.
     """
     if not joined():
         return decide()
-    content = json.dumps(decide(), default=_array_as_json).encode() if is_main_process() else b""
+    content = json.dumps(decide(), default=_written(PicturesInJson())).encode() if is_main_process() else b""
     [size] = _numbers_in(multihost_utils.broadcast_one_to_all(_words_of(len(content))))
     pieces = (_piece(content, *piece) for piece in _pieces(size, MOST_BYTES))
     decided = b"".join(multihost_utils.broadcast_one_to_all(piece).tobytes() for piece in pieces)
-    return json.loads(decided[:size], object_hook=_array_of_json)
+    return json.loads(decided[:size], object_hook=_read(PicturesInJson()))
 
 
-def _array_as_json(value: Any) -> dict[str, Any]:
-    """A numpy array as what `_array_of_json` reads."""
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} is not a value that JSON has")
-    content = base64.b64encode(value.tobytes()).decode()
-    return {ARRAY: content, "dtype": value.dtype.str, "shape": value.shape}
+def _written(pictures: PicturesInJson) -> Callable[[Any], dict[str, Any]]:
+    """What makes of a numpy array or a picture what `_read` reads."""
+
+    def written(value: Any) -> dict[str, Any]:
+        if not isinstance(value, np.ndarray):
+            return pictures.written(value)
+        content = base64.b64encode(value.tobytes()).decode()
+        return {ARRAY: content, "dtype": value.dtype.str, "shape": value.shape}
+
+    return written
 
 
-def _array_of_json(values: dict[str, Any]) -> Any:
-    """The array that `values` stand for, or `values`."""
-    if ARRAY not in values:
-        return values
-    content = base64.b64decode(values[ARRAY])
-    return np.frombuffer(content, values["dtype"]).reshape(values["shape"])
+def _read(pictures: PicturesInJson) -> Callable[[dict[str, Any]], Any]:
+    """What makes of JSON's objects the arrays and pictures that they stand for, or leaves them."""
+
+    def read(values: dict[str, Any]) -> Any:
+        if ARRAY not in values:
+            return pictures.read(values)
+        content = base64.b64decode(values[ARRAY])
+        return np.frombuffer(content, values["dtype"]).reshape(values["shape"])
+
+    return read
 
 
 def _words_of(*numbers: int) -> np.ndarray:

@@ -16,7 +16,14 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 _IN_FILES = frozenset(
     {
-        *("data.train", "data.eval", "data.chat_template", "model.path", "model.tokenizer"),
+        *(
+            "data.train",
+            "data.eval",
+            "data.chat_template",
+            "data.image_root",
+            "model.path",
+            "model.tokenizer",
+        ),
         *("sft.data", "sft.eval", "dpo.data", "dpo.eval", "dpo.loss", "dpo.reference"),
         *("rm.data", "rm.eval", "rm.loss"),
         *("critic.path", "reward.functions", "eval.accuracy", "advantage.estimator", "update.loss"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.given import WITHOUT_REFERENCE
+from quatrain.config.sections.model_on_devices import VISION_TARGETS
 from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
 from quatrain.config.sections.update import HAVE_BETA2, HAVE_EPS, CriticConfig, CriticOptimizerConfig
@@ -65,6 +66,14 @@ def _takes(c: Any, name: str) -> bool:
 
 def _has_critic(c: Any) -> bool:
     return _takes(c, "values") or bool(c.critic.enabled)
+
+
+def _trains_tower(c: Any) -> bool:
+    return c.model.vision in ("projector", "all")
+
+
+def _adapts_tower(c: Any) -> bool:
+    return not {*VISION_TARGETS}.isdisjoint(c.lora.targets)
 
 
 def _is_corrected(c: Any) -> bool:
@@ -545,6 +554,56 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.lora.rank,
         "with lora.rank 0",
         "set lora.rank to 1 or more",
+    ),
+    Rule(
+        "model.vision",
+        lambda c: c.model.vision not in (None, "none") and c.model.path.endswith(".gguf"),
+        "must be none for a .gguf file, whose tower (mmproj) is not read; give the model's Hugging Face "
+        "folder or hub id, or set none",
+    ),
+    Rule(
+        "model.vision",
+        lambda c: c.model.vision not in (None, "none") and c.run.task == "rm",
+        "must be none for `quatrain rm`: a model with a score head reads texts alone; set none",
+    ),
+    Rule(
+        "model.vision",
+        lambda c: _trains_tower(c) and _has_critic(c),
+        "must be frozen or none with a critic, which reads the features of a tower that stays as it is; set "
+        "frozen, or take an advantage.estimator without a critic",
+    ),
+    Rule(
+        "model.vision",
+        lambda c: c.lora.rank and c.model.vision == "projector",
+        "must not be projector with lora.rank {c.lora.rank}: adapters leave the projector as it is; set "
+        "frozen, all with one of " + ", ".join(VISION_TARGETS) + " in lora.targets, or lora.rank to 0",
+    ),
+    Rule(
+        "lora.targets",
+        lambda c: c.lora.rank and c.model.vision == "all" and not _adapts_tower(c),
+        "must have one of " + ", ".join(VISION_TARGETS) + " with model.vision all: adapters alone are "
+        "trained; add one, or set model.vision to frozen",
+    ),
+    Rule(
+        "lora.targets",
+        lambda c: _adapts_tower(c) and c.model.vision != "all",
+        "may have matrices of the tower with model.vision all alone; set that, or leave them out",
+    ),
+    *no_effect(
+        ["optimizer.vision_learning_rate"],
+        _trains_tower,
+        "unless a part of the tower is trained",
+        "set model.vision to projector or all",
+    ),
+    *no_effect(
+        ["critic_optimizer.vision_learning_rate"], lambda c: False, "because the critic trains no tower"
+    ),
+    *no_effect(["model.vision_cache_bytes"], lambda c: c.model.vision != "none", "for model.vision none"),
+    Rule(
+        "rollout.weights_dir",
+        lambda c: c.rollout.weights_dir is not None and c.rollout.workers and _trains_tower(c),
+        "must be null with model.vision {c.model.vision}: its folders hold the text model alone; set null, "
+        "or model.vision to frozen",
     ),
     Rule(
         "lora.rank",

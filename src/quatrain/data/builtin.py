@@ -1,6 +1,7 @@
-"""The built-in offline task: arithmetic word problems, demonstrations of solutions, and a tokenizer for them.
+"""The built-in offline tasks: arithmetic word problems, demonstrations of solutions, and tokenizers.
 
-`rows.py` uses the rows and `tokenizer.py` the tokenizer. Needs no file and no network.
+The task with pictures is that of `shapes.py`. `rows.py` uses the rows and `tokenizer.py` the tokenizers.
+Needs no file and no network.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from quatrain.data import shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,6 +44,8 @@ TEMPLATES = {
     ),
 }
 SPLITS = ("arithmetic", "arithmetic-heldout")
+SEES = "tiny_vl"
+"""The built-in model that reads pictures, with a tokenizer for `builtin:shapes`."""
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 PAD, EOS = "<|pad|>", "<|end|>"
@@ -52,18 +58,31 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# As in Qwen's vocabulary; the placeholder is the last token but one (`families.builtin_architecture`).
+PICTURE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+PICTURE_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    f"{{{{ '{''.join(PICTURE)}' }}}}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 def builtin_rows(name: str) -> list[dict[str, Any]]:
     """The fixed rows of `builtin:<name>`, with columns `prompt` (messages), `answer` and `completion`.
 
-    `arithmetic` is for training, `arithmetic-heldout` for evaluation. The hash of a problem's text decides to
-    which of them it belongs, so no text is in both. Each fact (such as 3 + 4) in the evaluation data is also
-    in the training data, with other names and objects. Raises ValueError for an unknown name.
+    `arithmetic` is for training, `arithmetic-heldout` for evaluation; the rows with pictures are those of
+    `shapes_rows`. The hash of a problem's text decides to which part it belongs, so no text is in both. Each
+    fact (such as 3 + 4) in the evaluation data is also in the training data, with other names and
+    objects. Raises ValueError for an unknown name.
     """
-    if name not in SPLITS:
-        raise ValueError(f"no built-in data set is called {name!r}; there are {', '.join(SPLITS)}")
-    return [dict(row) for row in _arithmetic()[name]]
+    if name not in (*SPLITS, *shapes.SPLITS):
+        known = ", ".join((*SPLITS, *shapes.SPLITS))
+        raise ValueError(f"no built-in data set is called {name!r}; there are {known}")
+    return [dict(row) for row in (_arithmetic()[name] if name in SPLITS else shapes.shapes_rows(name))]
 
 
 @functools.cache
@@ -97,25 +116,41 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def builtin_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the built-in models: a token for each word, tag and digit of the task, else bytes.
+def builtin_tokenizer(model: str = "tiny") -> PreTrainedTokenizerFast:
+    """The tokenizer of `builtin:MODEL`: a token for each word, tag and digit of its task, else bytes.
 
     Decoding restores any text exactly. Ids: 256 bytes, then words and tags, then the special tokens.
-    `<|end|>` ends a completion; the chat template writes `<|user|>text<|assistant|>`.
+    `<|end|>` ends a completion; the chat template writes `<|user|>text<|assistant|>`. The task is
+    `builtin:shapes` for the model that sees, whose template has a placeholder for each picture, and
+    `builtin:arithmetic` for the others.
     """
     from transformers import PreTrainedTokenizerFast
 
+    sees = model == SEES
+    special = (*ROLES, *PICTURE) if sees else ROLES
     return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level_words(),
+        tokenizer_object=_byte_level_words(_picture_texts() if sees else _texts(), (PAD, EOS, *special)),
         eos_token=EOS,
         pad_token=PAD,
-        additional_special_tokens=list(ROLES),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=list(special),
+        chat_template=PICTURE_TEMPLATE if sees else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 
 
-def _byte_level_words() -> Tokenizer:
+def _texts() -> tuple[str, ...]:
+    """Texts with every piece of the word problems."""
+    sentences = [text.format(name="", objects="", a=2, b=2) for texts in TEMPLATES.values() for text in texts]
+    return (*NAMES, *(f" {objects}" for objects in OBJECTS), *sentences, *TAGS)
+
+
+def _picture_texts() -> tuple[str, ...]:
+    """Texts with every piece of the questions about pictures, and of their answers."""
+    answers = (answer for answers in shapes.ANSWERS.values() for answer in answers)
+    return (*shapes.QUESTIONS.values(), *answers, *TAGS)
+
+
+def _byte_level_words(texts: Sequence[str], special: Sequence[str]) -> Tokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     split: PreTokenizer = pre_tokenizers.Sequence(
@@ -125,13 +160,12 @@ def _byte_level_words() -> Tokenizer:
         ]
     )
     pieces = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    sentences = [text.format(name="", objects="", a=2, b=2) for texts in TEMPLATES.values() for text in texts]
-    for text in (*NAMES, *(f" {objects}" for objects in OBJECTS), *sentences, *TAGS):  # all of the task
+    for text in texts:
         pieces |= dict.fromkeys(piece for piece, _ in split.pre_tokenize_str(text))
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     # There are no merges: a piece is one token if it is in the vocabulary, and else one token per byte.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, *ROLES)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     return tokenizer

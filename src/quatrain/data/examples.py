@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from quatrain.config.errors import listed, shown
 from quatrain.config.schema import DataConfig
 from quatrain.data.answers import Answers, checked_answer, is_trained, unread_fields, unwritten
 from quatrain.data.chat_template import VARIABLES, variables_of
+from quatrain.data.expansion import expanded, sees
 from quatrain.data.left_out import REFUSED_OF_ROWS
 from quatrain.data.messages import MESSAGES, checked_messages, joined_text, tools_of, without_nulls
 from quatrain.data.prompts import (
@@ -36,9 +38,10 @@ from quatrain.data.prompts import (
     check_prompt_column,
     is_json_of_messages,
     load_table,
-    named,
-    prompt_of,
+    placing,
+    prompt_of_row,
     typed,
+    with_pictures,
     with_system,
 )
 from quatrain.data.rows import NO_ROWS, GivenRows, Row, read_rows
@@ -46,6 +49,8 @@ from quatrain.data.token_table import Table, TokenRow
 from quatrain.data.tokenizer import encode, fill_template, render, render_completed, stop_token_ids
 from quatrain.data.turns import TurnTemplate
 from quatrain.types.batches import Example, PromptText
+from quatrain.types.pictures import TEXT as NO_PICTURE
+from quatrain.types.pictures import Tokens, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -104,8 +109,12 @@ ExampleSource = GivenSource[Example]
 def _example(row: TokenRow, number: int) -> Example:
     pieces = (row.input_ids, *row.parts)
     # Trained answers are the parts 0, 2, …
-    scored = [np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)]
-    return Example(np.concatenate(pieces), np.concatenate(scored), row.source)
+    trained = [np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)]
+    ids, scored, pictures = np.concatenate(pieces), np.concatenate(trained), row.pictures
+    if pictures is not None:
+        pictures = pictures[: len(ids)]
+        scored &= pictures.ids == NO_PICTURE  # nobody writes placeholders
+    return Example(ids, scored, row.source, pictures)
 
 
 def load_examples(
@@ -163,6 +172,13 @@ class Form(Protocol):
     def section(self) -> str:
         """The section of the configuration with the key `on_long`."""
 
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model sees pictures, and this kind of training has them."""
+
     def check_columns(self, spec: str, columns: Collection[str]) -> None: ...
 
     def token_rows(self, row: Row, number: int) -> list[TokenRow]:
@@ -192,15 +208,16 @@ class GivenReader:
 
     def tokenised(self, spec: str, rows: list[Row]) -> TokenRows:
         """The rows as tokens, of those that flags and lengths leave."""
-        made, filtered = [], 0
-        for number, row in enumerate(rows, start=1):
-            with named(f"{spec}, row {number}"):
-                check_depth(row)
-                of_row = self.form.token_rows(row, number)
-            made += of_row
-            filtered += not of_row
-        kept, longer, truncated = self._within_limits(spec, made)
-        return kept, 0, truncated, filtered, longer
+
+        def of_row(row: Row, number: int) -> list[TokenRow]:
+            check_depth(row)
+            return self.form.token_rows(row, number)
+
+        numbered = dict(enumerate(rows, start=1))
+        made = with_pictures(spec, numbered, self.form.data, self.form.sees, of_row)
+        kept, longer, truncated = self._within_limits(spec, [row for rows in made for row in rows])
+        filtered = sum(not rows for rows in made)
+        return kept, 0, truncated, filtered, longer, len(rows) - len(made)
 
     def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
         if size == 0 and skipped == 0:
@@ -344,8 +361,8 @@ class Dialogue:
     tools: list[dict[str, Any]]
     variables: Mapping[str, Any]
 
-    def prompt(self, text: PromptText) -> list[int]:
-        """The ids of a prompt, up to the start of the answer."""
+    def prompt(self, text: PromptText) -> Tokens:
+        """The tokens of a prompt, up to the start of the answer."""
         return render(self.of.tokenizer, text) if isinstance(text, str) else self.turns.prompt(text)
 
     def answer(self, prompt: PromptText, answer: Any) -> list[int]:
@@ -357,8 +374,8 @@ class Dialogue:
         given: dict[str, Any] = {"variables": self.variables, "refused": REFUSED_OF_ROWS}
         return render_completed(self.of.tokenizer, prompt, answer, self.tools, **given)
 
-    def parts(self, messages: Messages, trained: Sequence[int]) -> list[list[int]]:
-        """The ids of the prompt of the first trained message, its own, those up to the next, and so on.
+    def parts(self, messages: Messages, trained: Sequence[int]) -> list[Tokens]:
+        """The tokens of the prompt of the first trained message, its own, those up to the next, and so on.
 
         Raises ValueError if the template writes what stands before the last of them otherwise.
         """
@@ -367,15 +384,15 @@ class Dialogue:
         for last, at in zip((None, *trained), trained, strict=False):
             if last is not None:
                 check_before_answer(messages[:at])
-                parts.append(self.turns.suffix(prompt, parts[-1], messages[last + 1 : at]))
-            parts.append(self.answer(tuple(messages[:at]), messages[at]))
+                parts.append(self.turns.suffix(prompt, parts[-1].ids, messages[last + 1 : at]))
+            parts.append(Tokens(self.answer(tuple(messages[:at]), messages[at])))
         if len(trained) > 1:
-            self._check_kept(messages[: trained[-1]], [index for part in parts[:-1] for index in part])
+            self._check_kept(messages[: trained[-1]], [index for part in parts[:-1] for index in part.ids])
         return parts
 
     def _check_kept(self, messages: Messages, ids: list[int]) -> None:
         """Raises ValueError unless the template writes `messages` as `ids` have them, white space apart."""
-        written = self._squeezed(self.turns.prompt(tuple(messages)))
+        written = self._squeezed(self.turns.prompt(tuple(messages)).ids)
         trained = self._squeezed(ids)
         if written != trained:
             same = [one == other for one, other in zip(written, trained, strict=False)]
@@ -392,8 +409,8 @@ class Dialogue:
         # where the template writes another in earlier turns.
         return "".join(self.of.tokenizer.decode(ids, skip_special_tokens=True).split())
 
-    def whole(self, messages: Messages) -> list[int]:
-        """The ids of a conversation as the template writes it, without what it writes behind the last end."""
+    def whole(self, messages: Messages) -> Tokens:
+        """The tokens of a conversation as the template writes it, without what is behind the last end."""
         tokenizer = self.of.tokenizer
         text = fill_template(
             tokenizer,
@@ -408,9 +425,12 @@ class Dialogue:
                 f"the chat template must write the last answer; it does not write {shown(missing)}; write it "
                 "into the content as the model is to write it, or set data.chat_template"
             )
-        ids = encode(tokenizer, text, add_special_tokens=False)
+        found = expanded(tokenizer, text, messages, partial(encode, tokenizer, add_special_tokens=False))
+        ids, pictures = found
         last = max((at for at, index in enumerate(ids) if index in self.of.stop_ids), default=len(ids))
-        return ids[: last + 1] if not tokenizer.decode(ids[last + 1 :]).strip() else ids
+        if tokenizer.decode(ids[last + 1 :]).strip():
+            return found
+        return Tokens(ids[: last + 1], pictures if pictures is None else pictures[: last + 1])
 
 
 def check_before_answer(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -423,12 +443,18 @@ def check_before_answer(messages: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def conversation(given: Sequence[Any], data: DataConfig, column: str) -> Messages:
+def conversation(
+    given: Sequence[Any],
+    data: DataConfig,
+    column: str,
+    placed: Callable[[list[Any]], list[Any]] = list,
+) -> Messages:
     """The checked messages of a conversation of `column`, with `data.system_prompt`.
 
-    Raises ValueError for one that does not end with the assistant's message.
+    `placed` puts pictures into them. Raises ValueError for one that does not end with the assistant's
+    message.
     """
-    messages = checked_messages([without_nulls(message) for message in given])
+    messages = checked_messages(placed([without_nulls(message) for message in given]))
     if messages[-1]["role"] != "assistant":
         raise ValueError(
             f"the column `{column}` must end with the assistant's message, which is trained; it ends with "
@@ -468,6 +494,10 @@ class ExampleForm:
     what: str = "examples"
     section: str = "sft"
 
+    @property
+    def sees(self) -> bool:
+        return self.dialogues is not None and sees(self.dialogues.tokenizer)
+
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
         if COMPLETION in columns:
             return check_prompt_column(spec, columns, self.data)
@@ -506,11 +536,10 @@ class ExampleForm:
             before = prompt_messages(prompt, self.data, column)
             return self._of_messages(dialogue, row, number, [*before, *completion], len(before))
         checked_answer(completion)
-        text = prompt_of(prompt, self.data, column)
-        ids = [dialogue.prompt(text), dialogue.answer(text, completion)]
-        if self.train_on == "all":
-            ids = [ids[0][:1], ids[0][1:] + ids[1]]
-        return [self._row(row, number, text, ids, note_answers(dialogue, text, [completion], row))]
+        text = prompt_of_row(row, self.data, self.sees)
+        parts = [dialogue.prompt(text), Tokens(dialogue.answer(text, completion))]
+        notes = note_answers(dialogue, text, [completion], row)
+        return [self._row(row, number, text, parts, notes)]
 
     def _is_text(self, row: Row) -> bool:
         others = (self.data.question_column, COMPLETION, "prompt", MESSAGES)
@@ -523,13 +552,14 @@ class ExampleForm:
             raise ValueError(f"the column `{TEXT}` must be a string with text; it is {typed(text)}")
         ids = encode(tokenizer, text, closed=False)
         ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, int(tokenizer.eos_token_id)]
-        return self._row(row, number, text, [ids[:1], ids[1:]], {})
+        return self._row(row, number, text, [Tokens(ids)], {})
 
     def _of_messages(
         self, dialogue: Dialogue, row: Row, number: int, given: list[Any], prompt: int | None = None
     ) -> list[TokenRow]:
         """The row of a conversation whose first `prompt` messages are not trained; None: the first one."""
-        messages = conversation(given, self.data, COMPLETION if row.get(COMPLETION) else MESSAGES)
+        placed = placing(row) if self.sees else list
+        messages = conversation(given, self.data, COMPLETION if row.get(COMPLETION) else MESSAGES, placed)
         # A system message may have been added, behind which an answer can be trained.
         first = 1 if prompt is None else prompt + len(messages) - len(given)
         answers = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
@@ -545,8 +575,7 @@ class ExampleForm:
                     "sft.train_on=all trains every token, and a message has a flag (weight, train) that is "
                     "0; set sft.train_on=assistant, or remove the flag"
                 )
-            ids = dialogue.whole(messages)
-            parts = [ids[:1], ids[1:]]
+            parts = [dialogue.whole(messages)]
         else:
             check_before_answer(messages[: trained[0]])
             parts = dialogue.parts(messages, trained)
@@ -563,17 +592,23 @@ class ExampleForm:
             )
         return [self._row(row, number, text, parts, notes)]
 
-    @staticmethod
     def _row(
-        row: Row, number: int, text: PromptText, ids: Sequence[Sequence[int]], notes: Mapping[str, str]
+        self, row: Row, number: int, text: PromptText, parts: Sequence[Tokens], notes: Mapping[str, str]
     ) -> TokenRow:
+        pictures = joined(*((part.pictures, len(part.ids)) for part in parts))
+        ids = [part.ids for part in parts]
+        if self.train_on == "all":
+            whole = [*chain.from_iterable(ids)]
+            ids = [whole[:1], whole[1:]]
         first, *others = map(int32, ids)
-        return TokenRow(number, text, first, kept_columns(row), tuple(others), notes=notes)
+        return TokenRow(number, text, first, kept_columns(row), tuple(others), notes=notes, pictures=pictures)
 
     def size(self, row: TokenRow) -> int:
         return len(row.input_ids) + sum(map(len, row.parts))
 
     def cut(self, row: TokenRow, limit: int) -> TokenRow | None:
+        if self.train_on == "all" and row.pictures is not None:
+            return None  # the end may be within a picture
         parts, room = [], limit - len(row.input_ids)
         for part in row.parts:
             if room > 0:

@@ -149,7 +149,14 @@ def _altered(messages: Messages, tools: Tools, fill: Fill, place: TextPlace, val
     """Whether a text that is not in the prompt as it is was left out, because of what it says, or changed."""
     for marked in (f"{_WORD} {value}", f"{value} {_WORD}"):
         with_word = [*messages]
-        with_word[place.number] = {**messages[place.number], "content": marked}
+        message = messages[place.number]
+        content: Any = marked
+        if isinstance(message["content"], list):
+            content = [
+                {**part, "text": marked} if place.field == _part(at) else part
+                for at, part in enumerate(message["content"])
+            ]
+        with_word[place.number] = {**message, "content": content}
         text = fill(with_word, tools)
         if text is not None and _WORD in text.lower():
             return "changed"
@@ -165,10 +172,16 @@ def _visit(messages: Messages, tools: Tools, put: Callable[[TextPlace, str], str
 def _visited(number: int, message: Mapping[str, Any], put: Callable[[TextPlace, str], str]) -> dict[str, Any]:
     role, calls = message["role"], message.get("tool_calls") or []
     new = dict(message)
-    if message["content"].strip():
-        new["content"] = put(
-            TextPlace("beside" if calls else "text", number, role, "content"), message["content"]
-        )
+    place, content = TextPlace("beside" if calls else "text", number, role, "content"), message["content"]
+    if isinstance(content, list):
+        new["content"] = [
+            {**part, "text": put(place._replace(field=_part(at)), part["text"])}
+            if part.get("text", "").strip()
+            else part
+            for at, part in enumerate(content)
+        ]
+    elif content.strip():
+        new["content"] = put(place, content)
     if calls:
         new["tool_calls"] = []
         for n, call in enumerate(calls):
@@ -184,6 +197,11 @@ def _visited(number: int, message: Mapping[str, Any], put: Callable[[TextPlace, 
             kind = "thought"
         new[field] = _leaves(value, functools.partial(put, TextPlace(kind, number, role, field)))
     return new
+
+
+def _part(at: int) -> str:
+    """The field of the place of a part's text."""
+    return f"content, part {at}"
 
 
 def _put_of_call(put: Callable[[TextPlace, str], str], call: TextPlace, field: str, value: str) -> str:

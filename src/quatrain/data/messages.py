@@ -13,6 +13,7 @@ from typing import Any
 
 from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH
+from quatrain.types.pictures import Picture
 
 MAX_TEXT_CHARS = 4_000_000
 """Length of the longest text that is tokenised: about a million tokens."""
@@ -20,6 +21,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields with the thought of an assistant's message, as templates and servers name them."""
 INSTRUCTIONS = ("system", "developer")
 """Roles of the instructions of an application."""
+_IMAGE_PART = re.compile(r"""\btype['"]?\]?\s*==\s*['"]image['"]""")
+"""Where a template asks whether a part of a message is a picture."""
 MESSAGES = "messages"
 TOOLS = "tools"
 """The column with the descriptions of functions that the model may call in a row."""
@@ -29,9 +32,11 @@ def checked_messages(prompt: Any) -> list[dict[str, Any]]:
     """The messages as dictionaries in one form; raises ValueError for what no chat template can take.
 
     Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
-    calls an empty one. The arguments of past tool calls become objects; they may come as JSON text. An empty
-    or null list of calls is left out, because some templates ask only whether there is one. The result of a
-    tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template asks for it.
+    calls an empty one. With pictures, `{"type": "image", "image": Picture}`, it stays a list, in which texts
+    that follow one another are joined. The arguments of past tool calls become objects; they may come as JSON
+    text. An empty or null list of calls is left out, because some templates ask only whether there is one.
+    The result of a tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template
+    asks for it.
     """
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
@@ -49,12 +54,13 @@ def checked_messages(prompt: Any) -> list[dict[str, Any]]:
 
 def _checked_message(message: Any) -> dict[str, Any]:
     fields = dict(message) if isinstance(message, Mapping) else {}
-    content, calls = joined_text(fields.get("content")), fields.get("tool_calls")
+    content, calls = _checked_content(fields.get("content")), fields.get("tool_calls")
     fields["content"] = "" if content is None and calls else content
     if not isinstance(fields.get("role"), str) or fields["content"] is None:
         raise ValueError(
             f"a message must have a `role` and a `content`, both strings; got {shown(message)}; the content "
-            'may also be a list of parts that are texts, {"type": "text", "text": …}'
+            'may also be a list of parts that are texts, {"type": "text", "text": …}, and pictures where the '
+            'model sees them (model.vision), {"type": "image", "image": …}'
         )
     if calls:
         fields["tool_calls"] = _checked_calls(calls)
@@ -64,6 +70,55 @@ def _checked_message(message: Any) -> dict[str, Any]:
     if reason:
         raise ValueError(f"a message {reason}; correct the message {shown(message)}")
     return fields
+
+
+def _checked_content(content: Any) -> str | list[dict[str, Any]] | None:
+    """A text, or parts with at least one picture; None for other content."""
+    if not isinstance(content, list) or not any(map(is_picture, content)):
+        return joined_text(content)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if is_picture(part):
+            parts.append({"type": "image", "image": part["image"]})
+        elif (text := joined_text([part])) is None:
+            return None
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += text
+        elif text:
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def is_picture(part: Any) -> bool:
+    """Whether a part of a message's content is a picture that was read (`pictures.PictureReader`)."""
+    return isinstance(part, Mapping) and isinstance(part.get("image"), Picture)
+
+
+def pictures_of(messages: str | Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """The pictures of messages, in their order; a text has none."""
+    contents = [] if isinstance(messages, str) else [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image"] for part in parts if is_picture(part)]
+
+
+def with_picture_parts(
+    messages: Sequence[Mapping[str, Any]], part_of: Callable[[Picture], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The messages with what `part_of` makes of each picture in place of its part."""
+    return [
+        {
+            **message,
+            "content": [part_of(part["image"]) if is_picture(part) else part for part in message["content"]],
+        }
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def named_picture(picture: Picture) -> dict[str, Any]:
+    """A part that names a picture in what a run writes, such as its samples."""
+    return {"type": "image", "picture": picture.name, "size": list(picture.size)}
 
 
 def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -166,6 +221,15 @@ def joined_text(content: Any) -> str | None:
     return "".join(texts) if len(texts) == len(content) else None
 
 
+def text_of(message: Any) -> str:
+    """The text of a message, without its pictures and with nothing in their places."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
+
+
 def _checked_calls(calls: Any) -> list[dict[str, Any]]:
     """Past tool calls with their arguments as objects."""
     listed = calls if isinstance(calls, list | tuple) else [None]
@@ -194,7 +258,7 @@ def unfit(value: Any, depth: int = MAX_DEPTH) -> str | None:
     """Why `value` cannot be part of a message, which is written as JSON into `samples/`; None if it can."""
     if isinstance(value, str):
         return unfit_text(value)
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool | int | Picture):
         return None
     if isinstance(value, float):
         return None if math.isfinite(value) else f"must have finite numbers; it has {value}"
@@ -222,8 +286,16 @@ def forms_for(template: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[
 
     Thoughts have the field that the template reads. `developer` is `system` for a template without a branch
     for it, and the second choice for others. Arguments of past calls are objects, then their JSON text.
+    Templates that ask for pictures and never whether content is a text, as SmolVLM's, take lists of parts.
     """
     read = [_with_thought(template, message) for message in messages]
+    if _IMAGE_PART.search(template) and "is string" not in template:
+        read = [
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in read
+        ]
     as_system = [m | {"role": "system"} if m["role"] == "developer" else m for m in read]
     has_calls = any(message.get("tool_calls") for message in read)
     variants = [read] if "developer" in template else []

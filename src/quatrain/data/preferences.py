@@ -32,6 +32,8 @@ from quatrain.data.examples import (
     note_answers,
     prompt_messages,
 )
+from quatrain.data.expansion import sees
+from quatrain.data.pictures import has_pictures
 from quatrain.data.prompts import check_columns_of, check_prompt_column, prompt_of, typed
 from quatrain.data.rows import NO_ROWS, GivenRows, Row
 from quatrain.data.token_table import TokenRow
@@ -153,6 +155,10 @@ class PairForm:
     scored: bool = False
     what: str = "pairs"
 
+    @property
+    def sees(self) -> bool:
+        return self.dialogues is not None and sees(self.dialogues.tokenizer)
+
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
         question = self.data.question_column
         if missing := [name for name in (CHOSEN, REJECTED) if name not in columns]:
@@ -166,6 +172,7 @@ class PairForm:
             check_prompt_column(spec, columns, self.data)
 
     def token_rows(self, row: Row, number: int) -> list[TokenRow]:
+        _check_text(row, self.sees)
         found = self._answered(row)
         if found is None:
             return []
@@ -322,6 +329,10 @@ class JudgedForm:
     what: str = "answers"
 
     @property
+    def sees(self) -> bool:
+        return self.dialogues is not None and sees(self.dialogues.tokenizer)
+
+    @property
     def _pairs(self) -> PairForm:
         # Each answer is judged alone: what both have in common does not cancel, as in a difference.
         return PairForm(self.data, self.dialogues, self.section, cut_counts=True)
@@ -338,6 +349,7 @@ class JudgedForm:
         return check_prompt_column(spec, columns, self.data)
 
     def token_rows(self, row: Row, number: int) -> list[TokenRow]:
+        _check_text(row, self.sees)
         if row.get(COMPLETION) is None and row.get(CHOSEN) is not None:
             return [
                 replace(pair, parts=(part,), columns={**pair.columns, LABEL: label})
@@ -385,7 +397,18 @@ def answered(dialogue: Dialogue, text: PromptText, given: list[Any], names: Sequ
     """The answers `given`, of the columns `names`, to a prompt."""
     for answer, name in zip(given, names, strict=True):
         checked_answer(answer, name)
-    return _Answered(text, dialogue.prompt(text), given, [dialogue.answer(text, answer) for answer in given])
+    return _Answered(
+        text, dialogue.prompt(text).ids, given, [dialogue.answer(text, answer) for answer in given]
+    )
+
+
+def _check_text(row: Row, sees: bool) -> None:
+    """Raises ValueError for a row with pictures, where the model would see some."""
+    if sees and has_pictures(row):
+        raise ValueError(
+            "preferences are trained on texts alone, and the row has pictures; remove it, or train with "
+            "`quatrain train` or `quatrain sft`, which read pictures"
+        )
 
 
 def _unwrapped(given: Any, name: str) -> Any:

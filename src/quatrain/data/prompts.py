@@ -7,13 +7,17 @@ Second step of the data flow: rows (`rows.py`) -> `Prompt`s for rollout and eval
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,11 +32,22 @@ from quatrain.config.data_sets import (
 )
 from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
+from quatrain.config.places import local_path
 from quatrain.config.schema import DataConfig
 from quatrain.data.chat_template import variables_of
+from quatrain.data.expansion import BLIND, sees
 from quatrain.data.left_out import REFUSED_OF_ROWS
-from quatrain.data.messages import INSTRUCTIONS, MESSAGES, TOOLS, checked_messages, tools_of, without_nulls
-from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
+from quatrain.data.messages import (
+    INSTRUCTIONS,
+    MESSAGES,
+    TOOLS,
+    checked_messages,
+    pictures_of,
+    tools_of,
+    without_nulls,
+)
+from quatrain.data.pictures import IMAGES, BadPicture, PictureReader, column_of, has_pictures, has_unseen
+from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, folder_of, read_rows
 from quatrain.data.stream import RowStream
 from quatrain.data.token_table import Table, TokenRow
 from quatrain.data.tokenizer import render
@@ -45,12 +60,16 @@ from quatrain.types.batches import (
     Prompt,
     PromptText,
 )
+from quatrain.types.pictures import PicturesInJson, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from quatrain.data.turns import TurnsOfRow
 
+logger = logging.getLogger(__name__)
+MOST_THREADS = 16
+"""Pictures that are decoded at the same time."""
 USUAL_BATCHES = 0.95
 """Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
 
@@ -79,11 +98,18 @@ class Source:
         a flag such as `weight: 0`."""
         self.longer = table.longer
         """Number of rows with answers that are left out because of their length."""
-        self.warnings = [*_about_json(table), *_about_tools(table)]
+        self.unseen = table.unseen
+        """Number of rows left out by `data.on_bad_image`, because a picture of theirs cannot be used."""
+        self.warnings = [*_about_json(table), *_about_tools(table), *_about_pictures(table)]
         """What is probably not intended, for the log."""
 
     def __len__(self) -> int:
         return self._table.size
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a row has pictures, of all processes."""
+        return any(gather_objects(any(row.pictures is not None for row in self._table.own.values())))
 
     def digests(self, first: int | None = None) -> dict[str, str]:
         """`Table.digests`: of the prompts, of their tokens and of each column, of the `first` rows."""
@@ -206,6 +232,7 @@ def load_prompts(
         by_pass_rate=by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None),
         episodes=turns is not None,
         given=rows,
+        sees=sees(tokenizer),
     )
     return PromptSource(load_table(spec, reader), seed=seed, shuffle=data.shuffle)
 
@@ -218,7 +245,7 @@ def check_columns(
     rows: GivenRows = NO_ROWS,
 ) -> None:
     """Raises the ValueError of `load_prompts` for columns, without a tokenizer."""
-    check_columns_of(spec, _RowReader(data, lambda row, text: [], required_columns, given=rows))
+    check_columns_of(spec, _RowReader(data, lambda row, text: Tokens([]), required_columns, given=rows))
 
 
 def check_columns_of(spec: TrainingSpec | Sequence[str], reader: Reader) -> None:
@@ -228,7 +255,7 @@ def check_columns_of(spec: TrainingSpec | Sequence[str], reader: Reader) -> None
 
 
 def _by_template(tokenizer: PreTrainedTokenizerFast) -> _Encode:
-    def encode(row: Row, text: PromptText) -> list[int]:
+    def encode(row: Row, text: PromptText) -> Tokens:
         variables = variables_of(row, tokenizer.chat_template)
         return render(tokenizer, text, tools_of(row), variables=variables, refused=REFUSED_OF_ROWS)
 
@@ -239,10 +266,12 @@ def _by_turns(turns: TurnsOfRow) -> _Encode:
     return lambda row, text: turns(row).prompt(text)
 
 
-_Encode = Callable[["Row", PromptText], list[int]]
-"""The ids of the prompt of a row."""
-TokenRows = tuple[list[TokenRow], int, int, int, int]
-"""Rows, and the numbers of those skipped, truncated, filtered and left out with their answers."""
+_Made = TypeVar("_Made")
+_Encode = Callable[["Row", PromptText], Tokens]
+"""The tokens of the prompt of a row."""
+TokenRows = tuple[list[TokenRow], int, int, int, int, int]
+"""Rows, and the numbers of those skipped, truncated, filtered, left out with their answers, and left out for
+a bad picture."""
 
 
 class Reader(Protocol):
@@ -258,7 +287,10 @@ class Reader(Protocol):
     def tokenised(self, spec: str, rows: list[Row]) -> TokenRows: ...
 
     def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
-        """Raises ValueError if no row of all data sets is left; `skipped` are those left out as too long."""
+        """Raises ValueError if no row of all data sets is left; `skipped` are those left out as too long.
+
+        Rows left out for a bad picture count as neither.
+        """
 
 
 @dataclass(frozen=True)
@@ -272,6 +304,7 @@ class _RowReader:
     by_pass_rate: bool = False
     episodes: bool = False
     given: GivenRows = field(default_factory=dict)
+    sees: bool = False
 
     def rows(self, spec: str) -> list[Row]:
         """With the columns `prompt` and `answer`, if they come from others, which stay."""
@@ -328,27 +361,29 @@ class _RowReader:
             for number, row in enumerate(rows, start=1)
             if self._is_kept(f"{spec}, row {number}", row)
         }
-        tokenised = [self._token_row(spec, number, row) for number, row in kept.items()]
-        tokenised, skipped, truncated = _within_length(spec, tokenised, self.data)
-        for token_row in tokenised:
+        tokenised = with_pictures(spec, kept, self.data, self.sees, self._token_row)
+        found, skipped, truncated = _within_length(spec, tokenised, self.data)
+        for token_row in found:
             with named(f"{spec}, row {token_row.number}"):
                 if self.check_prompt is not None:
                     self.check_prompt(token_row.text)
-        return tokenised, skipped, truncated, len(rows) - len(kept), 0
+        return found, skipped, truncated, len(rows) - len(kept), 0, len(kept) - len(tokenised)
 
     def _is_kept(self, where: str, row: Row) -> bool:
         """Whether a row is used, by its pass rate; raises ValueError for one that is malformed."""
         _check_answer(where, row)
         return not self.by_pass_rate or _pass_rate_within(where, row, self.data)
 
-    def _token_row(self, spec: str, number: int, row: Row) -> TokenRow:
-        with named(f"{spec}, row {number}"):
-            check_depth(row)
-            text = _prompt_text(row, self.data)
-            ids = np.asarray(self.encode(row, text), dtype=np.int32)
+    def _token_row(self, row: Row, number: int) -> TokenRow:
+        check_depth(row)
+        text = prompt_of_row(row, self.data, self.sees)
+        tokens = self.encode(row, text)
+        ids = np.asarray(tokens.ids, dtype=np.int32)
         ids.setflags(write=False)
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return TokenRow(number, text, ids, columns)
+        if tokens.pictures is not None:
+            columns[IMAGES] = pictures_of(text)
+        return TokenRow(number, text, ids, columns, pictures=tokens.pictures)
 
     def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
         data = self.data
@@ -363,6 +398,9 @@ class _RowReader:
             raise ValueError(
                 f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
                 "and data.on_long_prompt=skip leaves none; raise data.max_prompt_length"
+                if skipped
+                else f"{spec}: no prompt is left: data.on_bad_image=skip leaves out every row; correct the "
+                "pictures, or set it to error, which says what is wrong"
             )
 
 
@@ -445,12 +483,15 @@ def load_table(spec: TrainingSpec | Sequence[str], reader: Reader) -> Table:
     for file, part in tokenised.items() if spread else ():
         _check_serialisable(file, part[0])
     found = {i: tokenised[parts[i][1]] for i in here}
+    seeing = _of_all_parts({i: [_has_pictures(part)] for i, part in found.items()}, spread)
+    if any(chain.from_iterable(seeing.values())):
+        found = {i: (_with_images(part[0]), *part[1:]) for i, part in found.items()}
     counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
     totals = {each: _totals(counts[i] for i, (of, _) in enumerate(parts) if of == each) for each in specs}
-    size, skipped, truncated, filtered, longer = _totals(counts.values())
+    size, skipped, truncated, filtered, longer, unseen = _totals(counts.values())
     weights = whole_weights(sets)
     # Of a mixture, every data set must have rows to draw; of others, all together.
-    whole = [size, skipped, truncated, filtered, longer]
+    whole = _totals(counts.values())
     for each, own in totals.items() if weights else [(name, whole)]:
         reader.check_not_empty(each, own[0], own[1] + own[4], own[3])
     names = source_names(sets) if len(totals) > 1 else dict.fromkeys(specs, "")
@@ -461,11 +502,53 @@ def load_table(spec: TrainingSpec | Sequence[str], reader: Reader) -> Table:
         for k, row in enumerate(part[0])
     }
     sources = {names[each]: own[0] for each, own in totals.items()} if weights else {}
-    table = Table(rows_here, size, skipped, truncated, filtered, longer, spread, sources, weights)
+    table = Table(rows_here, size, skipped, truncated, filtered, longer, spread, sources, weights, unseen)
     if joined() and not spread:
         digests = {f"{name}, {part}": digest for part, digest in table.digests().items()}
         assert_same("data set", {name: f"{size} rows", **digests})
     return table
+
+
+def _has_pictures(part: TokenRows) -> bool:
+    return any(row.pictures is not None for row in part[0])
+
+
+def _with_images(rows: list[TokenRow]) -> list[TokenRow]:
+    """The rows, each with the column `images`, which is empty where there are none."""
+    return [
+        row if row.columns.get(IMAGES) else replace(row, columns={**row.columns, IMAGES: []}) for row in rows
+    ]
+
+
+def with_pictures(
+    spec: str, rows: Mapping[int, Row], data: DataConfig, sees: bool, made: Callable[[Row, int], _Made]
+) -> list[_Made]:
+    """What `made` makes of each row of `spec` and its number, whose pictures are read if the model sees them.
+
+    Without the rows that `data.on_bad_image` leaves out. Raises ValueError, which names the row.
+    """
+    root = folder_of(spec) if data.image_root is None else local_path(data.image_root)
+    reader, found, left_out = PictureReader(root, data.verify_images), [], 0
+    # Most of the work is Pillow's, which runs beside Python; each has a decoded picture in memory.
+    threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+    try:
+        seeing = {number: row for number, row in rows.items() if sees and has_pictures(row)}
+        read = {number: threads.submit(reader.of_row, row) for number, row in seeing.items()}
+        for number, row in rows.items():
+            with named(f"{spec}, row {number}"):
+                if not sees and has_unseen(row):
+                    raise ValueError(BLIND)
+                try:
+                    found.append(made(read.pop(number).result() if number in read else row, number))
+                except BadPicture as error:
+                    if data.on_bad_image == "error":
+                        raise
+                    if not left_out:
+                        logger.warning("%s, row %d is left out: %s", spec, number, error)
+                    left_out += 1
+    finally:
+        threads.shutdown(cancel_futures=True)
+    return found
 
 
 def _totals(counts: Iterable[Sequence[int]]) -> list[int]:
@@ -483,7 +566,7 @@ def _of_all_parts(here: dict[int, list], spread: bool) -> dict[int, list]:
 def _check_serialisable(spec: str, rows: Sequence[TokenRow]) -> None:
     for row in rows:
         try:
-            json.dumps(row.packed())
+            json.dumps(row.packed(), default=PicturesInJson().written)
         except TypeError as error:
             raise ValueError(
                 f"{spec}, row {row.number}: processes exchange the rows of a data set in several files as "
@@ -502,7 +585,7 @@ def _about_json(table: Table) -> list[str]:
 
     def kind(row: TokenRow) -> str | None:
         text = row.text if isinstance(row.text, str) else row.text[-1].get("content", "")
-        return "json" if is_json_of_messages(text) else None
+        return "json" if isinstance(text, str) and is_json_of_messages(text) else None
 
     return [
         f"{count} of {table.size} prompts (the first is row {row}) are the JSON of messages as a text, which "
@@ -528,6 +611,14 @@ def _about_tools(table: Table) -> list[str]:
         f"the column `{TOOLS}` of {count} of {table.size} rows (the first is row {row}) is {what}"
         for what, (count, row) in table.tally(kind).items()
     ]
+
+
+def _about_pictures(table: Table) -> list[str]:
+    """A warning if rows are left out for a picture; the log has said what is wrong with the first."""
+    return [
+        f"{table.unseen} rows are left out, because a picture of theirs cannot be used "
+        "(data.on_bad_image=skip)"
+    ] * bool(table.unseen)
 
 
 def _check_answer(where: str, row: Row) -> None:
@@ -558,29 +649,52 @@ def _pass_rate_within(where: str, row: Row, data: DataConfig) -> bool:
 def _within_length(spec: str, rows: list[TokenRow], data: DataConfig) -> tuple[list[TokenRow], int, int]:
     """The rows after `data.on_long_prompt`, and how many were skipped and how many cut."""
     limit = data.max_prompt_length
+    seeing = next((row for row in rows if row.pictures is not None), None)
+    if data.on_long_prompt == "truncate_left" and seeing is not None:
+        raise ValueError(
+            f"{spec}: data.on_long_prompt=truncate_left must not be set with pictures, which it would cut; "
+            f"row {seeing.number} has one; set it to skip or error"
+        )
     long = [row for row in rows if len(row.input_ids) > limit]
     if long and data.on_long_prompt == "error":
         longest = max(len(row.input_ids) for row in long)
+        shorter = "skip or truncate_left" if seeing is None else "skip"
         raise ValueError(
             f"{spec}: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} "
             f"tokens (row {long[0].number} has {len(long[0].input_ids)}; the longest has {longest}); raise "
-            "it, or set data.on_long_prompt to skip or truncate_left"
+            f"it, or set data.on_long_prompt to {shorter}"
         )
     if data.on_long_prompt == "truncate_left":
         return [replace(row, input_ids=row.input_ids[-limit:]) for row in rows], 0, len(long)
     return [row for row in rows if len(row.input_ids) <= limit], len(long), 0
 
 
-def _prompt_text(row: Row, data: DataConfig) -> PromptText:
-    """The prompt of one row."""
+def prompt_of_row(row: Row, data: DataConfig, sees: bool) -> PromptText:
+    """The prompt of one row, with its pictures in their places if the model sees them."""
     column = data.question_column or "prompt"
-    return prompt_of(row[column], data, column)
+    text = prompt_of(row.get(column), data, column, placing(row) if sees else None)
+    if isinstance(text, str) and sees and column_of(row):
+        raise BadPicture(
+            "a prompt with pictures must be messages, because the chat template writes where they are; it is "
+            "a text; give messages, or set data.question_column or data.system_prompt, which make some"
+        )
+    return text
 
 
-def prompt_of(value: Any, data: DataConfig, column: str = "prompt") -> PromptText:
+def placing(row: Row) -> Callable[[list[Any]], list[Any]]:
+    """What puts the pictures of a row, which are read, into messages."""
+    return partial(PictureReader().placed, given=column_of(row))
+
+
+def prompt_of(
+    value: Any,
+    data: DataConfig,
+    column: str = "prompt",
+    placed: Callable[[list[Any]], list[Any]] | None = None,
+) -> PromptText:
     """The prompt of `column`: text, or messages with the system message first; `render` validates messages.
 
-    Raises ValueError for a value that is neither.
+    `placed` puts pictures into messages. Raises ValueError for a value that is neither.
     """
     is_question = column == data.question_column
     if isinstance(value, str):
@@ -592,7 +706,7 @@ def prompt_of(value: Any, data: DataConfig, column: str = "prompt") -> PromptTex
     else:
         wanted = "a string" if is_question else "a string or a list of messages"
         raise ValueError(f"the column `{column}` must be {wanted}; it is {typed(value)}")
-    messages = checked_messages(messages)
+    messages = checked_messages(messages if placed is None else placed(messages))
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             "the last message of a prompt must not be the assistant's, because the model writes the "

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -129,6 +130,12 @@ def data_files(spec: str) -> list[Path]:
     if not files:
         raise ValueError(f"data set {spec!r} matches no file (looked in {path.parent.absolute()})")
     return files
+
+
+def folder_of(spec: str) -> Path | None:
+    """The folder of the files of a data set; None if it is no file."""
+    path = local_path(spec)
+    return path.parent if path.suffix in _READERS and (path.is_file() or "*" in path.name) else None
 
 
 def _aligned(rows: list[Row]) -> list[Row]:
@@ -353,9 +360,24 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
 
 
 def _of_dataset(found: Any) -> list[Row]:
-    """The rows of a `datasets.Dataset`."""
+    """The rows of a `datasets.Dataset`, with pictures as they are encoded."""
+    features: Any = getattr(found, "features", None)
+    encoded = _encoded(features)
+    if encoded != features:
+        found = found.cast(type(features)(encoded))
     rows = list(found)
     return _as_written(rows, found.features.arrow_schema) if hasattr(found, "features") else rows
+
+
+def _encoded(feature: Any) -> Any:
+    """A feature of a `datasets.Dataset` whose pictures stay encoded: decoded, they would be encoded again."""
+    if isinstance(feature, dict):
+        return {name: _encoded(each) for name, each in feature.items()}
+    if type(feature).__name__ == "Image":
+        return type(feature)(decode=False)
+    if type(feature).__name__ in ("List", "LargeList", "Sequence") and hasattr(feature, "feature"):
+        return replace(feature, feature=_encoded(feature.feature))
+    return feature
 
 
 _READERS: dict[str, Callable[[Path], list[Row]]] = {

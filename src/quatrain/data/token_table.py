@@ -17,6 +17,7 @@ import numpy as np
 
 from quatrain.cluster.processes import gather_objects
 from quatrain.types.batches import Prompt, PromptText
+from quatrain.types.pictures import Pictures
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -37,23 +38,30 @@ class TokenRow:
     """Name of its data set (`source_names`); empty where there is no other."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What a warning says of this row, by what it is about; only where the row was read."""
+    pictures: Pictures | None = None
+    """Which picture each token of the prompt and of `parts` stands for; None: all are text."""
 
     def prompt(self, group_id: int) -> Prompt:
         """The row as a `Prompt`, the input of the rollout."""
-        return Prompt(group_id, self.input_ids, self.text, self.columns, self.source)
+        return Prompt(group_id, self.input_ids, self.text, self.columns, self.source, self.pictures)
 
     def packed(self) -> list[Any]:
-        """The row as a list that `unpacked` restores; JSON-serialisable if its columns are."""
-        parts = [part.tolist() for part in self.parts]
-        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns), parts, self.source]
+        """The row as a list that `unpacked` restores; JSON if its columns are, but for pictures."""
+        parts, pictures = [part.tolist() for part in self.parts], self.pictures
+        ids = self.input_ids.tolist()
+        seen = None if pictures is None else [pictures.ids.tolist(), pictures.used]
+        return [self.number, self.text, ids, dict(self.columns), parts, self.source, seen]
 
     @classmethod
     def unpacked(cls, content: list[Any]) -> TokenRow:
         """The row that `packed` turned into `content`, for example in another process."""
-        number, text, ids, columns, parts, source = content
+        number, text, ids, columns, parts, source, seen = content
         prompt = text if isinstance(text, str) else tuple(text)
         behind = tuple(np.array(part, np.int32) for part in parts)
-        return cls(number, prompt, np.array(ids, np.int32), columns, behind, source)
+        pictures = None
+        if seen is not None:
+            pictures = Pictures(np.array(seen[0], np.int64), {picture.id: picture for picture in seen[1]})
+        return cls(number, prompt, np.array(ids, np.int32), columns, behind, source, pictures=pictures)
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,8 @@ class Table:
     """A table of `size` rows; `own` holds, by number, those stored in this process.
 
     If `spread` is false, `own` holds all rows. `skipped`, `truncated` and `filtered` count the skipped rows,
-    the truncated ones and those left out by their pass rates or flags, and `longer` the rows with answers
-    left out because of their length, of all processes.
+    the truncated ones and those left out by their pass rates or flags, `longer` the rows with answers left
+    out because of their length, and `unseen` those left out for a bad picture, of all processes.
     """
 
     own: Mapping[int, TokenRow]
@@ -76,6 +84,7 @@ class Table:
     """The rows of each data set of a mixture, in the order of their numbers; empty for other tables."""
     weights: tuple[int, ...] = ()
     """The weights of `sources`, whole numbers."""
+    unseen: int = 0
 
     def take(self, numbers: Sequence[int]) -> list[TokenRow]:
         """The rows with these numbers; if the table is spread, every process must pass the same numbers."""
@@ -102,6 +111,8 @@ class Table:
     def digests(self, first: int | None = None) -> dict[str, str]:
         """A digest of the prompts, of their tokens and of each column, of the `first` rows (None: all).
 
+        Where there are pictures, also of these.
+
         A mixture has one more, of the weights and sizes of its data sets.
 
         Each is the sum modulo 2^64 of the hashes of every row's number and value, so that it does not depend
@@ -112,6 +123,8 @@ class Table:
             if first is None or number < first:
                 here["the prompts"] += _hash([number, row.text])
                 here["the tokens of the prompts"] += _hash([number, row.input_ids.tolist()])
+                if row.pictures is not None:
+                    here["the pictures of the prompts"] += _hash([number, row.pictures.ids.tolist()])
                 if row.parts:
                     here["the tokens of the answers"] += _hash([number, [p.tolist() for p in row.parts]])
                 for name, value in row.columns.items():

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,10 +22,12 @@ from quatrain.config.errors import shown
 from quatrain.config.files import MAX_DEPTH, Description, checked, read_json, too_deep
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
+from quatrain.data.expansion import expanded
 from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
 from quatrain.data.left_out import REFUSED, Kind, LeftOut, Messages, Tools, left_out
-from quatrain.data.messages import checked_messages, forms_for, unfit_text
+from quatrain.data.messages import checked_messages, forms_for, pictures_of, unfit_text, with_picture_parts
 from quatrain.models.hf_config import MAX_LAYERS
+from quatrain.types.pictures import Tokens
 from quatrain.weights.gguf_header import read_header
 from quatrain.weights.offline_hub import hub_without_retries
 from quatrain.workers.pool import Failure, Pool
@@ -47,6 +50,7 @@ TEMPLATE_CPU_S, TEMPLATE_WALL_S, TEMPLATE_MEMORY_MB = 2.0, 60.0, 1024
 """Limits of rendering with a template; a process may wait for a core."""
 MOST_GROWTH = 100
 _CONFIG, _JSON, _MODEL = "tokenizer_config.json", "tokenizer.json", "config.json"
+_TEMPLATE = "chat_template.json"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -56,7 +60,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     cannot be reached, or the tokenizer needs custom code or is not a fast tokenizer.
     """
     if path.startswith("builtin:"):
-        return builtin_tokenizer()
+        return builtin_tokenizer(path.removeprefix("builtin:"))
     if path.endswith(".gguf"):
         return gguf_tokenizer(read_header(path).metadata, path)
     from transformers import PreTrainedTokenizerFast
@@ -119,10 +123,24 @@ def _loaded(source: str, has_json: bool, **options: bool) -> Any:
         tokenizer = loader.from_pretrained(source, trust_remote_code=False, **options)
         tokenizer.decode(tokenizer.encode("a b"))
         int(tokenizer.eos_token_id or 0)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _beside(source)
     template = tokenizer.chat_template or ""
     if not all(isinstance(text, str) for text in _templates_of(template)):
         raise ValueError(f"a chat template must be text, not {shown(template)}")
     return tokenizer
+
+
+def _beside(source: str) -> Any:
+    """The template of chat_template.json, where models that see had it: only their processors read it."""
+    path: Path | None = Path(source) / _TEMPLATE
+    if not Path(source).is_dir():
+        path = None
+        with contextlib.suppress(
+            Exception
+        ):  # a copy of a model on this machine may lack it, as most models do
+            path = _hub_file(source, _TEMPLATE)
+    return read_json(path).get("chat_template") if path is not None and path.is_file() else None
 
 
 def _templates_of(template: Any) -> list[Any]:
@@ -332,8 +350,8 @@ def render(
     variables: Mapping[str, Any] | None = None,
     begun: str = "",
     refused: Collection[Kind] = REFUSED,
-) -> list[int]:
-    """The token ids of a prompt.
+) -> Tokens:
+    """The tokens of a prompt.
 
     A string is tokenised with the special tokens that the tokenizer adds in front of any text (for Llama a
     BOS, none for Qwen and SmolLM), unless it begins with them; what it adds at the end, such as an EOS, is
@@ -345,16 +363,18 @@ def render(
     `fill_template`), messages without a chat template, and a prompt that has no tokens.
     """
     if isinstance(prompt, str):
-        ids = encode(tokenizer, prompt, closed=False)
+        found = expanded(tokenizer, prompt, prompt, partial(encode, tokenizer, closed=False))
     else:
         messages = checked_messages(prompt)
         text = fill_template(
             tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables, refused=refused
         )
-        ids = encode(tokenizer, text + begun, add_special_tokens=False)
-    if not ids:
+        found = expanded(
+            tokenizer, text + begun, messages, partial(encode, tokenizer, add_special_tokens=False)
+        )
+    if not found.ids:
         raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
-    return ids
+    return found
 
 
 def render_completed(
@@ -372,10 +392,15 @@ def render_completed(
     adds around any text. Messages and the completion, as the assistant's message, are rendered with the chat
     template, which writes all special tokens; it also gets `tools` and `variables`. Raises ValueError for
     messages that `render` refuses, but by default only warns of texts that the template leaves out: a run
-    cannot give a reward model another template.
+    cannot give a reward model another template. Pictures are an error too, because no reward model sees them.
     """
     if isinstance(prompt, str):
         return encode(tokenizer, f"{prompt}{completion}")
+    if pictures_of(prompt):
+        raise ValueError(
+            "a prompt that is read together with its answer, as reward models do, must have no pictures; "
+            "this one has some; remove reward models from reward.models, or the rows with pictures"
+        )
     answer = {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
     text = fill_template(
         tokenizer,
@@ -417,6 +442,7 @@ def fill_template(
     own = getattr(tokenizer, "template_variables", {})
     given = {**tokenizer.special_tokens_map, **own, **(variables or {})}
     template = "".join(_templates_of(tokenizer.chat_template))
+    messages = with_picture_parts(messages, lambda picture: {"type": "image"})
 
     def fill(form: Messages, described: Tools) -> str | None:
         taken, text = _filled(tokenizer, form, add_generation_prompt, described, given)

@@ -15,14 +15,17 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import shown
 from quatrain.data.chat_template import variables_of
+from quatrain.data.expansion import expanded, sees
 from quatrain.data.left_out import REFUSED, REFUSED_OF_ROWS
-from quatrain.data.messages import TOOLS, checked_messages, tools_of
+from quatrain.data.messages import TOOLS, checked_messages, named_picture, tools_of, with_picture_parts
 from quatrain.data.tokenizer import encode_further, fill_template, render
+from quatrain.types.pictures import Picture, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -65,8 +68,8 @@ class TurnTemplate:
             # Warns if the template does not write the descriptions of the tools.
             fill_template(tokenizer, [_QUESTION], add_generation_prompt=True, tools=self._tools)
 
-    def prompt(self, messages: PromptText) -> list[int]:
-        """The ids of the prompt, up to the start of the assistant's first turn.
+    def prompt(self, messages: PromptText) -> Tokens:
+        """The tokens of the prompt, up to the start of the assistant's first turn.
 
         Raises ValueError for a prompt that is a text: only a chat template can write a further turn.
         """
@@ -103,8 +106,8 @@ class TurnTemplate:
             template._tools, template._refused = tuple(tools), REFUSED_OF_ROWS
         return template
 
-    def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """The ids from the end of the assistant's turn to the start of its next, with `messages` between.
+    def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> Tokens:
+        """The tokens from the end of the assistant's turn to the start of its next, with `messages` between.
 
         The template renders `prompt`, a fixed stand-in for the assistant's text, and `messages`; the suffix
         is what it writes after the stand-in. `prompt` is the prompt of the episode; earlier turns are left
@@ -114,10 +117,11 @@ class TurnTemplate:
 
         Raises ValueError if the template rejects the messages, or leaves out the assistant's text.
         """
-        after = self._after_turn(conversation(prompt), checked_messages(messages))
+        messages = checked_messages(messages)
+        after = self._after_turn(conversation(prompt), messages)
         end = sampled[-1] if len(sampled) and sampled[-1] in self._stop_ids else None
         if end is None:
-            return self._encode(after)
+            return expanded(self._tokenizer, after, messages, self._encode)
         written = self._end_token(after)
         if written not in (None, end):
             # Another of the stop ids, unless it is the start of the next message, as in GLM-4.
@@ -127,7 +131,7 @@ class TurnTemplate:
             after = after.lstrip().removeprefix(self._ends[written])
         elif end is not None and self._ends.get(end) == "<|return|>":
             after = after.removeprefix("<|end|>")  # Harmony writes it where the last message had <|return|>
-        return self._encode_after(end, after)
+        return expanded(self._tokenizer, after, messages, partial(self._encode_after, end))
 
     def _after_turn(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
         """What the template writes after the assistant's turn, whose text it may ask to be a call.
@@ -169,7 +173,7 @@ class TurnTemplate:
 
     def _after_stand_in(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
         """What the template writes after the assistant's text; up to its next turn, if anything is new."""
-        stand_in, taken = STAND_IN, json.dumps(new)
+        stand_in, taken = STAND_IN, json.dumps(with_picture_parts(new, named_picture))
         if stand_in in taken:
             stand_in += hashlib.blake2b(taken.encode(), digest_size=8).hexdigest()
         dialogue = [*checked_messages(prompt), {"role": "assistant", "content": stand_in}, *new]
@@ -212,12 +216,27 @@ class TurnTemplate:
     def _check_results(self) -> None:
         try:
             self._after_turn([_QUESTION], [_RESULT])
+            if sees(self._tokenizer) and not self._shows_results():
+                logger.warning(
+                    "the chat template does not write pictures of messages of the role `tool`: a tool that "
+                    "returns one ends its episode with a fault; set data.chat_template to one that does"
+                )
         except ValueError as error:
             raise ValueError(
                 "a chat template must take messages of the role `tool`, for the results of tools; this one "
                 f"does not: {error}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), "
                 "set data.chat_template, or give rollout.environment a class whose step answers as the user"
             ) from error
+
+    def _shows_results(self) -> bool:
+        """Whether the template writes the picture that a tool returns."""
+        tokenizer: Any = self._tokenizer
+        result = {**_RESULT, "content": [{"type": "image", "image": Picture(1, (64, 64), b"")}]}
+        try:
+            after = self._after_turn([_QUESTION], [result])
+        except ValueError:
+            return False
+        return tokenizer.expansion.placeholder in after
 
 
 TurnsOfRow = Callable[[Mapping[str, Any]], TurnTemplate]

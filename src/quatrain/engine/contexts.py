@@ -169,7 +169,7 @@ class KeptContexts:
     def home(self, ticket: int, group: Group) -> int | None:
         """The replica that keeps the most of the group's context; None if none has enough of it."""
         if ticket not in self._homes:
-            root, marks = self._root(group), _marks(group.context)[:-1]
+            root, marks = self._root(group), group.marks[:-1]
             lengths = [store.match(root, marks) for store in self._stores]
             longest = max(lengths)
             self._homes[ticket] = lengths.index(longest) if longest >= LEAST_HIT else None
@@ -191,7 +191,7 @@ class KeptContexts:
         waiting, keys, followed = [], set(), set()
         for ticket, place in admitted:
             group, (replica, prefix_slot) = groups[ticket], divmod(place, num_prefix_slots)
-            root, marks = self._root(group), _marks(group.context)
+            root, marks = self._root(group), group.marks
             length = self._stores[replica].match(root, marks[:-1])
             # After a state, only those can go on that have all of the same context.
             new = marks[: length + LEAST_HIT] if not self._state_bytes else marks
@@ -207,7 +207,7 @@ class KeptContexts:
         return [self._found(*each, key in followed) for key, each in first], waiting
 
     def _found(self, ticket: int, group: Group, replica: int, prefix_slot: int, followed: bool) -> Found:
-        root, marks = self._root(group), _marks(group.context)
+        root, marks = self._root(group), group.marks
         self.end(ticket)
         self._places[ticket] = replica, root
         known, session = group.known_routes(0, len(marks) - 1), "" if group.own is None else group.own.session
@@ -241,7 +241,7 @@ class KeptContexts:
         for each in found:
             if self._state_bytes and each.pause is None:
                 continue
-            marks = _marks(each.group.context)[: each.pause]
+            marks = each.group.marks[: each.pause]
             kept = self._keep(each.ticket, each.group, marks, live=each.ticket)
             for block, first in kept.copies:
                 blocks[each.replica][block] = block, each.prefix_slot, first
@@ -257,7 +257,7 @@ class KeptContexts:
         rings = range(len(cache.shape.rings))
         of_rings, ring_states = [self._tables() for _ in rings], [self._tables() for _ in rings]
         for each in turns:
-            marks, from_row = _marks(each.group.context), bool(self._state_bytes) and not each.whole
+            marks, from_row = each.group.marks, bool(self._state_bytes) and not each.whole
             length, replica = len(marks), each.replica
             if not from_row:
                 marks = np.concatenate([marks, each.group.completions[0].tokens[:-1]])
@@ -348,11 +348,6 @@ class KeptContexts:
             return CachePart(tuple(empty))
         picked = np.array([*range(before), *[0] * (size - before)] * len(self._stores))
         return rearrange(pool, picked, np.arange(positions), self._mesh)
-
-
-def _marks(ids: np.ndarray) -> np.ndarray:
-    """What contexts are compared by: the tokens."""
-    return ids.astype(np.int64)
 
 
 def _table(given: list[_Table], fields: int) -> list[np.ndarray]:

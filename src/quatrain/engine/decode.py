@@ -36,6 +36,7 @@ from quatrain.models.delta_rule import Chunks, DeltaState
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart, LayerCache, position_axes
 from quatrain.models.params import partition
 from quatrain.models.prefix_tree import RowForms
+from quatrain.models.vision import Inserts
 from quatrain.ops.sampling import SamplingNumbers, sample, token_uniforms
 from quatrain.ops.shape_buckets import power_of_four
 from quatrain.parallel.axes import DATA_AXES, TP
@@ -70,6 +71,10 @@ class Packed(NamedTuple):
     layout: Unpacking | None = None  # of [1, T] tokens
     chunks: Chunks | None = None  # of [1, T] tokens, with the ends of prompts; for DeltaNet layers
     routes: jax.Array | None = None  # [T, L, k], of prompts that are computed again
+    turns: jax.Array | None = None  # [1, 3, T] int32, rotary positions, if there are pictures
+    inserts: Inserts | None = (
+        None  # features of pictures [1, 1 + L, F, D], and which [1, T] of them tokens have
+    )
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class Program:
             chunks=packed.chunks,
             num_prompts=num_prompts,
             routes=routes,
+            turns=packed.turns,
+            inserts=packed.inserts,
             backend=self.backend,
         )
 
@@ -300,6 +307,7 @@ class Slots(NamedTuple):
     steps: jax.Array  # uint32
     live: jax.Array  # bool
     sampling: SamplingNumbers
+    shifts: jax.Array | None = None  # int32, rotary positions less positions, behind pictures
 
 
 class Decoded(NamedTuple):
@@ -357,6 +365,7 @@ def _decode(
             (ring_position + now) % generated.positions,
             sharing,
             live,
+            shifts=slots.shifts,
             dtype=program.dtype,
             backend=program.backend,
         )

@@ -27,10 +27,20 @@ from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Session, SessionSettings
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.families import Architecture
-from quatrain.models.lora import adapters_of, copies_if_aliased, merged, merged_architecture
+from quatrain.models.feature_store import FeatureStore
+from quatrain.models.lora import VISION, adapters_of, copies_if_aliased, merged, merged_architecture
 from quatrain.models.params import partition
-from quatrain.parallel.mesh import check_held, mesh_shape, one_device, reshard, shardings, to_memory
+from quatrain.parallel.mesh import (
+    check_held,
+    copy_if_aliased,
+    mesh_shape,
+    one_device,
+    reshard,
+    shardings,
+    to_memory,
+)
 from quatrain.types.metrics import Metric
+from quatrain.types.pictures import Pictures
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.sampler import Request
 
@@ -68,6 +78,9 @@ class RolloutEngine:
     prompts of `usual_prompt` tokens: programs are compiled for that size, which changes only for longer
     prompts.
 
+    `features` are those of pictures, of a model that sees; without them a prompt with pictures is refused.
+    The tower is theirs: this engine has the text model.
+
     With `per_request_sampling`, turns that come one by one, each with a sampling of its own, share the slots;
     otherwise all samples in flight have one sampling, and those of a prompt share its keys and values.
 
@@ -94,7 +107,10 @@ class RolloutEngine:
         usual_prompt: int = 1,
         per_request_sampling: bool = False,
         backend: Backend | None = None,
+        features: FeatureStore | None = None,
     ):
+        self._features = features
+        arch = replace(arch, vision=None)
         self._with_adapters = arch
         self.arch = merged_architecture(arch) if config.lora == "merged" else arch
         self.tokenizer, self.seed = tokenizer, seed
@@ -146,6 +162,7 @@ class RolloutEngine:
             usual_prompt=policy.usual_prompt,
             per_request_sampling=per_request_sampling,
             backend=policy.backend,
+            features=policy.store,
         )
 
     def sync_weights(self, params: Any, version: int) -> None:
@@ -157,6 +174,8 @@ class RolloutEngine:
         began = time.perf_counter()
         if self._session is None or not self._session.num_groups:
             self._params = None  # with nothing in flight, free the old weights before placing the new
+        if self._features is not None:
+            self._features.load(params, version)
         placed = self.placed(params)
         if version == self._version and self._session is not None:
             self._session.forget_contexts()  # which are found by the version; these may be other weights
@@ -167,11 +186,17 @@ class RolloutEngine:
         """`params` on this engine's mesh, with matrices in its dtype, in arrays that training may not donate.
 
         They are copied from device to device. Arrays in the host's memory come to the devices one at a time.
+        A tower that is trained is copied where it is.
         """
-        return jax.block_until_ready(copies_if_aliased(self.placed(params), params))
+        copied = copies_if_aliased(self.placed(params), _text_of(params), self._with_adapters)
+        if VISION in params:
+            copied = {**copied, VISION: jax.tree.map(copy_if_aliased, params[VISION], params[VISION])}
+        return jax.block_until_ready(copied)
 
     def placed(self, params: Any) -> Any:
-        """As `copy_weights`, but arrays that have that sharding and dtype already are not copied."""
+        """The text model as `copy_weights` gives it, but arrays that have that sharding and dtype already are
+        not copied."""
+        params = _text_of(params)
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
 
@@ -204,6 +229,11 @@ class RolloutEngine:
     def num_kept_blocks(self) -> int:
         """Blocks of contexts that are kept beside the KV cache."""
         return 0 if self._session is None else self._session.num_kept_blocks
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have pictures."""
+        return self._features is not None
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the turns of `requests`; a ticket for each.
@@ -240,17 +270,27 @@ class RolloutEngine:
         ticket.session.cancel(ticket.group)
 
     def score(
-        self, sequences: Sequence[Sequence[int]], num_likeliest: int, listed: np.ndarray | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_likeliest: int,
+        listed: np.ndarray | None = None,
+        *,
+        pictures: Sequence[Pictures | None] | None = None,
     ) -> Iterator[list[Scores]]:
         """Log-probabilities of given tokens, by the weights that are set; the next sequences at each step.
 
         A step is one call of the device, between two rounds. `listed` [T, W] int32 are words to score in the
-        place of each of the T tokens of a single sequence; -1: none.
+        place of each of the T tokens of a single sequence; -1: none. `pictures` are those of each sequence,
+        or of its beginning. Raises ValueError at once if there are some, and the engine has no features.
         """
         model = self.arch, self.stop_ids, self.dtype, self._attention, self.mesh
         program = Program(*model, self._backend)
-        for packs in packs_to_score(sequences, mesh_shape(self.mesh).num_data_shards):
-            yield score_packs(program, self._weights(), packs, num_likeliest, listed)
+        num_replicas = mesh_shape(self.mesh).num_data_shards
+        calls = packs_to_score(sequences, num_replicas, pictures, self._features)
+        return (
+            score_packs(program, self._weights(), packs, num_likeliest, listed, self._features)
+            for packs in calls
+        )
 
     def advance(self) -> None:
         """Run one round of what was submitted: prefill of new requests, and a decode call."""
@@ -289,6 +329,7 @@ class RolloutEngine:
         settings = SessionSettings(*model, self._cache_bytes, self._usual_prompt)
         settings = replace(settings, records_routes=self._records_routes, backend=self._backend)
         settings = replace(settings, prefix_share=self._prefix_share, in_flight=self._in_flight)
+        settings = replace(settings, features=self._features)
         own = self.per_request_sampling
         return Session(settings, sampling, self._max_concurrency, per_request_sampling=own)
 
@@ -298,6 +339,11 @@ class RolloutEngine:
             raise ValueError(f"the rollout has no weights to sample from; {call}")
         check_held(self._params, "the weights that the rollout samples from", f"{call}, after each update")
         return self._params
+
+
+def _text_of(params: Any) -> Any:
+    """The parameters of the text model."""
+    return {name: part for name, part in params.items() if name != VISION}
 
 
 def memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:

@@ -16,14 +16,19 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import numpy as np
 
+from quatrain.data.expansion import BLIND
 from quatrain.engine.decode import Extended, Packed
 from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued, Restored
+from quatrain.models.feature_store import FeatureStore, inserts_of
 from quatrain.models.prefix_tree import RowForms, chunk_layout
+from quatrain.models.rope_positions import rope_positions
+from quatrain.models.vision import Inserts
 from quatrain.ops.packing import common_tokens, useful_common_prefix
 from quatrain.ops.sampling import SamplingNumbers
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
+from quatrain.types.pictures import TEXT, Pictures, numbers_within
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.routes import ROUTES, live_of
 from quatrain.types.sampler import PerRequestSampling
@@ -64,6 +69,35 @@ class UsualSampling:
         return _numbers(self.sampling, self.seed, count)
 
 
+class Seen(NamedTuple):
+    """The pictures of a context of P tokens, and what follows from them. Of the whole context: where a part
+    of it begins within a picture, its tokens do not say where."""
+
+    pictures: Pictures
+    numbers: np.ndarray
+    """[P] int32: of each placeholder, its number among those of its picture."""
+    turns: np.ndarray | None = None
+    """[3, P] int32: rotary positions; None: those of text."""
+    shift: int = 0
+    """What is added to the positions of the tokens behind the context."""
+
+
+def seen_by(prompt: Prompt, features: FeatureStore | None) -> Seen | None:
+    """What a sampler with these features sees of a prompt; None: it is text alone.
+
+    Raises ValueError for a prompt with pictures without them.
+    """
+    pictures = prompt.pictures
+    if pictures is None or not pictures.ids.any():
+        return None
+    if features is None:
+        raise ValueError(BLIND)
+    vision = features.vision
+    numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
+    turned = rope_positions(vision, pictures, len(pictures)) if vision.has_grid else ()
+    return Seen(pictures, numbers, *turned)
+
+
 @dataclass
 class Group:
     """Samples of one prompt, each of which is a turn of the policy.
@@ -79,6 +113,8 @@ class Group:
     numbers: Sequence[int]
     limit: int
     own: PerRequestSampling | None = None
+    seen: Seen | None = None
+    """None: the prompt is text alone."""
 
     @classmethod
     def alone(cls, prompt: Prompt, own: PerRequestSampling) -> Group:
@@ -96,9 +132,26 @@ class Group:
         """[P] int32: the tokens of the prompt."""
         return self.prompt.input_ids
 
+    @property
+    def marks(self) -> np.ndarray:
+        """[P] int64: what contexts are compared by: their tokens, and in the place of placeholders, which are
+        all the same token, the pictures that they stand for."""
+        ids = self.context.astype(np.int64)
+        # Below 0, where no token is.
+        return (
+            ids
+            if self.seen is None
+            else np.where(self.seen.pictures.ids == TEXT, ids, -self.seen.pictures.ids)
+        )
+
     def sequence_ids(self, n: int) -> list[int]:
         """The ids that the randomness of its samples derives from, `n` for each prompt."""
         return [(self.prompt.group_id * n + number) % 2**32 for number in self.numbers]
+
+    @property
+    def shift(self) -> int:
+        """What is added to positions behind its context for rotary embeddings."""
+        return 0 if self.seen is None else self.seen.shift
 
     @property
     def position(self) -> int:
@@ -175,13 +228,14 @@ def pack_prompts(
     usual: UsualSampling,
     *,
     varying: bool = False,
+    features: FeatureStore | None = None,
 ) -> Packed:
     """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
 
     The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
     programs are compiled. A common prefix of all prompts of a pack is stored once. The rows come in `forms`.
     `usual` is the sampling of groups that have none of their own. `varying`: for requests, in
-    the sizes of `split_into_packs`.
+    the sizes of `split_into_packs`. `features` are those of pictures.
     """
     count = power_of_two(max(map(len, packs)))
     num_common = [_common_prefix(pack) for pack in packs]
@@ -196,13 +250,61 @@ def pack_prompts(
         for pack, common in zip(packs, num_common, strict=True)
     ]
     arrays = list(map(np.concatenate, zip(*each, strict=True)))
-    _, _, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
+    _, positions, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
     layout = unpacking(segment_ids, branch_ids) if forms.unpacks(tokens) else None
     chunks = chunk_layout(segment_ids, branch_ids, ends=True) if forms.chunked else None
     owners = [[item.group.own for item in pack] + [None] * (count - len(pack)) for pack in packs]
     sampling = sampling_numbers([own for row in owners for own in row], usual)
     routes = _packed_routes(packs, num_common, tokens)
-    return Packed._make([*as_jit_arguments(*arrays), sampling, layout, chunks, routes])
+    spans = list(map(_spans, packs, num_common))
+    turns, inserts = _pictured(spans, positions, features)
+    return Packed._make([*as_jit_arguments(*arrays), sampling, layout, chunks, routes, turns, inserts])
+
+
+class _Span(NamedTuple):
+    """Tokens of a context in a row of tokens."""
+
+    group: Group
+    tokens: slice
+    place: int
+    """Where in the row the first of them is."""
+
+
+def _spans(pack: Pack, num_common: int) -> list[_Span]:
+    """What a packed row has of each context, the common prefix of all first."""
+    spans = [_Span(pack[0].group, slice(0, num_common), 0)] if num_common else []
+    place = num_common
+    for group, *_ in pack:
+        spans.append(_Span(group, slice(num_common, len(group.context)), place))
+        place += len(group.context) - num_common
+    return spans
+
+
+def _pictured(
+    rows: Sequence[Sequence[_Span]], positions: np.ndarray, features: FeatureStore | None
+) -> tuple[Any, Inserts | None]:
+    """(rotary positions [R, 3, T], inserts) of R rows of contexts whose tokens are at `positions` [R, T].
+
+    None where pictures change nothing: among rows of text alone, and before and behind them."""
+    seen = [span.group.seen for row in rows for span in row if span.group.seen is not None]
+    if features is None or not seen:
+        return None, None
+    turns = np.repeat(positions[:, None], 3, axis=1)
+    ids, numbers = np.full(positions.shape, TEXT, np.int64), np.zeros(positions.shape, np.int32)
+    for row, spans in enumerate(rows):
+        for group, tokens, first in spans:
+            if group.seen is not None:
+                here = slice(first, first + tokens.stop - tokens.start)
+                ids[row, here] = group.seen.pictures.ids[tokens]
+                numbers[row, here] = group.seen.numbers[tokens]
+                if group.seen.turns is not None:
+                    turns[row, :, here] = group.seen.turns[:, tokens]
+    by_id = {number: picture for each in seen for number, picture in each.pictures.by_id.items()}
+    inserts = None
+    if ids.any():
+        rows_of_pictures = [Pictures(row, by_id) for row in ids]
+        inserts = inserts_of(rows_of_pictures, positions.shape[1], features, list(numbers))
+    return turns if features.vision.has_grid else None, inserts
 
 
 def _packed_routes(packs: list[Pack], num_common: list[int], tokens: int) -> Any:
@@ -243,7 +345,7 @@ def _common_prefix(pack: Pack) -> int:
     """Tokens of the common prefix of all prompts of `pack`; 0 if it is too short to be worth sharing."""
     if len(pack) < 2:
         return 0
-    prompts = [item.group.context for item in pack]
+    prompts = [item.group.marks for item in pack]
     lengths = np.array([len(prompt) for prompt in prompts])
     common = common_tokens(np.array([prompt[: lengths.min()] for prompt in prompts]))
     known = [item.group.known_routes(0, common) for item in pack]
@@ -398,8 +500,8 @@ def _continued(
         for place, routes in known.items():
             table[*place, : len(routes)] = routes
         table = np.concatenate(table)
-    continued = Continued(*as_jit_arguments(*(np.concatenate(array) for array in arrays)))
-    return replace(continued, routes=table)
+    ids, start, count, row = as_jit_arguments(*(np.concatenate(array) for array in arrays))
+    return Continued(ids, start, count, row, table)
 
 
 def extension(
@@ -409,11 +511,12 @@ def extension(
     most: int,
     num_prefix_slots: int,
     usual: UsualSampling,
+    features: FeatureStore | None = None,
 ) -> Extended:
     """The next `width` tokens of each continuation; one list for each replica, of at most `most`.
 
     `n` is the number of samples of a prompt.
-    `usual` is the sampling of groups that have none of their own.
+    `usual` is the sampling of groups that have none of their own, `features` are those of pictures.
     """
     contexts = [[item.group.context for item in items] for items in batch]
     *ids, steps, offsets = _table(batch, most, (0,) * (n + 2), np.uint32)
@@ -426,21 +529,54 @@ def extension(
     arrays = (np.concatenate(array) for array in (np.stack(ids, axis=-1), steps, offsets))
     numbers, step, offset = as_jit_arguments(*arrays)
     own = sampling_numbers(list(chain.from_iterable(owners)), usual)
-    return Extended(_continued(batch, contexts, width, most, num_prefix_slots), numbers, step, offset, own)
+    continued = _continued(batch, contexts, width, most, num_prefix_slots)
+    return Extended(_with_pictures(continued, batch, features), numbers, step, offset, own)
+
+
+def _with_pictures(
+    continued: Continued, batch: list[list[Continuation]], features: FeatureStore | None
+) -> Continued:
+    """`continued` with what pictures change in these parts of contexts."""
+    count, width = len(continued.input_ids) // len(batch), continued.input_ids.shape[1]
+    # The sequences of a replica are one row, so that a picture which several have stands in its table once.
+    positions = np.asarray(continued.starts)[:, None] + np.arange(width, dtype=np.int32)
+    spans = [
+        [
+            _Span(item.group, slice(item.done, item.done + min(width, item.left)), i * width)
+            for i, item in enumerate(items)
+        ]
+        for items in batch
+    ]
+    turns, inserts = _pictured(spans, positions.reshape(len(batch), -1), features)
+    if turns is not None:
+        turns = turns.reshape(-1, 3, count, width).swapaxes(1, 2).reshape(-1, 3, width)
+    if inserts is not None:
+        inserts = inserts._replace(rows=inserts.rows.reshape(-1, width))
+    return replace(continued, turns=turns, inserts=inserts)
 
 
 def restoration(
-    batch: list[list[Restoration]], width: int, most: int, num_slots: int, num_prefix_slots: int
+    batch: list[list[Restoration]],
+    width: int,
+    most: int,
+    num_slots: int,
+    num_prefix_slots: int,
+    *,
+    shifted: bool = False,
 ) -> Restored:
-    """The next `width` tokens of the turn of each item; one list for each replica, of at most `most`."""
+    """The next `width` tokens of the turn of each item; one list for each replica, of at most `most`.
+
+    `shifted`: some may be behind pictures.
+    """
     turns = [[item.group.completions[item.index].tokens for item in items] for items in batch]
-    lengths, slots, begins = _table(batch, most, (0, num_slots, 0), np.int32)
+    lengths, slots, begins, shifts = _table(batch, most, (0, num_slots, 0, 0), np.int32)
     for replica, items in enumerate(batch):
         for i, item in enumerate(items):
             lengths[replica, i], slots[replica, i] = len(item.group.context), item.slot
-            begins[replica, i] = item.begin
+            begins[replica, i], shifts[replica, i] = item.begin, item.group.shift
     continued = _continued(batch, turns, width, most, num_prefix_slots)
-    return Restored(continued, *as_jit_arguments(*map(np.concatenate, (lengths, slots, begins))))
+    given = (lengths, slots, begins, shifts) if shifted else (lengths, slots, begins)
+    return Restored(continued, *as_jit_arguments(*map(np.concatenate, given)))
 
 
 def sampling_numbers(owners: Sequence[PerRequestSampling | None], usual: UsualSampling) -> SamplingNumbers:

@@ -5,7 +5,7 @@ Data flow: token ids -> packed like prompts (`groups.py`) -> one forward pass ->
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +21,19 @@ from quatrain.engine.groups import (
     UsualSampling,
     as_jit_arguments,
     pack_prompts,
+    seen_by,
     split_into_packs,
 )
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decoder import logits
 from quatrain.models.delta_rule import Chunks
+from quatrain.models.feature_store import FeatureStore
+from quatrain.models.vision import Inserts
 from quatrain.ops.logprobs import even_parts
 from quatrain.ops.shape_buckets import power_of_two
 from quatrain.parallel.collectives import all_gather_shards
 from quatrain.types.batches import Prompt
+from quatrain.types.pictures import Pictures, joined
 
 MOST_LIKELIEST = 5
 """Most alternatives to a token, as in OpenAI's completions."""
@@ -71,30 +75,44 @@ class PackedRow(NamedTuple):
     listed: jax.Array  # [T, W] int32, words that are scored in the place of each
     layout: Unpacking | None  # of [1, T] tokens
     chunks: Chunks | None  # of [1, T] tokens
+    turns: jax.Array | None  # as in `Packed`
+    inserts: Inserts | None
 
 
-def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Iterator[list[Pack]]:
+def packs_to_score(
+    sequences: Sequence[Sequence[int]],
+    num_replicas: int,
+    pictures: Sequence[Pictures | None] | None = None,
+    features: FeatureStore | None = None,
+) -> list[list[Pack]]:
     """The packs of each call of the device, one for each replica, of as many tokens as prompts that are
     prefilled together."""
-    admitted = [
-        Admitted(Group.of(Prompt(0, np.asarray(ids, np.int32), ""), 0, (0,), 1), number, 0)
-        for number, ids in enumerate(sequences)
-    ]
+    admitted = []
+    for number, ids in enumerate(sequences):
+        seen = None if pictures is None else pictures[number]
+        whole = None if seen is None else joined((seen, len(seen)), (None, len(ids) - len(seen)))
+        group = Group.of(Prompt(0, np.asarray(ids, np.int32), "", pictures=whole), 0, (0,), 1)
+        group.seen = seen_by(group.prompt, features)
+        admitted.append(Admitted(group, number, 0))
     packs = split_into_packs(admitted)
-    for first in range(0, len(packs), num_replicas):
-        call = packs[first : first + num_replicas]
-        yield call + [[]] * (num_replicas - len(call))
+    calls = [packs[first : first + num_replicas] for first in range(0, len(packs), num_replicas)]
+    return [call + [[]] * (num_replicas - len(call)) for call in calls]
 
 
 def score_packs(
-    program: Program, params: Any, packs: list[Pack], num_likeliest: int, listed: np.ndarray | None = None
+    program: Program,
+    params: Any,
+    packs: list[Pack],
+    num_likeliest: int,
+    listed: np.ndarray | None = None,
+    features: FeatureStore | None = None,
 ) -> list[Scores]:
     """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token.
 
     `listed` [T, W] int32 are words for the place of each token of the only sequence, to be scored too; -1:
-    none.
+    none. `features` are those of pictures.
     """
-    packed = pack_prompts(packs, 1, 1, program.forms, UsualSampling())
+    packed = pack_prompts(packs, 1, 1, program.forms, UsualSampling(), features=features)
     num_tokens, most = (len(array) // len(packs) for array in (packed.input_ids, packed.starts))
     starts, lengths, common = map(np.asarray, (packed.starts, packed.lengths, packed.num_common))
     before = np.maximum(np.tile(np.arange(num_tokens, dtype=np.int32) - 1, (len(packs), 1)), 0)
@@ -114,7 +132,15 @@ def score_packs(
     [predictors, words_of_token] = as_jit_arguments(before.reshape(-1), words)
     found = score_program(program.backend)(
         params,
-        PackedRow(*packed[:4], predictors, words_of_token, packed.layout, packed.chunks),
+        PackedRow(
+            *packed[:4],
+            predictors,
+            words_of_token,
+            packed.layout,
+            packed.chunks,
+            packed.turns,
+            packed.inserts,
+        ),
         program=program,
         num_likeliest=_compiled(num_likeliest, program.arch.vocab_size),
     )

@@ -21,10 +21,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.cluster.start_thread import start_thread
+from quatrain.data.expansion import BLIND
 from quatrain.engine.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.engine.scoring import Scores
+from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.metrics import Metric, Metrics
+from quatrain.types.pictures import Pictures
 from quatrain.types.piece import NOTHING, Mark
 from quatrain.types.sampler import (
     Listener,
@@ -44,6 +47,11 @@ T = TypeVar("T")
 CLOSED = "the engine was closed while turns were in flight"
 IDLE_S = 0.02
 """Seconds that a round waits for requests if there is nothing to sample."""
+
+
+def blind(arch: Architecture) -> str | None:
+    """Why an engine with this model sees no pictures (`Sampler.cannot_see`); None: it does."""
+    return BLIND if arch.vision is None else None
 
 
 @dataclass
@@ -150,6 +158,11 @@ class EngineService(Sampler):
         self._thread = None if thread is None else start_thread(self._work, name=thread)
 
     @property
+    def cannot_see(self) -> str | None:  # type: ignore[override]
+        """The model must have a tower, which is read with it."""
+        return None if self.engine.sees else BLIND
+
+    @property
     def exchanges_in_flight(self) -> bool:
         """It may: between two rounds."""
         return True
@@ -213,12 +226,18 @@ class EngineService(Sampler):
         """Blocks of contexts that are kept for further requests."""
         return self.engine.num_kept_blocks
 
-    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[list[Scores]]:
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_likeliest: int,
+        pictures: Sequence[Pictures | None] | None = None,
+    ) -> Future[list[Scores]]:
         """Log-probabilities of given tokens and the likeliest in their place, of each sequence.
 
-        Others decode meanwhile; a future that is cancelled ends the work.
+        `pictures` are those of each, or of its beginning. Others decode meanwhile; a future that is cancelled
+        ends the work.
         """
-        parts = self.engine.score(sequences, num_likeliest)
+        parts = self.engine.score(sequences, num_likeliest, pictures=pictures)
         return self._queue(lambda result: self._scoring.append(_Scoring(result, parts, [])))
 
     def load(self, weights: Any, version: int, *, free_first: bool = False) -> int:

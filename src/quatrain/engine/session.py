@@ -53,12 +53,14 @@ from quatrain.engine.groups import (
     prompt_routes,
     restoration,
     sampling_numbers,
+    seen_by,
     split_into_packs,
 )
 from quatrain.engine.scheduler import Occupant, Scheduler
 from quatrain.engine.stop_strings import cut_at_stop_strings
 from quatrain.models.architecture import Architecture
 from quatrain.models.decode_step import Sharing
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
@@ -88,6 +90,8 @@ class SessionSettings:
     backend: Backend = field(default_factory=this_backend)
     prefix_share: float = 0.0
     in_flight: bool = False
+    features: FeatureStore | None = None
+    """Those of pictures; None: the sampler reads text alone."""
 
     @property
     def num_replicas(self) -> int:
@@ -192,6 +196,8 @@ class Session:
             max_new_tokens=None if per_request_sampling else sampling.max_new_tokens,
         )
         self._most_slots = 0
+        self._shifted = False
+        """Whether positions of some group are shifted; a session of text alone has the programs of text."""
 
     @property
     def num_groups(self) -> int:
@@ -273,6 +279,9 @@ class Session:
         return 0 if self._kept is None else self._kept.num_used
 
     def _submit(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        for group in groups:
+            group.seen = seen_by(group.prompt, self._settings.features)
+            self._shifted |= group.shift != 0
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
         self._groups.update(zip(tickets, groups, strict=True))
         return tickets
@@ -381,7 +390,8 @@ class Session:
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         sizes = self.sampling.n, self._scheduler.num_prefix_slots
         forms, varying = self._program.forms, self._per_request_sampling
-        packed = pack_prompts(packs, *sizes, forms, self._usual, varying=varying)
+        features = self._settings.features
+        packed = pack_prompts(packs, *sizes, forms, self._usual, varying=varying, features=features)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs, routes = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
@@ -409,7 +419,7 @@ class Session:
         split = partial(calls, varying=self._per_request_sampling, kept=self._kept is not None)
         for batch, width, most in split(left):
             sizes = width, most, self._scheduler.num_prefix_slots
-            extended = extension(batch, self.sampling.n, *sizes, self._usual)
+            extended = extension(batch, self.sampling.n, *sizes, self._usual, self._settings.features)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs, routes = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
@@ -442,7 +452,8 @@ class Session:
                     item = Restoration(group, who.sample, here, prefix_slot, position - count)
                     left[slot // scheduler.num_slots].append(item)
             for batch, width, most in calls(left, varying=self._per_request_sampling):
-                restored = restoration(batch, width, most, num_slots, scheduler.num_prefix_slots)
+                sizes = width, most, num_slots, scheduler.num_prefix_slots
+                restored = restoration(batch, *sizes, shifted=self._shifted)
                 self.stats = self.stats.plus(recomputed_tokens=int(np.sum(restored.continued.counts)))
                 caches = self._cache.generated[ring], self._cache.prompts
                 run = restore_program(self._program.backend)
@@ -578,6 +589,7 @@ class Session:
         # 1 also where no sequence is: attention to no key at all would be NaN.
         lengths, limits, prompt_lengths = (np.ones(count, np.int32) for _ in range(3))
         offsets, sequence_ids, steps = (np.zeros(count, np.uint32) for _ in range(3))
+        shifts = np.zeros(count, np.int32)
         owners: list[PerRequestSampling | None] = [None] * count
         for i, slot in enumerate(ring):
             if (occupant := self._scheduler.slots[slot]) is None:
@@ -587,10 +599,11 @@ class Session:
             limits[i] = lengths[i] + group.left(index)
             prompt_lengths[i], offsets[i] = len(group.context), group.position
             sequence_ids[i] = group.sequence_ids(self.sampling.n)[index]
-            steps[i], live[i] = group.step, True
+            steps[i], live[i], shifts[i] = group.step, True, group.shift
             owners[i] = group.own
         arrays = as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
-        return Slots._make([*arrays, sampling_numbers(owners, self._usual)])
+        [shift] = as_jit_arguments(shifts) if self._shifted else [None]
+        return Slots._make([*arrays, sampling_numbers(owners, self._usual), shift])
 
     def _sharing(self, ring: Sequence[int]) -> Sharing:
         """Which slots of a ring attend to which prefix slot, as indices on their replica."""

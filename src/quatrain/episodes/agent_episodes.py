@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from quatrain.data.messages import as_messages
+from quatrain.data.messages import as_messages, is_picture, with_picture_parts
+from quatrain.data.pictures import IMAGES, url_of, url_part
 from quatrain.episodes.agent_processes import CLOSED, AgentProcesses, Played
 from quatrain.episodes.child import Client
 from quatrain.serve.api import Api
@@ -31,6 +32,7 @@ from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt
 from quatrain.types.metrics import Metric, Metrics, describe
+from quatrain.types.pictures import Picture
 from quatrain.types.piece import Piece
 from quatrain.types.player import Player, Playing
 from quatrain.types.rollouts import Completion, Sampling
@@ -116,8 +118,10 @@ class Part:
                 "began": path[0].reason if path else None,
             },
         }
-        ids = np.array(path[0].prompt_ids, np.int32) if path else prompt.input_ids
-        return replace(prompt, input_ids=ids, columns=columns)
+        if not path:
+            return replace(prompt, columns=columns)
+        ids, pictures = np.array(path[0].prompt_ids, np.int32), path[0].pictures
+        return replace(prompt, input_ids=ids, columns=columns, pictures=pictures)
 
     def _ended(self, completion: Completion) -> Completion:
         completion.finish_reason = self.finish_reason
@@ -366,15 +370,35 @@ def _completion(row: Row) -> Completion:
     """The tokens after the root's prompt; those of turns that another row owns count as given."""
     completion = Completion(turns=[])
     for turn in row.path:
-        completion.begin_turn(turn.given if turn.parent is not None else [])
+        if turn.parent is None:
+            completion.begin_turn([])
+        else:
+            completion.begin_turn(turn.given, turn.pictures)
         said = turn.sampled if turn in row.owned else Piece.given(turn.tokens, turn.sampled.columns)
         completion.append(said, turn.first_of_columns)  # without columns where an answer before it has none
     return completion
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """The data row of a prompt, as an agent gets it; a text is a message of the user."""
-    return {**prompt.columns, "prompt": [dict(message) for message in as_messages(prompt.text)]}
+    """The data row of a prompt, as an agent gets it; a text is a message of the user.
+
+    Pictures are data URLs, which it may ask the policy with.
+    """
+    row = dict(prompt.columns)
+    if row.get(IMAGES):  # then the row may have them in other columns too
+        row = {name: _as_urls(value) for name, value in row.items()}
+    return {**row, "prompt": with_picture_parts(as_messages(prompt.text), url_part)}
+
+
+def _as_urls(value: Any) -> Any:
+    """A column with data URLs in the place of its pictures."""
+    if isinstance(value, Picture):
+        return url_of(value)
+    if is_picture(value):
+        return url_part(value["image"])
+    if isinstance(value, list):
+        return [_as_urls(each) for each in value]
+    return {name: _as_urls(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _metrics(episodes: Sequence[Episode]) -> Metrics:

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from quatrain.config.errors import shown
-from quatrain.data.messages import checked_messages
+from quatrain.data.messages import checked_messages, pictures_of
+from quatrain.data.pictures import PictureReader, is_picture_part, opened
 from quatrain.data.turns import conversation
+from quatrain.types.pictures import Picture, PicturesInJson
 from quatrain.workers.faults import LONGEST_ERROR, Fault, run_guarded
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TURN_CHARS = 1_000_000
 """Characters of the messages of one turn: far more than any context has room for."""
+MAX_TURN_PICTURES, MAX_TURN_PICTURE_BYTES = 8, 2**25
+"""Pictures of the messages of one turn, and their size when they are encoded."""
 LARGEST_REWARD = 1e30
 """Sums of rewards of this size are finite in float32."""
 COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
@@ -42,7 +46,9 @@ InitialObservation = Sequence["Message"] | str | None
 class StepResult:
     """What an environment answers to a completion: messages, and a reward for the turn.
 
-    With `done` the episode ends, and the messages are not shown to the model.
+    The content of a message is a text, or a list of parts: texts, `{"type": "text", "text": …}`, and, where
+    the model sees, pictures, `{"type": "image", "image": a PIL picture, bytes or a data URL}`. With `done`
+    the episode ends, and the messages are not shown to the model.
     """
 
     messages: Sequence[Message]
@@ -109,12 +115,16 @@ class CheckedEnvironment:
         self._name, self._environment, self._accepts = name, environment, accepts
 
     def reset(self, columns: Mapping[str, Any]) -> InitialObservation:
-        """What follows the prompt; the environment gets a copy of `columns`, which it may change."""
+        """What follows the prompt; the environment gets a copy of `columns`, which it may change.
+
+        Pictures in it, also in the messages of `prompt`, are PIL pictures.
+        """
 
         def work() -> InitialObservation:
             reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
             taken = {n: v for n, v in columns.items() if self._accepts is None or n in self._accepts}
-            opening = reset(**copy.deepcopy(taken))  # the samples of a prompt share its columns
+            # The samples of a prompt share its columns.
+            opening = reset(**{name: _as_pil(value) for name, value in copy.deepcopy(taken).items()})
             if opening is None or opening == "":
                 return None
             if isinstance(opening, str):
@@ -178,14 +188,35 @@ class CheckedEnvironment:
             text = f"{self._name}: {rule}; {method} returned more; cut the text in the environment"
             raise Fault(text, "too_long")
         try:
-            checked = checked_messages(messages)
+            checked = checked_messages(self._seen(method, messages))
             # As JSON, so that nothing of the user's objects is kept, and threads and processes give the same.
-            plain = json.loads(json.dumps(checked, allow_nan=False))
+            # Pictures are ours, and stay.
+            by_name = PicturesInJson(pictures_of(checked))
+            text = json.dumps(checked, allow_nan=False, default=by_name.written)
+            plain = json.loads(text, object_hook=by_name.read)
         except (TypeError, ValueError, RecursionError) as error:
             raise Fault(f"{self._name}: {method}: {error}", "invalid") from error
         if checked[-1]["role"] == "assistant":
             self._refuse("the last message must not be the assistant's, which the model writes", checked[-1])
         return tuple(plain)
+
+    def _seen(self, method: str, messages: Any) -> Any:
+        """The messages of a turn with its pictures read, as encoded bytes; raises the fault of too many."""
+        contents = [each.get("content") for each in messages if isinstance(each, Mapping)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        count = sum(map(is_picture_part, parts))
+        if not count:
+            return messages
+        rule, got = f"at most {MAX_TURN_PICTURES} pictures", f"{count}"
+        if count <= MAX_TURN_PICTURES:
+            messages = PictureReader().placed(messages)
+            size = sum(len(picture.encoded) for picture in pictures_of(messages))
+            if size <= MAX_TURN_PICTURE_BYTES:
+                return messages
+            rule = f"pictures of at most {MAX_TURN_PICTURE_BYTES >> 20} MiB"
+            got = f"{size >> 20} MiB"
+        text = f"{self._name}: the messages of a turn must have {rule}; {method} returned {got}"
+        raise Fault(f"{text}; return fewer or smaller ones", "too_long")
 
     def _number(self, what: str, value: Any) -> float:
         try:
@@ -205,6 +236,15 @@ class CheckedEnvironment:
         raise Fault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
 
 
+def _as_pil(value: Any) -> Any:
+    """A column with PIL pictures, decoded when they are first used, in the place of its pictures."""
+    if isinstance(value, Picture):
+        return opened(value.encoded)
+    if isinstance(value, list):
+        return [_as_pil(each) for each in value]
+    return {name: _as_pil(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
 def with_opening(prompt: PromptText, opening: InitialObservation) -> PromptText:
     """The prompt of an episode: the row's prompt with what `reset` returned.
 
@@ -216,15 +256,24 @@ def with_opening(prompt: PromptText, opening: InitialObservation) -> PromptText:
     messages = conversation(prompt)
     if isinstance(opening, str):
         *before, last = messages
-        return (*before, {**last, "content": last["content"] + opening})
+        content = last["content"]
+        if isinstance(content, list):  # parts, with pictures
+            return (*before, {**last, "content": [*content, {"type": "text", "text": opening}]})
+        return (*before, {**last, "content": content + opening})
     return (*messages, *opening)
 
 
 def _is_longer(value: Any, limit: int) -> bool:
-    """Whether a value has more than `limit` characters and parts; looks at no more of it than that."""
+    """Whether a value has more than `limit` characters and parts; looks at no more of it than that.
+
+    A picture is one part.
+    """
     size, left = 0, [value]
     while left and size <= limit:
         part = left.pop()
+        if is_picture_part(part):
+            size += 1
+            continue
         size += len(part) if isinstance(part, str | bytes | bytearray) else 1
         if isinstance(part, Mapping | list | tuple):
             size += len(part)

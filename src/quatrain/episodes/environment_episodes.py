@@ -25,14 +25,17 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.data.expansion import BLIND, sees
+from quatrain.data.messages import pictures_of, text_of
 from quatrain.data.turns import TurnsOfRow, TurnTemplate
 from quatrain.episodes.environment import InitialObservation, StepResult, with_opening
 from quatrain.episodes.environment_workers import EnvironmentCalls
 from quatrain.types.answer_text import AnswerTokens
 from quatrain.types.batches import ENVIRONMENTS, Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe
+from quatrain.types.pictures import Pictures, joined
 from quatrain.types.player import Player, Playing, Row
-from quatrain.types.rollouts import Completion, Sampling, context_of
+from quatrain.types.rollouts import Completion, Sampling, context_of, sequence_pictures
 from quatrain.types.sampler import Pause, PerRequestSampling, Request, Sampler, TurnFailed, sampled
 from quatrain.workers.faults import Fault as EnvironmentFault
 from quatrain.workers.loop_thread import LoopThread, settle
@@ -77,8 +80,13 @@ class EpisodeRules:
 
     def is_too_long(self, messages: InitialObservation) -> bool:
         """Whether text cannot fit, so that encoding it would be in vain."""
-        texts = [messages] if isinstance(messages, str) else [str(m["content"]) for m in messages or ()]
+        texts = [messages] if isinstance(messages, str) else [text_of(m) for m in messages or ()]
         return sum(map(len, texts)) > self.most_characters
+
+    def check_seen(self, messages: InitialObservation) -> None:
+        """Raises ValueError for pictures that the model does not see: every episode would have them."""
+        if not sees(self.tokenizer) and pictures_of(messages or ()):
+            raise ValueError(f"an environment returned a picture: {BLIND}")
 
 
 @dataclass
@@ -95,6 +103,8 @@ class Episode:
     input_ids: np.ndarray
     turns: TurnTemplate
     kind: str | None
+    pictures: Pictures | None = None
+    """Those of `input_ids`."""
     completion: Completion = field(default_factory=Completion)
     messages: list[Message] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -121,6 +131,11 @@ class Episode:
         return sum(self.rewards) + self.final_reward
 
     @property
+    def opened(self) -> Prompt:
+        """The prompt with what the environment's `reset` returned, as tokens."""
+        return replace(self.prompt, input_ids=self.input_ids, pictures=self.pictures)
+
+    @property
     def session(self) -> str:
         """Its name for the sampler, which keeps its context from turn to turn."""
         return f"episode {self.number}"
@@ -137,7 +152,8 @@ class Episode:
         sequence_id = (self.prompt.group_id * self.sampling.n + self.sample) % 2**32
         offset = len(self.completion.tokens)
         own = PerRequestSampling(sampling, seed, self.step, sequence_id, offset, self.session)
-        return Request.alone(Prompt(self.prompt.group_id, ids, self.prompt.text), own)
+        pictures = sequence_pictures(self.opened, self.completion)
+        return Request.alone(Prompt(self.prompt.group_id, ids, self.prompt.text, pictures=pictures), own)
 
     def row(self, calls: EnvironmentCalls) -> tuple[Prompt, Completion]:
         """The sample; its columns have the dialogue and the environment's rewards, and what `calls` keeps."""
@@ -152,7 +168,7 @@ class Episode:
         }
         if calls.keeps:
             columns[ENVIRONMENTS] = calls.kept(self.number)
-        return replace(self.prompt, input_ids=self.input_ids, columns=columns), self.completion
+        return replace(self.opened, columns=columns), self.completion
 
 
 class EnvironmentPlayer(Player):
@@ -184,7 +200,7 @@ class EnvironmentPlayer(Player):
         number, turns = next(self.rules.numbers), self.rules.turns(prompt.columns)
         kind = self.rules.kind(prompt.columns)
         start = prompt.text, prompt.input_ids
-        return Episode(number, prompt, sample, step, sampling, *start, turns, kind)
+        return Episode(number, prompt, sample, step, sampling, *start, turns, kind, prompt.pictures)
 
     # In the thread:
 
@@ -242,16 +258,18 @@ class EnvironmentPlayer(Player):
         """The environment's `reset` has returned: the prompt of the first turn, or the end of the episode."""
         rules, before, ids = self.rules, len(episode.prompt.input_ids), episode.input_ids
         if opening is not None:
+            rules.check_seen(opening)
             if rules.is_too_long(opening):
                 episode.reason = "length"
                 return
             text = with_opening(episode.prompt.text, opening)
-            ids = np.array(_checked(lambda: episode.turns.prompt(text)), np.int32)
+            opened = _checked(lambda: episode.turns.prompt(text))
+            ids = np.array(opened.ids, np.int32)
         if len(ids) - before > rules.max_environment_tokens or len(ids) >= rules.max_tokens:
             episode.reason = "length"
             return
         if opening is not None:
-            episode.text, episode.input_ids = text, ids
+            episode.text, episode.input_ids, episode.pictures = text, ids, opened.pictures
 
     def _said(self, episode: Episode, turn: Completion) -> str:
         """The text of a turn of the policy, which is added to the episode."""
@@ -270,6 +288,7 @@ class EnvironmentPlayer(Player):
             return
         episode.rewards.append(turn.reward)
         episode.messages += turn.messages
+        rules.check_seen(turn.messages)
         if turn.done:
             episode.reason = "environment"
         elif len(completion.turns) >= rules.max_turns:
@@ -278,12 +297,17 @@ class EnvironmentPlayer(Player):
             episode.reason = "length"
         else:
             suffix = _checked(lambda: episode.turns.suffix(episode.text, completion.last_turn, turn.messages))
-            written = episode.num_written + len(suffix)
-            size = len(episode.input_ids) + len(completion.tokens) + len(suffix)
+            written = episode.num_written + len(suffix.ids)
+            before = len(episode.input_ids) + len(completion.tokens)
+            size = before + len(suffix.ids)
             if written > rules.max_environment_tokens or size >= rules.max_tokens:
                 episode.reason = "length"
-            else:
-                completion.begin_turn(suffix)
+                return
+            so_far = None
+            if suffix.pictures is not None:
+                known = sequence_pictures(episode.opened, completion)
+                so_far = joined((known, before), (suffix.pictures, len(suffix.ids)))
+            completion.begin_turn(suffix.ids, so_far)
 
     def _end(self) -> None:
         """Ends the episodes that are being played, as the last work of the thread."""

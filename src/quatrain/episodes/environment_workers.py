@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import listed
 from quatrain.config.sections.rollout import COLUMN
+from quatrain.data.messages import with_picture_parts
+from quatrain.data.pictures import PictureReader, url_part
 from quatrain.episodes.environment import CLOSED, Ended, InitialObservation, StepResult
 from quatrain.episodes.environment_threads import InThreads
 from quatrain.episodes.load_environment import AnyEnvironments, load_environments, load_tools
@@ -146,10 +148,15 @@ class InWorkers:
 EnvironmentCalls = InThreads | InWorkers
 _FAULTS: Mapping[Kind, FaultKind] = {"timeout": "timeout", "refused": "error"}
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
-    "begin": lambda value: tuple(value) if isinstance(value, list) else value,
-    "step": lambda value: None if value is None else StepResult(tuple(value[0]), value[1], value[2]),
+    "begin": lambda value: _messages(value) if isinstance(value, list) else value,
+    "step": lambda value: None if value is None else StepResult(_messages(value[0]), value[1], value[2]),
     "end": lambda value: Ended(*value),
 }
+
+
+def _messages(value: list[Any]) -> tuple[Any, ...]:
+    """Messages that a process sent. Of pictures the header is read again: no size is taken on trust."""
+    return tuple(PictureReader(verify=False).placed(value))
 
 
 def host(settings: Mapping[str, Any]) -> Callable[[Connection], None]:
@@ -183,7 +190,10 @@ def _answer(reply: Callable[..., None], future: Future[Any]) -> None:
     if fault is not None:
         return reply(fault=fault.args)
     value = future.result()
-    value = [value.messages, value.reward, value.done] if isinstance(value, StepResult) else value
+    if isinstance(value, StepResult):
+        value = [with_picture_parts(value.messages, url_part), value.reward, value.done]
+    elif isinstance(value, tuple) and not isinstance(value, Ended):
+        value = with_picture_parts(value, url_part)
     try:
         reply(value=value)
     except (TypeError, ValueError, RecursionError) as error:

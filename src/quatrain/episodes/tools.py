@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from quatrain.config.errors import listed, rule, shown
+from quatrain.data.pictures import is_picture_part, is_pil
 from quatrain.data.tool_calls import tool_calls
 from quatrain.data.turns import CALL_ID
 from quatrain.episodes.environment import COUNTS, StepResult
@@ -97,8 +98,9 @@ class Tools:
     """An environment in which a completion calls functions; one without a call ends the episode.
 
     `functions` have type hints and docstrings in Google's form, and return text, or values that are written
-    as JSON. Functions that are called in several episodes at a time run in several threads. A call that is
-    malformed and an exception of a function become the text of the call's message, for the model to read.
+    as JSON; where the model sees, also a PIL picture, or a list of the parts of a message, as TRL's tools do.
+    Functions that are called in several episodes at a time run in several threads. A call that is malformed
+    and an exception of a function become the text of the call's message, for the model to read.
     `known` are the functions' descriptions, if they are known; `counts` counts `tool_calls`, and of them
     `malformed_calls` and `tool_errors`.
 
@@ -129,7 +131,7 @@ class Tools:
     def close(self) -> None:
         """Ends the episode."""
 
-    def _message(self, call: ToolCall) -> dict[str, str]:
+    def _message(self, call: ToolCall) -> dict[str, Any]:
         self.counts["tool_calls"] += 1
         name, call_id = call.name if call.name in self._functions else "unknown", call.id or ""
         if not (len(call_id) == len(CALL_ID) and call_id.isascii() and call_id.isalnum()):
@@ -138,7 +140,7 @@ class Tools:
             )
         return {"role": "tool", "name": name, "tool_call_id": call_id, "content": self._result(call)}
 
-    def _result(self, call: ToolCall) -> str:
+    def _result(self, call: ToolCall) -> str | list[Any]:
         try:
             if call.problem is not None:
                 raise ValueError(call.problem)
@@ -154,12 +156,18 @@ class Tools:
             result = self._functions[tool.name](**arguments)
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
-            return _text(result)
+            return _content(result)
         except BaseException as error:  # includes SystemExit, which would end the run
             if is_interrupt(error):
                 raise
             self.counts["tool_errors"] += 1
             return f"Error: {format_error(error)}"
+
+
+def _content(result: Any) -> str | list[Any]:
+    """A tool's result as the content of a message: parts if it has pictures, else a text."""
+    parts = [{"type": "image", "image": result}] if is_pil(result) else result
+    return parts if isinstance(parts, list) and any(map(is_picture_part, parts)) else _text(result)
 
 
 def _text(result: Any) -> str:

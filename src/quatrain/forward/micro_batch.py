@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,9 +22,14 @@ from quatrain.forward.planner import MicroBatchPlan, MicroBatchPlanner, Segment
 from quatrain.forward.table import TokenTable
 from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.delta_rule import Chunks
+from quatrain.models.feature_store import FeatureStore, feature_rows, features_in_rows, patches_in_rows
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.models.prefix_tree import NO_FORMS, RowForms, chunk_layout
+from quatrain.models.rope_positions import rope_positions
+from quatrain.models.tower import Patches
+from quatrain.models.vision import Vision
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
+from quatrain.types.pictures import TEXT, Pictures, numbers_within
 from quatrain.types.routes import live_of
 
 INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
@@ -49,6 +54,9 @@ class MicroBatch:
 
     `counts` are the numbers of sequences that each token stands for, 0 on padding and on the last token of a
     sequence, from which nothing is predicted: sums over tokens with these weights do not depend on the cut.
+
+    Where a token stands for a picture, `rows` has its place among the F features of its buffer, in which each
+    picture stands once. What these are made of depends on what is trained (`FeatureStore.of_update`).
     """
 
     input_ids: jax.Array  # [R, T] int32
@@ -66,16 +74,27 @@ class MicroBatch:
     routes: jax.Array | None = None  # [R, T, L, k], the recorded experts of each token, or live
     counts: jax.Array | None = None  # [R, T] float32, see below; for models with experts
     balance: jax.Array | None = None  # [R, L, E] `TokenTable.balance`, the same in all rows
+    turns: jax.Array | None = None  # [R, 3, T] int32, rotary positions, where they are not `positions`
+    rows: jax.Array | None = None  # [R, T] int32, -1 for text; None: the micro-batch has no picture
+    features: jax.Array | None = None  # [R, 1 + L, F, D], or what a trained projector makes them of
+    patches: Patches | None = None  # [R, P, ...] each, of a tower that is trained
     packed: bool = field(default=False, metadata={"static": True})
     """Buffers may hold several segments."""
     shared: bool = field(default=False, metadata={"static": True})
     """Segments may have branches."""
 
 
-def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, forms: RowForms = NO_FORMS) -> MicroBatch:
+def fill(
+    cut: MicroBatchPlan,
+    table: TokenTable,
+    mesh: Mesh,
+    forms: RowForms = NO_FORMS,
+    store: FeatureStore | None = None,
+) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
 
-    Packed buffers come in `forms`, with their `layout` and `chunks`; all buffers with their `counts`.
+    Packed buffers come in `forms`, with their `layout` and `chunks`; all buffers with their `counts`. Their
+    pictures are those of `store`. Raises ValueError for pictures without a store: the model sees nothing.
     """
     parts = mesh_shape(mesh).cp  # of equal width, one for each device
     # `cp` devices take equal columns; the rest is padding, which no token attends to.
@@ -93,11 +112,19 @@ def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, forms: RowForms = N
     columns: dict[str, Any] = {
         name: np.zeros((*shape, *values.shape[2:]), values.dtype) for name, values in table.columns.items()
     }
+    pictures = _pictures(cut, table, store)
+    if pictures is not None:
+        arrays["numbers"], arrays["picture_ids"] = np.zeros(shape, np.int32), np.full(shape, TEXT, np.int64)
+        if pictures.turns is not None:
+            arrays["turns"] = np.zeros((shape[0], 3, shape[1]), np.int32)
     for buffer, segments in enumerate(cut.buffers):
         of_buffer, columns_of_buffer = (
             {name: array[buffer] for name, array in named.items()} for named in (arrays, columns)
         )
-        _fill_buffer(of_buffer, columns_of_buffer, segments, cut.num_common, table)
+        _fill_buffer(of_buffer, columns_of_buffer, segments, cut.num_common, table, pictures)
+    if pictures is not None:
+        numbers, ids = arrays.pop("numbers"), arrays.pop("picture_ids")
+        arrays |= _inserts(numbers, Pictures(ids, pictures.all.by_id), pictures.store)
     ids = arrays["segment_ids"], arrays["branch_ids"]
     layout = unpacking(*ids) if cut.packed and forms.unpacks(shape[1]) else None
     chunks = chunk_layout(*ids) if cut.packed and forms.chunked else None
@@ -113,6 +140,7 @@ def _fill_buffer(
     segments: tuple[Segment, ...],
     num_common: int,
     table: TokenTable,
+    pictures: _OfTable | None,
 ) -> None:
     """Writes `segments` into the row of one buffer in `arrays` and `columns`."""
     used = num_scored = num_sequences = 0
@@ -129,6 +157,11 @@ def _fill_buffer(
             arrays["routes"][here] = table.routes[row, first:end]
         if "counts" in arrays:
             arrays["counts"][here] = sequences
+        if pictures is not None:
+            arrays["picture_ids"][here] = pictures.all.ids[row, first:end]
+            arrays["numbers"][here] = pictures.numbers[row][first:end]
+            if pictures.turns is not None:
+                arrays["turns"][:, here] = pictures.turns[row][:, first:end]
         used += end - first
 
     for number, segment in enumerate(segments, start=1):
@@ -169,9 +202,64 @@ def _fill_buffer(
             num_sequences += len(places) > 0
 
 
+class _OfTable(NamedTuple):
+    """The pictures of a table, with what buffers have of each sequence of one micro-batch, by its row."""
+
+    all: Pictures
+    store: FeatureStore
+    numbers: dict[int, np.ndarray]
+    """[T] each: the numbers of placeholders within their pictures (`numbers_within`)."""
+    turns: dict[int, np.ndarray] | None
+    """[3, T] each, where pictures have rows and columns."""
+
+
+def _pictures(cut: MicroBatchPlan, table: TokenTable, store: FeatureStore | None) -> _OfTable | None:
+    """The pictures of the sequences of `cut`; None if there are none."""
+    sequences = cut.sequences
+    if table.pictures is None or not table.pictures.ids[sequences].any():
+        return None
+    if store is None:
+        raise ValueError(
+            "sequences with pictures must be read by models with a tower; one of this run (policy, critic, "
+            "teacher or reward model) has none, or does not use it; take one that sees, set model.vision to "
+            "frozen, or leave the pictures out of the data"
+        )
+    numbers, turns, vision = dict[int, np.ndarray](), dict[int, np.ndarray](), store.vision
+    for row in sequences.tolist():
+        here = Pictures(table.pictures.ids[row], table.pictures.by_id)
+        _check_placeholders(here, vision)
+        numbers[row] = numbers_within(here, lambda picture: vision.num_placeholders(picture.size))
+        if vision.has_grid:
+            turns[row], _ = rope_positions(vision, here, len(here))
+    return _OfTable(table.pictures, store, numbers, turns if vision.has_grid else None)
+
+
+def _check_placeholders(pictures: Pictures, vision: Vision) -> None:
+    """Raises ValueError if pictures of a sequence have other numbers of placeholders than features."""
+    for picture in pictures.used:
+        found, count = int((pictures.ids == picture.id).sum()), vision.num_placeholders(picture.size)
+        if found % count:
+            raise ValueError(
+                "a model must make as many features of a picture as the policy has placeholders for it; of "
+                f"a picture of {picture.size[0]} x {picture.size[1]} pixels with {found} placeholders it "
+                f"makes {count}; take a critic or teacher with the policy's kind and sizes of pictures"
+            )
+
+
+def _inserts(numbers: np.ndarray, pictures: Pictures, store: FeatureStore) -> dict[str, Any]:
+    """What micro-batches have of the `pictures` of their buffers [R, T], with `numbers` within each."""
+    buffers = (Pictures(ids, pictures.by_id) for ids in pictures.ids)
+    each = [feature_rows(row, store.vision, of) for row, of in zip(buffers, numbers, strict=True)]
+    used = [of_buffer for of_buffer, _ in each]
+    rows = np.stack([rows for _, rows in each])
+    if store.kept == "pixels":
+        return {"rows": rows, "patches": patches_in_rows(used, store)}
+    return {"rows": rows, "features": features_in_rows(used, store.of_update, store)}
+
+
 def micro_batches(
     table: TokenTable, planner: MicroBatchPlanner, mesh: Mesh, forms: RowForms = NO_FORMS
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in planner.plans(table):
-        yield cut.sequences, fill(cut, table, mesh, forms)
+        yield cut.sequences, fill(cut, table, mesh, forms, planner.store)

@@ -8,11 +8,12 @@ data shard or of a part of it (`MicroBatchPlanner.line_tokens`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from quatrain.forward.table import TokenTable
+from quatrain.models.feature_store import FeatureStore
 from quatrain.ops.packing import (
     DEFAULT_COST,
     PackingCost,
@@ -53,6 +54,8 @@ class MicroBatchPlanner:
     cost: PackingCost = DEFAULT_COST
     share_prompts: bool = False
     line_tokens: int | None = None
+    store: FeatureStore | None = field(default=None, compare=False)
+    """What has the pictures of the sequences for the model; None: it reads text alone."""
 
     def __post_init__(self) -> None:
         assert (self.rows is None) != (self.max_tokens is None), "exactly one of rows and max_tokens is set"
@@ -145,10 +148,12 @@ def _with_one_prompt(table: TokenTable, rows: np.ndarray) -> Iterator[np.ndarray
     while rows.size:
         prompts = [_num_unsampled(table, rows[i : i + 1]) for i in range(len(rows))]
         shortest = int(np.argmin(prompts))
-        prompt = table.input_ids[rows[shortest], : prompts[shortest]]
         # An episode's later sequences may have lost the beginning: shared with them, the prompt would shrink
         # for all.
-        same = (table.input_ids[rows, : len(prompt)] == prompt).all(axis=1)
+        same = np.ones(len(rows), bool)
+        for column in [table.input_ids] if table.pictures is None else [table.input_ids, table.pictures.ids]:
+            prompt = column[rows[shortest], : prompts[shortest]]
+            same &= (column[rows, : len(prompt)] == prompt).all(axis=1)
         yield rows[same]
         rows = rows[~same]
 

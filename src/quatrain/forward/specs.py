@@ -26,11 +26,14 @@ from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.blocks.experts import RouterSums
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
+from quatrain.models.feature_store import FeatureStore, of_states
 from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import output_head_name, partition
 from quatrain.models.prefix_tree import RowForms
 from quatrain.models.probe import trusted_attention, trusted_backend
+from quatrain.models.tower import features
+from quatrain.models.vision import Inserts
 from quatrain.ops.divergences import Divergence, token_divergences
 from quatrain.ops.logprobs import Head, first_of, token_logprobs
 from quatrain.ops.tokens import (
@@ -93,7 +96,7 @@ class ModelSpec(ABC):
         return spec(**{each.name: getattr(self, each.name) for each in fields(self)}, **more)
 
     def trained(self, tree: Any) -> Any:
-        """The part that is trained of a tree like the parameters: all of it, or the adapters."""
+        """The part that is trained of a tree like the parameters (`lora.trained_part`)."""
         return trained_part(tree, self.arch)
 
     def with_trained(self, params: Any, trained: Any) -> Any:
@@ -121,11 +124,15 @@ class ModelSpec(ABC):
         return RowForms(unpacks_above(self.kernel), bool(self.arch.deltas), self.arch.routes is not None)
 
     def planner(
-        self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
+        self,
+        sizes: UpdateConfig | LogprobConfig | CriticConfig,
+        *,
+        share_prompts: bool = False,
+        store: FeatureStore | None = None,
     ) -> MicroBatchPlanner:
         """How tables are cut into micro-batches of `sizes` for this model and its devices.
 
-        Prompts are shared only where `sizes` has a token budget.
+        Prompts are shared only where `sizes` has a token budget. `store` has the pictures for this model.
         """
         return MicroBatchPlanner(
             sizes.micro_batch_size,
@@ -134,6 +141,7 @@ class ModelSpec(ABC):
             cost=packing_cost(self.arch),
             share_prompts=share_prompts and sizes.max_tokens_per_device is not None,
             line_tokens=longest_buffer(self.kernel, self.backend),
+            store=store,
         )
 
     def hidden(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, RouterSums | None]:
@@ -157,12 +165,34 @@ class ModelSpec(ABC):
             chunks=batch.chunks if self.arch.deltas else None,
             routes=batch.routes,
             counted=batch.counts,
+            turns=None if batch.turns is None else jnp.moveaxis(batch.turns, 1, 0),
+            inserts=self.inserts(params, batch),
             backend=self.backend,
         )
         sums = forwarded.sums
         if sums is not None and axis_size(CP) > 1:  # each device has those of its columns
             sums = jax.tree.map(lambda x: psum_forward(x, CP), sums)
         return forwarded.hidden, sums
+
+    def inserts(self, params: Any, batch: MicroBatch) -> Inserts | None:
+        """The features of the pictures of `batch`, made here of what is trained of the tower; None: none.
+
+        In a function mapped over the mesh. With `cp` and `tp` each device makes all of its data shard's. Of a
+        `cp` device the gradient is that of its own columns, which `gather_params` sums; of a `tp` device it
+        is whole.
+        """
+        if batch.rows is None:
+            return None
+        vision = self.arch.vision
+        assert vision is not None, "micro-batches with pictures are of a model with a tower"
+        if batch.patches is not None:
+            how: dict[str, Any] = {"dtype": jnp.dtype(self.dtype), "remat": self.remat != "none"}
+            made = features(params["vision"], vision, batch.patches, **how, backend=self.backend)
+            return Inserts(made, batch.rows)
+        assert batch.features is not None, "pictures have features, or patches"
+        if vision.trained == "projector":
+            return Inserts(of_states(params["vision"], vision, batch.features), batch.rows)
+        return Inserts(batch.features, batch.rows)
 
 
 @dataclass(frozen=True)

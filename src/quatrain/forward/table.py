@@ -17,6 +17,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.ops.losses import token_weights
 from quatrain.ops.packing import common_tokens
 from quatrain.types.batches import RolloutBatch
+from quatrain.types.pictures import Pictures
 from quatrain.types.routes import live_of
 
 
@@ -64,13 +65,15 @@ class TokenTable:
     share may have scored places; else it ends before the first."""
     of_rows: dict[str, np.ndarray] = field(default_factory=dict)
     """Numbers [B] of each sequence that a coupled objective reads on the host; no program has them."""
+    pictures: Pictures | None = None
+    """Of [B, T]: which picture each token stands for; None: there are none."""
 
     @classmethod
     def of(cls, rollouts: RolloutBatch) -> TokenTable:
         """The sequences of `rollouts`, without columns, and without routes: those are of the policy alone."""
         ids, episodes = rollouts.input_ids, rollouts.episode_ids
         masks = rollouts.attention_mask, rollouts.completion_mask
-        return cls(ids, *masks, {}, rollouts.group_ids, episodes)
+        return cls(ids, *masks, {}, rollouts.group_ids, episodes, pictures=rollouts.pictures)
 
     @classmethod
     def of_policy(cls, rollouts: RolloutBatch, arch: Architecture) -> TokenTable:
@@ -108,7 +111,13 @@ class TokenTable:
             {name: values[rows] for name, values in named.items()} for named in (self.columns, self.of_rows)
         )
         ids = self.input_ids[rows]
-        return TokenTable(ids, *masks, columns, groups, episodes, routes, targets=targets, of_rows=of_rows)
+        pictures = None if self.pictures is None else self.pictures[rows]
+        return TokenTable(
+            *(ids, *masks, columns, groups, episodes, routes),
+            targets=targets,
+            of_rows=of_rows,
+            pictures=pictures,
+        )
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
         """This table with the token weights of `aggregation` over all its sequences."""
@@ -141,8 +150,9 @@ class TokenTable:
         return replace(self, balance=balance.astype(np.float32))
 
     def common_tokens(self, rows: np.ndarray, tokens: int) -> int:
-        """How many of the first `tokens` of the sequences `rows` are the same, and have the same routes."""
-        common = common_tokens(self.input_ids[rows, :tokens])
+        """How many of the first `tokens` of the sequences `rows` are the same: ids, pictures and routes."""
+        ids = [self.input_ids] if self.pictures is None else [self.input_ids, self.pictures.ids]
+        common = common_tokens(*(column[rows, :tokens] for column in ids))
         if self.routes is not None:
             first = self.routes[rows[0]]
             for row in rows[1:]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quatrain.config.load import Resolved
+from quatrain.data.messages import pictures_of, text_of
 from quatrain.data.prompts import load_prompts
 from quatrain.data.rows import NO_ROWS
 from quatrain.episodes.agent_episodes import AgentEpisodes, Episode, Part
@@ -101,8 +102,9 @@ def _sequences(part: Part, tokenizer: Any) -> Iterator[str]:
 
 def _message(message: Any) -> str:
     """A message in a line, with its calls."""
-    text = message["content"]
+    text = text_of(message)
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
     calls = [call["function"] for call in message.get("tool_calls", ())]
     made = "".join(f" {call['name']}({call['arguments']})" for call in calls)
-    return f"  {message['role']}: {text}{made}"
+    shown = "".join(f" [image {p.size[0]}x{p.size[1]} {p.name[:6]}]" for p in pictures_of([message]))
+    return f"  {message['role']}:{shown} {text}{made}"

@@ -36,11 +36,13 @@ from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import check_held, device_put, mesh_shape, shardings, to_memory
 from quatrain.run.best import best_step
 from quatrain.run.checkpoint import Checkpointer
+from quatrain.run.resume import check_frozen
 from quatrain.run.run_dir import checkpoint_steps
 from quatrain.serve.tinker.checkpoint import CONFIG, META, read_checkpoint
 from quatrain.serve.tinker.training import adapted
 from quatrain.weights.adapter import adapters_from, check_base, save_adapter
 from quatrain.weights.hf import save_hf
+from quatrain.weights.whole import Whole
 
 BEST = "best"
 ADAPTER = "adapter"
@@ -66,6 +68,7 @@ def export_policy(
     sampling: Mapping[str, Any] = MappingProxyType({}),
     *,
     base: str = "",
+    whole: Whole | None = None,
 ) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `directory`.
 
@@ -75,21 +78,24 @@ def export_policy(
     in `directory`, as those of the model `base`. If this is neither a folder nor a hub id (a GGUF file, a
     built-in model), peft cannot load it, and it is written into the folder `base` in `directory`.
 
+    Of a model with a tower, the `whole` is written that it was loaded from, with what was trained in it.
+
     A model with a score head is written as a classifier of one label, which `model:` in `reward.functions`
     and transformers read; its tokenizer must have been made ready for that (`data.tokenizer.for_scoring`).
     """
     check_held(params, "the parameters to export", "give those of the newest state")
     params = to_memory("device", params)
     arch = replace(arch, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
-    save_hf(directory, merged_architecture(arch), merged(params, arch), sampling=sampling)
+    plain = merged_architecture(arch)
+    save_hf(directory, plain, merged(params, arch), sampling=sampling, whole=whole if arch.vision else None)
     if arch.lora:
         own = local_path(base)
         if base and own.is_dir():
             base = str(own.resolve())
         elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
             unscored = {name: jnp.zeros_like(leaf) for name, leaf in params.items() if name == SCORE}
-            plain, weights = replace(arch, lora=None), without_adapters(params) | unscored
-            save_hf(directory / BASE, plain, weights, sampling=sampling)
+            plain, weights = arch.without_lora, without_adapters(params) | unscored
+            save_hf(directory / BASE, plain, weights, sampling=sampling, whole=whole if arch.vision else None)
             base = str((directory / BASE).resolve())
         save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():
@@ -122,12 +128,15 @@ def _export_checkpoint(folder: Path, output: Path) -> int:
     meta, trained = read_checkpoint(folder)
     config = load_config(folder / CONFIG, ANY_DEVICES, environ={}).config
     loaded = load_policy(config, critic=False, adapters=False, environments=False)
-    check_base(meta.fingerprint, tree_fingerprint(frozen_part(loaded.params)), config.model.path, folder)
     arch, mesh = adapted(loaded.arch, trained.lora.rank), loaded.meshes.train
+    found = tree_fingerprint(frozen_part(loaded.params, arch))
+    check_base(meta.fingerprint, found, config.model.path, folder)
     places = adapters_of(shardings(mesh, partition(arch, mesh_shape(mesh))))
     adapters = jax.tree.map(device_put, adapters_from(arch, trained.adapters, folder), places)
     params = with_trained(loaded.params, adapters, arch)
-    export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
+    export_policy(
+        output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path, whole=loaded.whole
+    )
     return trained.step
 
 
@@ -148,8 +157,9 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)
     found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
     checkpointer.close()
-    if arch.lora:
-        check_base(host.get("base"), tree_fingerprint(frozen_part(loaded.params)), config.model.path, run)
+    check_frozen(loaded.frozen_fingerprints, host, config.model.path, run)
     params = with_trained(loaded.params, arrays["params"], arch)
-    export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
+    export_policy(
+        output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path, whole=loaded.whole
+    )
     return found

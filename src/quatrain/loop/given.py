@@ -166,10 +166,11 @@ class Course:
         self._by_source = {part: 1 < size <= MOST_SOURCES for part, size in sizes.items()}
         """By part, whether each of its data sets has metrics of its own."""
         shared = self._coupled is not None and config.update.shares_prompts
-        self._forward_planner = self.spec.planner(config.logprob, share_prompts=shared)
+        planned: dict[str, Any] = {"share_prompts": shared, "store": policy.store}
+        self._forward_planner = self.spec.planner(config.logprob, **planned)
         self.learner = GivenLearner(
             self.spec,
-            self.spec.planner(config.update, share_prompts=shared),
+            self.spec.planner(config.update, **planned),
             objective,
             _optimizer(config),
             total_steps=steps,
@@ -326,7 +327,11 @@ class Course:
         if self._reference.read(made_of):
             return
         weights, spec = self._reference_model(params)
-        planner = spec.planner(self._config.logprob, share_prompts=self._config.update.shares_prompts)
+        store = self._policy.store
+        if self._config.dpo.reference != INITIAL:
+            store = self._policy.store_beside(spec.arch, self._config.dpo.reference, spec.mesh)
+        shared: dict[str, Any] = {"share_prompts": self._config.update.shares_prompts, "store": store}
+        planner = spec.planner(self._config.logprob, **shared)
         found: dict[str, tuple[list[int], np.ndarray]] = {}
         for part, source in self._parts:
             keys, sums = list[int](), list[np.ndarray]()
@@ -357,7 +362,7 @@ class Course:
     def _reference_model(self, params: Any) -> tuple[Any, ModelSpec]:
         """The weights of the reference, and how its log-probabilities are computed."""
         if self._config.dpo.reference == INITIAL:
-            return without_adapters(params), replace(self.spec, arch=replace(self.spec.arch, lora=None))
+            return without_adapters(params), replace(self.spec, arch=self.spec.arch.without_lora)
         weights, spec = _other_reference(self._config, self._policy)
         if self._longest > spec.arch.longest:
             raise ValueError(

@@ -160,7 +160,8 @@ def _announce(run: Run) -> None:
     """Log a summary of the run, its batch plan, and the numbers of rows that are not trained on."""
     config, event = run.config, run.recorder.report.event
     event(f"run {run.folder.name}: {run.length}")
-    batches = batch_plan(config, devices=jax.device_count(), processes=num_processes())
+    layout = {"devices": jax.device_count(), "processes": num_processes()}
+    batches = batch_plan(config, **layout, pictures=run.pictures)
     for line in overview(batches):
         event(line)
     run.folder.write_plan(batches.to_dict())
@@ -185,7 +186,8 @@ def export(run: Run, params: Any, step: int) -> None:
     """
     run.recorder.progress.stage("export")
     loaded, base = run.loaded, run.config.model.path
-    export_policy(run.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling, base=base)
+    given = loaded.arch, params, loaded.tokenizer, loaded.sampling
+    export_policy(run.folder.final, *given, base=base, whole=loaded.whole)
     run.checkpoints.check_last()
     if (repository := run.config.hub.push) and is_main_process():
         try:

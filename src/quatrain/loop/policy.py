@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
-from quatrain.config.data_sets import TrainingSpec
+from quatrain.cluster.processes import num_processes
+from quatrain.config.data_sets import TrainingSpec, shown_data_sets
 from quatrain.config.derive import longest_of_run, longest_sequence
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
+from quatrain.data.expansion import with_vision
+from quatrain.data.pixels import Pixels, with_limits
 from quatrain.data.policy import Meshes, Policy
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.data.rows import GivenRows
@@ -25,13 +29,22 @@ from quatrain.data.vocabulary import check_same_tokens
 from quatrain.episodes.hubs import hub_rows
 from quatrain.episodes.load_environment import AnyEnvironments, load_environments, load_tools
 from quatrain.models.families import Architecture
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.models.params import check_policy
 from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.report.start_up import stage
 from quatrain.reward.scorer import RewardScorer
-from quatrain.weights.load_model import BUILTIN, Model, load_model
+from quatrain.update.server_teacher import BLIND_TEACHER
+from quatrain.weights.load_model import (
+    BUILTIN,
+    Model,
+    load_architecture,
+    load_model,
+    load_processor,
+    load_tower,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,8 +70,11 @@ class LoadedPolicy(Policy):
         *,
         by_pass_rate: bool = False,
     ) -> PromptSource:
-        """The prompts of the data set `spec`, with the columns that episodes, rewards and `needed` name."""
-        return load_prompts(
+        """The prompts of the data set `spec`, with the columns that episodes, rewards and `needed` name.
+
+        Raises ValueError, which names it, if it is invalid, or has pictures, which servers would not see.
+        """
+        source = load_prompts(
             spec,
             config.data,
             self.tokenizer,
@@ -69,6 +85,37 @@ class LoadedPolicy(Policy):
             by_pass_rate=by_pass_rate,
             rows=hub_rows(config, spec, rows),
         )
+        if self.arch.vision is not None and source.has_pictures:
+            if config.distill.servers:
+                raise ValueError(f"{shown_data_sets(spec)} has pictures: {BLIND_TEACHER}")
+            if why := self._blind(config):
+                raise ValueError(
+                    f"what reads prompts with pictures must see them, and {shown_data_sets(spec)} has some; "
+                    f"{why}"
+                )
+        return source
+
+    def _blind(self, config: Config) -> str | None:
+        """What reads the policy's prompts without their pictures, and the remedy; None: nothing does."""
+        if self.critic_arch is not None and self.critic_arch.vision is None:
+            return (
+                f"the critic {config.critic.path} has no tower: name one that has, or set critic.path to null"
+            )
+        if models := config.reward.models:
+            return f"reward models read texts: leave {', '.join(models)} out of reward.functions"
+        for path in config.distill.models:
+            if load_architecture(path, vocab_size=len(self.tokenizer), vision=None).vision is None:
+                return f"the teacher {path} has no tower: name one that has in distill.teacher"
+        distill = config.distill
+        if distill.models and distill.loss != "sampled" and not distill.top_k:
+            return "a teacher of all words reads texts: set distill.top_k, or distill.loss to sampled"
+        # Each call of the tower is one of all processes; two threads would make them in any order, and hang.
+        if config.rollout.max_staleness and num_processes() > 1:
+            return (
+                "in several processes nothing may be sampled ahead with pictures: set rollout.max_staleness "
+                "to 0"
+            )
+        return None
 
 
 def load_policy(
@@ -111,7 +158,12 @@ def load_policy(
         mesh=meshes.train,
         head="value_head" if config.run.task == "rm" else "lm_head",
         weights=weights,
+        # A score head reads texts alone: its class in transformers has no tower.
+        vision="none" if config.run.task == "rm" else config.model.vision,
     )
+    if model.arch.vision:
+        model = replace(model, arch=replace(model.arch, vision=with_limits(model.arch.vision, config.data)))
+    tokenizer = with_vision(tokenizer, model.arch.vision)
     check_policy(model.arch, mesh_shape(meshes.train), mesh_shape(meshes.rollout))
     model = replace(model, arch=model.arch.for_length(longest_of_run(config)))
     if len(tokenizer) > model.arch.vocab_size:
@@ -146,6 +198,8 @@ def load_policy(
         attention,
         backend,
         None if made is None else made.turns(tokenizer, stop_ids),
+        model.whole,
+        _store(config, model, meshes.train),
         environments=made,
     )
 
@@ -165,6 +219,22 @@ def _with_lora(config: Config, base: Model, mesh: Mesh) -> Model:
     return replace(
         base, arch=arch, params=with_adapters(base.params, arch, jax.random.key(config.seed), mesh)
     )
+
+
+def _store(config: Config, loaded: Model, mesh: Mesh) -> FeatureStore | None:
+    """What makes features of pictures; None for a model that reads text alone."""
+    arch, path, model = loaded.arch, config.model.path, config.model
+    if arch.vision is None:
+        return None
+    # In the dtype of its products: a frozen tower is exported from its files, whatever it is here.
+    frozen = partial(load_tower, path, arch, mesh, model.dtype)
+    processor = loaded.whole.processor if loaded.whole else load_processor(path)
+    pixels = Pixels(arch.vision, processor)
+    store = FeatureStore(arch, mesh, model.dtype, model.vision_cache_bytes, pixels, frozen=frozen)
+    # The update reads states below the projector from the first step on; a sampler need not be here.
+    if store.kept == "states" and loaded.params is not None:
+        store.load(loaded.params, 0)
+    return store
 
 
 def _check_positions(config: Config, arch: Architecture) -> None:
@@ -190,6 +260,11 @@ def _load_critic(
     path = config.critic.path
     if not config.critic.enabled:
         return None, None
+    if policy.vision and policy.vision.trained != "frozen":  # by default, of a built-in model
+        raise ValueError(
+            f"with a critic a tower must be frozen, or left out; got model.vision {policy.vision.trained}; "
+            "set model.vision to none, or take an advantage.estimator without a critic"
+        )
     if path is None:
         return replace(policy, head="value_head"), None
     if not path.startswith(BUILTIN):
@@ -205,6 +280,7 @@ def _load_critic(
         mesh=meshes.critic,
         head="value_head",
         weights=weights,
+        vision=None if policy.vision else "none",
     )
     longest = min(longest_sequence(config), policy.max_position)
     if longest > model.arch.max_position or len(tokenizer) > model.arch.vocab_size:
@@ -215,6 +291,8 @@ def _load_critic(
             "critic, or set critic.path to null"
         )
     arch = model.arch.for_length(longest_of_run(config))
+    if arch.vision is not None:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     _attention(config, arch)
     return arch, model.params
 

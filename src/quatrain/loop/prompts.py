@@ -14,9 +14,11 @@ import numpy as np
 
 from quatrain.data.prompts import PromptSource
 from quatrain.loop.curriculum import Curriculum
+from quatrain.plan.batch_plan import PictureTokens
 from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch
 from quatrain.types.join import join_groups
 from quatrain.types.metrics import Metric
+from quatrain.types.pictures import TEXT
 
 STEPS_WITHOUT_SIGNAL = 5
 """Training steps in a row in which dynamic sampling finds no group with signal, after which the run ends."""
@@ -35,6 +37,18 @@ class NoSignal(RuntimeError):
             "higher rollout.temperature or rollout.dynamic_sampling_rounds, or start another run with easier "
             "or harder prompts, a larger rollout.n or another reward"
         )
+
+
+def picture_tokens(prompts: PromptSource) -> PictureTokens | None:
+    """The placeholders of prompts, of all processes, each of which must ask; None without pictures."""
+    tally = prompts.tally(
+        lambda row: None if row.pictures is None else str(np.count_nonzero(row.pictures.ids != TEXT))
+    )
+    if not tally:
+        return None
+    counts = {int(tokens): count for tokens, (count, _) in tally.items()}
+    total = sum(counts.values())
+    return PictureTokens(total, sum(map(math.prod, counts.items())) / total, max(counts))
 
 
 class PromptSampler:

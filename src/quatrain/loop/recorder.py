@@ -26,6 +26,8 @@ from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.rollouts import RolloutProgress
 
 logger = logging.getLogger(__name__)
+LEAST_BLIND_GAP = 1e-6
+"""Nats below which `vision/blind_gap` is nothing."""
 
 
 class Recorder:
@@ -129,6 +131,14 @@ class Recorder:
         mismatch = logprob_diff_warning(self._config, metrics)
         if mismatch is not None:
             logger.warning("step %d: %s", step, mismatch)
+        gap = metrics.get("vision/blind_gap")
+        if gap is not None and gap.result() < LEAST_BLIND_GAP:
+            logger.warning(
+                "step %d: grey in the place of pictures changes log-probabilities by %.2g nats on average: "
+                "the model does not see them. Look at a sample's prompt, at model.path and at its "
+                "preprocessor_config.json",
+                *(step, gap.result()),
+            )
         reward = metrics["reward/mean"].result() if "reward/mean" in metrics else None
         self.progress.step(step, reward=reward, loss=loss, accuracy=accuracy, tokens_per_s=tokens_per_s)
 

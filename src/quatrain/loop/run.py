@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from quatrain.config.data_sets import shown_data_sets
 from quatrain.config.dump import dump_yaml
 from quatrain.config.schema import Config
@@ -22,15 +24,18 @@ from quatrain.loop.evaluations import Evaluations
 from quatrain.loop.given import Course, warm_start
 from quatrain.loop.inputs import Inputs
 from quatrain.loop.policy import LoadedPolicy
+from quatrain.loop.prompts import picture_tokens
 from quatrain.loop.recorder import Recorder, peak_memory
 from quatrain.loop.reference import Reference
 from quatrain.loop.stages import Stages
 from quatrain.loop.step import learn
 from quatrain.loop.stop_when import StopWhen
+from quatrain.plan.batch_plan import PictureTokens
 from quatrain.rollout.fleet import Fleet, OneWorker
 from quatrain.rollout.rollouts import Rollouts
+from quatrain.rollout.start_fleet import looks
 from quatrain.run.run_dir import RunDir
-from quatrain.types.batches import AdvantagedBatch
+from quatrain.types.batches import AdvantagedBatch, Prompt
 from quatrain.types.metrics import Metrics
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
@@ -82,6 +87,11 @@ class Run(ABC):
     def about_data(self) -> list[str]:
         """What is said of rows that are not trained on, beside the warnings: a sentence each."""
         return []
+
+    @property
+    def pictures(self) -> PictureTokens | None:
+        """Of the prompts of training, for the plan; None if none has pictures. All processes must ask."""
+        return None
 
     @abstractmethod
     def init(self, *, resumed: bool) -> TrainState:
@@ -166,6 +176,10 @@ class RolloutRun(Run):
             kept = f"{self.prompts.filtered} prompts left out by their pass rates, {len(self.prompts)} kept"
             lines.append(f"{train}: {kept}")
         return lines
+
+    @property
+    def pictures(self) -> PictureTokens | None:
+        return picture_tokens(self.prompts)
 
     def init(self, *, resumed: bool) -> TrainState:
         """After the warm start, with the reference."""
@@ -298,9 +312,14 @@ def compare_servers(run: RolloutRun, state: TrainState) -> None:
     prompts, sampling = run.prompts.head(PROBES), replace(rollout.sampling, n=1)
     rollout.sync_weights(state.params, state.step)
     each = [Rollouts(OneWorker(rollout.sampler, i), rollout.tokenizer, sampling) for i in range(len(servers))]
-    tickets = [probed.submit(prompts) for probed in each]
-    for server, probed, ticket in zip(servers, each, tickets, strict=True):
-        gap = run.stages.update.sampler_mismatch(state, probed.wait(ticket))
+    sets = [prompts]
+    if run.loaded.arch.vision is not None and run.prompts.has_pictures:
+        # Apart: among texts, a server that sees other pixels than the trainer would differ by little.
+        look = looks(run.loaded).one
+        sets.append([Prompt(0, np.array(look.ids, np.int32), "", pictures=look.pictures)])
+    asked = [(name, probed, [probed.submit(each) for each in sets]) for name, probed in zip(servers, each)]
+    for server, probed, tickets in asked:
+        gap = max(run.stages.update.sampler_mismatch(state, probed.wait(ticket)) for ticket in tickets)
         if not gap <= SERVER_TOLERANCE * limit:
             raise ValueError(
                 "a server (rollout.servers) and the trainer must agree in log-probabilities of sampled "
@@ -308,5 +327,6 @@ def compare_servers(run: RolloutRun, state: TrainState) -> None:
                 f"prompts, more than {SERVER_TOLERANCE} times rollout.logprob_diff_warning ({limit:g}). "
                 "See that it computes in the trainer's precision (vLLM: --dtype float32 or model.dtype: "
                 "bfloat16), returns processed log-probabilities (vLLM: --logprobs-mode "
-                "processed_logprobs) and was started from this model without quantization"
+                "processed_logprobs), was started from this model without quantization, and resizes pictures "
+                "as here"
             )

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import jax
+import numpy as np
 import uvicorn
 
 from quatrain.config.derive import PREFIX_SHARE, longest_of_run
@@ -27,6 +29,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.parallel.compilations import watching_compilations
 from quatrain.serve.api import Api
 from quatrain.weights.hf import load_hf
+from quatrain.weights.load_model import load_tower
 
 QUIET_S = 60.0
 """Seconds without compiling after which it is said again."""
@@ -136,15 +139,35 @@ def serving_engine(config: Config, loaded: LoadedPolicy, cache_bytes: int | None
 
 
 def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Callable[[str], Any]:
-    """What reads the weights in a folder, which must be of `arch`."""
+    """What reads the weights in a folder, which must be of `arch`.
+
+    If its tower is frozen, the folder has the same, or none, as those that a training run publishes.
+    """
+    vision = arch.vision
+    frozen = vision is not None and vision.trained == "frozen"
 
     def read(path: str) -> Any:
-        found, params = load_hf(path, dtype=config.model.param_dtype, mesh=engine.mesh)
-        if found.for_length(longest_of_run(config)) != arch:
+        found, params = load_hf(
+            path,
+            dtype=config.model.param_dtype,
+            mesh=engine.mesh,
+            vision="none" if vision is None else None if frozen else vision.trained,
+        )
+        # Not the whole of `vision`: sizes of pictures are those of the server (`data.image_max_pixels`).
+        towers = [each.vision.params() if each.vision else None for each in (found, arch)]
+        other_tower = found.vision is not None and towers[0] != towers[1]
+        if found.text.for_length(longest_of_run(config)) != arch.text or other_tower:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "
                 f"{path} is another; serve that model with a server of its own"
             )
+        if frozen and found.vision is not None:
+            served, new = (load_tower(each, arch, engine.mesh) for each in (config.model.path, path))
+            if not all(map(np.array_equal, jax.tree.leaves(served), jax.tree.leaves(new))):
+                raise ValueError(
+                    f"new weights must have the vision tower that is served, which is frozen; {path} has "
+                    "another; start the server with --set model.vision=all, which reads it with the weights"
+                )
         return params
 
     return read

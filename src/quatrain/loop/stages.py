@@ -106,6 +106,9 @@ def build_engine(
         loaded = replace(loaded, usual_prompt=prompts.usual_longest(config.data.batch_size))
     sampler = build_sampler(config, loaded)
     try:
+        sees = loaded.arch.vision is not None
+        if sees and sampler.cannot_see is not None and prompts is not None and prompts.has_pictures:
+            raise ValueError(f"prompts have pictures: {sampler.cannot_see}")
         player = build_player(config, loaded, sampler)
     except BaseException:
         sampler.close()

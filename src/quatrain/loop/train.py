@@ -176,7 +176,7 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
                     *filter(None, [folder.note]),
                     f"{run.length}, {run.rows}",
                     *run.about_data,
-                    render(batch_plan(config, devices=jax.device_count())),
+                    render(batch_plan(config, devices=jax.device_count(), pictures=run.pictures)),
                     *device_memory.totals_table(placed),
                 ]
                 return "\n".join(lines), [*run.warnings, *placed.warnings, *missing_services(config.logging)]

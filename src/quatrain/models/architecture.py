@@ -19,7 +19,10 @@ from quatrain.models.blocks.layer_input import LayerInput
 from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
+from quatrain.models.rope import Rope
+from quatrain.models.spec import LoRA as LoRA
 from quatrain.models.spec import ParamSpec, TensorName, require
+from quatrain.models.vision import Vision
 
 Head = Literal["lm_head", "value_head"]
 
@@ -39,25 +42,6 @@ BOTH: Norms = (
     ("mlp_norm", "pre_feedforward_layernorm"),
     ("post_mlp_norm", "post_feedforward_layernorm"),
 )
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Adapters of low rank on matrices of every layer: W x becomes W x + (alpha / rank) B (A x).
-
-    A is [rank, in], B [out, rank] (Hu et al. 2021, arXiv 2106.09685). `targets` are names of a layer's
-    matrices (`models.params`), and `lm_head`, the output head of the vocabulary. Where this is tied to the
-    embeddings they stay as they are.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    @property
-    def scale(self) -> float:
-        """The factor of B (A x)."""
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -179,22 +163,56 @@ class Architecture:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     lora: LoRA | None = None
-    """Adapters, which alone are trained; None: the model has none, and all its parameters are trained."""
+    """Adapters, which alone are trained; None: the model has none (`lora.trained_part`)."""
+    vision: Vision | None = None
+    """The tower that makes features of pictures; None: the model has none, or it is not used."""
 
     def __post_init__(self) -> None:
         require(len(self.attentions) > 0, "layer_types", "of at least one layer of full attention", "none")
         plain = self.logits_scale == 1.0 or self.norm.offset == 0.0
         require(plain, "logits_scale", "1 in a model whose norms have an offset", self.logits_scale)
+        if self.vision is not None:
+            most, levels = len(self.layers), self.vision.levels
+            require(levels <= most, "deepstack_visual_indexes", f"at most {most}, one a text layer", levels)
+        if self.vision is not None and self.vision.has_grid:
+            for mixer in self.attentions:
+                if mixer.rope:
+                    mixer.rope.axes(mixer.head_dim)  # raises an error now, not where the first picture comes
 
     def __hash__(self) -> int:
         # Computed in every call of a compiled program: of the layers, the first is enough.
         return hash((self.family, self.vocab_size, self.hidden_size, self.layers[0], self.head, self.lora))
 
+    @property
+    def partly_frozen(self) -> bool:
+        """Whether a part of its parameters is not trained: the base of adapters, or a tower."""
+        return self.lora is not None or (self.vision is not None and self.vision.trained != "all")
+
+    @property
+    def with_tower(self) -> Architecture:
+        """This model with its tower among its parameters, where a frozen one is not (`param_specs`)."""
+        return replace(self, vision=self.vision and replace(self.vision, trained="all"))
+
+    @property
+    def text(self) -> Architecture:
+        """The text model, as it is without a tower."""
+        return replace(self, vision=None).with_ropes(
+            lambda rope: replace(rope, sections=(), alternating=False)
+        )
+
+    @property
+    def without_lora(self) -> Architecture:
+        """This model without adapters: its base."""
+        return replace(self, lora=None, vision=self.vision and replace(self.vision, lora=None))
+
     def for_length(self, tokens: int) -> Architecture:
         """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
+        return self.with_ropes(lambda rope: rope.for_length(tokens))
+
+    def with_ropes(self, change: Callable[[Rope], Rope]) -> Architecture:
+        """This model with `change` made to the rotary embeddings of each layer that has some."""
         new: dict[Mixer, Mixer] = {
-            mixer: replace(mixer, rope=mixer.rope and mixer.rope.for_length(tokens))
-            for mixer in self.attentions
+            mixer: replace(mixer, rope=mixer.rope and change(mixer.rope)) for mixer in self.attentions
         }
         layers = tuple(replace(kind, mixer=new.get(kind.mixer, kind.mixer)) for kind in self.layers)
         return self if layers == self.layers else replace(self, layers=layers)

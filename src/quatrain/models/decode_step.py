@@ -32,6 +32,7 @@ from quatrain.models.delta_rule import Chunks, DeltaState, DeltaWeights, states_
 from quatrain.models.kv_cache import CachePart, LayerCache, write
 from quatrain.models.layers import MASKED, softcap
 from quatrain.models.params import Params
+from quatrain.models.vision import Inserts
 
 MOST_AT_ONCE = 1024
 """Sequences of a cache with at most so many positions are attended to as a whole."""
@@ -51,6 +52,8 @@ class Continued:
     counts: jax.Array  # [N] int32: how many of the T tokens are real
     prefix_slots: jax.Array  # [N] int32; out of range for padding
     routes: jax.Array | None = None  # [N, T, L, k], of tokens that are computed again
+    turns: jax.Array | None = None  # [N, 3, T] int32: rotary positions, if pictures are among or before them
+    inserts: Inserts | None = None  # features of pictures, the same [1, 1 + L, F, D] for all N sequences
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +65,7 @@ class Restored:
     prompt_lengths: jax.Array  # [N] int32: tokens before the turn, all of them in the prefix slot
     slots: jax.Array  # [N] int32; out of range for padding
     begins: jax.Array  # [N] int32: the ring position of the turn's first token
+    shifts: jax.Array | None = None  # [N] int32: rotary positions less positions, behind pictures
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +92,8 @@ def prefill(
     chunks: Chunks | None = None,
     num_prompts: int = 0,
     routes: jax.Array | None = None,
+    turns: jax.Array | None = None,
+    inserts: Inserts | None = None,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart, jax.Array | None]:
     """Hidden states [T, D] of prompts packed into a row of T tokens, per layer keys and values [T, K, H], and
@@ -95,6 +101,7 @@ def prefill(
 
     `layout` has the prompts in rows of their own, where attention needs it, and `chunks` those of
     DeltaNet layers, of which the result has the states at the end of a common prefix and of `num_prompts`.
+    `turns` [1, 3, T] are rotary positions, and `inserts` features of pictures, as in `Continued`.
     """
 
     def attend_of(mixer: Attention) -> Attend:
@@ -130,9 +137,8 @@ def prefill(
 
     inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_caches
     given = None if routes is None else routes[None]
-    run = run_layers(
-        params, arch, *inputs, attend_of, recur, caches, routes=given, dtype=dtype, backend=backend
-    )
+    settings: Any = {"dtype": dtype, "backend": backend, "turns": _by_axis(turns), "inserts": inserts}
+    run = run_layers(params, arch, *inputs, attend_of, recur, caches, routes=given, **settings)
     return run.hidden[0], CachePart(run.caches), None if run.routes is None else run.routes[0]
 
 
@@ -184,10 +190,21 @@ def extend(
 
     inputs, caches = (continued.input_ids, positions_NT), prompts.layers
     settings: Any = {"routes": continued.routes, "dtype": dtype, "backend": backend}
+    settings |= {"turns": _by_axis(continued.turns), "inserts": continued.inserts}
     run = run_layers(params, arch, *inputs, attend_of, recur, caches, **settings)
     # Padding rows have a count of 0: their hidden states are of any token and are not used.
     last_N = jnp.maximum(continued.counts - 1, 0)
     return run.hidden[jnp.arange(N), last_N], CachePart(run.caches), run.routes
+
+
+def _by_axis(turns: jax.Array | None) -> jax.Array | None:
+    """Rotary positions [B, 3, T] as [3, B, T]."""
+    return None if turns is None else jnp.moveaxis(turns, 1, 0)
+
+
+def _turned(positions: jax.Array, shifts: jax.Array | None) -> jax.Array:
+    """The rotary positions [B, T] of text behind pictures; equal in all axes, so that one number will do."""
+    return positions if shifts is None else positions + shifts[:, None]
 
 
 def restore(
@@ -238,7 +255,7 @@ def restore(
         y, end = delta_rule.continued(x, ba, continued.counts, weights, _rows(own, restored.slots))
         return y, _with_rows(own, restored.slots, end)
 
-    inputs = continued.input_ids, positions_NT
+    inputs = continued.input_ids, _turned(positions_NT, restored.shifts)
     caches = list(zip(prompts.layers, generated.layers, strict=True))
     settings: Any = {"routes": continued.routes, "dtype": dtype, "backend": backend}
     return CachePart(run_layers(params, arch, *inputs, attend_of, recur, caches, **settings).caches)
@@ -286,6 +303,7 @@ def decode(
     sharing: Sharing,
     live: jax.Array,
     *,
+    shifts: jax.Array | None = None,
     dtype: DTypeLike,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart, jax.Array | None]:
@@ -295,7 +313,8 @@ def decode(
     `positions` [B] are the positions of the tokens in their sequences. `generated_lengths` [B] counts the
     positions of `generated` that hold tokens of the sequence, including this token. These positions end at
     `ring_position`; the ring wraps around, so that position C - 1 is before position 0. The states of slots
-    that are not `live` [B] stay as they are: what other slots write at their positions is not read.
+    that are not `live` [B] stay as they are: what other slots write at their positions is not read. `shifts`
+    [B] are added to `positions` for rotary embeddings, behind pictures.
     """
     S, C = prompts.positions, generated.positions
     # All sequences write one position, so that a step is a slice update and not a scatter.
@@ -345,7 +364,8 @@ def decode(
         # A state has no positions that could be ignored: a step of an idle slot would be part of it for good.
         return y[None], jax.tree.map(partial(where_rows, live), new, own)
 
-    inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
+    inputs = tokens[None], (positions if shifts is None else positions + shifts)[None]
+    caches = list(zip(prompts.layers, generated.layers, strict=True))
     run = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
     return run.hidden[0], CachePart(run.caches), None if run.routes is None else run.routes[0]
 

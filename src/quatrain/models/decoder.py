@@ -34,6 +34,7 @@ from quatrain.models.layers import Layer, matmul_transposed, product_in, softcap
 from quatrain.models.params import LM_HEAD, Params, output_head_name, partition
 from quatrain.models.rope import Angles, rope_angles
 from quatrain.models.spec import LORA_A, LORA_B
+from quatrain.models.vision import Inserts
 from quatrain.ops.logprobs import Rows, States
 from quatrain.parallel.axes import CP, TP
 from quatrain.parallel.collectives import (
@@ -81,6 +82,8 @@ def forward(
     chunks: Chunks | None = None,
     routes: jax.Array | None = None,
     counted: jax.Array | None = None,
+    turns: jax.Array | None = None,
+    inserts: Inserts | None = None,
     backend: Backend = ACCELERATOR,
 ) -> Forwarded:
     """Hidden states [B, T, D] of whole rows, after the final norm; on a mesh with `cp`, [B, T / cp, D].
@@ -99,8 +102,8 @@ def forward(
     the block sizes of attention and the order of factors in matrix products. Rows that are not `packed` are
     one sequence each, with padding behind it; packed rows may need their `layout`
     (`attention.unpacks_above`). In DeltaNet layers rows are one sequence each, with padding at their ends,
-    unless their `chunks` are given. For `routes` [B, T, L, k] and `counted` [B, T] see `run_layers`: routes
-    and sums that are returned are of the tokens of this device of `cp`.
+    unless their `chunks` are given. For `routes` [B, T, L, k], `counted` [B, T], `turns` [3, B, T] and
+    `inserts` see `run_layers`: routes and sums that are returned are of the tokens of this device of `cp`.
     """
 
     def attend_of(mixer: Attention) -> Attend:
@@ -138,6 +141,10 @@ def forward(
     tokens = local_columns(input_ids, CP), local_columns(positions, CP)
     # Experts are chosen for the device's own columns; positions and segments stay whole, attention reads all.
     routes, counted = (each if each is None else local_columns(each, CP) for each in (routes, counted))
+    if turns is not None:
+        turns = jnp.stack([local_columns(axis, CP) for axis in turns])
+    if inserts is not None:
+        inserts = inserts._replace(rows=local_columns(inserts.rows, CP))
     return run_layers(
         params,
         arch,
@@ -147,6 +154,8 @@ def forward(
         [None] * arch.num_caches,
         routes=routes,
         counted=counted,
+        turns=turns,
+        inserts=inserts,
         dtype=dtype,
         remat=remat,
         backend=backend,
@@ -179,6 +188,8 @@ def run_layers(
     *,
     routes: jax.Array | None = None,
     counted: jax.Array | None = None,
+    turns: jax.Array | None = None,
+    inserts: Inserts | None = None,
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     backend: Backend = ACCELERATOR,
@@ -193,14 +204,20 @@ def run_layers(
     `routes` [B, T, L, k] of `Routes.dtype` are the experts to take in each of the L layers that have experts,
     and `Routes.live` in all k entries where the layer chooses them. Their weights are computed from the
     router's logits either way. A token counts `counted` [B, T] times in `Forwarded.sums`.
+
+    Rotary embeddings turn by `turns` [3, B, T] int32 in the place of `positions`, where they are given:
+    among pictures a token has a time, a row and a column. `inserts` are features of pictures.
     """
     specs = partition(arch, current_mesh())
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
     if arch.embedding_scale != 1.0:
         x_BTD = x_BTD * jnp.asarray(arch.embedding_scale, dtype)
+    if inserts is not None:  # after the scale, which is that of token embeddings alone
+        x_BTD = _inserted(inserts, 0, x_BTD)
     ropes = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in arch.attentions)
-    turns = {(rope, size): rope and rope_angles(positions, rope, size) for rope, size in ropes}
-    angles = {mixer: turns[mixer.rope, mixer.head_dim] for mixer in arch.attentions}
+    places = positions if turns is None else turns
+    by_rope = {(rope, size): rope and rope_angles(places, rope, size) for rope, size in ropes}
+    angles = {mixer: by_rope[mixer.rope, mixer.head_dim] for mixer in arch.attentions}
     attends: dict[Mixer, Any] = dict.fromkeys(arch.deltas, recur)
     attends |= {mixer: attend_of(mixer) for mixer in arch.attentions}
 
@@ -214,7 +231,7 @@ def run_layers(
     new_caches, routed, given = list(caches), list[Routed](), _given(arch, routes)
     inputs = _layer_inputs(params, specs, arch, input_ids, x_BTD)
     layers = zip(arch.layers, params["layers"], specs["layers"], inputs, arch.cached, strict=True)
-    for kind, layer, layer_specs, input_BTP, number in layers:
+    for i, (kind, layer, layer_specs, input_BTP, number) in enumerate(layers, 1):
         run = compiled(kind, tuple(sorted(layer_specs.items())))
         turned = angles.get(kind.mixer) if isinstance(kind.mixer, Attention) else None
         reuses = kind.mixer.sharing == "reuses"
@@ -223,6 +240,8 @@ def run_layers(
         has_experts = isinstance(kind.mlp, Experts)
         choices = (given[len(routed)], counted) if has_experts else (None, None)
         x_BTD, cache, chosen = run(x_BTD, layer, turned, cache, input_BTP, *choices)
+        if inserts is not None and i < inserts.features.shape[1]:
+            x_BTD = x_BTD + _inserted(inserts, i, jnp.zeros_like(x_BTD))
         routed += [chosen] if has_experts else []
         if not reuses:
             new_caches[number] = cache
@@ -282,6 +301,15 @@ def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax
     # table.
     here = (rows >= 0) & (rows < len(table_VD))
     return psum_forward(jnp.where(here[..., None], table_VD[jnp.where(here, rows, 0)], 0), axis)
+
+
+def _inserted(inserts: Inserts, level: int, otherwise_BTD: jax.Array) -> jax.Array:
+    """The features of this level of tokens that have some, and of others what they have `otherwise`."""
+    table_RFD, rows_BT = inserts.features[:, level], inserts.rows
+    at_BT = jnp.maximum(rows_BT, 0)
+    # A table that all rows share is read where it is: broadcast to them, it would be copied for each.
+    features = table_RFD[0][at_BT] if len(table_RFD) == 1 else jax.vmap(lambda x, i: x[i])(table_RFD, at_BT)
+    return jnp.where(rows_BT[..., None] >= 0, features.astype(otherwise_BTD.dtype), otherwise_BTD)
 
 
 def output_head(

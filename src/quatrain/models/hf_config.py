@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.files import Description
@@ -101,6 +101,8 @@ class RopeConfig(Description, extra="allow"):
     short_factor: Factors | None = None
     long_factor: Factors | None = None
     llama_4_scaling_beta: Annotated[float, Field(ge=0, le=1e12)] | None = None
+    mrope_section: Annotated[list[Annotated[int, Field(ge=0, le=2**12)]], Field(max_length=8)] | None = None
+    mrope_interleaved: bool | None = None
 
 
 class RopeParameters(RopeConfig):
@@ -185,6 +187,77 @@ class HFConfig(GenerationConfig):
     quantization_config: Any = None
     bos_token_id: TokenId | None = None
     pad_token_id: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+
+
+Blocks = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)]
+Pixels = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Side = Annotated[int, Field(ge=1, le=2**14)]
+Few = Annotated[int, Field(ge=1, le=64)]
+
+
+class AxialRope(Description):
+    """Rotary embeddings of rows and columns."""
+
+    rope_type: str = "axial"
+    rope_theta: Positive = 10_000.0
+
+
+class VisionConfig(Description):
+    """`vision_config` of config.json, with the names of keys that several families have."""
+
+    depth: Annotated[Layers, Field(validation_alias=AliasChoices("depth", "num_hidden_layers"))]
+    hidden_size: Width
+    intermediate_size: Width
+    num_heads: Annotated[Heads, Field(validation_alias=AliasChoices("num_heads", "num_attention_heads"))]
+    channels: Annotated[
+        Few, Field(validation_alias=AliasChoices("in_channels", "in_chans", "num_channels"))
+    ] = 3
+    patch_size: Side
+    hidden_act: str | None = None
+    layer_norm_eps: Annotated[float, Field(ge=0, le=1)] = 1e-6
+    image_size: Side | None = None
+    spatial_merge_size: Few = 2
+    temporal_patch_size: Few = 2
+    out_hidden_size: Width | None = None
+    num_position_embeddings: Annotated[int, Field(ge=1, le=2**24)] = 2304
+    deepstack_visual_indexes: Blocks | None = None
+    window_size: Side = 112
+    fullatt_block_indexes: Blocks | None = None
+    rope_parameters: AxialRope = AxialRope()
+
+
+class ImageSize(Description):
+    """How large pictures become."""
+
+    shortest_edge: Pixels | None = None
+    longest_edge: Pixels | None = None
+
+
+class ImageProcessorConfig(Description):
+    """What preprocessor_config.json says of the sizes of pictures, and of how pixels become numbers."""
+
+    size: ImageSize = ImageSize()
+    max_image_size: ImageSize = ImageSize()
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+    do_resize: bool = True
+    do_image_splitting: bool = True
+    patch_size: Side | None = None
+    merge_size: Few | None = None
+    temporal_patch_size: Few | None = None
+    do_rescale: bool | None = None
+    rescale_factor: Positive | None = None
+    do_normalize: bool | None = None
+    image_mean: Annotated[list[Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=8)] | None = None
+    image_std: Annotated[list[Positive], Field(max_length=8)] | None = None
+    resample: Annotated[int, Field(ge=0, le=5)] | None = None
+
+
+class PictureConfig(Description):
+    """What config.json says of pictures, beside the tower."""
+
+    image_token_id: TokenId
+    scale_factor: Few = 2
 
 
 Factor = Annotated[float, Field(ge=0, le=1e12)]

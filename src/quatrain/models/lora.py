@@ -7,7 +7,7 @@ Data flow: a loaded base -> `with_adapters` -> parameters of an `Architecture` w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,13 +20,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from quatrain.config.schema import LoraConfig
-from quatrain.config.sections.model_on_devices import ALL_LINEAR, MODULES
+from quatrain.config.sections.model_on_devices import ALL_LINEAR, MODULES, VISION_TARGETS
 from quatrain.models.architecture import Architecture, LayerKind, LoRA
 from quatrain.models.blocks.experts import Experts
 from quatrain.models.blocks.layer_run import OF_EXPERTS
 from quatrain.models.params import (
     LM_HEAD,
     SCORE,
+    VISION,
     Params,
     draw_params,
     output_head_name,
@@ -34,12 +35,18 @@ from quatrain.models.params import (
     partition,
 )
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
+from quatrain.models.vision import PROJECTOR
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
 
 EXPERT_PARAMETERS = {"experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj"}
 """The names of experts' matrices in transformers 5, which peft's `target_parameters` takes."""
 EXPERTS_MODULE = "mlp.experts"
+LAYERS = "layers"
+"""The name of the layers in the tree of parameters."""
+
+OF_TOWER = "vision."
+"""How the names of a tower's matrices begin among targets."""
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
@@ -56,7 +63,17 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
     words = ([each for each in MODULES if each in known] if w == ALL_LINEAR else [w] for w in config.targets)
     lora = LoRA(config.rank, config.alpha or float(config.rank), tuple(chain(*words)))
     check_lora(arch, lora)
-    return replace(arch, lora=lora)
+    texts, tower = ([name for name in lora.targets if name.startswith(OF_TOWER) == of] for of in (0, 1))
+    if arch.vision and (arch.vision.trained != "frozen" or tower):
+        if arch.vision.trained != "all" or not tower:
+            raise ValueError(
+                "beside adapters a tower must be frozen, or have adapters of its own; got model.vision "
+                f"{arch.vision.trained} with {len(tower)} of its matrices in lora.targets; set model.vision "
+                f"to frozen, or to all with one of {', '.join(VISION_TARGETS)} in lora.targets"
+            )
+        own = replace(lora, targets=tuple(name.removeprefix(OF_TOWER) for name in tower))
+        arch = replace(arch, vision=replace(arch.vision, lora=own))
+    return replace(arch, lora=replace(lora, targets=tuple(texts)))
 
 
 def check_lora(arch: Architecture, lora: LoRA) -> None:
@@ -75,6 +92,13 @@ def check_lora(arch: Architecture, lora: LoRA) -> None:
             for tensor in matrices.get(name, ()):
                 rows, columns = tensor.shape_in(layer[name].shape)[-2:]
                 sides.append((name, tensor.name.split(".")[-2], rows, columns))
+    if arch.vision:
+        block = arch.vision.block
+        specs = block.params(1.0)
+        for name, tensors in block.matrices().items():
+            for tensor in tensors:
+                rows, columns = tensor.shape_in(specs[name].shape)[-2:]
+                sides.append((f"{OF_TOWER}{name}", tensor.name, rows, columns))
     for name, module, rows, columns in sides:
         if name in lora.targets and lora.rank > min(rows, columns):
             raise ValueError(
@@ -87,13 +111,15 @@ def check_lora(arch: Architecture, lora: LoRA) -> None:
 def _known(arch: Architecture) -> list[str]:
     """The matrices of `arch` that may have adapters."""
     names = dict.fromkeys(name for kind in arch.kinds for name in kind.matrices())
-    return [*names, *[LM_HEAD] * (arch.head == "lm_head")]
+    trained = arch.vision is not None and arch.vision.trained == "all"
+    return [*names, *[LM_HEAD] * (arch.head == "lm_head"), *VISION_TARGETS * trained]
 
 
 def adapter_names(arch: Architecture) -> list[TensorName]:
     """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix.
 
-    Those of experts' matrices are stacked: A [E, r, in] and B [E, out, r]. The score head [1, D] of a reward
+    Those of experts' matrices are stacked: A [E, r, in] and B [E, out, r]. Of a model with a tower the text
+    model has the name that it has within transformers' model. The score head [1, D] of a reward
     model, which is trained beside them, is one of its tensors.
     """
     names = []
@@ -103,17 +129,37 @@ def adapter_names(arch: Architecture) -> list[TensorName]:
     for end, adapter in (("A", LORA_A), ("B", LORA_B)) if LM_HEAD in targets else ():
         name = f"base_model.model.{LM_HEAD}.lora_{end}.weight"
         names.append(TensorName(name, (LM_HEAD + adapter,), vector=False))
+    model = "base_model.model.model." + (f"{arch.vision.text_module}." if arch.vision else "")
     for i, kind in enumerate(arch.layers):
-        layer = f"base_model.model.model.layers.{i}"
+        layer = f"{model}layers.{i}"
         names += _of_experts(f"{layer}.{EXPERTS_MODULE}", i, kind, targets)
-        for matrix, tensors in kind.matrices().items():
-            alone = matrix in targets and not matrix.startswith(OF_EXPERTS)
-            for number, tensor in enumerate(tensors if alone else ()):
-                start = f"{layer}.{tensor.name.removesuffix('weight')}"
-                block = number if len(tensors) > 1 else ...
-                for end, adapter, part in (("A", LORA_A, block), ("B", LORA_B, tensor.part)):
-                    path = ("layers", i, matrix + adapter)
-                    names.append(TensorName(f"{start}lora_{end}.weight", path, part, vector=False))
+        alone = [name for name in targets if not name.startswith(OF_EXPERTS)]
+        names += _of_matrices(layer, ("layers", i), kind.matrices(), alone)
+    if arch.vision and arch.vision.lora:
+        for i, module in enumerate(arch.vision.block_modules):
+            path = (VISION, "blocks", i)
+            matrices = arch.vision.block.matrices()
+            names += _of_matrices(
+                f"base_model.model.model.{module}", path, matrices, arch.vision.lora.targets
+            )
+    return names
+
+
+def _of_matrices(
+    module: str,
+    path: tuple[str | int, ...],
+    matrices: Mapping[str, Sequence[TensorName]],
+    targets: Sequence[str],
+) -> list[TensorName]:
+    """The tensors of adapters of the matrices of one layer or block."""
+    names = []
+    for matrix in [name for name in matrices if name in targets]:
+        for number, tensor in enumerate(matrices[matrix]):
+            start = f"{module}.{tensor.name.removesuffix('weight')}"
+            block = number if len(matrices[matrix]) > 1 else ...
+            for end, adapter, part in (("A", LORA_A, block), ("B", LORA_B, tensor.part)):
+                name = f"{start}lora_{end}.weight"
+                names.append(TensorName(name, (*path, matrix + adapter), part, vector=False))
     return names
 
 
@@ -144,43 +190,72 @@ def with_adapters(params: Params, arch: Architecture, key: jax.Array, mesh: Mesh
 
 
 def trained_part(tree: Any, arch: Architecture) -> Any:
-    """Of a tree like the parameters of `arch`, what is trained: all, or its `adapters_of`.
+    """Of a tree like the parameters of `arch`, what is trained: all but a frozen tower, or the adapters.
 
     With adapters a score head is trained too, `{"layers": [...], "score": …}`: at the start it is zero.
     """
-    if arch.lora is None:
-        return tree
-    return adapters_of(tree) | {name: leaf for name, leaf in tree.items() if name == SCORE}
+    return _part(tree, lambda path: is_trained(path, arch))
+
+
+def frozen_part(tree: Any, arch: Architecture) -> Any:
+    """Of a tree like the parameters of `arch`, what is not trained; no leaf unless `arch.partly_frozen`."""
+    return _part(tree, lambda path: not is_trained(path, arch))
 
 
 def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
     """`tree` with its trained part replaced by `trained`; the other arrays are those of `tree`."""
-    if arch.lora is None:
-        return trained
-    layers = zip(tree["layers"], trained["layers"], strict=True)
-    return {**tree, **trained, "layers": [layer | adapters for layer, adapters in layers]}
-
-
-def frozen_part(tree: Any) -> Any:
-    """Of a tree like the parameters of a model with adapters, what is not trained."""
-    return {name: leaf for name, leaf in without_adapters(tree).items() if name != SCORE}
+    return _joined(tree, trained) if arch.partly_frozen else trained
 
 
 def adapters_of(tree: Any) -> Any:
     """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`, and those of the head."""
-    layers = [{name: layer[name] for name in layer if is_adapter(name)} for layer in tree["layers"]]
-    return {"layers": layers} | {name: leaf for name, leaf in tree.items() if is_adapter(name)}
+    return _part(tree, lambda path: is_adapter(path[-1]))
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
-    layers = [{name: layer[name] for name in layer if not is_adapter(name)} for layer in tree["layers"]]
-    return {name: leaf for name, leaf in tree.items() if not is_adapter(name)} | {"layers": layers}
+    return _part(tree, lambda path: not is_adapter(path[-1]))
+
+
+def is_trained(path: Sequence[str | int], arch: Architecture) -> bool:
+    """Whether the parameter at `path`, of names from the top of the tree and numbers in lists, is trained."""
+    if arch.lora is not None:
+        return is_adapter(str(path[-1])) or path[0] == SCORE
+    if path[0] != VISION or arch.vision is None or arch.vision.trained == "all":
+        return True
+    return arch.vision.trained == "projector" and path[1] in PROJECTOR
+
+
+def _part(tree: Any, takes: Callable[[tuple[str, ...]], bool], path: tuple[str, ...] = ()) -> Any:
+    """A tree like parameters without the leaves whose names `takes` refuses.
+
+    Lists keep their length. Of a dictionary without leaves nothing stays, except of the list of layers.
+    """
+    if isinstance(tree, list):
+        return [_part(each, takes, path) for each in tree]
+    kept: dict[str, Any] = {}
+    for name, each in tree.items():
+        if isinstance(each, dict | list):
+            part = _part(each, takes, (*path, name))
+            if name == LAYERS or jax.tree.leaves(part):
+                kept[name] = part
+        elif takes((*path, name)):
+            kept[name] = each
+    return kept
+
+
+def _joined(tree: Any, part: Any) -> Any:
+    """`tree` with the leaves of `part`, which may be new, in their places."""
+    if isinstance(part, list):
+        return [_joined(*each) for each in zip(tree, part, strict=True)]
+    if isinstance(part, dict):
+        return {**tree, **{name: _joined(tree.get(name), each) for name, each in part.items()}}
+    return part
 
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(is_adapter(name) for names in (tree, *tree.get("layers", ())) for name in names)
+    return bool(jax.tree.leaves(adapters_of(tree)))
 
 
 def is_adapter(name: str) -> bool:
@@ -188,18 +263,15 @@ def is_adapter(name: str) -> bool:
     return name.endswith((LORA_A, LORA_B))
 
 
-def copies_if_aliased(placed: Params, params: Params) -> Params:
-    """`placed`, which was made of `params`, without buffers of those arrays of `params` that are trained.
+def copies_if_aliased(placed: Params, params: Params, arch: Architecture) -> Params:
+    """`placed`, which was made of `params` of `arch`, without buffers of those of them that are trained.
 
-    A training step may then donate them. A base under adapters is never donated, so it is not copied.
+    A training step may then donate them. What is frozen is never donated, so it is not copied.
     """
-    if not has_adapters(params):
-        return jax.tree.map(copy_if_aliased, placed, params)
-    if not has_adapters(placed):
+    if has_adapters(params) and not has_adapters(placed):
         return placed  # merged with its adapters, which are none of its arrays
-    copied = jax.tree.map(copy_if_aliased, adapters_of(placed), adapters_of(params))
-    layers = zip(placed["layers"], copied["layers"], strict=True)
-    return {**placed, **copied, "layers": [layer | adapters for layer, adapters in layers]}
+    copied = jax.tree.map(copy_if_aliased, *(trained_part(tree, arch) for tree in (placed, params)))
+    return with_trained(placed, copied, arch)
 
 
 def merged_architecture(arch: Architecture) -> Architecture:
@@ -208,7 +280,7 @@ def merged_architecture(arch: Architecture) -> Architecture:
     A head that has some is no longer tied to the embeddings, which stay as they are.
     """
     apart = arch.lora is not None and LM_HEAD in arch.lora.targets
-    return replace(arch, lora=None, tie_embeddings=arch.tie_embeddings and not apart)
+    return replace(arch.without_lora, tie_embeddings=arch.tie_embeddings and not apart)
 
 
 def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -> Params:
@@ -226,23 +298,32 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
         return params
     base = without_adapters(params)
     layers = [dict(layer) for layer in base["layers"]]
-    key = jax.random.key(STREAM, impl="threefry2x32")
     head = {name: leaf.astype(base["embed"].dtype) for name, leaf in base.items() if name == SCORE}
-    # Where each matrix with its adapters is, and where it comes to; the head's last, behind all layers.
+    sees = VISION in base
+    blocks = [dict(block) for block in base[VISION]["blocks"]] if sees else []
+    # Where each matrix with its adapters is, and where it comes to; behind all layers the head, then a tower.
+    parts: list[tuple[Any, dict[str, Any], LayerKind | None]]
     parts = [(whole, layer, kind) for whole, layer, kind in zip(params["layers"], layers, arch.layers)]
-    for number, (whole, into, kind) in enumerate([*parts, (params, head, None)]):
-        for place, name in enumerate(arch.lora.targets, start=number * len(arch.lora.targets)):
+    parts += [(params, head, None)]
+    parts += [(whole, block, None) for whole, block in zip(params[VISION]["blocks"] if sees else [], blocks)]
+    place = -1
+    for number, (whole, into, kind) in enumerate(parts):
+        lora = arch.vision.lora if arch.vision and number > len(layers) else arch.lora
+        for name in lora.targets if lora else ():
+            place += 1
             if name + LORA_A not in whole:
                 continue
-            own = whole[name if kind else output_head_name(arch)]
+            own = whole[output_head_name(arch) if name == LM_HEAD else name]
             matrix, a, b = to_memory("device", [own, whole[name + LORA_A], whole[name + LORA_B]])
             how = {"dtype": jnp.dtype(dtype or matrix.dtype), "sharding": matrix.sharding}
             how["stacked"] = kind.stacked(name) if kind else ()
             how["experts"] = name.startswith(OF_EXPERTS)
-            into[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
+            key = jax.random.fold_in(jax.random.key(STREAM, impl="threefry2x32"), place)
+            into[name] = _merged(matrix, a, b, key, scale=arch.lora.scale, **how)
             if matrix is not own:
                 jax.block_until_ready(into[name])  # the device has room for one such copy at a time
-    return {**base, **head, "layers": layers}
+    tower = {VISION: {**base[VISION], "blocks": blocks}} if sees else {}
+    return {**base, **head, "layers": layers, **tower}
 
 
 @partial(jax.jit, static_argnames=("scale", "dtype", "sharding", "stacked", "experts"))

@@ -30,10 +30,15 @@ Params = dict[str, Any]
 The head is `lm_head` [V, D] unless it is tied to `embed`, or `score` [1, D] (`Architecture.head`). Models
 whose layers have inputs of their own also have `layer_embed` [V, L P], `layer_projection` [L P, D] and
 `layer_norm` [P]. Adapters of the head are `lm_head_lora_a` [r, D] and `lm_head_lora_b` [V, r], tied or not.
+`vision` is the tree of a tower (`Vision.params`) that is trained, wholly or in part. A frozen one is not
+among the parameters: what makes features alone reads it, when the first picture comes (`with_tower`).
 """
 
 LM_HEAD = "lm_head"
 """The name of the head that makes logits of the vocabulary, and of its adapters."""
+
+VISION = "vision"
+"""The name of the tower."""
 
 SCORE = "score"
 """The name of the head that makes one number of a hidden state (`Architecture.head` is `value_head`)."""
@@ -75,6 +80,8 @@ def param_specs(arch: Architecture) -> Params:
     specs[output_head_name(arch)] = score if arch.head == "value_head" else specs["embed"]
     if arch.lora and LM_HEAD in arch.lora.targets:
         specs |= specs["embed"].adapters(LM_HEAD, arch.lora.rank, 1)
+    if arch.vision and arch.vision.trained != "frozen":
+        specs[VISION] = arch.vision.params()
     return specs
 
 
@@ -205,7 +212,7 @@ def tensor_names(arch: Architecture) -> list[TensorName]:
             tensor._replace(name=f"model.layers.{i}.{tensor.name}", path=("layers", i, *tensor.path))
             for tensor in kind.tensors()
         ]
-    return names
+    return names + (arch.vision.tensors() if arch.vision and arch.vision.trained != "frozen" else [])
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -219,18 +226,23 @@ def assemble(
     dtype: DTypeLike,
     read: Callable[[TensorName, np.ndarray], None],
     mesh: Mesh | None = None,
+    *,
+    only: str | None = None,
 ) -> Params:
     """Parameters of `arch` on `mesh`, by default one device, read from the tensors of a checkpoint.
 
-    `read(name, parameter)` copies the tensor `name` into its slice of `parameter`. The host holds one
-    parameter at a time, the largest first, so that peak memory is close to the size of the parameters.
+    With `only`, those of one entry of the tree alone. `read(name, parameter)` copies the tensor `name` into
+    its slice of `parameter`. The host holds one parameter at a time, the largest first, so that peak memory
+    is close to the size of the parameters.
     """
     assert arch.lora is None, "adapters come after the model they adapt"
     mesh = mesh or one_device()
     params, places = param_specs(arch), shardings(mesh, partition(arch, mesh_shape(mesh)))
+    params = params if only is None else {only: params[only]}
     parts: dict[tuple[str | int, ...], list[TensorName]] = {}
     for name in tensor_names(arch):
-        parts.setdefault(name.path, []).append(name)
+        if name.path[0] in params:
+            parts.setdefault(name.path, []).append(name)
     # The largest first: its host copy exists while the devices are still empty.
     for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
         spec = leaf_at(params, path)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
@@ -68,6 +69,11 @@ class Rope:
     """Whether a checkpoint has the elements of a pair beside each other, not half a head apart."""
     query_beta: float = 0.0
     """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / original_max_position))."""
+    sections: tuple[int, ...] = ()
+    """Of the R/2 frequencies, how many turn with each axis of a position of three numbers: time, row, column.
+    (): positions are one number. In text all three are the same, so that nothing depends on it."""
+    alternating: bool = False
+    """Whether the axes take turns from frequency to frequency (Qwen3), not block after block (Qwen2.5)."""
     written: tuple[tuple[str, Any], ...] = ()
     """What config.json says of `yarn` or `longrope`, for the export."""
 
@@ -82,6 +88,24 @@ class Rope:
     def _dims(self, head_dim: int) -> int:
         """R of the frequencies, which may be odd."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
+
+    def axes(self, head_dim: int) -> np.ndarray:
+        """[R/2] int: the axis of a position with which each frequency turns.
+
+        Raises ValueError if the sections are not those of a head of this size.
+        """
+        count = self.rotated(head_dim) // 2
+        if len(self.sections) != 3 or sum(self.sections) != count:
+            raise ValueError(
+                "mrope_section has three numbers of frequencies, in time, rows and columns, which sum to the "
+                f"{count} of a head of {head_dim}; got {list(self.sections)}; correct it in config.json"
+            )
+        if not self.alternating:
+            return np.repeat(np.arange(3), self.sections)
+        axes = np.zeros(count, int)  # what is left over at the end is of the first axis
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        return axes
 
     def frequencies(self, head_dim: int) -> jax.Array:
         """[R/2] float32 angles per position."""
@@ -137,15 +161,23 @@ def longrope_scale(factor: float, original: int) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
-def rope_angles(positions_BT: jax.Array, rope: Rope, head_dim: int) -> Angles:
-    """Cosine and sine of position x frequency."""
-    angles = positions_BT.astype(jnp.float32)[..., None, None] * rope.frequencies(head_dim)
+def rope_angles(positions: jax.Array, rope: Rope, head_dim: int) -> Angles:
+    """Cosine and sine of position x frequency.
+
+    Positions are [B, T], or [3, B, T] of tokens among pictures, of which each frequency takes one axis.
+    """
+    if positions.ndim == 3:
+        assert not rope.query_beta
+        by_frequency = jnp.moveaxis(positions.astype(jnp.float32)[rope.axes(head_dim)], 0, -1)
+        angles = by_frequency[:, :, None] * rope.frequencies(head_dim)
+    else:
+        angles = positions.astype(jnp.float32)[..., None, None] * rope.frequencies(head_dim)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.scale != 1.0:
         cos, sin = cos * rope.scale, sin * rope.scale
     queries = None
     if rope.query_beta:
-        periods = (positions_BT // rope.original_max_position)[..., None, None]
+        periods = (positions // rope.original_max_position)[..., None, None]
         queries = 1 + rope.query_beta * jnp.log1p(periods.astype(jnp.float32))
     # The barrier makes XLA compute the angles once; otherwise it recomputes them at every use, twice per
     # layer.

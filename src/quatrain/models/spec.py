@@ -22,6 +22,25 @@ EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Adapters of low rank on matrices of every layer: W x becomes W x + (alpha / rank) B (A x).
+
+    A is [rank, in], B [out, rank] (Hu et al. 2021, arXiv 2106.09685). `targets` are names of a layer's
+    matrices (`models.params`), and `lm_head`, the output head of the vocabulary. Where this is tied to the
+    embeddings they stay as they are. Those of a tower are in `Vision.lora`.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """The factor of B (A x)."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
 
@@ -82,6 +101,8 @@ class TensorName(NamedTuple):
     """Whether a checkpoint has the matrices or vectors of all experts as one tensor [experts, ...]."""
     transposed: bool = False
     """Whether these are [experts, in, out] there."""
+    folded: tuple[int, ...] = ()
+    """The dimensions that a checkpoint has in the place of `in`: those of a convolution of patches."""
 
     def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this tensor, given the shape of its parameter."""
@@ -93,7 +114,7 @@ class TensorName(NamedTuple):
             return (*experts, out)
         if self.transposed:
             return (*experts, parameter[-1], out)
-        return (*experts, out, *(1,) * self.kernel, parameter[-1])
+        return (*experts, out, *(1,) * self.kernel, *(self.folded or parameter[-1:]))
 
     def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).

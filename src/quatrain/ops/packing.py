@@ -65,9 +65,10 @@ class Packing(NamedTuple):
     """[micro-batches] tokens of the buffer of each shard."""
 
 
-def common_tokens(sequences: np.ndarray) -> int:
-    """How many tokens the rows of `sequences` [n, T] begin with in common."""
-    return int(np.logical_and.accumulate((sequences == sequences[0]).all(axis=0)).sum())
+def common_tokens(*columns: np.ndarray) -> int:
+    """How many tokens n sequences begin with in common, with all `columns` [n, T] of them: ids, pictures."""
+    same = np.logical_and.reduce([(column == column[0]).all(axis=0) for column in columns])
+    return int(np.logical_and.accumulate(same).sum())
 
 
 def useful_common_prefix(common: int, lengths: np.ndarray) -> int:

@@ -61,6 +61,15 @@ class BatchPlan:
         }
 
 
+class PictureTokens(NamedTuple):
+    """The placeholders in the prompts of a run's training data."""
+
+    prompts: int
+    """Prompts with pictures; the others do not count."""
+    mean: float
+    most: int
+
+
 class _Span(NamedTuple):
     """The smallest and the largest possible value of a number."""
 
@@ -86,10 +95,13 @@ class _Span(NamedTuple):
         return f"floor({self.low} / {text}) to ceil({self.high} / {text})"
 
 
-def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
+def plan(
+    config: Config, *, devices: int = 1, processes: int = 1, pictures: PictureTokens | None = None
+) -> BatchPlan:
     """The batch plan of a final configuration, in which all derived values are set.
 
-    `devices` and `processes` are the total numbers of the run. Raises ValueError if they do not match the
+    `devices` and `processes` are the total numbers of the run. `pictures` is what the data say, where they
+    were read and have some. Raises ValueError if they do not match the
     meshes (`roles.resolve_roles`).
     """
     roles = resolve_roles(config, devices, processes)
@@ -105,6 +117,7 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
         return BatchPlan(tuple(rows), tuple(_shard_warnings(config, shards, given_sequences(config), remedy)))
     rows = chain(
         _step_rows(config),
+        _picture_rows(pictures),
         _device_rows(roles.train.mesh, devices, processes),
         _fleet_rows(config) if config.rollout.has_fleet else _replica_rows(config, roles.rollout.mesh),
         _update_rows(config, roles.train.mesh),
@@ -146,6 +159,13 @@ def _step_rows(config: Config) -> Iterator[PlanRow]:
         parts["rollout.max_environment_tokens"] = added
     why = f"L: {' + '.join(parts)} = {' + '.join(map(str, parts.values()))}"
     yield PlanRow("max_sequence_tokens", longest_sequence(config), "tokens", why)
+
+
+def _picture_rows(pictures: PictureTokens | None) -> Iterator[PlanRow]:
+    if pictures is not None:
+        why = f"placeholders of its pictures; {pictures.prompts} prompts have some"
+        yield PlanRow("mean_picture_tokens_per_prompt", round(pictures.mean), "tokens", f"mean of the {why}")
+        yield PlanRow("max_picture_tokens_per_prompt", pictures.most, "tokens", f"the most {why}")
 
 
 def given_sequences(config: Config) -> _Span:

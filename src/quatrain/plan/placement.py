@@ -22,6 +22,7 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.mesh_axes import CP
 from quatrain.config.roles import Roles, devices_of_worker, resolve_roles, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.data.pixels import with_limits
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.engine import CACHE_SHARE
 from quatrain.engine.groups import prompt_positions
@@ -52,6 +53,8 @@ from quatrain.plan.device_memory import (
     RoleName,
     in_units,
 )
+from quatrain.plan.pictures import IF_ANY, tower_at_work, tower_bytes
+from quatrain.plan.pictures import update_parts as picture_parts
 from quatrain.update.optimizer import OptimizerForm, is_matrix
 from quatrain.weights.load_model import BUILTIN, classifier_architecture, load_architecture
 
@@ -128,7 +131,10 @@ def architecture(config: Config) -> Architecture:
     path, vocab_size = config.model.path, None
     if path.startswith(BUILTIN):
         vocab_size = len(load_tokenizer(config.model.tokenizer))
-    arch = load_architecture(path, vocab_size=vocab_size).for_length(longest_of_run(config))
+    vision = "none" if config.run.task == "rm" else config.model.vision
+    arch = load_architecture(path, vocab_size=vocab_size, vision=vision).for_length(longest_of_run(config))
+    if arch.vision:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     if config.run.task == "rm":
         arch = replace(arch, head="value_head")
     return with_lora(arch, config.lora)
@@ -159,22 +165,19 @@ class _Plan:
 
     def kinds(self) -> Iterator[ParameterKind]:
         """The parameters on the training mesh; those of one name and shape in several layers are one kind."""
-        specs, places = param_specs(self.arch), partition(self.arch, self.mesh)
-        layers = Counter(
-            (f"layers.{name}", spec, place[name])
-            for layer, place in zip(specs.pop("layers"), places["layers"], strict=True)
-            for name, spec in layer.items()
-        )
-        (first, *rest) = [(name, 1, spec, places[name]) for name, spec in specs.items()]
-        kinds = [first, *((name, count, spec, place) for (name, spec, place), count in layers.items()), *rest]
-        for name, count, spec, place in kinds:
+        arch = self.arch.with_tower
+        kinds = Counter(_named("", param_specs(arch), partition(arch, self.mesh)))
+        for (name, spec, place), count in kinds.items():
             itemsize = jnp.dtype(spec.dtype or self.config.model.param_dtype).itemsize
             size = count * itemsize * elements_on_device(spec.shape, place, self.mesh)
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
     def host_parts(self) -> Iterator[MemoryPart]:
-        """What batches have in host memory that grows with the model: the routes of experts."""
+        """What is in the memory of the host: the routes of experts of a batch, the features of pictures."""
         rollout, routes = self.config.rollout, self.arch.routes
+        if self.arch.vision:
+            why = f"model.vision_cache_bytes; those of the batch at hand, if they are more{IF_ANY}"
+            yield MemoryPart("vision_store", self.config.model.vision_cache_bytes, why)
         if routes is None or rollout.record_routes is False or self.config.run.on_given_data:
             return
         layers, k, _ = routes
@@ -194,6 +197,9 @@ class _Plan:
         yield from self._policy(("gradient", "optimizer_step") if self.config.offload.policy else None)
         if self.config.generates and not self.config.rollout.has_fleet:
             yield self._sampler()
+            if self.arch.vision:
+                longest, phases = self.config.data.max_prompt_length, self.sampling_phases
+                yield tower_at_work(self.arch.vision, self.config.model.dtype, longest, phases)
         elif self.config.rollout.servers and self.arch.lora:
             yield self._merged_for_servers()
         if self.config.run.task == "dpo":
@@ -216,12 +222,23 @@ class _Plan:
         adapters = self._weights(self.mesh, dtype, trained=True) if lora else 0
         if self.config.run.task == "dpo":
             phases = (REFERENCE_PASS, *phases)
+        tower, vision = tower_bytes(self.arch, self.mesh, dtype), self.arch.vision
+        frozen = vision is None or vision.trained == "frozen"
         why = f"model.param_dtype {dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
         rope = self.arch.attentions[0].rope
         if rope and rope.kind == "longrope":
             tokens, factors = longest_of_run(self.config), "long" if rope.long else "short"
             why += f"; rotary embeddings with longrope's {factors} factors, for {tokens} tokens"
-        yield MemoryPart("weights", self._weights(self.mesh, dtype) - adapters, why + waits, phases)
+        # A frozen tower is none of the parameters (`param_specs`).
+        text = self._weights(self.mesh, dtype) - adapters - tower * (not frozen)
+        yield MemoryPart("weights", text, why + waits, phases)
+        if vision:
+            why = f"model.vision {vision.trained}; model.param_dtype {dtype} on mesh {self.mesh}"
+            why += f"; brought when the first picture comes{IF_ANY}" if frozen else waits
+            yield MemoryPart("tower", tower, why, PHASES if frozen else phases)
+        if not frozen:
+            why = "as it was after the last update, for the features that the sampler reads"
+            yield MemoryPart("tower_copy", tower, why)
         if lora:
             scored = " and the score head" * (self.arch.head == "value_head")
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}{scored}, in float32"
@@ -235,6 +252,9 @@ class _Plan:
         why = "of adapters, " * bool(self.arch.lora) + "accumulated over micro-batches, in float32"
         yield MemoryPart("gradients", sums, why, (gradient, step))
         yield self._activations(sizes, gradient)
+        if self.arch.vision:
+            most, model = self._most_placeholders(sizes), self.config.model
+            yield from picture_parts(self.arch.vision, most, model.dtype, model.remat, gradient)
         if self.mesh.dp > 1:
             yield MemoryPart(
                 "gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (step,)
@@ -476,7 +496,7 @@ class _Plan:
                 return 0
             return elements_on_device(spec.shape, place, self.rollout_mesh) * jnp.dtype(dtype).itemsize
 
-        arch = merged_architecture(self.arch) if merges else self.arch
+        arch = replace(merged_architecture(self.arch) if merges else self.arch, vision=None)
         places = partition(arch, self.rollout_mesh)
         sizes = jax.tree_util.tree_map_with_path(num_bytes, param_specs(arch), places, is_leaf=is_spec)
         why = f"model.dtype {model.dtype} on rollout.mesh {self.rollout_mesh}"
@@ -541,6 +561,14 @@ class _Plan:
         rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
         words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
         return rows * -(-round_up(longest) // self.mesh.cp), words
+
+    def _most_placeholders(self, sizes: UpdateConfig | CriticConfig) -> int:
+        """Of the largest micro-batch, on a data shard: each picture stands once in a buffer."""
+        config, tokens = self.config, self._tokens_of_micro_batch(sizes)[0] * self.mesh.cp
+        if config.run.on_given_data or config.rollout.has_episodes:  # pictures may be anywhere
+            return tokens
+        in_own_buffers = 1 if sizes.micro_batch_size is None else config.rollout.n
+        return min(tokens, sizes.mini_batch_size * in_own_buffers * config.data.max_prompt_length)
 
     def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> MemoryPart:
         """The activations of the largest micro-batch."""
@@ -613,6 +641,16 @@ class _Plan:
             remedy += f", or lower {section}.{'micro_batch_size' if in_rows else 'max_tokens_per_device'}"
             remedy += ", or set model.remat to layer" * (self.config.model.remat != "layer")
         return remedy
+
+
+def _named(name: str, specs: Any, places: Any) -> Iterator[tuple[str, ParamSpec, PartitionSpec]]:
+    """(name, spec, place) of each parameter of a tree; those of a list have the name of the list."""
+    if is_spec(specs):
+        yield name.removeprefix("."), specs, places
+        return
+    keys = range(len(specs)) if isinstance(specs, list) else specs
+    for key in keys:
+        yield from _named(name if isinstance(key, int) else f"{name}.{key}", specs[key], places[key])
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,9 @@ from quatrain.workers.pool import default_workers
 TRUNCATED, REWARD_SHARE, PADDING, REJECTED = 0.5, 0.3, 0.3, 0.3
 """Fractions of completions cut, of a step spent on rewards, of padding, and of tokens that `update.reject`
 rejects, above which there is a hint."""
+PICTURE_SHARE, FULL = 0.3, 0.9
+"""Fraction of a step spent on pictures above which there is a hint, and of their store above which it is
+full."""
 OUTSIDE = 1e-4
 """Probability that a teacher gives to words that the policy does not have, above which there is a hint."""
 STEPS_IN_A_ROW, STEPS_AT_ZERO = 3, 5
@@ -56,6 +59,7 @@ class Hints:
             "no_signal": self._no_signal(numbers),
             # The first step of a process also starts workers and compiles.
             "slow_reward": self._slow_reward(numbers) if self._has_begun else None,
+            "slow_pictures": self._slow_pictures(numbers) if self._has_begun else None,
             "padding": self._padding(numbers),
             "rejected": _rejected(numbers),
             "outside_mass": _outside(numbers),
@@ -126,6 +130,23 @@ class Hints:
             )
         workers = default_workers() if reward.workers is None else reward.workers
         return f"make it faster, or let more processes call it (reward.workers, which is {workers})"
+
+    def _slow_pictures(self, numbers: Mapping[str, float]) -> str | None:
+        spent, step_s = numbers.get("time/vision_s", 0.0), numbers.get("time/step_s", 0.0)
+        if spent <= PICTURE_SHARE * step_s:
+            return None
+        model, remedy = self._config.model, "lower data.image_max_pixels"
+        if numbers.get("vision/store_bytes", 0.0) > FULL * model.vision_cache_bytes:
+            remedy = (
+                "raise model.vision_cache_bytes, so that what was computed of a picture is kept until it is "
+                f"drawn again (it is {model.vision_cache_bytes} and full), or {remedy}"
+            )
+        elif model.vision == "all":
+            remedy += ", or train less of the tower (model.vision projector or frozen)"
+        return (
+            f"pictures took {spent / step_s:.0%} of the step, {spent:.1f} s of {step_s:.1f} s for "
+            f"{numbers.get('vision/tower_pictures', 0.0):.0f} pictures: {remedy}"
+        )
 
     def _padding(self, numbers: Mapping[str, float]) -> str | None:
         fraction, update = numbers.get("batch/padding_fraction", 0.0), self._config.update

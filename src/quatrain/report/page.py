@@ -1,11 +1,13 @@
 """Writes the run page: one HTML file with the curves, completions and configuration of one run or several.
 
-Data flow: `page_data.py` and `page_samples.py` read the runs' folders -> `Page` -> `report.html`.
+Data flow: `page_data.py`, `page_samples.py` and `page_pictures.py` read the runs' folders -> `Page` ->
+`report.html`.
 `report.writer` refreshes the page of a run while it trains; `quatrain report` writes it for any run, and
 `page_server.py` serves it live.
 
 The page needs no network: style, scripts and the chart library uPlot are part of it. Texts of a run are data,
-compressed in script elements that no browser runs, and the page shows them as text only.
+compressed in script elements that no browser runs, and the page shows them as text only. Pictures are
+encoded anew, and shown as `data:` addresses.
 """
 
 import base64
@@ -13,8 +15,9 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import jinja2
 
 from quatrain import __version__
 from quatrain.report.page_data import described, differing, distinct_names, run_data, run_stamp
+from quatrain.report.page_pictures import PagePictures
 from quatrain.report.page_samples import CAP_BYTES, SampleFiles, pack
 
 ASSETS = Path(__file__).with_name("assets")
@@ -51,6 +55,7 @@ class Page:
             }
             for folder in self._folders
         ]
+        self.pictures = PagePictures(self._folders)
         self._cost_s = 0.0
         self._written_at = -math.inf
 
@@ -67,11 +72,16 @@ class Page:
             try:
                 with draft.open("wb") as file:
                     file.write(head.encode(errors="replace"))
-                    file.write(_element("data", pack(self.data(ended=ended))))
+                    data = self.data(ended=ended)
+                    pictures = self.pictures.choose(self._shown())
+                    data["left_out_pictures"] = self.pictures.left_out
+                    file.write(_element("chunk-data", pack(data)))
                     for i, samples in enumerate(self._samples):
                         for kind, files in samples.items():
                             for step, packed in files.packed():
-                                file.write(_element(f"{i}-{kind}-{step}", packed))
+                                file.write(_element(f"chunk-{i}-{kind}-{step}", packed))
+                    for name, small in pictures.items():
+                        file.write(_element(f"picture-{name}", base64.b64encode(small)))
                     file.write(tail.encode())
                 os.replace(draft, output)
             finally:
@@ -98,6 +108,12 @@ class Page:
             "differing": differing([run["config"] for run in runs]) if len(runs) > 1 else [],
         }
 
+    def _shown(self) -> Iterator[str]:
+        """The names of the pictures in samples, those of the last step first: the page opens there."""
+        files = (files for samples in self._samples for files in samples.values())
+        steps = sorted(chain.from_iterable(each.pictures() for each in files), reverse=True)
+        return chain.from_iterable(names for _, names in steps)
+
     def chunk(self, run: int, kind: str, step: int) -> bytes | None:
         """The compressed samples of one step; None if there are none."""
         return self._samples[run][kind].packed_step(step) if run < len(self._samples) else None
@@ -110,10 +126,10 @@ class Page:
 def shell(title: str, *, live: bool = False) -> str:
     """The page without data. A live page may fetch data from where it came from, others may not fetch."""
     parts = _assets()
-    source = "'self'" if live else "'none'"
+    source, pictures = ("'self'", " 'self'") if live else ("'none'", "")
     policy = (
         f"default-src 'none'; script-src {_source(parts['uplot_js'])} {_source(parts['script'])}; "
-        f"style-src {_source(parts['style'])}; img-src data:; connect-src {source}; "
+        f"style-src {_source(parts['style'])}; img-src data:{pictures}; connect-src {source}; "
         "base-uri 'none'; form-action 'none'"
     )
     return _template().render(title=title, policy=policy, live=live, chunks=_CHUNKS, **parts)
@@ -150,4 +166,4 @@ def _source(text: str) -> str:
 
 def _element(name: str, packed: bytes) -> bytes:
     # Base64 has no `<`, so nothing that a model wrote can end the element.
-    return b'<script type="text/plain" id="chunk-%s">%s</script>\n' % (name.encode(), packed)
+    return b'<script type="text/plain" id="%s">%s</script>\n' % (name.encode(), packed)

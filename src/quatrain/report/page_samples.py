@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.files import too_deep
 from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import is_finite
+from quatrain.run.pictures import PICTURE, content_text, mark_of
 from quatrain.types.batches import FAULTS
 
 STEP, EVAL = "step", "eval"
@@ -63,11 +64,13 @@ class Rows(NamedTuple):
 class Chunk(NamedTuple):
     """The content of one file: `summary` for the list of steps, and the compressed groups.
 
-    `packed` is None if the file is left out of the page, or is compressed when it is asked for.
+    `packed` is None if the file is left out of the page, or is compressed when it is asked for. `pictures`
+    are the names of those that its messages show.
     """
 
     summary: dict[str, Any]
     packed: bytes | None
+    pictures: tuple[str, ...] = ()
 
 
 def sample_files(folder: Path, kind: str) -> list[SampleFile]:
@@ -142,7 +145,8 @@ class SampleFiles:
         rows = read_samples(file.path, FILE_CAP_BYTES)
         groups = by_group(rows.samples)
         counts = {"damaged": rows.num_damaged, "left_out": rows.num_left_out}
-        return Chunk({"step": file.step, **_summary(groups), **counts}, pack(groups) if self._keep else None)
+        summary = {"step": file.step, **_summary(groups), **counts}
+        return Chunk(summary, pack(groups) if self._keep else None, _pictures(rows.samples))
 
     def _left_out(self, file: SampleFile) -> Chunk:
         known = self._chunks.get(file)
@@ -167,6 +171,10 @@ class SampleFiles:
             "cap_bytes": None if math.isinf(self._cap) else self._cap,
             "damaged": sum(summary["damaged"] for summary in kept),
         }
+
+    def pictures(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """(step, names of the pictures that its messages show) of the kept files."""
+        yield from ((file.step, chunk.pictures) for file, chunk in self._chunks.items())
 
     def packed(self) -> Iterator[tuple[int, bytes]]:
         """(step, compressed groups) of the kept files."""
@@ -278,19 +286,36 @@ def _prompt(value: Any) -> str | list[dict[str, Any]]:
 def _turn(turn: Any) -> dict[str, Any]:
     """The message with `role` and `text`, and what else the row has of it: `name` (of a tool), `reward`, ….
 
+    If it has pictures, the text has a mark for each, and `parts` are the texts and pictures in their order.
     `answer` is its number among the answers of an agent's episode, `trained` false if another sequence of the
     episode trains it.
     """
     if not isinstance(turn, dict):
         return {"role": "", "text": _text(turn)}
     name, reward = turn.get("name"), number(turn.get("reward"))
+    content = turn.get("text", turn.get("content", ""))
+    parts = content if isinstance(content, list) and any(map(mark_of, content)) else []
     return {
         "role": _text(turn.get("role", "")),
-        "text": _text(turn.get("text", turn.get("content", ""))),
+        "text": content_text(parts) if parts else _text(content),
+        **({"parts": list(map(_part, parts))} if parts else {}),
         **({} if name is None else {"name": _text(name)}),
         **({} if reward is None else {"reward": reward}),
         **{key: turn[key] for key in ("answer", "trained") if isinstance(turn.get(key), int)},
     }
+
+
+def _part(part: Any) -> str | dict[str, Any]:
+    """A part of a content: a text, or a picture."""
+    return {key: part[key] for key in (PICTURE, "size")} if mark_of(part) else content_text([part])
+
+
+def _pictures(samples: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The names of the pictures in prompts and turns, each once."""
+    said = (each for sample in samples for each in (sample["prompt"], sample.get("turns")))
+    turns = chain.from_iterable(each for each in said if isinstance(each, list))
+    parts = chain.from_iterable(turn.get("parts", ()) for turn in turns)
+    return tuple(dict.fromkeys(part[PICTURE] for part in parts if isinstance(part, dict)))
 
 
 def _tokens(tokens: Any) -> dict[str, list[Any]] | None:

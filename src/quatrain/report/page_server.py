@@ -21,6 +21,7 @@ from quatrain.report.page_samples import pack
 
 HOST = "127.0.0.1"
 _CHUNK = re.compile(r"/chunk/(\d{1,4})-(step|eval)-(\d{1,18})")
+_PICTURE = re.compile(r"/picture/([0-9a-f]{16})")
 
 
 def serve(folders: Sequence[Path], *, port: int, ready: Callable[[str], None]) -> None:
@@ -72,6 +73,9 @@ class _Server(ThreadingHTTPServer):
             if match := _CHUNK.fullmatch(path):
                 packed = self._page.chunk(int(match[1]), match[2], int(match[3]))
                 return None if packed is None else ("application/gzip", base64.b64decode(packed))
+            if match := _PICTURE.fullmatch(path):
+                file = self._page.pictures.file(match[1])
+                return None if file is None else ("image/webp", file)
         return None
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -26,6 +26,7 @@ from quatrain.report.hints import Hints
 from quatrain.report.page import Page
 from quatrain.report.plot import can_plot, plot_run
 from quatrain.run.metrics import MetricsFile, reduce_metrics
+from quatrain.run.pictures import OF_RECORD, write_picture
 from quatrain.run.run_dir import RunDir, write_whole
 from quatrain.run.samples import TokenText, training_sample
 from quatrain.run.services import start_services
@@ -171,6 +172,9 @@ class Report:
             self._write_samples(f"eval_{step:06d}.jsonl", [{"step": step, **sample} for sample in samples])
 
     def _write_samples(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+        for picture in dict.fromkeys(each for record in records for each in record.get(OF_RECORD, ())):
+            self._guard("pictures", partial(write_picture, self._run.pictures, picture), Exception)
+        records = [{key: record[key] for key in record if key != OF_RECORD} for record in records]
         records = texts_changed(records, self._redactor())  # before JSON escapes them
         lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records]
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.

@@ -23,9 +23,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quatrain.config.errors import shown
+from quatrain.data.messages import MESSAGES, pictures_of, with_picture_parts
+from quatrain.data.pictures import IMAGE, IMAGES, Lent
 from quatrain.reward.forms import TRAINER_STATE, Log, plain_rewards
 from quatrain.reward.functions import RewardFunction
 from quatrain.types.batches import DATA_SOURCE, ENVIRONMENTS, FAULTS, PromptText, RolloutBatch
+from quatrain.types.pictures import Picture
 from quatrain.workers.pool import Failure, Kind, Pool
 from quatrain.workers.worker_process import pickled
 from quatrain.workers.worker_script import failure
@@ -62,12 +65,16 @@ class Samples:
     def of(rollouts: RolloutBatch) -> Samples:
         """The samples of a batch, one for each episode: its first row, with the sampled tokens of all."""
         of_row, first_rows = rollouts.episodes
+        lent = Lender()
         completion_ids: list[list[int]] = [[] for _ in first_rows]
         for episode, tokens, mask in zip(of_row, rollouts.input_ids, rollouts.completion_mask, strict=True):
             completion_ids[episode] += tokens[mask].tolist()
         arguments = {
-            **{name: [values[row] for row in first_rows] for name, values in rollouts.columns.items()},
-            "prompts": [plain_prompt(rollouts.prompts[row]) for row in first_rows],
+            **{
+                name: [lent(name, values[row]) for row in first_rows]
+                for name, values in rollouts.columns.items()
+            },
+            "prompts": [lent(MESSAGES, plain_prompt(rollouts.prompts[row])) for row in first_rows],
             "completions": [rollouts.completions[row] for row in first_rows],
             "completion_ids": completion_ids,
             "finish_reasons": rollouts.finish_reason[first_rows].tolist(),
@@ -122,6 +129,27 @@ class Function:
     """Values of the column DATA_SOURCE whose samples it scores; None: all."""
     most_timeouts: int = 1
     """Calls in a row that may take too long before it is given up for a batch; none can in this process."""
+
+
+class Lender:
+    """What gives reward functions the pictures of columns and messages, each once."""
+
+    def __init__(self) -> None:
+        self._lent: dict[Picture, Lent] = {}
+
+    def __call__(self, column: str, value: Any) -> Any:
+        if column == MESSAGES:
+            has_some = isinstance(value, list | tuple) and pictures_of(value)
+            return with_picture_parts(value, self._part) if has_some else value
+        if column not in (IMAGES, IMAGE):
+            return value
+        return [self._of(each) for each in value] if isinstance(value, list) else self._of(value)
+
+    def _of(self, value: Any) -> Any:
+        return self._lent.setdefault(value, Lent(value)) if isinstance(value, Picture) else value
+
+    def _part(self, picture: Picture) -> dict[str, Any]:
+        return {"type": "image", "image": self._of(picture)}
 
 
 def plain_prompt(prompt: PromptText) -> Any:

@@ -22,10 +22,12 @@ from quatrain.config.errors import listed
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data import chat_template
 from quatrain.data.gym_rows import check_installed
+from quatrain.data.messages import MESSAGES
 from quatrain.reward.calls import (
     ERROR_REWARD,
     TIMEOUTS_PER_WORKER,
     Function,
+    Lender,
     Samples,
     Submit,
     call_in_process,
@@ -552,7 +554,9 @@ def _described(
 
 
 def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool, copies: int) -> Samples:
-    text, columns = plain_prompt(prompt.text), dict(prompt.columns)
+    lent = Lender()
+    text = lent(MESSAGES, plain_prompt(prompt.text))
+    columns = {name: lent(name, value) for name, value in prompt.columns.items()}
     if episodes:
         answer = {"role": "assistant", "content": MADE_UP}
         columns |= {"messages": [*text, answer], "environment_reward": 0.0, "turn_rewards": [0.0]}

@@ -59,7 +59,8 @@ class Fleet(Sampler):
 
     A worker that dies, or gives no answer for `timeout_s` (three times as long while it starts), is started
     anew, and its groups are given to others, each at most `retries` times. `dtype` is the dtype of published
-    matrices. `prepare` makes of the parameters what is published, e.g. with adapters merged.
+    matrices. `prepare` makes of the parameters what is published, e.g. with adapters merged. `cannot_see`
+    says why the workers get no prompts with pictures; None: they do.
 
     With several processes, the main process alone talks to workers; all must call `copy_weights`, `load` and
     `wait_for_start`.
@@ -77,8 +78,10 @@ class Fleet(Sampler):
         timeout_s: float,
         prepare: Callable[[Any], Any] | None = None,
         retries: int = 3,
+        cannot_see: str | None = None,
     ):
         self._publisher, self._dtype, self._prepare = publisher, dtype, prepare
+        self.cannot_see = cannot_see
         self._numbers = count()
         self._table = GroupTable(retries)
         self._awaited: dict[int, _Awaited] = {}  # by the numbers of groups; guarded by `changed`
@@ -294,7 +297,7 @@ class OneWorker(Sampler):
     """One worker of `fleet`, by the number of its factory: also if it has to be started again."""
 
     def __init__(self, fleet: Fleet, worker: int):
-        self._fleet, self._worker = fleet, worker
+        self._fleet, self._worker, self.cannot_see = fleet, worker, fleet.cannot_see
 
     def start(self, requests: Sequence[Request], listener: Listener) -> Future[list[int]]:
         """As `Fleet.start`, on this worker."""

@@ -79,6 +79,11 @@ class HttpWorker:
         """Whether its completions have the version of the weights of each token, not of the group alone."""
         return self._server.labels_versions
 
+    @property
+    def cannot_see(self) -> str | None:
+        """Why it gets no prompts with pictures (`Server.cannot_see`)."""
+        return self._server.cannot_see
+
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """The server loads the folder `weights`; the version that it says it has then.
 
@@ -166,7 +171,7 @@ class HttpWorker:
         own = spec.own  # of a turn of an agent, whose draws go on from its episode's
         seed, offset = (self._seed, 0) if own is None else (own.seed, own.offset)
         place = seed, spec.step, spec.prompt.group_id, number, version, offset
-        asked = Asked(spec.prompt.input_ids.tolist(), spec.sampling, *place)
+        asked = Asked(spec.prompt.input_ids.tolist(), spec.sampling, *place, pictures=spec.prompt.pictures)
         # The fleet gives out a group more than fills the slots; it waits here, not in the server's memory.
         async with self._client.room:
             try:

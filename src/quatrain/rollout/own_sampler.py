@@ -70,6 +70,11 @@ class _Checked(Sampler):
         return self._own.failure
 
     @property
+    def cannot_see(self) -> str | None:  # type: ignore[override]
+        """As the user's."""
+        return self._own.cannot_see
+
+    @property
     def exchanges_in_flight(self) -> bool:
         """As the user's."""
         return self._own.exchanges_in_flight

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.lora import adapters_of, has_adapters
 from quatrain.parallel.mesh import to_host
 from quatrain.weights.hf import save_hf
+from quatrain.weights.whole import Whole
 
 
 class Publisher(Protocol):
@@ -63,7 +65,8 @@ class Folder:
     A folder is written under a temporary name, flushed to the disk, and renamed when it is complete, so that
     a reader never sees a part of one. `directory` must be on a file system that the workers share, and is
     this run's alone: another run would overwrite and remove its versions. It is made if it does not exist.
-    `close` removes it, if nothing else is in it, and those of its parents that were made, and calls
+    With the `whole` of a model that sees, folders have its tower too; without, the text model alone. `close`
+    removes it, if nothing else is in it, and those of its parents that were made, and calls
     `on_close`. Raises ValueError if it cannot be made.
     """
 
@@ -73,8 +76,12 @@ class Folder:
         arch: Architecture,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         *,
+        whole: Whole | None = None,
         on_close: Callable[[], None] = lambda: None,
     ):
+        if whole is None:
+            arch = replace(arch, vision=None)
+        self._whole = whole
         self._directory, self._arch, self._sampling = Path(directory).absolute(), arch, sampling
         self._on_close = on_close
         self._stored: list[Path] = []
@@ -97,7 +104,7 @@ class Folder:
         partial = final.with_name(f".{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            save_hf(partial, self._arch, weights, sampling=self._sampling)
+            save_hf(partial, self._arch, weights, sampling=self._sampling, whole=self._whole)
             for path in (*partial.iterdir(), partial):  # wait until they are on the disk
                 descriptor = os.open(path, os.O_RDONLY)
                 try:

@@ -1,8 +1,8 @@
 """Rollout workers as actors of Ray, on this machine or on a cluster.
 
 Data flow: `workers` -> factories of `RayWorker`, each of which starts an actor; the calls of a `RayWorker` ->
-the `Worker` inside its actor. Weights are put into Ray's object store once a version. Only this module
-imports ray.
+the `Worker` inside its actor. Weights are put into Ray's object store once a version, and the encoded bytes
+of a picture once for all workers and groups. Only this module imports ray.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import logging
 import os
 import signal
 import socket
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,11 +25,15 @@ from quatrain.config.errors import installation
 from quatrain.rollout.publish import Publisher
 from quatrain.rollout.supervisor import STARTING, WorkerFactory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
+from quatrain.types.batches import Prompt
+from quatrain.types.pictures import Picture, Pictures
 
 CONTROL = "control"
 """The concurrency group of calls that an actor answers while it computes."""
 CONNECT_S = 10.0
 """Seconds in which a cluster must answer."""
+KEPT_BYTES = 2**28
+"""Bytes of encoded pictures that stay in the object store for further groups."""
 OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "cpu": lambda devices: {"num_cpus": 0, "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}},
     "gpu": lambda devices: {"num_gpus": devices},
@@ -58,9 +65,11 @@ def workers(
     options = {"num_cpus": 1, **OPTIONS[platform](devices)}
     _warn_of_missing_devices(ray, options, count, STARTING * timeout_s)
 
+    pictures = StoredPictures(ray)
+
     def factory(number: int) -> Worker:
         name = f"ray {number}"
-        return RayWorker(ray, options, partial(make, name), name, timeout_s=timeout_s)
+        return RayWorker(ray, options, partial(make, name), name, pictures, timeout_s=timeout_s)
 
     return [partial(factory, number) for number in range(count)], ObjectStore(ray, owned=own)
 
@@ -76,10 +85,11 @@ class RayWorker:
         options: dict[str, Any],
         make: Callable[[], Worker],
         name: str,
+        pictures: StoredPictures,
         *,
         timeout_s: float,
     ):
-        self._ray, self._timeout_s, self.name = ray, timeout_s, name
+        self._ray, self._timeout_s, self.name, self._pictures = ray, timeout_s, name, pictures
         self._actor = _actor_class(ray).options(**options).remote(os.getcwd())
         try:
             self.process, self.num_slots = self._get(self._actor.start.remote(make), STARTING * timeout_s)
@@ -94,12 +104,14 @@ class RayWorker:
         return loaded
 
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
-        """Sends groups to the actor."""
-        self._get(self._actor.call.remote("submit", list(groups), version), self._timeout_s)
+        """Sends groups to the actor; their pictures by reference."""
+        stored = self._pictures.of([group.prompt for group in groups])
+        submitted = self._actor.submit.remote([_without_bytes(group) for group in groups], version, stored)
+        self._get(submitted, self._timeout_s)
 
     def take(self, timeout_s: float) -> list[FinishedGroup]:
         """Groups that the actor has finished."""
-        taking = self._actor.call.remote("take", timeout_s)
+        taking = self._actor.take.remote(timeout_s)
         finished: list[FinishedGroup] = self._get(taking, self._timeout_s)
         return finished
 
@@ -149,6 +161,55 @@ class ObjectStore:
             self._ray.shutdown()
 
 
+class StoredPictures:
+    """Encoded pictures in Ray's object store, each once; the last ones stay, up to KEPT_BYTES."""
+
+    def __init__(self, ray: ModuleType):
+        self._ray, self._lock, self._num_bytes = ray, threading.Lock(), 0
+        self._kept: OrderedDict[int, tuple[Any, int]] = OrderedDict()  # references and sizes, by id
+
+    def of(self, prompts: Iterable[Prompt]) -> dict[int, Any]:
+        """References of the bytes of the pictures of `prompts`, by their ids.
+
+        Raises ValueError for a file that has changed.
+        """
+        used = {each.id: each for prompt in prompts if prompt.pictures for each in prompt.pictures.used}
+        with self._lock:  # the workers' threads share it
+            for number, picture in used.items():
+                if number not in self._kept:
+                    content = picture.encoded
+                    if Picture.of(content, picture.size) != picture:  # workers would see another than we
+                        file = f"{picture.source!r} has changed"
+                        raise ValueError(f"the file of a picture must not change during a run; {file}")
+                    self._kept[number] = self._ray.put(content), len(content)
+                    self._num_bytes += len(content)
+                self._kept.move_to_end(number)
+            found = {number: self._kept[number][0] for number in used}
+            while self._num_bytes > KEPT_BYTES:
+                _, (_, num_bytes) = self._kept.popitem(last=False)
+                self._num_bytes -= num_bytes
+        return found
+
+
+def _without_bytes(group: GroupSpec) -> GroupSpec:
+    """A group whose pictures have no bytes; text and columns, which have them again, no worker reads."""
+    pictures = group.prompt.pictures
+    if pictures is None:
+        return group
+    named = {picture.id: replace(picture, source=b"") for picture in pictures.used}
+    prompt = replace(group.prompt, text="", columns={}, pictures=Pictures(pictures.ids, named))
+    return replace(group, prompt=prompt)
+
+
+def _with_bytes(group: GroupSpec, contents: Mapping[int, bytes]) -> GroupSpec:
+    """The inverse of `_without_bytes`, but for text and columns."""
+    pictures = group.prompt.pictures
+    if pictures is None:
+        return group
+    whole = {number: replace(each, source=contents[number]) for number, each in pictures.by_id.items()}
+    return replace(group, prompt=replace(group.prompt, pictures=Pictures(pictures.ids, whole)))
+
+
 class _Actor:
     """What runs in the actor's process."""
 
@@ -159,11 +220,32 @@ class _Actor:
         self._worker = make()
         return os.getpid(), self._worker.num_slots
 
+    def submit(self, groups: Sequence[GroupSpec], version: int, stored: Mapping[int, Any]) -> None:
+        contents = dict(zip(stored, _values_of([*stored.values()]), strict=True))
+        self._worker.submit([_with_bytes(group, contents) for group in groups], version)
+
+    def take(self, timeout_s: float) -> list[FinishedGroup]:
+        return [
+            # Who asked has the pictures.
+            replace(group, samples=[(replace(prompt, pictures=None), done) for prompt, done in group.samples])
+            for group in self._worker.take(timeout_s)
+        ]
+
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
 
     def state(self) -> State:
         return self._worker.state()
+
+
+def _values_of(references: list[Any]) -> list[Any]:
+    """What was put into the object store, in an actor."""
+    if not references:
+        return []
+    import ray
+
+    values: list[Any] = ray.get(references)
+    return values
 
 
 def _actor_class(ray: ModuleType) -> Any:

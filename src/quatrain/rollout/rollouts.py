@@ -21,6 +21,7 @@ from quatrain.cluster.processes import decided_by_main, is_main_process, num_pro
 from quatrain.parallel.compilations import num_compilations
 from quatrain.types.batches import ENVIRONMENTS, EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, Metrics
+from quatrain.types.pictures import PICTURES, Pictures, pictures_of_plain, plain_pictures
 from quatrain.types.player import Player, Playing, Row
 from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.types.sampler import AtOnce, Request, Sampler, ServiceFailed, Work, sampled
@@ -244,11 +245,32 @@ def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str
         if name != ENVIRONMENTS
         and (name not in before or (name in EPISODE_COLUMNS and value != before[name]))
     }
-    plain = {"ids": returned.input_ids.tolist(), "columns": columns, "completion": vars(completion)}
-    return {**plain, "group": returned.group_id}
+    others = {name: parts for name, parts in completion.columns.items() if name != PICTURES}
+    later, opening = completion.columns.get(PICTURES), returned.pictures
+    return {
+        "ids": returned.input_ids.tolist(),
+        "columns": columns,
+        "completion": {**vars(completion), "columns": others},
+        "group": returned.group_id,
+        # Those of the data every process has; those that an environment or an agent brought none has yet.
+        "opening": None if _alike(opening, prompt.pictures) else [plain_pictures(opening)],
+        "later": None if later is None else plain_pictures(Pictures.of(np.concatenate(later))),
+    }
 
 
 def _row(prompt: Prompt, plain: dict[str, Any]) -> Row:
     """The inverse of `_plain`."""
     ids, columns = np.array(plain["ids"], np.int32), {**prompt.columns, **plain["columns"]}
-    return replace(prompt, input_ids=ids, columns=columns), Completion(**plain["completion"])
+    opening, later = plain["opening"], pictures_of_plain(plain["later"])
+    pictures = prompt.pictures if opening is None else pictures_of_plain(opening[0])
+    completion = Completion(**plain["completion"])
+    if later is not None:
+        completion.columns[PICTURES] = [later.per_token()]
+    return replace(prompt, input_ids=ids, columns=columns, pictures=pictures), completion
+
+
+def _alike(some: Pictures | None, others: Pictures | None) -> bool:
+    """Whether both say the same of each token."""
+    if some is None or others is None:
+        return some is others
+    return np.array_equal(some.ids, others.ids)

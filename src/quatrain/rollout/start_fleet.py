@@ -9,23 +9,34 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from quatrain.backend import this_backend
-from quatrain.cluster.processes import is_main_process
+from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.roles import devices_of_worker, worker_config
 from quatrain.config.schema import Config
+from quatrain.data.expansion import BLIND
+from quatrain.data.pictures import PictureReader, of_pixels
 from quatrain.data.policy import Policy
+from quatrain.data.tokenizer import render
 from quatrain.engine.engine import records_routes
+from quatrain.engine.service import blind
 from quatrain.models.lora import merged, merged_architecture
 from quatrain.rollout import http_worker
 from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.http_worker import HttpWorker
 from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import Worker
 from quatrain.servers.expert_routes import RouteRules
-from quatrain.servers.server import ServerRules
+from quatrain.servers.server import PROBE_TEXT, Looks, ServerRules
+from quatrain.types.pictures import Tokens
 from quatrain.types.rollouts import Sampling
 
+LOOK_SIDE = 64
+"""Pixels of a side of the pictures by which servers are probed."""
 MakeWorker = Callable[[Config, int, str], Worker]
 """Makes a worker in its own process: of the configuration of a worker, `Policy.usual_prompt` and its name."""
 
@@ -48,9 +59,12 @@ def start_fleet(config: Config, policy: Policy, make_worker: MakeWorker) -> Flee
         prepare=partial(merged, arch=policy.arch, dtype=config.model.dtype) if rollout.servers else None,
         dtype=config.model.dtype,
         timeout_s=rollout.timeout_s,
+        cannot_see=blind(policy.arch),
     )
     try:
         fleet.wait_for_start()
+        if rollout.servers:
+            fleet.cannot_see = decided_by_main(lambda: _blind_server(fleet.workers))
     except BaseException:
         fleet.close()
         raise
@@ -96,6 +110,7 @@ def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Pu
         RouteRules.of(policy.arch) if records_routes(rollout, policy.arch) else None,
         needs_routes=config.update.router_aux_coef > 0,
         needs_versions=rollout.in_flight,
+        looks=_looks_or_why(policy),
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s
@@ -103,7 +118,44 @@ def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Pu
     own = _run_folder(config) / "weights"
     if rollout.weights_dir is not None:
         own = _weights_folder(config, rollout.weights_dir)
-    return factories, Folder(own, arch, policy.sampling)
+    # Also a frozen tower: vLLM and SGLang know the tensors by the names of the whole model.
+    whole = None if arch.vision is None else policy.whole
+    return factories, Folder(own, arch, policy.sampling, whole=whole)
+
+
+def looks(policy: Policy) -> Looks:
+    """The prompts with pictures by which servers are probed: a text behind two halves of other colours."""
+    assert policy.arch.vision is not None
+
+    def behind(shades: tuple[int, int]) -> Tokens:
+        parts = [_halves(shades), {"type": "text", "text": PROBE_TEXT}]
+        message: dict[str, Any] = {"role": "user", "content": parts}
+        return render(policy.tokenizer, [message])
+
+    return Looks(behind((255, 0)), behind((0, 255)), not policy.arch.vision.has_grid)
+
+
+def _looks_or_why(policy: Policy) -> Looks | str:
+    """What servers are asked, or why they get no pictures."""
+    if policy.arch.vision is None:
+        return BLIND
+    try:
+        return looks(policy)
+    except ValueError as error:  # a template that writes no pictures; texts are sampled all the same
+        return f"no prompt with a picture can be made, by which servers are probed: {error}"
+
+
+def _halves(shades: tuple[int, int]) -> dict[str, Any]:
+    """A part of a message: a picture whose left and right halves have these shades of red and of blue."""
+    pixels = np.zeros((LOOK_SIDE, LOOK_SIDE, 3), np.uint8)
+    for half, shade in zip(np.split(pixels, 2, axis=1), shades, strict=True):
+        half[..., 0], half[..., 2] = shade, 255 - shade
+    return {"type": "image", "image": PictureReader().read(of_pixels(pixels))}
+
+
+def _blind_server(workers: Sequence[Worker]) -> str | None:
+    each = [worker.cannot_see for worker in workers if isinstance(worker, HttpWorker)]
+    return next((why for why in each if why is not None), None)
 
 
 def _weights_folder(config: Config, weights_dir: str) -> Path:

@@ -125,6 +125,21 @@ critic/bad_steps | steps | sum |
 critic/micro_batches | micro-batches | sum | Micro-batches of the critic that each data shard computed.
 critic/padding_fraction | fraction | mean |
     Fraction of the tokens computed by the critic's optimizer steps that is padding.
+vision/pictures | pictures | sum |
+    Distinct pictures of the training step, those of evaluations since the one before among them. Of models
+    that see pictures, as are all `vision/` metrics; left out in a step without any.
+vision/tower_pictures | pictures | sum |
+    Pictures that went through the tower, as often as they did. With `model.vision: frozen` each picture once,
+    as long as `model.vision_cache_bytes` holds its features; with `all` once for each version of the weights
+    that sampled, and once for each micro-batch that has the picture.
+vision/patches | patches | sum | Patches that the tower computed, with padding.
+vision/padding_fraction | fraction | mean | Fraction of these patches that is padding.
+vision/store_bytes | bytes | max |
+    Host memory of what is kept of pictures: features, states or pixels (`model.vision`).
+vision/blind_gap | nats | mean |
+    Absolute difference of the log-probabilities of a few sequences with their pictures and with grey in their
+    place, mean over completion tokens, in the first training step if it has pictures. Below 1e-6 a warning
+    says that the model does not see.
 batch/micro_batches | micro-batches | sum |
     Micro-batches that each data shard computed, over all optimizer steps.
 batch/tokens | tokens | sum |
@@ -340,6 +355,9 @@ time/teacher_s | s | sum | Seconds of the teacher's passes over the batch (`dist
 time/advantage_s | s | sum | Seconds of the advantage stage.
 time/critic_s | s | sum | Seconds of the update stage spent on the critic's optimizer steps.
 time/shard_s | s | sum | Seconds of the update stage spent splitting mini-batches and moving them to devices.
+time/vision_s | s | sum |
+    Seconds spent decoding pictures and computing their features for sampling and micro-batches; a tower that
+    runs within the loss is part of `time/update_s`.
 time/update_s | s | sum | Seconds of the update stage.
 time/update_logprobs_s | s | sum | Seconds of the update stage spent on old and reference log-probabilities.
 time/eval_s | s | sum | Seconds of an evaluation.

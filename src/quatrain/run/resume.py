@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import jax
 from pydantic import ConfigDict, Field
 
 from quatrain.config.data_sets import MixedSet, shown_data_sets
@@ -25,7 +26,6 @@ from quatrain.data.policy import Policy
 from quatrain.data.preferences import JudgedSource, PairSource
 from quatrain.data.prompts import PromptSource
 from quatrain.models.lora import frozen_part
-from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.run.checkpoint import Checkpointer, form
 from quatrain.run.run_dir import RunDir
 from quatrain.weights.adapter import check_base
@@ -71,6 +71,7 @@ class _SavedState(Description):
     best: dict[str, Any] | None = None
     stop_when: _Patience | None = None
     base: str | None = None
+    tower: str | None = None
     base_form: str | None = None
 
 
@@ -110,16 +111,16 @@ def _as_json(value: Any) -> Any:
 class Identity:
     """What of a run in `folder` must be the same when it is resumed.
 
-    `data`: the digests of its `num_prompts` rows to train on. `base`: the fingerprint of the frozen base;
-    None without adapters, or if no weights are read. `base_form`: what `checkpoint.form` says of the base;
-    None without adapters.
+    `data`: the digests of its `num_prompts` rows to train on. `frozen`: the fingerprints of what is not
+    trained (`Policy.frozen_fingerprints`); none if no weights are read. `base_form`: what `checkpoint.form`
+    says of the base; None without one.
     """
 
     config: Config
     folder: RunDir
     num_prompts: int
     data: Mapping[str, str]
-    base: str | None
+    frozen: Mapping[str, str]
     base_form: str | None
 
     @classmethod
@@ -132,11 +133,12 @@ class Identity:
         saved: Mapping[str, Any] | None,
     ) -> Self:
         """That of a run on `source`; raises ValueError if the checkpoint `saved` is of another run."""
-        base, base_form = None, None
-        if policy.arch.lora is not None:
-            base_form = form(frozen_part(policy.abstract(config.model.param_dtype)[0]))
-            base = None if policy.params is None else tree_fingerprint(frozen_part(policy.params))
-        identity = cls(config, folder, len(source), source.digests(), base, base_form)
+        base_form, fingerprints = None, dict[str, str]()
+        if policy.arch.partly_frozen:
+            frozen = frozen_part(policy.abstract(config.model.param_dtype)[0], policy.arch)
+            base_form = form(frozen) if jax.tree.leaves(frozen) else None
+            fingerprints = {} if policy.params is None else policy.frozen_fingerprints
+        identity = cls(config, folder, len(source), source.digests(), fingerprints, base_form)
         if saved is not None:
             identity.check(saved)
         return identity
@@ -148,15 +150,15 @@ class Identity:
             "config": {key: comparable(value, os.environ) for key, value in keys.items()},
             "num_prompts": self.num_prompts,
             "data": comparable(self.data, os.environ),
-            **({} if self.base is None else {"base": self.base, "base_form": self.base_form}),
+            **self.frozen,
+            **({"base_form": self.base_form} if "base" in self.frozen else {}),
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError unless the checkpoint `saved` is of the same run."""
         check_config(self.config, saved, self.folder)
         check_form(self.config, self.base_form, saved, self.folder)
-        if self.base is not None:
-            check_base(saved.get("base"), self.base, self.config.model.path, self.folder.path)
+        check_frozen(self.frozen, saved, self.config.model.path, self.folder.path)
         check_prompts(self.config, self.num_prompts, self.data, saved)
 
 
@@ -182,13 +184,21 @@ def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> No
         )
 
 
+def check_frozen(frozen: Mapping[str, str], saved: Mapping[str, Any], model: str, where: Path) -> None:
+    """Raises ValueError if the checkpoint `saved` is of a model with other parts that are `frozen`."""
+    for name, found in frozen.items():
+        # A checkpoint of an earlier version says nothing of towers.
+        check_base(saved.get(name, found if name == "tower" else None), found, model, where)
+
+
 def check_form(config: Config, form: str | None, saved: Mapping[str, Any], folder: RunDir) -> None:
-    """Raises ValueError if the base of the adapters has other arrays than that of the checkpoint `saved`."""
+    """Raises ValueError if the frozen part of the model has other arrays than the checkpoint `saved` says."""
     if form != saved.get("base_form", form):  # a checkpoint of an earlier version has none
         raise ValueError(
-            "adapters must be used with the base that they were trained on: the parameters of "
-            f"{config.model.path} in {config.model.param_dtype} have other names, shapes or dtypes than "
-            f"those of the base of {folder.path}; set model.path and model.param_dtype back"
+            "adapters (or weights beside a frozen tower) must be used with the base that they were trained "
+            f"on: the parameters of {config.model.path} in {config.model.param_dtype} have other names, "
+            f"shapes or dtypes than those of the base of {folder.path}; set model.path and "
+            "model.param_dtype back"
         )
 
 

@@ -155,6 +155,8 @@ class RunDir:
     """Folder with copies of users' code."""
     samples = _Named("samples")
     """Folder with the completions of each step."""
+    pictures = _Named("pictures")
+    """Folder with small copies of the pictures that samples name."""
     checkpoints = _Named("checkpoints")
     """Folder of the checkpoints."""
     reference = _Named("reference")

@@ -6,6 +6,9 @@ Data flow: `AdvantagedBatch` of a training step, or the `RewardedBatch` of an ev
 The record of an episode has two further keys: `turns`, the messages after the prompt in the order of the
 dialogue, and `environment_reward`, the sum of the rewards that the environment gave. A turn has `role`,
 `content`, `name` and `tool_call_id` if the message has them, and `reward` if the policy wrote it.
+
+A content with pictures is a list of parts (`run.pictures`); the `Picture`s of a record are in its `pictures`,
+which the writer takes out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from quatrain.data.messages import as_messages
+from quatrain.data.pictures import IMAGES
 from quatrain.reward.forms import plain_json
+from quatrain.run.pictures import OF_RECORD, content_text, named
 from quatrain.types.batches import (
     AGENT_ROLE,
     AGENT_SEQUENCE,
@@ -24,6 +29,7 @@ from quatrain.types.batches import (
     RewardedBatch,
     RolloutBatch,
 )
+from quatrain.types.pictures import Picture
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
@@ -108,11 +114,14 @@ def evaluation_sample(
 def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
     rollouts = rewarded.rollouts
     raw = rewarded.rewards_per_function[:, index]
-    columns = {name: values[index] for name, values in rollouts.columns.items()}
+    prompt = named(rollouts.prompts[index])
+    columns = {
+        name: named(values[index])
+        for name, values in rollouts.columns.items()
+        if name != IMAGES or not _are_pictures(values[index])  # the prompt shows them where they stand
+    }
     sequence, role = columns.pop(AGENT_SEQUENCE, None), columns.pop(AGENT_ROLE, "")
-    episode = (
-        _episode(rollouts.prompts[index], columns, sequence) if columns.keys() >= set(EPISODE_COLUMNS) else {}
-    )
+    episode = _episode(prompt, columns, sequence) if columns.keys() >= set(EPISODE_COLUMNS) else {}
     if episode:
         columns = {name: value for name, value in columns.items() if name not in EPISODE_COLUMNS}
     if rollouts.episode_ids is not None:
@@ -122,8 +131,9 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
             **({"role": role} if role else {}),
             **({"began": began} if began else {}),
         }
+    seen = () if rollouts.pictures is None else rollouts.pictures[index].used
     return {
-        "prompt": rollouts.prompts[index],
+        "prompt": prompt,
         "completion": rollouts.completions[index],
         **episode,
         "columns": {name: plain_json(value) for name, value in columns.items()},
@@ -131,7 +141,13 @@ def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
         "reward": _number(rewarded.rewards[index]),
         "finish_reason": str(rollouts.finish_reason[index]),
         "completion_tokens": int(rollouts.completion_lengths[index]),
+        **({OF_RECORD: seen} if seen else {}),
     }
+
+
+def _are_pictures(value: Any) -> bool:
+    several = isinstance(value, list | tuple) and len(value) > 0
+    return several and all(isinstance(each, Picture) for each in value)
 
 
 def _place(rollouts: RolloutBatch, index: int) -> dict[str, int]:
@@ -185,7 +201,7 @@ def num_turns(turns: Iterable[Mapping[str, Any]]) -> int:
 
 def transcript(turns: Iterable[Mapping[str, Any]]) -> str:
     """The turns of a record as one text for readers, each under its heading in brackets."""
-    return "\n\n".join(f"[{turn_heading(turn)}]\n{turn['content']}" for turn in turns)
+    return "\n\n".join(f"[{turn_heading(turn)}]\n{content_text(turn['content'])}" for turn in turns)
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:

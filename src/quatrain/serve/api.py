@@ -11,6 +11,7 @@ import asyncio
 import copy
 import hashlib
 import hmac
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from quatrain import __version__
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.data.chat_template import check_variables
 from quatrain.data.messages import MAX_TEXT_CHARS, checked_messages
+from quatrain.data.pictures import PictureReader, is_picture_part
 from quatrain.data.tokenizer import encode_further, render
 from quatrain.data.tool_calls import CallStream, begun_call, tool_calls, warn_of_unread
 from quatrain.data.turns import TurnTemplate
@@ -52,6 +54,7 @@ from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.answer_text import AnswerTokens, Channels
 from quatrain.types.batches import Prompt
 from quatrain.types.call_forms import schemas_of
+from quatrain.types.pictures import Picture, Pictures, Tokens, joined
 from quatrain.types.sampler import PerRequestSampling, Progress, Sampler, ServiceFailed
 from quatrain.types.sampler import Request as Turns
 
@@ -306,24 +309,29 @@ class Api:
 
     async def _completions(self, request: Request) -> Response:
         asked = await self._parsed(CompletionRequest, request)
-        prompts = [await self._ids(prompt) for prompt in asked.prompts]
-        return await self._sampled(request, asked, prompts, recorded=_in_session(request, asked, prompts))
+        prompts = [await self._tokens(prompt) for prompt in asked.prompts]
+        if asked.pictures:
+            prompts = [await asyncio.to_thread(self._pictured, asked, _trained_session(request) is None)]
+        prompts, recorded = _in_session(request, asked, prompts)
+        return await self._sampled(request, asked, prompts, recorded=recorded)
 
     async def _generate(self, request: Request) -> Response:
         asked = await self._parsed(GenerateRequest, request)
-        prompts = [await self._ids(asked.token_ids, asked.prompt_field)]
-        return await self._sampled(request, asked, prompts, recorded=_in_session(request, asked, prompts))
+        prompts = [await self._tokens(asked.token_ids, asked.prompt_field)]
+        prompts, recorded = _in_session(request, asked, prompts)
+        return await self._sampled(request, asked, prompts, recorded=recorded)
 
     async def _chat(self, request: Request) -> Response:
         asked, session = await self._parsed(ChatRequest, request), _trained_session(request)
         async with self._encoding:
             if session is None:
-                ids, begun = await asyncio.to_thread(self._rendered, asked)
+                prompt, begun = await asyncio.to_thread(self._rendered, asked)
                 recorded = None
             else:
                 messages, found, begun = await asyncio.to_thread(self._continued, asked, session.tree)
-                ids, recorded = found.ids, _Recorded.of(request, asked, found, messages)
-        return await self._sampled(request, asked, [ids], begun, recorded)
+                prompt = Tokens(found.ids, found.pictures)
+                recorded = _Recorded.of(request, asked, found, messages)
+        return await self._sampled(request, asked, [prompt], begun, recorded)
 
     async def _parsed(self, kind: type[_Asked], request: Request) -> _Asked:
         """The request, checked, also for what one of a session must not ask for."""
@@ -338,17 +346,20 @@ class Api:
     def _continued(self, asked: ChatRequest, tree: TurnTree) -> tuple[Sequence[Any], Found, str]:
         """(the messages of a chat, what they continue in a session, the text that begins the answer)."""
         with _at_fault(asked.prompt_field):
-            messages = checked_messages(asked.messages)
+            seen = self._seen(asked.messages)
+            messages = checked_messages(seen)
         if messages[-1]["role"] == "assistant":
             raise BadRequest("the last message must not be the assistant's: nothing follows it", "messages")
         begun = self._begun(asked)
 
-        def suffix(opening: Sequence[Any], sampled: Sequence[int], new: Sequence[Any]) -> list[int]:
-            ids = self._template(*_key_of(asked)).suffix(tuple(opening), sampled, new)
-            return ids + encode_further(self._tokenizer, begun)
+        def suffix(opening: Sequence[Any], sampled: Sequence[int], new: Sequence[Any]) -> Tokens:
+            written = self._template(*_key_of(asked)).suffix(tuple(opening), sampled, new)
+            further = encode_further(self._tokenizer, begun)
+            pictures = joined((written.pictures, len(written.ids)), (None, len(further)))
+            return Tokens(written.ids + further, pictures)
 
         with _at_fault(asked.prompt_field):
-            found = tree.find(messages, _key_of(asked), lambda: self._rendered(asked)[0], suffix)
+            found = tree.find(messages, _key_of(asked), lambda: self._rendered(asked, seen)[0], suffix)
         return messages, found, begun
 
     def _template(self, *key: Any) -> TurnTemplate:
@@ -368,18 +379,32 @@ class Api:
         with _at_fault("tool_choice"):
             return begun_call(self._tokenizer, asked.offered_tools, asked.called)
 
-    def _rendered(self, asked: ChatRequest) -> tuple[list[int], str]:
-        """The token ids of a chat's prompt, and the text of those at its end that begin the answer."""
+    def _seen(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Messages with the pictures of their data URLs read; raises ValueError where they are not seen."""
+        contents = [each["content"] for each in messages if isinstance(each.get("content"), list)]
+        if not any(map(is_picture_part, itertools.chain(*contents))):
+            return messages
+        if self._service.cannot_see is not None:
+            raise ValueError(f"messages have pictures: {self._service.cannot_see}")
+        return PictureReader().placed(messages)
+
+    def _rendered(
+        self, asked: ChatRequest, seen: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[Tokens, str]:
+        """The tokens of a chat's prompt, and the text of those at its end that begin the answer.
+
+        `seen` are its messages, if their pictures are read already.
+        """
         tools, variables, begun = asked.offered_tools, asked.chat_template_kwargs, self._begun(asked)
         if variables:
             with _at_fault("chat_template_kwargs"):
                 check_variables(variables, self._tokenizer.chat_template, "chat_template_kwargs")
         with _at_fault(asked.prompt_field):
-            ids = render(self._tokenizer, asked.messages, tools, variables=variables, begun=begun)
-        return ids, begun
+            messages = self._seen(asked.messages) if seen is None else seen
+            return render(self._tokenizer, messages, tools, variables=variables, begun=begun), begun
 
-    async def _ids(self, prompt: str | list[int], name: str = "prompt") -> list[int]:
-        """The token ids of a text, or of a list that has them already."""
+    async def _tokens(self, prompt: str | list[int], name: str = "prompt") -> Tokens:
+        """The tokens of a text, or of a list that has their ids already, which stand for no picture."""
         if isinstance(prompt, list):
             outside = [token for token in prompt if token >= self._vocab_size]
             if outside or not prompt:
@@ -387,16 +412,47 @@ class Api:
                 raise BadRequest(
                     f"a prompt has at least one token id, each below {self._vocab_size}; got {what}", name
                 )
-            return prompt
+            return Tokens(prompt)
         async with self._encoding:
             with _at_fault(name):
                 return await asyncio.to_thread(render, self._tokenizer, prompt)
+
+    def _pictured(self, asked: CompletionRequest, alone: bool) -> Tokens:
+        """The ids of a request with pictures, in their places; `alone`: it is no turn of a session."""
+        with _at_fault("pictures"):
+            if self._service.cannot_see is not None:
+                raise ValueError(f"a prompt has pictures: {self._service.cannot_see}")
+            [ids, *more] = asked.prompts
+            if more or isinstance(ids, str) or not alone:
+                raise ValueError(
+                    "they stand in one prompt of token ids, which continues no session; give messages with "
+                    "`image_url` instead"
+                )
+            tokens: list[Picture | None] = [None] * len(ids)
+            for given in asked.pictures:
+                picture = PictureReader().read(given.url)
+                size = self._tokenizer.expansion.vision.num_placeholders(picture.size)
+                for start, count in given.places:
+                    room = tokens[start : start + count] if min(start, count) >= 0 else []
+                    if not count or room != [None] * count:
+                        raise ValueError(
+                            f"places must lie within the {len(ids)} tokens of the prompt, and apart from one "
+                            f"another; got {start} and the {count} from there"
+                        )
+                    tokens[start : start + count] = [picture] * count
+                if (total := sum(count for _, count in given.places)) % size:
+                    raise ValueError(
+                        f"a picture of {picture.size[0]}x{picture.size[1]} pixels stands for {size} tokens "
+                        f"here; got {total}; serve the model that the ids were made for, with its "
+                        "data.image_max_pixels"
+                    )
+        return Tokens(ids, Pictures.of(tokens))
 
     async def _sampled(
         self,
         request: Request,
         asked: AnyRequest,
-        prompts: list[list[int]],
+        prompts: list[Tokens],
         begun: str = "",
         recorded: _Recorded | None = None,
     ) -> Response:
@@ -413,15 +469,16 @@ class Api:
                 "logprobs",
             )
         if recorded is None:
-            owners = asked.sequences(list(map(len, prompts)), self._max_positions)
+            owners = asked.sequences([len(prompt.ids) for prompt in prompts], self._max_positions)
             name = self._client_session(request, asked)
             owners = [replace(own, session=name) for own in owners]
         else:
             owners = recorded.owners
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated[: len(owners)], owners)
-        choices = [self._choice(asked, prompt, begun) for prompt in repeated]
-        answer = Answer(asked, self._model, choices, prompts, self._vocabulary)
+        choices = [self._choice(asked, prompt.ids, begun) for prompt in repeated]
+        ids = [prompt.ids for prompt in prompts]
+        answer = Answer(asked, self._model, choices, ids, self._vocabulary)
         session = getattr(request.state, "session", None)
         if asked.stream:
             parts = self._stream(answer, queued, recorded, session)
@@ -440,7 +497,7 @@ class Api:
             for choice in choices:
                 choice.add(Progress(finish_reason="length"))
         if asked.num_scored is not None:
-            await self._score(request, choices, asked)
+            await self._score(request, choices, asked, [prompt.pictures for prompt in repeated])
         response = await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
         if recorded is not None:
             recorded.end(choices)
@@ -480,13 +537,19 @@ class Api:
             CallStream(begun, schemas_of(asked.offered_tools)) if asked.offered_tools else None,
         )
 
-    async def _score(self, request: Request, choices: Sequence[Choice], asked: AnyRequest) -> None:
+    async def _score(
+        self,
+        request: Request,
+        choices: Sequence[Choice],
+        asked: AnyRequest,
+        pictures: Sequence[Pictures | None],
+    ) -> None:
         """Gives each choice the scores of its tokens; without alternatives, those of its prompt suffice."""
         ids = [
             [*choice.prompt_ids, *(choice.sampled.tokens if asked.num_likeliest else ())]
             for choice in choices
         ]
-        scoring = asyncio.wrap_future(self._service.score(ids, asked.num_scored or 0))
+        scoring = asyncio.wrap_future(self._service.score(ids, asked.num_scored or 0, pictures))
         try:
             while not (await asyncio.wait({scoring}, timeout=LOOK_S))[0]:
                 if await request.is_disconnected():
@@ -527,7 +590,7 @@ class Api:
             if recorded is not None:
                 recorded.reply.release()
 
-    async def _queued(self, prompts: Sequence[Sequence[int]], owners: Sequence[Any]) -> _Queued:
+    async def _queued(self, prompts: Sequence[Tokens], owners: Sequence[Any]) -> _Queued:
         """Queues the sequences of a request; raises BadRequest if there is no room for one of them."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Progress]]()
 
@@ -535,7 +598,7 @@ class Api:
             with suppress(RuntimeError):  # the loop is closed: the server ends
                 loop.call_soon_threadsafe(queue.put_nowait, (number, progress))
 
-        arrays = [Prompt(0, np.array(prompt, np.int32), "") for prompt in prompts]
+        arrays = [Prompt(0, np.array(ids, np.int32), "", pictures=pictures) for ids, pictures in prompts]
         turns = list(map(Turns.alone, arrays, owners))
         submitted = self._service.start(turns, listen)
         try:
@@ -634,12 +697,15 @@ class _Recorded:
                 self.session.tree.end(turn, [*self.messages, *answer], self.tools)
 
 
-def _in_session(request: Request, asked: AnyRequest, prompts: list[list[int]]) -> _Recorded | None:
-    """The turns of a request with ids, if it is one of a session."""
+def _in_session(
+    request: Request, asked: AnyRequest, prompts: list[Tokens]
+) -> tuple[list[Tokens], _Recorded | None]:
+    """The prompts of a request with ids; if it is one of a session, as its turns have them, and these."""
     session = _trained_session(request)
     if session is None:
-        return None
-    return _Recorded.of(request, asked, session.tree.find_ids(prompts[0]))
+        return prompts, None
+    found = session.tree.find_ids(prompts[0].ids)
+    return [Tokens(found.ids, found.pictures)], _Recorded.of(request, asked, found)
 
 
 def _key_of(asked: AnyRequest) -> list[Mapping[str, Any]]:

@@ -260,10 +260,20 @@ class _Request(_Strict):
         )
 
 
+class PlacedPicture(_Strict):
+    """A picture of a prompt of ids, and which of these stand for it."""
+
+    url: Annotated[str, Field(pattern="^data:")]
+    places: Annotated[list[tuple[int, int]], Field(min_length=1)]
+    """(place of the first, how many) of tokens that follow one another, in ascending order."""
+
+
 class CompletionRequest(_Request):
     """`POST /v1/completions`: prompts as texts or token ids."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
+    pictures: list[PlacedPicture] = []
+    """quatrain's own: those of the one prompt, of ids in which each placeholder stands."""
     max_tokens: Annotated[int, Field(ge=0)] | None = DEFAULT_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_OF_PROMPT)] | None = None

@@ -23,6 +23,7 @@ from quatrain.data.messages import as_messages
 from quatrain.serve.requests import NO_ROOM, AnyRequest, BadRequest, ChatRequest, CompletionRequest
 from quatrain.serve.turn_tree import Found, Turn, TurnTree
 from quatrain.types.batches import Prompt
+from quatrain.types.pictures import Tokens
 from quatrain.types.rollouts import Sampling
 from quatrain.types.sampler import PerRequestSampling
 
@@ -102,7 +103,8 @@ class Session:
 
     def __post_init__(self) -> None:
         messages = as_messages(self.prompt.text)
-        self.tree = TurnTree(self.sequence_id, messages, self.prompt.input_ids.tolist())
+        tokens = Tokens(self.prompt.input_ids.tolist(), self.prompt.pictures)
+        self.tree = TurnTree(self.sequence_id, messages, tokens)
 
     @property
     def sequence_id(self) -> int:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quatrain.data.messages import call_of
+from quatrain.data.messages import call_of, is_picture
+from quatrain.types.pictures import Pictures, Tokens, joined
 from quatrain.types.piece import Piece
 
 Messages = Sequence[Mapping[str, Any]]
@@ -26,9 +27,10 @@ Messages = Sequence[Mapping[str, Any]]
 class Turn:
     """One answer of the policy.
 
-    `prompt_ids` is the whole context, which begins with the ids of `parent`. The randomness of its tokens
-    derives from `sequence_id` and their positions from `offset` on. `twin` is its number among the turns with
-    the same context. `messages` are those of the dialogue up to and with the answer.
+    `prompt_ids` is the whole context, which begins with the ids of `parent`, and `pictures` are those of it.
+    The randomness of its tokens derives from `sequence_id` and their positions from `offset` on. `twin` is
+    its number among the turns with the same context. `messages` are those of the dialogue up to and with the
+    answer.
     """
 
     parent: Turn | None
@@ -48,6 +50,8 @@ class Turn:
     """Tokens that it may still have, until its answer is complete."""
     cached: int = 0
     """Tokens of its context that were not computed, as a kept context had them."""
+    pictures: Pictures | None = None
+    """Which picture each of `prompt_ids` stands for; None: all are text."""
 
     @property
     def tokens(self) -> list[int]:
@@ -107,18 +111,20 @@ class Found(NamedTuple):
     """Whether the dialogue is the prompt of the data."""
     reason: str | None = None
     """Why a further root continues no answer."""
+    pictures: Pictures | None = None
+    """Which picture each of the ids stands for."""
 
 
 class TurnTree:
     """The turns of an episode: of the sample with `sequence_id`, for the data's `prompt`.
 
-    A root that is the prompt has the random numbers of the sample. `prompt_ids` are its ids.
+    A root that is the prompt has the random numbers of the sample. `tokens` are the prompt's.
     """
 
-    def __init__(self, sequence_id: int, prompt: Messages, prompt_ids: Sequence[int]):
+    def __init__(self, sequence_id: int, prompt: Messages, tokens: Tokens):
         self.turns: list[Turn] = []
         """In the order in which they began."""
-        self._sequence_id, self._prompt_ids = sequence_id, list(prompt_ids)
+        self._sequence_id, self._tokens = sequence_id, tokens
         self._prompt = _forms(prompt)
         self._answers: dict[bytes, list[Turn]] = {}
         self._twins: dict[bytes, int] = {}
@@ -127,14 +133,15 @@ class TurnTree:
         self,
         messages: Messages,
         tools: Sequence[Mapping[str, Any]],
-        render: Callable[[], list[int]],
-        suffix: Callable[[Messages, Sequence[int], Messages], list[int]],
+        render: Callable[[], Tokens],
+        suffix: Callable[[Messages, Sequence[int], Messages], Tokens],
     ) -> Found:
         """What a request with these messages continues: the longest part of them that ends with an answer.
 
         The answer is one of this tree, with the same tools; of several with equal messages, the one with the
-        calls' ids, else the last. `suffix(opening, sampled, new messages)` are the ids between an answer and
-        the next, `render` those of all messages. Messages are as `data.messages.checked_messages` has them.
+        calls' ids, else the last. `suffix(opening, sampled, new messages)` are the tokens between an answer
+        and the next, `render` those of all messages. Messages are as `data.messages.checked_messages` has
+        them.
         """
         forms = _forms(messages)
         found: tuple[int, Turn] | None = None
@@ -142,18 +149,31 @@ class TurnTree:
             if key in self._answers:
                 found = place, _with_calls(self._answers[key], messages[place])
         if found is None:
-            return Found(render(), None, forms == self._prompt, self._why_anew(forms))
+            whole = render()
+            return Found(whole.ids, None, forms == self._prompt, self._why_anew(forms), whole.pictures)
         place, turn = found
         opening = messages[: len(turn.path[0].messages) - 1]  # up to the first sampled answer
-        return Found(turn.ids + suffix(opening, turn.tokens, messages[place + 1 :]), turn)
+        new = suffix(opening, turn.tokens, messages[place + 1 :])
+        before = (turn.pictures, len(turn.prompt_ids)), (None, len(turn.tokens))
+        pictures = joined(*before, (new.pictures, len(new.ids)))
+        return Found(turn.ids + new.ids, turn, pictures=pictures)
 
     def find_ids(self, ids: list[int]) -> Found:
-        """What a request with these ids continues: the longest turn with which they begin."""
+        """What a request with these ids continues: the longest turn with which they begin.
+
+        Pictures are those of what it continues, or of the prompt that it begins with: ids alone stand for
+        none.
+        """
         begun = [turn for turn in self.turns if turn.tokens and turn.ids == ids[: len(turn.ids)]]
         longest = max(begun, key=lambda turn: len(turn.ids), default=None)
         if longest is not None:
-            return Found(ids, longest)
-        return Found(ids, None, ids == self._prompt_ids, "other ids" if self.turns else None)
+            known = len(longest.prompt_ids)
+            pictures = joined((longest.pictures, known), (None, len(ids) - known))
+            return Found(ids, longest, pictures=pictures)
+        known, why, pictures = len(self._tokens.ids), "other ids" if self.turns else None, None
+        if ids[:known] == self._tokens.ids:  # the prompt, or words of the agent's own behind it
+            pictures = joined((self._tokens.pictures, known), (None, len(ids) - known))
+        return Found(ids, None, ids == self._tokens.ids, why, pictures)
 
     def begin(self, found: Found) -> Turn:
         """A turn whose answer is to be sampled.
@@ -163,7 +183,7 @@ class TurnTree:
         derive from the context and depend on no time.
         """
         ids, parent = found.ids, found.parent
-        context = _digest(_as_bytes(ids))
+        context = _context(ids, found.pictures)
         twin = self._twins.get(context, 0)
         self._twins[context] = twin + 1
         sequence_id, offset = self._sequence_id, 0
@@ -174,7 +194,7 @@ class TurnTree:
             sequence_id, offset = parent.sequence_id, parent.offset + len(ids) - len(parent.prompt_ids)
         if parent is not None:
             parent.is_known = True
-        turn = Turn(parent, ids, twin, sequence_id, offset, reason=found.reason)
+        turn = Turn(parent, ids, twin, sequence_id, offset, reason=found.reason, pictures=found.pictures)
         self.turns.append(turn)
         return turn
 
@@ -195,7 +215,7 @@ class TurnTree:
         parents = {turn.parent for turn in known}
         leaves = [turn for turn in known if turn not in parents]
         last, owners = leaves[-1:], dict[Turn, Turn]()
-        leaves.sort(key=lambda leaf: (_digest(_as_bytes(leaf.prompt_ids)), leaf.twin))
+        leaves.sort(key=lambda leaf: (_context(leaf.prompt_ids, leaf.pictures), leaf.twin))
         for leaf in leaves:
             for turn in leaf.path:
                 owners.setdefault(turn, leaf)
@@ -218,14 +238,15 @@ class TurnTree:
 def _forms(messages: Messages) -> list[bytes]:
     """The messages of a dialogue in a form that does not depend on the client.
 
-    They have the role, the text without outer white space, and calls by name and arguments. Left out is what
+    They have the role, the text without outer white space and the names of pictures in their places, and
+    calls by name and arguments. Left out is what
     clients drop or write anew: the ids of calls, thoughts in a field of their own, null fields. The result of
     a tool has the place of its call among the last ones.
     """
     forms, places = [], dict[str, int]()
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
-        form: dict[str, Any] = {"role": role, "content": message["content"].strip()}
+        form: dict[str, Any] = {"role": role, "content": _content(message["content"])}
         if calls := message.get("tool_calls"):
             form["calls"] = [[call_of(call)["name"], call_of(call)["arguments"]] for call in calls]
             places = {str(call.get("id")): place for place, call in enumerate(calls)}
@@ -233,6 +254,22 @@ def _forms(messages: Messages) -> list[bytes]:
             form["call"] = places.get(str(message.get("tool_call_id")))
         forms.append(_as_json(form))
     return forms
+
+
+def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Any]:
+    """A text, or texts and pictures in turn."""
+    if isinstance(content, str):
+        return content.strip()
+    parts: list[Any] = []
+    for part in content:
+        if is_picture(part):
+            parts.append([part["image"].name])
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += part["text"]
+        else:
+            parts.append(part["text"])
+    each = [part.strip() if isinstance(part, str) else part for part in parts]
+    return [part for part in each if part]
 
 
 def _keys(tools: Sequence[Mapping[str, Any]], forms: Sequence[bytes]) -> Iterator[bytes]:
@@ -254,6 +291,11 @@ def _with_calls(turns: Sequence[Turn], message: Mapping[str, Any]) -> Turn:
 
 def _as_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _context(ids: Sequence[int], pictures: Pictures | None) -> bytes:
+    """A digest of the tokens of a context: of their ids, and of the pictures that they stand for."""
+    return _digest(_as_bytes(ids), *(() if pictures is None else (pictures.ids.tobytes(),)))
 
 
 def _as_bytes(ids: Sequence[int]) -> bytes:

@@ -3,6 +3,10 @@
 Data flow: `owned_by` in the answer to `/v1/models` -> KINDS -> path and JSON of each request, and what its
 answer says, for `server.py` and for teachers behind servers. Token ids go in and out, each with its
 log-probability; no text is encoded again. All stop decoding what was asked for by a connection that closes.
+
+Pictures go beside the ids as data URLs. quatrain's own server gets all placeholders, and where those of each
+picture stand. vLLM and SGLang expand placeholders themselves, also those among ids, so they get one for each
+picture (`contracted`); how many they made of it, the length of the prompt in their answer says.
 """
 
 from __future__ import annotations
@@ -11,9 +15,13 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from quatrain.config.secrets import SERVE_TOKEN
+from quatrain.data.pictures import url_of
+from quatrain.servers.client import Unfit
+from quatrain.types.pictures import TEXT, Picture, Pictures, Tokens
 from quatrain.types.rollouts import Sampling
 
 NO_DEV_MODE = (
@@ -64,6 +72,14 @@ class Asked(NamedTuple):
     """The position of its first token among those that derive from the same sequence."""
     routes: bool = False
     """Whether the experts of its tokens are wanted."""
+    pictures: Pictures | None = None
+    """Which picture each token of the prompt stands for; it may end before the prompt does."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt, which has ids, with its pictures."""
+        assert isinstance(self.prompt, list)
+        return Tokens(self.prompt, self.pictures)
 
 
 class Quatrain:
@@ -78,6 +94,10 @@ class Quatrain:
     """What stops it for a load; None: it exchanges weights between two rounds of decoding."""
     resume: Question = ("/resume", {})
     """What lets it go on; it may be asked although it is not paused."""
+    takes_tiles = True
+    """Whether it gets pictures that are cut into tiles, whose placeholders have words between them."""
+    sees_by = "start this version of `quatrain serve` with the model that is trained, and its tower"
+    """What lets it see."""
     checks: tuple[Check, ...] = (
         (
             ("/resume", {}),  # also if it was left paused
@@ -101,6 +121,7 @@ class Quatrain:
             "return_token_ids": True,
             **self._fields(asked, stop_ids),
             **_routes_wanted(asked),
+            **_placed(asked.pictures),
         }
 
     def read(self, value: Any) -> ServerAnswer:
@@ -125,6 +146,16 @@ class Quatrain:
         wanted = {"prompt_logprobs": num_words} if num_words else {"echo": True, "logprobs": 0}
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, **wanted}
         return "/v1/completions", body
+
+    def look_request(self, prompt: Tokens) -> Question:
+        """(path, JSON) that ask for the log-probabilities of the tokens of a prompt with pictures."""
+        path, body = self.score_request(prompt.ids, 0)
+        return path, {**body, **_placed(prompt.pictures)}
+
+    def read_look(self, answer: Any, last: Sequence[int]) -> list[float]:
+        """Those of the `last` tokens of the prompt; raises as `read` without them."""
+        values = answer["choices"][0]["logprobs"]["token_logprobs"][:-1]  # without the sampled token
+        return [float(value) for value in values[-len(last) :]]
 
     def read_scores(self, answer: Any, prompt: Sequence[Any], num_words: int) -> PromptScores:
         """The scores in an answer; raises as `read` without them."""
@@ -156,6 +187,11 @@ class Vllm(Quatrain):
     routes_by = "--enable-return-routed-experts"
     version_path = "/weight_info"
     pause = ("/pause?mode=keep", {})
+    takes_tiles = False
+    sees_by = (
+        "start a vLLM of August 2026 or newer (`content_parts`) with --enable-scale-out, with the model that "
+        "is trained, and with sizes of pictures as here (--mm-processor-kwargs, data.image_max_pixels)"
+    )
     checks = (
         (("/weight_info", None), *NO_DEV_MODE),
         (("/resume", {}), *NO_DEV_MODE),
@@ -166,6 +202,57 @@ class Vllm(Quatrain):
             "quatrain's package in its PYTHONPATH",
         ),
     )
+
+    def request(self, asked: Asked, stop_ids: Sequence[int]) -> Question:
+        """As `Quatrain.request`; with pictures by its interface of ids, as completions take none."""
+        if asked.pictures is None:
+            return super().request(asked, stop_ids)
+        fields = self._fields(asked, stop_ids)
+        salt = {"cache_salt": fields.pop("cache_salt")}
+        parameters = {
+            "max_tokens": asked.sampling.max_new_tokens,
+            "top_k": asked.sampling.top_k,
+            **_common(asked.sampling),
+            "logprobs": 0,
+            **fields,
+        }
+        return self._with_content(asked.tokens, parameters, **salt)
+
+    def read(self, value: Any) -> ServerAnswer:
+        """As `Quatrain.read`; of both interfaces."""
+        choice = dict(value["choices"][0])
+        content = dict(choice.get("logprobs") or {}).get("content")
+        if content is None:
+            return super().read(value)
+        ids, usage = value.get("prompt_token_ids"), value.get("usage")
+        return ServerAnswer(
+            choice["token_ids"],
+            [entry["logprob"] for entry in content],
+            str(choice["finish_reason"]),
+            int(usage["prompt_tokens"]) if ids is None else ids,
+            routes=choice.get("routed_experts"),
+            cached=_cached(usage),
+        )
+
+    def look_request(self, prompt: Tokens) -> Question:
+        """As `Quatrain.look_request`."""
+        return self._with_content(prompt, {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0})
+
+    def read_look(self, answer: Any, last: Sequence[int]) -> list[float]:
+        """As `Quatrain.read_look`, from an object by token id for each token."""
+        places = answer["prompt_logprobs"][-len(last) :]
+        return [float(place[str(token)]["logprob"]) for place, token in zip(places, last, strict=True)]
+
+    def _with_content(self, prompt: Tokens, parameters: dict[str, Any], **fields: Any) -> Question:
+        ids, urls = contracted(prompt)
+        return "/inference/v1/generate", {
+            "model": self.model,
+            "token_ids": ids,
+            "content_parts": [{"type": "image_url", "url": url} for url in urls],
+            "sampling_params": parameters,
+            "return_token_ids": True,
+            **fields,
+        }
 
     def _fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
         """A seed for each sequence; and no block of the prefix cache of another version is used."""
@@ -195,6 +282,11 @@ class Sglang:
     # `in_place` their cached keys and values, which are of the old weights, could not be forgotten.
     pause: Question = ("/pause_generation", {"mode": "retract"})
     resume: Question = ("/continue_generation", {})
+    takes_tiles = False
+    sees_by = (
+        "start an SGLang of June 2026 or newer, without SGLANG_MM_AVOID_RETOKENIZE=0, with the model that is "
+        "trained, and with sizes of pictures as here (data.image_max_pixels)"
+    )
     checks: tuple[Check, ...] = (
         (
             (version_path, None),
@@ -217,7 +309,8 @@ class Sglang:
             "sampling_seed": seed_of(asked),
             "no_stop_trim": True,  # the token that ends a completion is trained on too
         }
-        return "/generate", {**_generate(asked.prompt, parameters), **_routes_wanted(asked)}
+        prompt = asked.prompt if asked.pictures is None else asked.tokens
+        return "/generate", {**_generate(prompt, parameters), **_routes_wanted(asked)}
 
     def read(self, value: Any) -> ServerAnswer:
         """As `Quatrain.read`."""
@@ -237,6 +330,14 @@ class Sglang:
         """As `Quatrain.score_request`."""
         flags = {"logprob_start_len": 0, "top_logprobs_num": num_words}
         return "/generate", {**_generate(prompt, {"max_new_tokens": 1, "temperature": 1.0}), **flags}
+
+    def look_request(self, prompt: Tokens) -> Question:
+        """As `Quatrain.look_request`."""
+        return self.score_request(prompt, 0)
+
+    def read_look(self, answer: Any, last: Sequence[int]) -> list[float]:
+        """As `Quatrain.read_look`; in the places of pictures are ids of its own."""
+        return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][-len(last) :]]
 
     def read_scores(self, answer: Any, prompt: Sequence[Any], num_words: int) -> PromptScores:
         """As `Quatrain.read_scores`, from lists of [log-probability, token id, text]."""
@@ -274,6 +375,52 @@ def seed_of(asked: Asked) -> int:
     return int.from_bytes(digest[:4], "little") >> 1  # SGLang keeps seeds in signed 32 bits
 
 
+def contracted(prompt: Tokens) -> tuple[list[int], list[str]]:
+    """(ids with one placeholder for each picture, the data URL of each) of a prompt with pictures.
+
+    Raises Unfit if a token that stands for no picture has the id of placeholders, as a model may sample it:
+    the server would expand it too.
+    """
+    ids, urls, end = list[int](), list[str](), 0
+    assert prompt.pictures is not None
+    runs = _runs(prompt.pictures)
+    placeholders = {prompt.ids[start] for _, start, _ in runs}
+    for picture, start, count in [*runs, (None, len(prompt.ids), 0)]:
+        between = prompt.ids[end:start]
+        if not placeholders.isdisjoint(between):
+            raise Unfit(
+                "a text beside pictures must not have the token that stands for one, which this server would "
+                "take for another picture; a model seldom samples it; `quatrain serve` takes it as a text"
+            )
+        ids += between
+        if picture is not None:
+            ids.append(prompt.ids[start])
+            urls.append(url_of(picture))
+        end = start + count
+    return ids, urls
+
+
+def _runs(pictures: Pictures) -> list[tuple[Picture, int, int]]:
+    """(a picture, the place of a first token, how many follow one another) in their order."""
+    found, start = list[tuple[Picture, int, int]](), 0
+    for number, run in groupby(pictures.ids.tolist()):
+        count = len([*run])
+        if number != TEXT:
+            found.append((pictures.by_id[number], start, count))
+        start += count
+    return found
+
+
+def _placed(pictures: Pictures | None) -> dict[str, Any]:
+    """The field of quatrain's own requests: each picture once, and where its placeholders stand."""
+    places = dict[Picture, list[list[int]]]()
+    for picture, *place in () if pictures is None else _runs(pictures):
+        places.setdefault(picture, []).append(place)
+    return (
+        {"pictures": [{"url": url_of(each), "places": at} for each, at in places.items()]} if places else {}
+    )
+
+
 def version_of(label: Any) -> int:
     """The version that a run has set as the label of weights; -1 for another label, as that of the start."""
     return int(label) if str(label).isdecimal() else -1
@@ -296,8 +443,10 @@ def _routes_wanted(asked: Asked) -> dict[str, bool]:
 
 
 def _generate(prompt: Sequence[Any], parameters: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of SGLang's `/generate`, for a text or ids."""
-    given = {"text" if isinstance(prompt, str) else "input_ids": prompt}
+    """The JSON of SGLang's `/generate`, for a text, ids, or `Tokens` with pictures."""
+    given: dict[str, Any] = {"text" if isinstance(prompt, str) else "input_ids": prompt}
+    if isinstance(prompt, Tokens):
+        given = dict(zip(("input_ids", "image_data"), contracted(prompt), strict=True))
     return {**given, "sampling_params": parameters, "return_logprob": True, "stream": False}
 
 

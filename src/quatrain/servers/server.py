@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from quatrain.ops.logprobs import LOWEST
 from quatrain.servers.client import Refusal, ServerClient, ServerError, ServerLost, Unfit, shortened
 from quatrain.servers.expert_routes import RouteRules
 from quatrain.servers.kinds import KINDS, Asked, ServerAnswer, ServerKind, version_of
+from quatrain.types.pictures import Tokens
 from quatrain.types.rollouts import Sampling
 
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46"
@@ -26,10 +27,22 @@ PROBE_TOKENS = 8
 PROBE_TEMPERATURE = 0.01
 """Then the likeliest token is nearly certain, which unprocessed log-probabilities do not show."""
 PROBE_GAP = 0.02
+SAME_LOOK = 1e-4
+"""Largest mean difference, in nats, of the log-probabilities of a text behind one picture and another, for a
+server that ignores them; twice the difference of two answers to the same question is added."""
 UNAUTHORIZED = (401, 403)
 """Statuses with which a server refuses a token."""
 
 logger = logging.getLogger(__name__)
+
+
+class Looks(NamedTuple):
+    """Two prompts with the same ids, and other pictures: what follows these in both is a fixed text."""
+
+    one: Tokens
+    other: Tokens
+    tiled: bool
+    """Whether pictures are cut into tiles."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class ServerRules:
     """Whether a server that returns none cannot serve the run (`update.router_aux_coef`)."""
     needs_versions: bool = False
     """Whether one cannot that does not say which version sampled each token (`rollout.in_flight`)."""
+    looks: Looks | str = "this run has no pictures"
+    """Prompts with pictures, by which it is found whether a server sees; or why none gets pictures."""
     warning: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
     """Held from the warning about the first server without routes on: a run has one, however many start."""
 
@@ -56,6 +71,8 @@ class Server:
 
     labels_versions = False
     """Whether its answers say which version of the weights sampled each token."""
+    cannot_see: str | None = None
+    """Why it gets no prompts with pictures; None: it sees them."""
 
     def __init__(self, client: ServerClient, kind: ServerKind, rules: ServerRules):
         self._client, self._kind, self._rules = client, kind, rules
@@ -88,6 +105,7 @@ class Server:
             raise Unfit(f"{lacks}{why}; {remedy}")
         server = cls(client, kind, rules)
         await server._probe()
+        server.cannot_see = await server._probe_pictures()
         return server
 
     async def load(self, path: str, version: int, timeout_s: float) -> int:
@@ -119,6 +137,8 @@ class Server:
 
     async def sample(self, asked: Asked, *, session: str = "") -> ServerAnswer:
         """One sequence, with the run's routes, if it has them; raises Unfit if it cannot be trained on."""
+        if asked.pictures is not None and self.cannot_see is not None:
+            raise Unfit(self.cannot_see)
         asked = asked._replace(routes=self._routes is not None)
         answer = await self._answer(asked, trained=True, session=session)
         return answer._replace(routes=self._read_routes(asked, answer))
@@ -135,6 +155,13 @@ class Server:
             raise Unfit(f"its answer is no completion of {self._kind.name}: {shortened(value)}") from error
         labelled = self.labels_versions or answer.versions is not None
         self._check(answer, asked.sampling.max_new_tokens, versions=trained and labelled)
+        if asked.pictures is not None and answer.prompt_tokens not in (asked.prompt, len(asked.prompt)):
+            theirs = answer.prompt_tokens
+            raise Unfit(
+                "a prompt with pictures must have the same tokens there as here, where it has "
+                f"{len(asked.prompt)}; it has {len(theirs) if isinstance(theirs, list) else theirs} there; "
+                + self._kind.sees_by
+            )
         return answer
 
     async def _probe(self) -> None:
@@ -173,6 +200,44 @@ class Server:
                 f"{median:.2f}, where about 0 is expected; start vLLM with --logprobs-mode "
                 "processed_logprobs, or set rollout.temperature to 1"
             )
+
+    async def _probe_pictures(self) -> str | None:
+        """Why it gets no pictures (`cannot_see`); whether it computes what the trainer does comes later."""
+        looks, kind = self._rules.looks, self._kind
+        if isinstance(looks, str):
+            return looks
+        if looks.tiled and not kind.takes_tiles:
+            return (
+                f"{self._client.name} would expand placeholders itself, and those of tiles have "
+                "words between them, which may become other tokens there; sample with `quatrain serve`, or "
+                "on devices of this run"
+            )
+        try:
+            one, again, other = [await self._look(each) for each in (looks.one, looks.one, looks.other)]
+        except (Refusal, ServerError, AttributeError, LookupError, TypeError, ValueError) as error:
+            why = f"it must take pictures: {shortened(f'{type(error).__name__}: {error}')}"
+            return f"{self._client.name} does not see: {why}; {kind.sees_by}"
+        noise, gap = (float(np.abs(np.subtract(each, one)).mean()) for each in (again, other))
+        if not gap > SAME_LOOK + 2 * noise:
+            return (
+                f"{self._client.name} does not see: the log-probabilities of a text must depend on the "
+                f"picture before it; with another one they differ by {gap:.2g} nats; {kind.sees_by}"
+            )
+        return None
+
+    async def _look(self, prompt: Tokens) -> list[float]:
+        """Log-probabilities of the text behind the picture of a prompt, whose length is compared."""
+        sampling = Sampling(n=1, max_new_tokens=1)
+        await self._answer(
+            Asked(prompt.ids, sampling, self._rules.seed, 0, 0, 0, 0, pictures=prompt.pictures)
+        )
+        assert prompt.pictures is not None
+        last = prompt.ids[int(np.flatnonzero(prompt.pictures.ids)[-1]) + 1 :]
+        answer = await self._client.ask(*self._kind.look_request(prompt), timeout_s=self._client.timeout_s)
+        found = self._kind.read_look(answer, last)
+        if not _are(found, (float,), LOWEST, 1e-3) or len(found) != len(last):
+            raise Unfit(f"a text of {len(last)} tokens must have as many log-probabilities; got {found}")
+        return found
 
     async def _probe_routes(self, asked: Asked) -> None:
         """Warns, once in a run, if routes are to be recorded, and none come with the tokens of `asked`."""

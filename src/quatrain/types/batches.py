@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quatrain.types.metrics import Metrics
+from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.routes import ROUTE_DTYPES, live_of
 
 FINISH_REASONS = ("stop", "length", "environment", "turns", "error", "timeout")
@@ -82,7 +83,7 @@ def brief(self: Any) -> str:
 class Prompt:
     """One prompt, the input of the rollout: tokens, text, and the data columns passed to reward functions.
 
-    Raises ValueError for `input_ids` that are not [P] int32 with P >= 1.
+    Raises ValueError for `input_ids` that are not [P] int32 with P >= 1, and for pictures of other tokens.
     """
 
     group_id: int
@@ -94,6 +95,8 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     """Name of the data set that it comes from, where there are several."""
+    pictures: Pictures | None = None
+    """Which picture each of `input_ids` stands for; None: all are text."""
 
     __repr__ = brief
 
@@ -101,6 +104,7 @@ class Prompt:
         check = _Checker("data")
         check.array("input_ids", self.input_ids, np.shape(self.input_ids)[:1], np.int32)
         check.rule(self.input_ids.size > 0, "input_ids", "at least one token", "none")
+        check.pictures(self.pictures, self.input_ids)
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class Example(NamedTuple):
     """[T] bool: True for tokens that are trained; at least one, and never the first."""
     source: str = ""
     """The data set that the row comes from."""
+    pictures: Pictures | None = None
+    """Which picture each of the tokens stands for; None: the example has none."""
 
 
 class Pair(NamedTuple):
@@ -191,6 +197,9 @@ class RolloutBatch:
     token as its input; `live_of(dtype)` where no such pass was recorded, as on padding and on the last
     token of each row, which was never an input. None: nothing was recorded.
 
+    `pictures` say which picture each token stands for; sampled tokens and padding never do, whatever their
+    ids. None: there are no pictures.
+
     Raises ValueError, with stage, field, expected and actual value, if any of these conditions is violated.
     """
 
@@ -208,6 +217,7 @@ class RolloutBatch:
     baseline: RolloutBatch | None = None
     episode_ids: np.ndarray | None = None  # [B] int64
     routes: np.ndarray | None = None  # [B, T, L, k] uint8 or uint16
+    pictures: Pictures | None = None  # of [B, T]
 
     __repr__ = brief
 
@@ -235,6 +245,7 @@ class RolloutBatch:
         self._check_groups(check)
         self._check_episodes(check)
         self._check_routes(check)
+        check.pictures(self.pictures, self.input_ids, ~self.attention_mask | self.completion_mask)
         if self.baseline is not None:
             greedy = self.baseline
             of_episodes = [greedy.compared[row] for row in greedy.episodes.first_rows]
@@ -469,6 +480,15 @@ class _Checker:
     def on_completions(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
         self.array(name, value, mask.shape, np.float32)
         self.rule(not value[~mask].any(), name, "0 outside completion_mask", "another value there")
+
+    def pictures(self, value: Pictures | None, ids: np.ndarray, text: np.ndarray | bool = False) -> None:
+        if value is None:
+            return
+        self.array("pictures.ids", value.ids, ids.shape, np.int64)
+        unknown = set(np.unique(value.ids).tolist()) - {TEXT, *value.by_id}
+        self.rule(not unknown, "pictures.by_id", "every picture of pictures.ids", f"none of {len(unknown)}")
+        placed = bool(((value.ids != TEXT) & text).any())
+        self.rule(not placed, "pictures", "no picture on sampled tokens and padding", "one there")
 
     def length(self, name: str, value: Sequence | np.ndarray, rows: int) -> None:
         self.rule(len(value) == rows, name, f"{rows} items, one per sequence", f"{len(value)}")

@@ -13,6 +13,7 @@ import numpy as np
 
 from quatrain.types.batches import RewardedBatch, RolloutBatch
 from quatrain.types.metrics import combine
+from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.routes import live_of
 
 PADDING = {
@@ -77,6 +78,7 @@ def _join_rollouts(batches: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         baseline=_join_rollouts(baselines, groups) if baselines else None,
         episode_ids=_episode_ids(batches, rows),
         routes=_routes(batches, rows, width),
+        pictures=_pictures(batches, rows, width),
     )
 
 
@@ -102,6 +104,21 @@ def _routes(batches: Sequence[RolloutBatch], rows: np.ndarray, width: int) -> np
         for batch in batches
     ]
     return np.concatenate(parts)[rows]
+
+
+def _pictures(batches: Sequence[RolloutBatch], rows: np.ndarray, width: int) -> Pictures | None:
+    """Of [B, width], of `rows` of all `batches`; None if none of these has a picture."""
+    ids = np.concatenate(
+        [
+            np.full((len(batch), width), TEXT, np.int64)
+            if batch.pictures is None
+            else _as_wide(batch.pictures.ids, width, TEXT)
+            for batch in batches
+        ]
+    )[rows]
+    some = [batch.pictures.by_id for batch in batches if batch.pictures is not None]
+    by_id = {key: picture for each in some for key, picture in each.items()}
+    return Pictures(ids, by_id) if ids.any() else None
 
 
 def _rows_of(groups: Sequence[int], batches: Sequence[RolloutBatch]) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quatrain.types.batches import brief
+from quatrain.types.pictures import PICTURES
 
 GIVEN = -1
 """The version of a token that the policy did not sample: an environment, a template or a client wrote it."""
@@ -95,6 +96,8 @@ class Piece:
 
     def cut(self, length: int) -> None:
         """Drop all tokens after the first `length`, and as many rows of each column."""
+        # That column may end earlier than the tokens; a sampler, which alone cuts, never has it.
+        assert PICTURES not in self.columns, "turns are cut before they are added to what has pictures"
         for parts in self.columns.values():
             left = len(self.tokens) - length
             while left > 0 and parts:

@@ -16,6 +16,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.types.answer_text import CONTEXT, AnswerTokens
 from quatrain.types.batches import Prompt, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, describe
+from quatrain.types.pictures import PICTURES, Pictures, joined, stacked
 from quatrain.types.piece import Piece
 from quatrain.types.routes import ROUTES, live_of
 
@@ -106,8 +107,13 @@ class Completion(Piece):
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
 
-    def begin_turn(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` that the policy did not sample, after which its next turn begins."""
+    def begin_turn(self, tokens: Sequence[int], so_far: Pictures | None = None) -> None:
+        """Append `tokens` that the policy did not sample, after which its next turn begins.
+
+        `so_far` are the pictures of the whole sequence up to these tokens' end; None: they brought none.
+        """
+        if so_far is not None:
+            self.record(PICTURES, 0, so_far.per_token())
         self.append(Piece.given(tokens))
         self.turns.append(len(self.tokens))
         self.tail = len(self.tokens)
@@ -124,7 +130,7 @@ def rollout_batch(
 
     `tokenizer` decodes completions to the text that reward functions get (`AnswerTokens.text`); in an episode
     of several turns, the last turn. `episodes` has the number of each row's episode, if it may have
-    several. The batch has `routes` if one of the completions has.
+    several. The batch has `routes` if one of the completions has, and `pictures` if a sequence has.
     """
     lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
     shape = (len(samples), max((sum(both) for both in lengths), default=0))
@@ -153,6 +159,7 @@ def rollout_batch(
         columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
         episode_ids=None if episodes is None else np.array(episodes, np.int64),
         routes=_routes([completion.columns.get(ROUTES, ()) for _, completion in samples], lengths, shape[1]),
+        pictures=stacked((sequence_pictures(*sample) for sample in samples), shape[1]),
     )
     prompts = np.array([before for before, _ in lengths])
     return replace(batch, metrics={**_length_metrics(batch, prompts), **metrics})
@@ -162,6 +169,14 @@ def context_of(prompt_ids: np.ndarray, completion: Completion) -> list[int]:
     """The last tokens before the last turn of a completion, which may begin it."""
     given = completion.tokens[: completion.turns[-1]]
     return [*prompt_ids[-CONTEXT:].tolist(), *given[-CONTEXT:]][-CONTEXT:]
+
+
+def sequence_pictures(prompt: Prompt, completion: Completion) -> Pictures | None:
+    """Of the prompt and the completion behind it, the picture that each token stands for."""
+    rows = completion.columns.get(PICTURES)
+    before = prompt.pictures if rows is None else Pictures.of(np.concatenate(rows))
+    known = 0 if before is None else len(before)
+    return joined((before, known), (None, len(prompt.input_ids) + len(completion.tokens) - known))
 
 
 def _routes(

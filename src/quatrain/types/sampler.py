@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +21,7 @@ import numpy as np
 
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
+from quatrain.types.pictures import Pictures, pictures_of_plain, plain_pictures
 from quatrain.types.piece import Piece
 from quatrain.types.rollouts import Completion, Sampling
 
@@ -166,6 +167,11 @@ class Sampler(ABC):
     """Whether given tokens can be scored."""
     is_everywhere: bool = False
     """Whether every process of a run takes part in the work; otherwise the main process alone samples."""
+    cannot_see: str | None = (
+        "rollout.sampler must see the pictures of prompts; a class that reads `prompt.pictures` says so with "
+        "`cannot_see = None`"
+    )
+    """Why it samples after no prompt with pictures, and what to do about it; None: it does."""
 
     @property
     def exchanges_in_flight(self) -> bool:
@@ -198,8 +204,16 @@ class Sampler(ABC):
         """`params` for `load`, as a copy that training does not overwrite."""
         return params
 
-    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[Any]:
-        """Log-probabilities of given tokens and the likeliest in their place, where `can_score`."""
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_likeliest: int,
+        pictures: Sequence[Pictures | None] | None = None,
+    ) -> Future[Any]:
+        """Log-probabilities of given tokens and the likeliest in their place, where `can_score`.
+
+        `pictures` are those of each sequence, or of its beginning.
+        """
         raise NotImplementedError("this sampler scores no given tokens")
 
     def work(self) -> Work:
@@ -225,10 +239,17 @@ class Sampler(ABC):
         """End it; turns in flight get an error."""
 
 
+def check_seen(sampler: Sampler, prompts: Iterable[Prompt]) -> None:
+    """Raises ValueError if one of `prompts` has pictures, and `sampler` would not see them."""
+    if sampler.cannot_see is not None and any(prompt.pictures is not None for prompt in prompts):
+        raise ValueError(f"pictures would be lost: {sampler.cannot_see}")
+
+
 def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Completion]]:
     """The completion of each turn of `requests`, once it is whole.
 
-    The futures have ValueError if there is no room for a request, TurnFailed, or ServiceFailed.
+    The futures have ValueError if there is no room for a request, or it has pictures and the sampler cannot
+    see; TurnFailed, or ServiceFailed.
     """
     turns = [Completion() for request in requests for _ in range(request.sampling.n)]
     futures: list[Future[Completion]] = [Future() for _ in turns]
@@ -257,6 +278,7 @@ def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Comple
                 future.set_exception(error)
 
     try:
+        check_seen(sampler, [request.prompt for request in requests])
         sampler.start(requests, listen).add_done_callback(queued)
     except Exception as error:  # of a sampler of one's own: whoever waits for the turns is told
         fail(error)
@@ -315,7 +337,7 @@ def numbered(requests: Sequence[Request]) -> Iterator[tuple[Request, int]]:
 
 
 def plain(request: Request) -> dict[str, Any]:
-    """A request as values that JSON has, without what a sampler does not read."""
+    """A request as values of which others are told (`decided_by_main`), without what no sampler reads."""
     own = None if request.own is None else {**vars(request.own), "sampling": vars(request.own.sampling)}
     prompt = request.prompt
     return {
@@ -324,12 +346,14 @@ def plain(request: Request) -> dict[str, Any]:
         "step": request.step,
         "sampling": vars(request.sampling),
         "own": own,
+        "pictures": plain_pictures(prompt.pictures),
     }
 
 
 def request_of(values: dict[str, Any]) -> Request:
     """The inverse of `plain`."""
-    prompt = Prompt(values["group"], np.array(values["ids"], np.int32), "")
+    ids, pictures = np.array(values["ids"], np.int32), pictures_of_plain(values["pictures"])
+    prompt = Prompt(values["group"], ids, "", pictures=pictures)
     own = values["own"]
     if own is not None:
         stop_ids = None if own["stop_ids"] is None else tuple(own["stop_ids"])

@@ -18,6 +18,7 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.families import Architecture
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.value_loss import explained_variance, value_loss
@@ -51,7 +52,7 @@ class Critic:
 
     The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. The parameters are
     kept in `memory` while no values are computed and the critic is not trained, the optimizer's state between
-    optimizer steps.
+    optimizer steps. `store` has the pictures for this model.
     """
 
     def __init__(
@@ -65,16 +66,18 @@ class Critic:
         total_steps: int,
         seed: int,
         memory: Literal["device", "host"] = "device",
+        store: FeatureStore | None = None,
     ):
         self.model, self.seed, self.memory = model, seed, memory
         self.objective = ValueObjective(config.clip_value)
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
         self.warmup_steps = config.warmup_steps
         self.loss_aggregation, self.max_new_tokens = update.loss_aggregation, max_new_tokens
-        self.forward_planner = model.planner(config.forward_sizes, share_prompts=update.shares_prompts)
+        shared: dict[str, Any] = {"share_prompts": update.shares_prompts, "store": store}
+        self.forward_planner = model.planner(config.forward_sizes, **shared)
         self.trainer = Trainer(
             model,
-            model.planner(config, share_prompts=update.shares_prompts),
+            model.planner(config, **shared),
             optimizer,
             total_steps=total_steps,
             seed=seed,
@@ -85,10 +88,12 @@ class Critic:
     @classmethod
     def of(cls, config: Config, policy: Policy, *, steps: int) -> Self | None:
         """The critic of a run of `steps` training steps; None where `critic.enabled` is false."""
-        if policy.critic_arch is None:
+        arch, path = policy.critic_arch, config.critic.path
+        if arch is None:
             return None
+        store = policy.store if path is None else policy.store_beside(arch, path, policy.meshes.critic)
         return cls(
-            CriticSpec.of(config.model, policy.critic_arch, policy.meshes.critic),
+            CriticSpec.of(config.model, arch, policy.meshes.critic),
             config.critic,
             config.update,
             config.critic_optimizer,
@@ -96,6 +101,7 @@ class Critic:
             total_steps=steps * config.optimizer_steps(config.critic),
             seed=config.seed,
             memory="host" if config.offload.critic else "device",
+            store=store,
         )
 
     def init(self, params: Any) -> ModelState:

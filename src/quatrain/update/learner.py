@@ -22,6 +22,7 @@ from quatrain.data.policy import Policy
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.lora import adapters_of, has_adapters, with_trained, without_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
@@ -35,6 +36,8 @@ from quatrain.update.teacher import Teacher, WordTeacher
 from quatrain.update.teacher_scores import TeacherScores, TopWords, model_scores
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
+BLIND_SEQUENCES = 8
+"""Sequences of the first training step that are also read with grey in the place of their pictures."""
 LOSS_STREAM = 1
 """Separates the random numbers of a loss from those that draw mini-batches."""
 
@@ -107,7 +110,8 @@ class Learner:
     `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
     `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show. With
     `distillation`, batches have a teacher's scores (`Teacher.score`), of the first `num_words` words of the
-    policy's, or the update computes the divergence from a `teacher` over all words.
+    policy's, or the update computes the divergence from a `teacher` over all words. `store` has the pictures
+    of batches; without it they may have none.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Learner:
         optimizer_memory: Literal["device", "host"] = "device",
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
+        store: FeatureStore | None = None,
     ):
         if update.router_aux_coef and policy.arch.routes is None:
             raise ValueError(
@@ -145,10 +150,11 @@ class Learner:
         self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
-        self.logprob_planner = policy.planner(logprob, share_prompts=update.shares_prompts)
+        shared: dict[str, Any] = {"share_prompts": update.shares_prompts, "store": store}
+        self.logprob_planner = policy.planner(logprob, **shared)
         self.trainer = Trainer(
             policy if distillation is None else distillation.compared(policy, num_words),
-            policy.planner(update, share_prompts=update.shares_prompts),
+            policy.planner(update, **shared),
             optimizer,
             total_steps=total_steps,
             seed=seed,
@@ -157,7 +163,9 @@ class Learner:
         )
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
-        self.logs_logprobs = logs_logprobs
+        self.logs_logprobs, self.store = logs_logprobs, store
+        if store is not None:
+            store.follow_steps()
 
     @classmethod
     def of(
@@ -192,6 +200,7 @@ class Learner:
             optimizer_memory="host" if config.offload.optimizer else "device",
             policy_memory="host" if config.offload.policy else "device",
             logs_logprobs=config.logging.sample_tokens,
+            store=policy.store,
         )
         if rollout.max_staleness and not learner.corrects_staleness:
             raise ValueError(
@@ -280,6 +289,7 @@ class Learner:
         """
         _check_held(state)
         stale = self._num_stale(state, batch.rollouts)
+        blind = {} if state.train_step else self._blind_gap(state, batch.rollouts)
         # Counted around the whole step: after the first steps it should be 0, else shapes vary and a run
         # compiles for ever.
         compilations, began = num_compilations(), time.perf_counter()
@@ -299,6 +309,8 @@ class Learner:
         metrics |= {
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "throughput/update_tokens_per_s": Metric(trained_tokens / seconds),
+            **blind,
+            **({} if self.store is None else self.store.end_step()),
         }
         if self.config.mask_truncated:
             masked = int((batch.rollouts.finish_reason == "length").sum())
@@ -527,6 +539,20 @@ class Learner:
         params, table = to_memory("device", params), self._table(rollouts)
         return predict_tokens(params, table, model=self.policy, planner=self.logprob_planner)
 
+    def _blind_gap(self, state: TrainState, rollouts: RolloutBatch) -> dict[str, Metric]:
+        """How much grey in the place of pictures changes the log-probabilities of a few sequences."""
+        if rollouts.pictures is None or self.store is None:
+            return {}
+        seeing = np.flatnonzero(rollouts.pictures.ids.any(axis=1))[:BLIND_SEQUENCES]
+        params, table = to_memory("device", state.params), self._table(rollouts).take(seeing)
+        blind = replace(self.logprob_planner, store=self.store.grey(params))
+        own, grey = (
+            predict_tokens(params, table, model=self.policy, planner=planner)
+            for planner in (self.logprob_planner, blind)
+        )
+        gaps = np.abs(own - grey)[table.completion_mask]
+        return {"vision/blind_gap": Metric(float(gaps.sum(dtype=np.float64)), float(gaps.size))}
+
     def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
         """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
         own = self._logprobs(state.params, rollouts)
@@ -567,7 +593,7 @@ class Learner:
         else:
             # Experts of another model have other numbers: replaying the routes of the policy would be noise.
             table = replace(table, routes=None)
-        policy = replace(policy, mesh=mesh, arch=replace(arch, lora=lora))
+        policy = replace(policy, mesh=mesh, arch=arch if lora else arch.without_lora)
         # The reference may lie on fewer devices than the policy: its micro-batches have as many parts as its
         # own mesh.
         planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)

@@ -19,6 +19,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from quatrain.config.schema import OptimizerConfig
+from quatrain.models.params import VISION
 from quatrain.models.spec import LORA_A, LORA_B
 
 MUON_RMS = 0.2
@@ -49,6 +50,8 @@ class OptimizerNumbers(NamedTuple):
     weight_decay: Any
     max_grad_norm: Any
     """Infinite where gradients are not scaled down."""
+    vision_learning_rate: Any = None
+    """Of the tower; None: that of all, and no further argument of a program."""
 
     @classmethod
     def of(
@@ -61,11 +64,15 @@ class OptimizerNumbers(NamedTuple):
         eps: float,
         weight_decay: float,
         max_grad_norm: float | None,
+        vision_learning_rate: float | None = None,
     ) -> Self:
         """These numbers as they come to a step; `max_grad_norm` None: gradients are not scaled down."""
         most = math.inf if max_grad_norm is None else max_grad_norm
         numbers = learning_rate, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, most
-        return cls(np.int32(schedule_step), *map(np.float32, numbers))
+        found = cls(np.int32(schedule_step), *map(np.float32, numbers))
+        if vision_learning_rate is None:
+            return found
+        return found._replace(vision_learning_rate=np.float32(vision_learning_rate))
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,12 @@ class OptimizerForm:
         if decay:
             decayed = optax.add_decayed_weights(numbers.weight_decay, mask=is_decayed)
             updates, decay[0] = decayed.update(updates, decay[0], params)
-        updates = jax.tree.map(lambda u: -numbers.learning_rate * u, updates)
+
+        def with_rate(path: Any, u: jax.Array) -> jax.Array:
+            own = numbers.vision_learning_rate
+            return -(numbers.learning_rate if own is None or path[0].key != VISION else own) * u
+
+        updates = jax.tree_util.tree_map_with_path(with_rate, updates)
         schedule = optax.ScaleByScheduleState(jnp.asarray(numbers.schedule_step + 1, jnp.int32))
         state = (moments, *decay, schedule)
         return updates, (*clipping, state) if clipping else state
@@ -286,7 +298,10 @@ class Optimizer:
         `step` counts from 0, warm-up included. Step s of a warm-up of W steps has learning rate
         peak · (s + 1) / W, so the first step is never spent at 0.
         """
-        config, peak = self.config, self.config.learning_rate
+        return self._scheduled(step, self.config.learning_rate)
+
+    def _scheduled(self, step: int, peak: float) -> float:
+        config = self.config
         # Steps below 0 are those in which the policy rests while the critic warms up.
         step = max(step, 0)
         if step < config.warmup_steps:
@@ -300,6 +315,7 @@ class Optimizer:
     def numbers(self, step: int) -> OptimizerNumbers:
         """What optimizer step `step` of the schedule computes with."""
         config = self.config
+        own = config.vision_learning_rate
         return OptimizerNumbers.of(
             step,
             learning_rate=self.learning_rate(step),
@@ -308,6 +324,7 @@ class Optimizer:
             eps=config.eps,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
+            vision_learning_rate=None if own is None else self._scheduled(step, own),
         )
 
 
@@ -317,10 +334,14 @@ def is_decayed(params: optax.Params) -> Any:
 
     The number of dimensions does not tell: biases of matrices that are stored as one have several.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(("norm", "bias", "scalar")),
-        params,
-    )
+
+    def decays(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True).rstrip(
+            "12"
+        )  # norm1 and norm2 of a tower's blocks
+        return not name.endswith(("norm", "bias", "scalar"))
+
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def is_matrix(params: optax.Params) -> Any:

@@ -29,6 +29,9 @@ AT_ONCE = 32
 SAME = 1e-2
 """Largest difference, in nats, of the log-probabilities of a text and of its ids when a server is probed."""
 
+BLIND_TEACHER = (
+    "a teacher on a server (distill.teacher) gets no pictures; give the folder of a model with a tower"
+)
 Found = TypeVar("Found")
 
 
@@ -64,6 +67,8 @@ class ServerTeacher:
 
     def scores(self, table: TokenTable, own: Any = None, top: TopWords | None = None) -> TeacherScores:
         """As `OwnWeights.scores`, with a word more than `top` asks for: the token itself."""
+        if table.pictures is not None:
+            raise ValueError(BLIND_TEACHER)
         sequences = [table.input_ids[row, :length].tolist() for row, length in enumerate(table.lengths)]
         mask = table.completion_mask
         result = np.zeros(mask.shape, np.float32)

@@ -24,6 +24,7 @@ from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.types.batches import Example, brief
 from quatrain.types.metrics import Metric, mean_of_rows
+from quatrain.types.pictures import stacked
 from quatrain.update.coupled import Coupled
 from quatrain.update.gradient import Objective
 from quatrain.update.learner import TooManyBadSteps, TrainState
@@ -46,9 +47,9 @@ def example_table(examples: Sequence[Example]) -> TokenTable:
     scored = np.zeros(attention.shape, bool)
     scored[attention] = np.concatenate([each.scored for each in examples])
     of_rows = {"source": np.array([each.source for each in examples])}
-    return TokenTable(input_ids, attention, scored, {}, of_rows=of_rows).weighted(
-        "token_mean", max_new_tokens=1
-    )
+    pictures = stacked((each.pictures for each in examples), input_ids.shape[1])
+    table = TokenTable(input_ids, attention, scored, {}, of_rows=of_rows, pictures=pictures)
+    return table.weighted("token_mean", max_new_tokens=1)
 
 
 def log_likelihoods(predicted: np.ndarray, table: TokenTable) -> dict[str, Metric]:
@@ -106,6 +107,8 @@ class GivenLearner:
             rate_key,
         )
         self.policy_memory, self.by_source = policy_memory, by_source
+        if planner.store is not None:
+            planner.store.follow_steps()
         self.trainer = Trainer(
             model,
             planner,
@@ -161,6 +164,7 @@ class GivenLearner:
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "throughput/update_tokens_per_s": Metric(batch.num_tokens / seconds),
             "time/shard_s": Metric(totals.shard_s),
+            **({} if self.trainer.planner.store is None else self.trainer.planner.store.end_step()),
         }
         state = replace(state, metrics=metrics)
         if state.bad_steps >= self.max_bad_steps:

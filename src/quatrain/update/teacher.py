@@ -19,6 +19,7 @@ from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, DistillConfig, LogprobConfig
 from quatrain.config.sections.reward import DEFAULT
+from quatrain.data.pixels import with_limits
 from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.data.vocabulary import check_same_tokens
@@ -26,6 +27,7 @@ from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.predict import scored_hidden_program
 from quatrain.forward.specs import DistilledSpec, ModelSpec, PolicySpec
 from quatrain.forward.table import TokenTable
+from quatrain.models.feature_store import FeatureStore
 from quatrain.models.params import output_head_name
 from quatrain.models.probe import trusted_attention
 from quatrain.ops.divergences import Divergence
@@ -71,7 +73,10 @@ class OwnWeights:
 
 
 class FrozenModel:
-    """A `Source` that is a loaded model, whose parameters wait in `memory` between its passes."""
+    """A `Source` that is a loaded model, whose parameters wait in `memory` between its passes.
+
+    `store` has the pictures for it.
+    """
 
     def __init__(
         self,
@@ -81,10 +86,11 @@ class FrozenModel:
         max_tokens: int,
         share_prompts: bool = True,
         memory: Literal["device", "host"] = "device",
+        store: FeatureStore | None = None,
     ):
         self.spec = spec
         sizes = LogprobConfig(max_tokens_per_device=max_tokens)
-        self._planner = spec.planner(sizes, share_prompts=share_prompts)
+        self._planner = spec.planner(sizes, share_prompts=share_prompts, store=store)
         assert self._planner.max_tokens is not None
         self.longest = min(self._planner.max_tokens, spec.arch.longest)
         """Tokens of the longest sequence that the model can read."""
@@ -144,6 +150,11 @@ class WordTeacher:
 
         def with_states() -> Iterator[MicroBatch]:
             for batch in batches:
+                if batch.rows is not None:
+                    raise ValueError(
+                        "a teacher of a loss over all words cannot read pictures, and a batch has some; set "
+                        "distill.top_k, or distill.loss to sampled"
+                    )
                 with trim_after_compiling():
                     own = replace(batch, routes=None)  # those of the policy are not the teacher's
                     yield replace(batch, teacher_hidden=program(weights, own, model=teacher))
@@ -363,6 +374,7 @@ class TeacherLoader:
             max_tokens=config.distill.max_tokens_per_device,
             share_prompts=config.update.shares_prompts,
             memory="host" if config.offload.teacher else "device",
+            store=self.policy.store_beside(spec.arch, path, spec.mesh),
         )
 
 
@@ -390,6 +402,7 @@ def load_frozen(
         if not path.startswith(BUILTIN):
             check_same_tokens(load_tokenizer(path), tokenizer)
         given: dict[str, Any] = {"seed": config.seed, "vocab_size": size, "mesh": mesh}
+        given["vision"] = None if policy.arch.vision else "none"
         loaded = load_model(path, dtype=model.param_dtype, weights=weights, **given)
         # The other way round is no error: heads are often padded beyond the tokenizer's last id.
         if size > loaded.arch.vocab_size:
@@ -403,6 +416,8 @@ def load_frozen(
     except ValueError as error:
         raise ValueError(f"{key} {path} cannot be used: {error}") from error
     arch = loaded.arch.for_length(longest)
+    if arch.vision is not None:
+        arch = replace(arch, vision=with_limits(arch.vision, config.data))
     return loaded.params, PolicySpec(
         arch, model.dtype, attention=attention, mesh=mesh, temperature=temperature
     )

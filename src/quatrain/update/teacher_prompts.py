@@ -23,6 +23,7 @@ from quatrain.data.tokenizer import encode_further, fill_template, render
 from quatrain.data.turns import TurnsOfRow
 from quatrain.forward.table import TokenTable
 from quatrain.types.batches import PromptText, RolloutBatch
+from quatrain.types.pictures import Pictures, Tokens, joined, stacked
 from quatrain.workers.user_code import find_function
 
 _FUNCTION = re.compile(r".+\.py:\w+|[\w.]+:\w+")
@@ -84,7 +85,10 @@ class TeacherPrompts:
             return f"{own}\n{prompt}"
         first, *rest = prompt
         if first["role"] in INSTRUCTIONS:
-            return ({**first, "content": f"{first['content']}\n\n{own}"}, *rest)
+            content = first["content"]
+            if isinstance(content, list):  # parts, with pictures
+                return ({**first, "content": [*content, {"type": "text", "text": f"\n\n{own}"}]}, *rest)
+            return ({**first, "content": f"{content}\n\n{own}"}, *rest)
         return ({"role": "system", "content": own}, *prompt)
 
     def _written(self, function: Callable[..., Any], row: Mapping[str, Any]) -> PromptText:
@@ -106,20 +110,24 @@ class TeacherPrompts:
 
         def size(row: TokenRow) -> int:
             try:
-                return len(self.ids(row.text, row.columns, row.input_ids)) if taught(row.columns) else 0
+                if not taught(row.columns):
+                    return 0
+                return len(self.tokens(row.text, row.columns, row.input_ids).ids)
             except ValueError as error:
                 raise ValueError(f"{name}, row {row.number}: {error}") from error
 
         return source.largest(size)
 
-    def ids(self, prompt: PromptText, columns: Mapping[str, Any], policy_ids: np.ndarray) -> np.ndarray:
-        """[P'] int32 ids of the teacher's prompt, where the policy's is `policy_ids`.
+    def tokens(self, prompt: PromptText, columns: Mapping[str, Any], policy_ids: np.ndarray) -> Tokens:
+        """The tokens of the teacher's prompt, where the policy's has the ids `policy_ids`.
 
         Raises ValueError if the two do not end with the same beginning of an answer.
         """
         text = self.text(prompt, columns)
         tools = tools_of(columns)
-        ids = self._turns(columns).prompt(text) if self._turns else render(self._tokenizer, text, tools)
+        turns = self._turns
+        rendered = turns(columns).prompt(text) if turns else render(self._tokenizer, text, tools)
+        ids = rendered.ids
         count = 0 if isinstance(text, str) else len(self._generation_ids())
         mine, its = ids[len(ids) - count :], policy_ids[len(policy_ids) - count :].tolist()
         # A completion continues the beginning of an answer: after another one its tokens would mean something
@@ -130,7 +138,7 @@ class TeacherPrompts:
                 f"answer: it ends with {shown(self._tokenizer.decode(mine))}, the policy's with "
                 f"{shown(self._tokenizer.decode(its))}; end its messages with the user's"
             )
-        return np.asarray(ids, np.int32)
+        return rendered
 
     def _generation_ids(self) -> list[int]:
         """The ids that the chat template writes at the beginning of an answer."""
@@ -148,23 +156,27 @@ class TeacherPrompts:
         Rows that are not `taught` keep the policy's prompt.
         """
         starts = rollouts.completion_mask.argmax(axis=1)
-        rows = []
+        rows, seen = [], list[Pictures | None]()
         for row, start in enumerate(starts):
             columns = {name: values[row] for name, values in rollouts.columns.items()}
-            policy_ids = rollouts.input_ids[row, :start]
-            prompt = policy_ids if start else np.zeros(1, np.int32)
+            policy_ids, end = rollouts.input_ids[row, :start], rollouts.lengths[row]
+            prompt = Tokens(policy_ids.tolist() if start else [0], _of(rollouts, row, 0, start or 1))
             if start and taught[row]:
-                prompt = self.ids(rollouts.prompts[row], columns, policy_ids)
-            rows.append((prompt, rollouts.input_ids[row, start : rollouts.lengths[row]]))
+                prompt = self.tokens(rollouts.prompts[row], columns, policy_ids)
+            rest = rollouts.input_ids[row, start:end]
+            rows.append((np.array(prompt.ids, np.int32), rest))
+            size = len(prompt.ids), len(rest)
+            seen.append(joined((prompt.pictures, size[0]), (_of(rollouts, row, start, end), size[1])))
         width = max(len(prompt) + len(rest) for prompt, rest in rows)
         ids = np.zeros((len(rows), width), np.int32)
         attention, scored = np.zeros(ids.shape, bool), np.zeros(ids.shape, bool)
-        for row, (prompt, rest) in enumerate(rows):
-            first, end = len(prompt), len(prompt) + len(rest)
-            ids[row, :end] = np.concatenate([prompt, rest])
+        for row, (prompt_ids, rest) in enumerate(rows):
+            first, end = len(prompt_ids), len(prompt_ids) + len(rest)
+            ids[row, :end] = np.concatenate([prompt_ids, rest])
             attention[row, :end] = True
             scored[row, first:end] = rollouts.completion_mask[row, starts[row] : rollouts.lengths[row]]
-        return TokenTable(ids, attention, scored, {}, rollouts.group_ids, rollouts.episode_ids)
+        groups = rollouts.group_ids, rollouts.episode_ids
+        return TokenTable(ids, attention, scored, {}, *groups, pictures=stacked(seen, width))
 
     @staticmethod
     def back(values: np.ndarray, table: TokenTable, rollouts: RolloutBatch) -> np.ndarray:
@@ -176,3 +188,11 @@ class TeacherPrompts:
         result = np.zeros((*mask.shape, *values.shape[2:]), values.dtype)
         result[mask] = values[table.completion_mask]
         return result
+
+
+def _of(rollouts: RolloutBatch, row: int, first: int, end: int) -> Pictures | None:
+    """The pictures of some tokens of a row; None if they are text."""
+    if rollouts.pictures is None:
+        return None
+    here = Pictures(rollouts.pictures.ids[row, first:end], rollouts.pictures.by_id)
+    return here if here.ids.any() else None

@@ -203,7 +203,7 @@ class Trainer:
             if time.perf_counter() - since > FILL_S:
                 yield
                 since = time.perf_counter()
-            filled.append(fill(cut, table, model.mesh, forms))
+            filled.append(fill(cut, table, model.mesh, forms, self.planner.store))
         batches: Iterable[MicroBatch] = filled
         totals.combine(describe_plans(table, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began

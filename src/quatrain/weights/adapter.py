@@ -43,7 +43,7 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     """
     assert arch.lora is not None, "a model without adapters has none to write"
     # Adapters of one base give plausible nonsense on another: the reader compares this before it merges them.
-    fingerprint = tree_fingerprint(frozen_part(params))
+    fingerprint = tree_fingerprint(frozen_part(params, arch))
     names = adapter_names(arch)
     whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}
     if not is_main_process():
@@ -64,7 +64,8 @@ def adapter_files(
     assert arch.lora is not None, "a model without adapters has none to write"
     modules, parameters = _targets(arch, adapter_names(arch))
     alpha = arch.lora.alpha
-    task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    # peft's class of that task is for texts alone.
+    task: dict[str, Any] = {"task_type": None if arch.vision else "CAUSAL_LM"}
     if arch.head == "value_head":
         task = {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     config = {
@@ -113,14 +114,18 @@ def adapters_from(arch: Architecture, tensors: Mapping[str, np.ndarray], where: 
 def _targets(arch: Architecture, names: Sequence[TensorName]) -> tuple[list[str], list[str]]:
     """(names of modules, names of parameters) that have adapters, for peft."""
     assert arch.lora is not None
+    experts = [EXPERT_PARAMETERS[name] for name in arch.lora.targets if name in EXPERT_PARAMETERS]
+    if arch.vision:
+        # Whole names: the last parts of some are those of modules of the tower too.
+        whole = [name.name.removeprefix("base_model.model.") for name in names if not name.stacked]
+        return list(dict.fromkeys(name.rpartition(".lora_")[0] for name in whole)), experts
     tops = [(SCORE,), (LM_HEAD + LORA_A,), (LM_HEAD + LORA_B,)]
     paths = [name.name.split(".")[5:-2] for name in names if name.path not in tops and not name.stacked]
     as_parameters = [path[-1] in APART and arch.family in TAKEN_FOR_EXPERTS for path in paths]
     modules = [path[-1] for path, whole in zip(paths, as_parameters, strict=True) if not whole]
     modules += [LM_HEAD] * (LM_HEAD in arch.lora.targets)
     parameters = [".".join([*path, "weight"]) for path in compress(paths, as_parameters)]
-    parameters += [EXPERT_PARAMETERS[name] for name in arch.lora.targets if name in EXPERT_PARAMETERS]
-    return list(dict.fromkeys(modules)), list(dict.fromkeys(parameters))
+    return list(dict.fromkeys(modules)), list(dict.fromkeys([*parameters, *experts]))
 
 
 def _of_peft(name: TensorName, parameter: np.ndarray) -> np.ndarray:
@@ -136,13 +141,13 @@ def _of_peft(name: TensorName, parameter: np.ndarray) -> np.ndarray:
 
 
 def check_base(saved: object, found: str, model: str, where: Path) -> None:
-    """Raises ValueError unless the adapters in `where` belong to `model`.
+    """Raises ValueError unless what was trained in `where`, such as adapters, belongs to `model`.
 
-    `saved` and `found` are the fingerprints of the base they were trained on and of `model`.
+    `saved` and `found` are the fingerprints of the frozen part beside it and of that of `model`.
     """
     if saved != found:
         raise ValueError(
-            "adapters must be used with the base that they were trained on, to the bit: those in "
-            f"{where} belong to a base with fingerprint {saved or 'unknown'}, and {model} has {found}; set "
-            "model.path and model.param_dtype back to those of the run"
+            "adapters (or weights beside a frozen tower) must be used with the base that they were trained "
+            f"on, to the bit: those in {where} belong to a base with fingerprint {saved or 'unknown'}, and "
+            f"{model} has {found}; set model.path and model.param_dtype back to those of the run"
         )

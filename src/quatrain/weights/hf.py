@@ -10,12 +10,12 @@ import logging
 import math
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,23 @@ from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.experts import APART, FUSED, Experts
 from quatrain.models.families import architecture_from_hf, architecture_to_hf
 from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
+from quatrain.models.families.towers import has_tower
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
-from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
+from quatrain.models.params import VISION, Params, assemble, leaf_at, tensor_names, tensor_shapes
 from quatrain.models.spec import TensorName
+from quatrain.models.vision import TrainedVision
 from quatrain.parallel.mesh import to_host
 from quatrain.weights.mxfp4 import Stored, check_packed, read_packed, with_packed
 from quatrain.weights.offline_hub import hub_without_retries
+from quatrain.weights.whole import (
+    BLOCK_BYTES,
+    EMBEDDINGS,
+    IMAGE_PROCESSOR,
+    PROCESSOR,
+    Raw,
+    Whole,
+    write_raw,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +57,8 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
-BLOCK_BYTES = 64 * 2**20
-"""Bytes read at a time, so that buffers are small compared to the parameters."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-EMBEDDINGS, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """The only tensor of a model that its directory may lack."""
 CLASSIFIER = "ForSequenceClassification"
@@ -59,28 +68,50 @@ DEFAULT_LABELS = 2
 MAX_NAME_BYTES = 255
 """Length of the longest file name in the index of a checkpoint."""
 FLOATS = ("F64", "F32", "F16", "BF16")
+VisionChoice = Literal["none"] | TrainedVision | None
+"""`model.vision`."""
 
 
 def load_hf(
-    directory: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, head: Head = "lm_head"
+    directory: str | Path,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    head: Head = "lm_head",
+    *,
+    vision: VisionChoice = "none",
 ) -> tuple[Architecture, Params]:
     """The model in a local Hugging Face directory, its parameters in `dtype` on `mesh` (see `assemble`).
 
     With the head `value_head`, the head is zero if the directory has no `score.weight`, and an output head of
-    the vocabulary is not read.
+    the vocabulary is not read. `vision`: as in `read_architecture`; of a frozen tower, which `load_tower`
+    loads, names and shapes are checked.
 
     Weights are read from model.safetensors or the shards of its index, block by block. Stop tokens are those
     in config.json and generation_config.json. Raises ValueError for a missing, empty or unsupported
     directory, and for tensors that are missing, unknown, damaged or of the wrong shape.
     """
     directory = local_path(directory)
-    arch = replace(read_architecture(directory), head=head)
-    files = with_packed(_text_tensors(directory, _tensor_files(directory)))
-    stored = _as_stored(arch, files)
+    arch = replace(read_architecture(directory, vision), head=head)
+    files = with_packed(_read_tensors(directory, tower=arch.vision is not None))
+    stored = _as_stored(arch.with_tower, files)
     _check_names(directory, arch, tensor_names(stored), files)
     _check_shapes(stored, files)
     if arch.head == "lm_head" and arch.tie_embeddings and LM_HEAD in files:
         _check_tied(files[LM_HEAD], files[EMBEDDINGS])
+    return arch, assemble(_as_stored(arch, files), dtype, _reader(files), mesh)
+
+
+def load_tower(
+    directory: str | Path, arch: Architecture, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> Params:
+    """The tower of the model in a directory that `load_hf` has read as `arch`: the tree of its parameters."""
+    reader = _reader(_read_tensors(local_path(directory), tower=True))
+    tower: Params = assemble(arch.with_tower, dtype, reader, mesh, only=VISION)[VISION]
+    return tower
+
+
+def _reader(files: Mapping[str, Stored]) -> Callable[[TensorName, np.ndarray], None]:
+    """What copies a tensor of `files` into its parameter; one that they lack is zero."""
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
         tensor = files.get(name.name)
@@ -92,10 +123,10 @@ def load_hf(
             for start, block in _blocks(tensor):
                 name.put(parameter, block, start)
 
-    return arch, assemble(stored, dtype, read, mesh)
+    return read
 
 
-def _as_stored(arch: Architecture, files: Mapping[str, Stored]) -> Architecture:
+def _as_stored(arch: Architecture, files: Iterable[str]) -> Architecture:
     """`arch` with experts named as in the files: apart, or those of a layer as one tensor."""
     stacked = any(name.endswith(f".experts.{FUSED[0]}") for name in files)
 
@@ -107,10 +138,12 @@ def _as_stored(arch: Architecture, files: Mapping[str, Stored]) -> Architecture:
     return arch.with_experts(renamed)
 
 
-def read_architecture(directory: str | Path) -> Architecture:
+def read_architecture(directory: str | Path, vision: VisionChoice = "none") -> Architecture:
     """The architecture in a local Hugging Face directory; no weights are read.
 
-    Raises ValueError for a missing or unreadable config.json and for an unsupported model.
+    `vision`: what of its tower is trained, `none` for its text part alone (`model.vision`); None: `frozen` if
+    it has a tower that is supported, else `none`. Raises ValueError for a missing or unreadable config.json
+    and for an unsupported model or tower.
     """
     directory = local_path(directory)
     source = str(directory / CONFIG)
@@ -121,7 +154,28 @@ def read_architecture(directory: str | Path) -> Architecture:
         # Chat models often name the end of a turn in generation_config.json alone: without it they never
         # stop.
         config["eos_token_id"] = list(dict.fromkeys(ids))
-    return architecture_from_hf(config, source)
+    if vision is None:
+        vision = "frozen" if has_tower(config) else "none"
+    if vision == "none":
+        return architecture_from_hf(config, source)
+    arch = architecture_from_hf(config, source, vision=image_processor(directory))
+    assert arch.vision is not None
+    return replace(arch, vision=replace(arch.vision, trained=vision))
+
+
+def image_processor(directory: Path) -> dict[str, Any]:
+    """The settings of the image processor in a local directory, from the file that transformers takes."""
+    for name in (PROCESSOR, IMAGE_PROCESSOR):
+        found = read_json(directory / name) if (directory / name).is_file() else {}
+        if found := found if name == IMAGE_PROCESSOR else found.get("image_processor", {}):
+            return found
+    return {}
+
+
+def read_whole(directory: Path) -> Whole:
+    """What the parameters of a model in a local directory are a part of."""
+    processor = image_processor(directory)
+    return Whole(_read_json(directory, CONFIG), directory, _tensor_files(directory), processor)
 
 
 def read_sampling(directory: str | Path) -> dict[str, Any]:
@@ -141,6 +195,7 @@ def save_hf(
     params: Params,
     *,
     sampling: Mapping[str, Any] = MappingProxyType({}),
+    whole: Whole | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files that transformers can load.
@@ -148,9 +203,11 @@ def save_hf(
     generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`); a model
     with a score head, which is written as a classifier of one label, generates nothing and has none. Weights
     keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an index.
-    Weights of an earlier save in `directory` are replaced. In a run of several processes, all must call this,
-    and the main process writes. It needs memory for one file, the others for one parameter; if parameters are
-    sharded over devices, a file has at most the size of the largest tensor.
+    Weights of an earlier save in `directory` are replaced. Of a model with a tower, the `whole` is written
+    that the parameters are a part of; what is frozen and what nobody reads is carried over to the bit. In a
+    run of several processes, all must call this, and the main process writes. It needs memory for one file,
+    the others for one parameter; if parameters are sharded over devices, a file has at most the size of the
+    largest tensor.
     """
     directory = Path(directory)
     if is_main_process():
@@ -159,19 +216,27 @@ def save_hf(
         for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
             stale.unlink(missing_ok=True)
         dtype = params["embed"].dtype.name
-        config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
+        described = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
+        config = described if whole is None else whole.config_of(arch, dtype)
         _write_json(directory / CONFIG, config)
         if arch.head == "lm_head":
-            ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            ids = {key: described[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
             ids = {key: value for key, value in ids.items() if value is not None}
             _write_json(directory / GENERATION, {**sampling, **ids})
-    _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
+        if whole is not None:
+            whole.copy_files(directory)
+    if whole is None:
+        _write_tensors(directory, tensor_names(arch), params, max_shard_bytes, {})
+        return
+    stored = _as_stored(arch.with_tower, text_tensors(whole.files)[0])
+    names = whole.names(tensor_names(stored), arch)
+    _write_tensors(directory, names, params, max_shard_bytes, whole.carried(names))
 
 
 def model_directory(path: str, *, weights: bool = True) -> Path:
     """The local directory of a model: `path` itself, or the downloaded files if it is a hub id.
 
-    The two configurations of a model on the Hub are downloaded first, so that `weights` of an unsupported
+    The configurations of a model on the Hub are downloaded first, so that `weights` of an unsupported
     model are not. Raises ValueError if a download fails. A local directory is not checked here.
     """
     local = local_path(path)
@@ -183,8 +248,10 @@ def model_directory(path: str, *, weights: bool = True) -> Path:
     with _downloading(path):
         # First, by itself: a model of an unsupported family is refused before gigabytes are fetched.
         config = Path(hf_hub_download(path, CONFIG))
-    with _downloading(path), suppress(EntryNotFoundError):  # not every model has it
-        hf_hub_download(path, GENERATION)
+    sees = has_tower(_read_json(config.parent, CONFIG))
+    for name in (GENERATION, *(PROCESSOR, IMAGE_PROCESSOR) * sees):
+        with _downloading(path), suppress(EntryNotFoundError):  # not every model has it
+            hf_hub_download(path, name)
     if not weights:
         return config.parent
     read_architecture(config.parent)
@@ -284,15 +351,18 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return index.weight_map
 
 
-def _text_tensors(directory: Path, files: Mapping[str, Path]) -> dict[str, Stored]:
-    """The tensors of the language model; those of other parts of the model are left out, which is said."""
+def _read_tensors(directory: Path, *, tower: bool) -> dict[str, Stored]:
+    """The tensors of the language model, and of its `tower`; what is not read is said."""
+    files = _tensor_files(directory)
     if _read_json(directory, CONFIG).get("model_type") not in MODEL_TYPES:
         return {name: Stored(path, name) for name, path in files.items()}
-    ours, others = text_tensors(files)
+    ours, others = text_tensors(files, tower=tower)
     if others:
         parts = sorted({name.removeprefix("model.").split(".")[0] for name in others})
+        used = "carried over to the export" if tower else "not read"
         logger.info(
-            "%s: of this model the text part is used, and exported; %d tensors of %s are not read",
+            f"%s: of this model the text part {'and the tower are' if tower else 'is'} used, and exported; "
+            f"%d tensors of %s are {used}",
             directory,
             len(others),
             ", ".join(parts),
@@ -415,9 +485,13 @@ def _blocks(tensor: Stored) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _write_tensors(
-    directory: Path, names: Sequence[TensorName], params: Params, max_shard_bytes: int
+    directory: Path,
+    names: Sequence[TensorName],
+    params: Params,
+    max_shard_bytes: int,
+    carried: Mapping[str, Raw],
 ) -> None:
-    """Writes one file at a time, so that at most one shard is in host memory."""
+    """Writes one file at a time, so that at most one shard is in host memory; last, those `carried`."""
     sizes = {}
     for name in names:
         parameter = leaf_at(params, name.path)
@@ -430,10 +504,13 @@ def _write_tensors(
         if shards[-1] and sum(sizes[other.name] for other in shards[-1]) + sizes[name.name] > max_shard_bytes:
             shards.append([])
         shards[-1].append(name)
+    count = len(shards) + bool(carried)
+    files = (
+        [SINGLE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    )
     weight_map: dict[str, str] = {}
     gathered, whole = None, np.empty(0)
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+    for file, shard in zip(files, shards, strict=False):
         tensors: dict[str, np.ndarray] = {}
         for name in shard:
             if name.path != gathered:  # several tensors are parts of one parameter
@@ -445,6 +522,9 @@ def _write_tensors(
             save_file(tensors, directory / file, metadata={"format": "pt"})
             # safetensors creates files that only their owner can read; they get the mode of config.json.
             (directory / file).chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))
-    if len(shards) > 1 and is_main_process():
-        metadata = {"total_size": sum(sizes.values())}
+    if carried and is_main_process():
+        write_raw(directory / files[-1], carried)
+        weight_map |= dict.fromkeys(carried, files[-1])
+    if count > 1 and is_main_process():
+        metadata = {"total_size": sum([*sizes.values(), *(raw.num_bytes for raw in carried.values())])}
         _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})

@@ -92,8 +92,8 @@ class DataConfig(Section):
     """Maximum length of a prompt, in tokens."""
     on_long_prompt: Literal["error", "skip", "truncate_left"] = "error"
     """What to do with a prompt longer than `data.max_prompt_length`: end the run, skip the prompt, or drop
-    its first tokens (not in episodes). Skipped and truncated prompts are counted. For rows with answers it is
-    `sft.on_long`, `dpo.on_long` or `rm.on_long`."""
+    its first tokens (not in episodes, nor with pictures). Skipped and truncated prompts are counted. For rows
+    with answers it is `sft.on_long`, `dpo.on_long` or `rm.on_long`."""
     pass_rate_column: Annotated[Text, MustAgreeOnResume()] = "pass_rate"
     """Column with the fraction, 0 to 1, of a model's answers to the prompt that were right."""
     min_pass_rate: Annotated[Fraction | None, MustAgreeOnResume()] = None
@@ -124,6 +124,18 @@ class DataConfig(Section):
     chat_template_kwargs: dict[Text, PlainValue] = Field({})
     """Variables passed to the chat template, as `{enable_thinking: false}`; a variable that the template does
     not read is an error."""
+    image_root: Text | None = None
+    """Folder of the pictures that rows name by paths, which stay below it; null: that of the data file."""
+    verify_images: bool = True
+    """Decode each picture once before the run begins; false: read its size alone, so that a broken picture
+    ends the run when it is used."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do with a row whose picture cannot be used: end the run, or leave the row out, counted."""
+    image_max_pixels: Annotated[Count | None, MustAgreeOnResume()] = None
+    """Most pixels of a picture as the model sees it, to which larger ones are reduced (Qwen's models); null:
+    as in the model's preprocessor_config.json, which for Qwen3-VL means up to 16,384 tokens a picture."""
+    image_min_pixels: Annotated[Count | None, MustAgreeOnResume()] = None
+    """Least pixels of a picture as the model sees it; null: as in the model's preprocessor_config.json."""
     shuffle: Annotated[bool, MustAgreeOnResume()] = True
     """Draw training prompts and demonstrations in a new order in each epoch, by `seed`; false: in the order
     of the files, the same in every epoch."""

@@ -40,6 +40,14 @@ class ModelConfig(Section):
     GPUs), `tokamax` (Mosaic kernels of the extra `gpu`, GPUs) or `splash` (splash attention, TPUs). `auto`
     takes the first kernel of the device that supports the model and computes a small example as `xla` does,
     and logs the choice. A named kernel that does not is an error."""
+    vision: Annotated[Literal["none", "frozen", "projector", "all"] | None, MustAgreeOnResume()] = None
+    """What is trained of the tower, the part of the model that sees pictures: `frozen`: nothing; `projector`:
+    what fits its states to the text model (merger, connector); `all`: the whole tower; `none`: the model is
+    its text part, which is exported alone. null: `frozen` if the model has a tower that is supported (a
+    built-in one: `all`), else `none`."""
+    vision_cache_bytes: int = Field(2**30, ge=1)
+    """Bytes of the host's memory for features of pictures that are not in use; those of the batches that are
+    being sampled and trained on are kept beside them."""
     experts: Literal["auto", "blocks", "ragged", "tokamax"] = "auto"
     """How products with experts' matrices are computed: `blocks` (a loop over blocks of rows of one expert,
     any device), `ragged` (XLA's `ragged_dot`, a kernel on TPUs, large and slow elsewhere) or `tokamax` (the
@@ -56,6 +64,8 @@ MODULES = {
     "down": ("down_proj",),
 }
 """The matrices of a layer, and the modules of a checkpoint that each holds."""
+VISION_TARGETS = ("vision.qkv", "vision.o", "vision.gate_up", "vision.down")
+"""The matrices of the blocks of a tower."""
 _EXPERTS = ("experts_gate_up", "experts_down")
 _ROUTERS = ("router", "gate")
 """Their names in checkpoints."""
@@ -102,7 +112,18 @@ class LoraConfig(Section):
     targets: Annotated[
         tuple[
             Literal[
-                "all-linear", "qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "lm_head"
+                "all-linear",
+                "qkv",
+                "o",
+                "gate_up",
+                "down",
+                "experts_gate_up",
+                "experts_down",
+                "lm_head",
+                "vision.qkv",
+                "vision.o",
+                "vision.gate_up",
+                "vision.down",
             ],
             ...,
         ],
@@ -115,7 +136,8 @@ class LoraConfig(Section):
     has; `qkv` (queries, keys and values, each with adapters of its
     own; in DeltaNet layers all its inputs), `o` (the output of attention), `gate_up` and `down` (the
     MLP, or the expert of all tokens), `experts_gate_up` and `experts_down` or in one word `experts` (adapters
-    for each expert of its own); and `lm_head`, the output head.
+    for each expert of its own); `lm_head`, the output head; and `vision.qkv`, `vision.o`, `vision.gate_up`
+    and `vision.down`, the matrices of the tower's blocks, with `model.vision: all`.
     peft's names of modules are taken too, such as `o_proj`, those of one matrix together."""
 
 

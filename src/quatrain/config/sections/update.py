@@ -189,6 +189,9 @@ class OptimizerConfig(Section):
     learning_rate: Derived[float] = Field(NOT_SET, ge=0)
     """Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need about ten times as
     much."""
+    vision_learning_rate: float | None = Field(None, ge=0)
+    """Peak learning rate of the tower (`model.vision`), with the same schedule; null: `learning_rate`.
+    Recipes take a fifth to a tenth of it."""
     schedule: Schedule = "constant"
     """How the learning rate changes after the warm-up."""
     warmup_steps: NonNegative = 0

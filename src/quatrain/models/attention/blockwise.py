@@ -49,12 +49,19 @@ class BlockPattern:
 
 
 def block_pattern(
-    positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, window: int | None, sizes: BlockSizes
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    branch_ids: jax.Array,
+    window: int | None,
+    sizes: BlockSizes,
+    *,
+    causal: bool = True,
 ) -> BlockPattern:
     """The pattern of rows with `positions`, `segment_ids` and `branch_ids` [B, T], in blocks of `sizes`.
 
     S is `sizes.block`, A is `sizes.queries` and W is `sizes.keys`. A segment must lie within one row, and its
-    branches must stand in it one after another, in ascending order of their ids.
+    branches must stand in it one after another, in ascending order of their ids. If it is not `causal`,
+    `positions` must be 0: then each token attends to all of its segment (patches of a picture).
     """
     rows, length = positions.shape
     # Rows are concatenated into one: their segments need numbers of their own, else rows would see each
@@ -63,7 +70,7 @@ def block_pattern(
     own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
     block = min(sizes.block, positions.size)
     positions, own, branches = (_blocks(x, block) for x in (positions, own, branch_ids))
-    allowed = _visible_blocks(positions, own, branches, window)
+    allowed = _visible_blocks(positions, own, branches, window, causal)
     counts = allowed.sum(axis=1, dtype=jnp.int32)
     keys = _in_groups(jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32), sizes.keys, axis=1)
     # Query blocks of one group read as often as the one that reads most: sorted, they waste the least.
@@ -82,7 +89,7 @@ def _in_groups(x: jax.Array, size: int, axis: int) -> jax.Array:
 
 
 def _visible_blocks(
-    positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None
+    positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None, causal: bool
 ) -> jax.Array:
     """[M, M] bool: which key blocks each query block has to read. Some of those may still be fully masked."""
     real = segments != 0
@@ -94,7 +101,9 @@ def _visible_blocks(
     group_prefix = _overlap(_range(groups, real), _range(groups, real & (branches % BRANCHES_PER_GROUP == 0)))
     common_prefix = _overlap(_range(segments, real), _range(segments, real & (branches == 0)))
     blocks = jnp.arange(len(segments))
-    allowed = (same_branch | group_prefix | common_prefix) & (blocks[:, None] >= blocks[None])
+    allowed = same_branch | group_prefix | common_prefix
+    if causal:
+        allowed = allowed & (blocks[:, None] >= blocks[None])
     if window is None:
         return allowed
     first, _ = _range(positions, real)

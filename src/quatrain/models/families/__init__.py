@@ -7,6 +7,7 @@ family, write its file and add it to `FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -28,7 +29,9 @@ from quatrain.models.families.phi import PHI3
 from quatrain.models.families.qwen import QWEN2, QWEN3
 from quatrain.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from quatrain.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from quatrain.models.families.ropes import with_sections
 from quatrain.models.families.smollm import SMOLLM3
+from quatrain.models.families.towers import read_vision
 from quatrain.models.hf_config import HFConfig
 
 FAMILIES = {
@@ -72,7 +75,52 @@ _BUILTIN: dict[str, Json] = {
         "tie_word_embeddings": True,
         "bos_token_id": None,
     },
+    "tiny_vl": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+            "bos_token_id": None,
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 16,
+            "out_hidden_size": 128,
+            "deepstack_visual_indexes": [],
+        },
+        "tie_word_embeddings": True,
+    },
 }
+BUILTIN_PROCESSOR: Json = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 16 * 16, "longest_edge": 128 * 128},
+    "patch_size": 8,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""preprocessor_config.json of the built-in model with a tower."""
 
 
 _COUSINS = {
@@ -92,9 +140,8 @@ _COUSINS = {
     "olmo": ("olmo2", "layer norms without weights"),
     "phi": ("phi3", "layer norms and blocks side by side"),
     "phimoe": ("mixtral", "layer norms and another router"),
-    "qwen2_5_vl": ("qwen2", "rotary embeddings of image positions"),
-    "qwen2_vl": ("qwen2", "rotary embeddings of image positions"),
-    "qwen3_vl": ("qwen3", "rotary embeddings of image positions"),
+    "qwen2_vl": ("qwen2", "rotary positions of pictures"),
+    "qwen3_vl_moe": ("qwen3_moe", "rotary positions of pictures"),
     "starcoder2": ("llama", "layer norms and no gate in its MLP"),
 }
 """Of other model types: the nearest supported one, and what they have that it lacks."""
@@ -105,28 +152,48 @@ def family_of(arch: Architecture) -> Family:
     return FAMILIES[arch.family]
 
 
-def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
-    """The architecture of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
+def builtin_config(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Json:
+    """config.json of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
 
     `tiny` is a Llama of about 0.8 M parameters, which trains on two CPU cores in minutes; `tiny_moe` is a
-    Qwen3-MoE of about 2 M parameters, a quarter of whose experts compute a token.
+    Qwen3-MoE of about 2 M parameters, a quarter of whose experts compute a token; `tiny_vl` is a Qwen3-VL of
+    about 1 M parameters, of whose tokenizer the last three tokens are the start of a picture, its placeholder
+    and its end. Raises ValueError for another name.
     """
     if name not in _BUILTIN:
         known = ", ".join(f"builtin:{known}" for known in _BUILTIN)
         raise ValueError(f"unknown builtin model builtin:{name}; the builtin models are: {known}")
-    config = {**_BUILTIN[name], "vocab_size": vocab_size, "eos_token_id": list(eos_token_ids)}
-    return architecture_from_hf(config, f"builtin:{name}")
+    config, of_text = _BUILTIN[name], {"vocab_size": vocab_size, "eos_token_id": list(eos_token_ids)}
+    if "text_config" not in config:
+        return {**config, **of_text}
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    of_pictures = dict(zip(names, range(vocab_size - len(names), vocab_size), strict=True))
+    return {**config, **of_pictures, "text_config": {**config["text_config"], **of_text}}
 
 
-def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
+def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
+    """The architecture of the model `builtin:NAME` (`builtin_config`), with its tower if it has one."""
+    config = builtin_config(name, vocab_size, eos_token_ids)
+    vision = BUILTIN_PROCESSOR if "vision_config" in config else None
+    return architecture_from_hf(config, f"builtin:{name}", vision=vision)
+
+
+def architecture_from_hf(
+    config: Mapping[str, Any],
+    source: str = "config.json",
+    *,
+    vision: Mapping[str, Any] | None = None,
+) -> Architecture:
     """The architecture that the values of a Hugging Face config.json describe; `source` names the file.
 
     Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
     `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
-    Of a model that also reads images, it is that of the text part (`multimodal.py`). Raises ValueError for a
-    value outside its bounds (`HFConfig`), and for what the decoder does not support.
+    Of a model that also reads pictures, it is that of the text part (`multimodal.py`); with its tower if
+    `vision` is given, the values of preprocessor_config.json ({}: transformers' defaults). Raises ValueError
+    for a value outside its bounds (`HFConfig`), for what the decoder does not support, and for `vision` of a
+    model without a supported tower.
     """
-    config = text_config(config)
+    whole, config = config, text_config(config)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known, near = ", ".join(FAMILIES), _nearest(str(family))
@@ -140,7 +207,17 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
             raise ValueError(f"{source} has {key} = {shown(value)}: {remedy}")
     hf_config = checked(HFConfig, values, source)
     try:
-        return FAMILIES[family].read(hf_config)
+        arch = FAMILIES[family].read(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    if vision is None:
+        return arch
+    tower = read_vision(whole, vision, arch.hidden_size, source)
+    if tower.has_grid:
+        alternating = tower.kind == "qwen3_vl"
+        arch = arch.with_ropes(lambda rope: with_sections(rope, hf_config, alternating=alternating))
+    try:
+        return replace(arch, vision=tower)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 

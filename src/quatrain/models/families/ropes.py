@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -52,6 +53,17 @@ def read_rope(c: HFConfig, *, by_type: bool = False, partial: bool = False, **fi
     return _rope(rope, theta, c, {"partial": share} | fields)
 
 
+def with_sections(rope: Rope, c: HFConfig, *, alternating: bool) -> Rope:
+    """The rotary embeddings of a model that sees pictures; `alternating` as in transformers, whatever
+    `mrope_interleaved` says.
+
+    Others have no sections, which change nothing in text: engines take a text model that is exported with
+    them for one that sees.
+    """
+    given = (each.mrope_section for each in (c.rope_scaling, c.rope_parameters) if each)
+    return replace(rope, sections=tuple(next(filter(None, given), ())), alternating=alternating)
+
+
 def read_sliding_rope(c: HFConfig, theta: float | None) -> Rope:
     """The rotary embeddings of sliding-window layers that have their own; they are never scaled."""
     local = (c.rope_parameters and c.rope_parameters.sliding_attention) or RopeConfig()
@@ -61,8 +73,10 @@ def read_sliding_rope(c: HFConfig, theta: float | None) -> Rope:
     return rope
 
 
-_WITHOUT_EFFECT = ("finetuned", "mrope_section", "mrope_interleaved")
-"""Other keys of real files: a remark, and the positions of images, which text does not have."""
+_WITHOUT_EFFECT = ("finetuned",)
+"""Another key of real files, a remark."""
+_MROPE = "mrope"
+"""What older files of Qwen2.5-VL call the kind `default` with sections."""
 _NOT_OF_KIND = {
     "default": ("low_freq_factor", "high_freq_factor", "attention_factor", "attn_factor", "beta_fast"),
     "linear": ("low_freq_factor", "high_freq_factor", "attention_factor", "attn_factor", "beta_fast"),
@@ -92,12 +106,13 @@ def _refuse_unknown(rope: RopeConfig, kind: str) -> None:
 
 
 def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, Any]) -> Rope:
-    kind: Any = rope.rope_type or rope.type or "default"
+    names = {"default" if name == _MROPE else name for name in (rope.rope_type, rope.type) if name}
+    kind: Any = next(iter(names), "default")
+    if len(names) > 1:
+        raise ValueError(f"the rope_type {shown(rope.rope_type)} and type {shown(rope.type)}; remove one")
     if kind not in ROPE_TYPES:
         remedy = _REMEDIES.get(kind, "")
         raise ValueError(f"unsupported rope type {shown(kind)}; supported: {', '.join(ROPE_TYPES)}{remedy}")
-    if rope.type not in (None, kind):
-        raise ValueError(f"the rope_type {shown(kind)} and type {shown(rope.type)}; remove one")
     _refuse_unknown(rope, kind)
     fields = {"theta": theta or 10_000.0, "kind": kind, **fields}
     if kind == "default":
@@ -121,7 +136,8 @@ def _rope(rope: RopeConfig, theta: float | None, c: HFConfig, fields: dict[str, 
         if low >= high:
             raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
         return Rope(**fields, **values)
-    apart = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *(rope.model_extra or ())}
+    apart = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    apart |= {*(rope.model_extra or ())}
     given = rope.model_dump(exclude_none=True, exclude=apart)
     written = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     fields["written"] = tuple(sorted({**written, "original_max_position_embeddings": original}.items()))

@@ -262,7 +262,8 @@ function result(step, place, group, sample, sought, number) {
 
 // What of the samples the page does not hold, and how to see it.
 function leftOut(run) {
-  const said = [];
+  const said = [], gone = state.data.left_out_pictures;
+  if (gone) said.push(`${count(gone, "picture")} of earlier steps are left out of this page; \`quatrain report ${run.name} --serve\` shows every one.`);
   for (const [kind, what, option] of [["step", "completions", ""], ["eval", "evaluation completions", " --eval"]]) {
     const index = run.samples[kind];
     if (index.left_out_samples) {

@@ -68,7 +68,7 @@ function episode(turns, query, whole) {
     turnHead([el("span", { class: "role" }, turn.role), isOwn(turn) ? el("span", { class: "aside" }, turn.answer ? `answer ${turn.answer}` : `turn ${++number}`) : null,
       isShared(turn) ? el("span", { class: "aside", title: "Each answer is trained once, in one sequence of its episode." }, "trained in another sequence") : null,
       turn.name ? el("code", { class: "name" }, turn.name) : null], rewarded && turn.reward !== undefined ? turn.reward : null),
-    turn.text === "" ? el("em", { class: "text" }, "empty") : foldable(turn.text, query, whole))));
+    turn.text === "" ? el("em", { class: "text" }, "empty") : content(turn, (text) => foldable(text, query, whole)))));
 }
 
 // The same list made of tokens; `spans(from, to)` are the elements of sampled tokens.

@@ -37,11 +37,30 @@ function showMarks(host) {
   for (const box of host.querySelectorAll(".prompt, .body")) keepInView(box, box.querySelector("mark"));
 }
 
+const PICTURE = { least: 96, most: 256 };
+
+// A picture, at 96 to 256 pixels; its mark, as a terminal shows it, where the page does not hold it.
+function picture({ picture: name, size: [width, height] }) {
+  const mark = `[image ${width}x${height} ${name.slice(0, 6)}]`;
+  const held = LIVE ? null : $(`picture-${name}`);
+  if (!LIVE && !held) return el("span", { class: "text aside" }, mark);
+  const longest = Math.max(width, height);
+  const scale = Math.min(Math.max(longest, PICTURE.least), PICTURE.most) / longest;
+  const side = (pixels) => Math.max(1, Math.round(pixels * scale));
+  return el("img", { class: `picture${scale > 1 ? " drawn" : ""}`, src: LIVE ? `picture/${name}` : `data:image/webp;base64,${held.textContent}`,
+    alt: mark, title: mark, width: side(width), height: side(height), onerror: (event) => event.target.replaceWith(el("span", { class: "text aside" }, mark)) });
+}
+
+// The text of a message; pictures stand where they are in it. `show` makes the elements of a text.
+function content({ text, parts }, show) {
+  return parts ? parts.map((part) => (typeof part === "string" ? show(part) : picture(part))) : show(text);
+}
+
 // A prompt or turns: text, or messages with their roles.
 function conversation(value, query) {
   if (typeof value === "string") return el("div", { class: "text" }, marked(value, query));
   return el("div", { class: "turns" }, value.map((turn) => el("div", { class: "turn" },
-    el("span", { class: "role" }, turn.role), el("div", { class: "text" }, marked(turn.text, query)))));
+    el("span", { class: "role" }, turn.role), content(turn, (text) => el("div", { class: "text" }, marked(text, query))))));
 }
 
 function tokenValue(tokens, i, by) {
