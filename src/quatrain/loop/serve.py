@@ -154,8 +154,7 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
             vision="none" if vision is None else None if frozen else vision.trained,
         )
         # Not the whole of `vision`: sizes of pictures are those of the server (`data.image_max_pixels`).
-        towers = [each.vision.params() if each.vision else None for each in (found, arch)]
-        other_tower = found.vision is not None and towers[0] != towers[1]
+        other_tower = found.vision and vision and found.vision.params() != vision.params()
         if found.text.for_length(longest_of_run(config)) != arch.text or other_tower:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "

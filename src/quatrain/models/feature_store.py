@@ -14,7 +14,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -37,6 +36,7 @@ from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import copy_if_aliased, data_sharding, device_put, mesh_shape, reshard, shardings
 from quatrain.types.metrics import Metric
 from quatrain.types.pictures import Picture, Pictures, numbers_within
+from quatrain.workers.loop_thread import map_in_threads
 
 Kept = Literal["features", "states", "pixels"]
 """Features; what the projector makes them of; or what the whole tower does."""
@@ -233,9 +233,8 @@ class FeatureStore:
         """Computes what is kept of `missing` pictures."""
         if kind == "pixels":
             for some in _parts(missing):
-                with ThreadPoolExecutor(len(some)) as threads:
-                    for picture, array in zip(some, threads.map(self._pixels, some), strict=True):
-                        self._add(kind, picture, array)
+                for picture, array in zip(some, self._decoded(some), strict=True):
+                    self._add(kind, picture, array)
             return
         run = self._of_states if self.kept == "states" and kind == "features" else self._of_tower
         for picture, array in run(missing):
@@ -245,6 +244,7 @@ class FeatureStore:
         """What the tower makes of each picture: features, or states where these are kept."""
         waiting: dict[Any, list[tuple[Picture, Patches]]] = {}
         shards = mesh_shape(self.mesh).num_data_shards
+        part: Part = "states" if self.kept == "states" else "all"
         for some in _parts(missing):
             pixels = self._pixels_of(some)
             for picture, array in zip(some, pixels, strict=True):
@@ -256,16 +256,18 @@ class FeatureStore:
                 alike.append((picture, row))
                 self.count_tower(1, len(row.pixels), len(row.pixels) - len(array))
                 if len(alike) == shards:
-                    yield from self._run(waiting.pop(shapes), "states" if self.kept == "states" else "all")
+                    yield from self._run(waiting.pop(shapes), part)
         for alike in waiting.values():
-            yield from self._run(alike, "states" if self.kept == "states" else "all")
+            yield from self._run(alike, part)
 
     def _pixels_of(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         # Where the update reads pixels they are kept: else a picture's features are all that is needed again.
         if self.kept == "pixels":
             return self._get("pixels", pictures)
-        with ThreadPoolExecutor(len(pictures)) as threads:
-            return list(threads.map(self._pixels, pictures))
+        return self._decoded(pictures)
+
+    def _decoded(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
+        return map_in_threads(self._pixels, pictures, AT_ONCE)
 
     def _of_states(self, missing: Sequence[Picture]) -> Iterator[tuple[Picture, np.ndarray]]:
         """The features of each picture, by the projector of this version."""

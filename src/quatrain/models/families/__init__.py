@@ -47,27 +47,26 @@ _UNSUPPORTED = {
     "quantization_config": "quantised weights are not supported: use the original model or a .gguf file",
     "use_bidirectional_attention": "only causal attention is supported",
 }
+_TINY: Json = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""Sizes of the text models of all of these."""
 _BUILTIN: dict[str, Json] = {
     "tiny": {
         "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        **_TINY,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "bos_token_id": None,
     },
     "tiny_moe": {
         "model_type": "qwen3_moe",
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        **_TINY,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 144,
@@ -80,12 +79,7 @@ _BUILTIN: dict[str, Json] = {
         "model_type": "qwen3_vl",
         "text_config": {
             "model_type": "qwen3_vl_text",
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
+            **_TINY,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {
                 "rope_type": "default",
