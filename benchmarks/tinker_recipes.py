@@ -108,7 +108,7 @@ def sft(place: Path) -> Row:
         "first": losses[0][1],
         "last": losses[-1][1],
         NLL: losses,
-        "step_s": seconds_of(steps, "time/total"),
+        "step_s": seconds_of(steps, "time/step"),
         "resident_mb": memory,
     }
 
