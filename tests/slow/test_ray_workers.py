@@ -63,15 +63,16 @@ class Watched:
     def __init__(self, loaded, *settings):
         self.seen = []
         config = config_of(*settings)
-        self.fleet = build_engine(config, loaded, on_progress=self.seen.append)
+        self.rollouts = build_engine(config, loaded, on_progress=self.seen.append)
+        self.fleet = self.rollouts.sampler
         self.batch = self.error = None
         self.loaded = loaded
 
     def begin(self, prompts, version=3):
         def work():
             try:
-                self.fleet.sync_weights(self.loaded.params, version)
-                self.batch = self.fleet.generate(prompts, step=2)
+                self.rollouts.sync_weights(self.loaded.params, version)
+                self.batch = self.rollouts.generate(prompts, step=2)
             except Exception as error:
                 self.error = error
 
@@ -108,7 +109,7 @@ def watch(loaded):
 
     yield make
     for each in made:
-        each.fleet.close()
+        each.rollouts.close()
 
 
 def assert_same(batch, expected):
@@ -143,7 +144,7 @@ def test_turns_of_agents_are_those_of_one_engine_though_a_worker_is_killed(
 
     def watch(progress):
         if 0 < progress.completions < progress.total and not killed:
-            killed.append(rollouts.fleet.workers[0].process)
+            killed.append(rollouts.sampler.workers[0].process)
             os.kill(killed[0], signal.SIGKILL)
 
     with closing(build_engine(config, loaded, on_progress=watch)) as rollouts:
