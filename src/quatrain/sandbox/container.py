@@ -89,7 +89,7 @@ def check(client: str, image: str | None) -> None:
     if shutil.which(client) is None:
         raise SandboxUnavailable(f"there is no `{client}`")
     try:
-        about = json.loads(_call(client, "info", "--format", "{{json .}}"))
+        about = json.loads(_call(client, "info", "--format={{json .}}"))
         _call(client, "image", "inspect", image)
     except (SandboxError, ValueError) as error:
         raise SandboxUnavailable(str(error)) from None
@@ -191,7 +191,7 @@ def _collected(
 
 def _out_of_memory(client: str, name: str) -> bool:
     """Whether the kernel ended a process of the container for its memory."""
-    return _call(client, "inspect", "--format", "{{.State.OOMKilled}}", name).strip() == b"true"
+    return _call(client, "inspect", "--format={{.State.OOMKilled}}", name).strip() == b"true"
 
 
 def _remove(client: str, name: str) -> None:
