@@ -223,7 +223,16 @@ HOSTILE: dict[str, Hostile] = {
         open("good", "w").write("good")
         """,
         prints="",
-        collect=("link", "environ", "root/etc/passwd", "folder", "folder/etc/hostname", "pipe", "none", "good"),
+        collect=(
+            "link",
+            "environ",
+            "root/etc/passwd",
+            "folder",
+            "folder/etc/hostname",
+            "pipe",
+            "none",
+            "good",
+        ),
     ),
     "reading others' environments": Hostile(
         """

@@ -90,11 +90,17 @@ def test_the_custom_reward_is_added_to_the_built_in_one(monkeypatch):
 
 PROGRAMS = {
     "right": ("Sum:\n```python\nprint(sum(map(int, input().split())))\n```", 1.0),
-    "the last block decides": ("```\nprint(3)\n```\nNo:\n```py\nprint(sum(map(int, input().split())))\n```", 1.0),
+    "the last block decides": (
+        "```\nprint(3)\n```\nNo:\n```py\nprint(sum(map(int, input().split())))\n```",
+        1.0,
+    ),
     "right once": ("```python\nprint(3)\n```", 0.0),
     "no code": ("print(3)", 0.0),
     "wrong exit code": ("```python\nprint(sum(map(int, input().split())))\nraise SystemExit(1)\n```", 0.0),
-    "ends its parents": ("```python\nimport os\nfor p in range(1, 99):\n  os.kill(os.getppid(), 9)\n```", 0.0),
+    "ends its parents": (
+        "```python\nimport os\nfor p in range(1, 99):\n  os.kill(os.getppid(), 9)\n```",
+        0.0,
+    ),
     "never ends": ("```python\nwhile True: pass\n```", 0.0),
 }
 

@@ -29,7 +29,9 @@ def containers(tmp_path, monkeypatch):
     state.mkdir()
     programs.mkdir()
     for client in ("docker", "podman"):
-        script = f'#!/bin/sh\nexec "{sys.executable}" -S -E "{Path(__file__).with_name("fake_client.py")}" "$@"\n'
+        script = (
+            f'#!/bin/sh\nexec "{sys.executable}" -S -E "{Path(__file__).with_name("fake_client.py")}" "$@"\n'
+        )
         (programs / client).write_text(script)
         (programs / client).chmod(0o755)
     (state / "info").write_text(json.dumps(DOCKER))
@@ -62,7 +64,9 @@ def test_a_program_runs_in_a_container_of_its_own(containers, client):
 
 def test_a_container_has_every_limit(containers):
     """Catches an option that a change of the client loses: no error would say so."""
-    sandbox = Sandbox("docker", image=IMAGE, timeout_s=5, memory_mb=100, files_mb=7, num_files=9, num_processes=3)
+    sandbox = Sandbox(
+        "docker", image=IMAGE, timeout_s=5, memory_mb=100, files_mb=7, num_files=9, num_processes=3
+    )
     assert sandbox.run(["true"]).succeeded
     given = json.loads((containers / "last-options").read_text())
     for name, values in {

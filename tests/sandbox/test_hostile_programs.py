@@ -15,7 +15,14 @@ from quatrain.sandbox.sandbox import Sandbox
 
 pytestmark = needs_bubblewrap
 SECRET = "quatrain-test-secret"
-SMALL = {"timeout_s": 2.0, "memory_mb": 128, "files_mb": 8, "num_files": 500, "num_processes": 32, "output_kb": 1}
+SMALL = {
+    "timeout_s": 2.0,
+    "memory_mb": 128,
+    "files_mb": 8,
+    "num_files": 500,
+    "num_processes": 32,
+    "output_kb": 1,
+}
 ORDERLY = "import sys; numbers = [int(line) for line in sys.stdin]; print(sum(numbers))"
 
 
@@ -73,7 +80,9 @@ def results(tmp_path_factory):
                 connected.append(server.accept())
             except BlockingIOError:
                 continue
-        left = [line for line in processes().values() if line.startswith((b"quatrain-daemon", b"/usr/bin/bwrap"))]
+        left = [
+            line for line in processes().values() if line.startswith((b"quatrain-daemon", b"/usr/bin/bwrap"))
+        ]
     return found, connected, left, outside
 
 

@@ -103,7 +103,9 @@ def test_a_program_ends_with_its_run(number):
             time.sleep(0.01)
         process.send_signal(number)
         process.wait(10)
-    while (left := [words for words in commands() if seconds.encode() in words]) and time.monotonic() < deadline:
+    while (
+        left := [words for words in commands() if seconds.encode() in words]
+    ) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
 
@@ -128,7 +130,9 @@ def test_without_bubblewrap_there_is_no_sandbox(unchecked, monkeypatch, tmp_path
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxUnavailable, match=r"install the distribution's package bubblewrap"):
         Sandbox("bubblewrap")
-    with pytest.raises(SandboxUnavailable, match=r"bubblewrap: .*; docker: no image is given; podman: no image"):
+    with pytest.raises(
+        SandboxUnavailable, match=r"bubblewrap: .*; docker: no image is given; podman: no image"
+    ):
         Sandbox()
 
 
@@ -176,7 +180,12 @@ def test_folders_with_secrets_are_not_readable(place):
 
 
 def test_wrong_arguments_are_refused():
-    for changed in ({"timeout_s": 0}, {"memory_mb": -1}, {"files_mb": 1 << 40}, {"num_processes": float("nan")}):
+    for changed in (
+        {"timeout_s": 0},
+        {"memory_mb": -1},
+        {"files_mb": 1 << 40},
+        {"num_processes": float("nan")},
+    ):
         with pytest.raises(ValueError, match="must be a number above 0"):
             Limits(**changed)
     for name in ("../x", "/x", "a/../../x", "", "a\0"):

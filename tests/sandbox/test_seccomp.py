@@ -73,6 +73,8 @@ def test_numbers_are_those_of_the_headers(column):
         pytest.skip(f"{header} is not here (Debian: linux-libc-dev)")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
     numbers = {name: int(number) for name, number in found}
-    known = {name: pair[column] for name, pair in DENIED.items() if pair[column] is not None and name in numbers}
+    known = {
+        name: pair[column] for name, pair in DENIED.items() if pair[column] is not None and name in numbers
+    }
     assert len(known) > 50
     assert known == {name: numbers[name] for name in known}

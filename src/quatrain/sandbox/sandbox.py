@@ -130,7 +130,9 @@ def _readable(more: Sequence[str | Path]) -> tuple[str, ...]:
         place = Path(path).absolute()
         if not place.exists():
             raise ValueError(f"what programs may read must exist, and {place} does not")
-        if any(each.is_relative_to(place.resolve()) for each in (Path.home(), Path(os.devnull), Path("/etc"))):
+        if any(
+            each.is_relative_to(place.resolve()) for each in (Path.home(), Path(os.devnull), Path("/etc"))
+        ):
             raise ValueError(
                 f"programs of a policy would read {place}, which holds the home folder or the system's "
                 "settings; run quatrain in a virtual environment, or name a smaller folder"
