@@ -1,15 +1,15 @@
 """A reward for programs: 1 if the program of a completion passes all tests of its row, else 0.
 
-    quatrain train --set data.train=problems.jsonl --set 'reward.functions={examples/code_reward.py:passes: 1.0}' --set reward.per_call=sample
+    quatrain train --set 'reward.functions={examples/code_reward.py:passes: 1.0}' --set reward.per_call=sample
 
-A row has a column `tests`, a list of mappings with the text that a program reads (`input`) and the text that it
-must print (`output`):
+`data.train` names rows with a column `tests`, a list of mappings with the text that a program reads (`input`)
+and the text that it must print (`output`):
 
-    {"question": "Read two numbers and print their sum.", "tests": [{"input": "1 2", "output": "3"}]}
+    {"question": "Print the sum of two numbers.", "tests": [{"input": "1 2", "output": "3"}]}
 
-The program is the last block of Python in the completion. Each test runs it in a sandbox of its own (docs/sandbox.md), and
-what it prints is compared here, where the program cannot reach. `python` is a tool that runs what a model writes between its
-thoughts: --set 'rollout.tools=[examples/code_reward.py:python]'.
+The program is the last block of Python in the completion. Each test runs it in a sandbox of its own
+(docs/sandbox.md), and what it prints is compared here, where the program cannot reach. `python` is a tool
+that runs what a model writes between its turns: --set 'rollout.tools=[examples/code_reward.py:python]'.
 """
 
 import re

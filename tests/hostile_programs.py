@@ -1,8 +1,8 @@
 """Programs that attack what runs them, as a policy may write them: each says what it attained.
 
 `HOSTILE` has, for each, its source, how it must end, and what it must print, as a pattern. The sources have
-the words SECRET_FILE, LISTENER, ABSTRACT, OUTSIDE and RUN, in place of which `with_places` puts a file, a port,
-a socket, a folder and a process of the test.
+the words SECRET_FILE, LISTENER, ABSTRACT, OUTSIDE and RUN, in place of which `with_places` puts a file, a
+port, a socket, a folder and a process of the test.
 """
 
 import textwrap
@@ -83,7 +83,7 @@ HOSTILE: dict[str, Hostile] = {
     ),
     "writing outside": Hostile(
         """
-        for place in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/proc", "/proc/sys/kernel", "OUTSIDE", sys.prefix):
+        for place in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/proc", "/proc/sys", "OUTSIDE", sys.prefix):
             attempt("write", lambda: open(f"{place}/quatrain-hostile", "w"))
         attempt("link", lambda: os.link("OUTSIDE/secret", "link"))
         """
@@ -149,8 +149,8 @@ HOSTILE: dict[str, Hostile] = {
         for _ in range(8):
             if not os.fork():
                 break
-        kept = bytearray(os.urandom(1 << 20)) * 90
-        time.sleep(60)
+        kept = bytearray(b"x") * (90 << 20)
+        time.sleep(600)
         """,
         "memory",
         "",
@@ -331,7 +331,8 @@ HOSTILE: dict[str, Hostile] = {
         attempt("shm", lambda: call(29, 0, 1 << 30, 0o1600))
         attempt("queue", lambda: call(68, 0, 0o1600))
         attempt("uring", lambda: call(425, 8, 0))
-        attempt("lock", lambda: call(149, ctypes.addressof(kept := ctypes.create_string_buffer(1 << 20)), 1 << 20))
+        kept = ctypes.create_string_buffer(1 << 20)
+        attempt("lock", lambda: call(149, kept, 1 << 20))
         attempt("requests", lambda: call(206, 128, ctypes.byref(ctypes.c_long())))
         attempt("bpf", lambda: call(321, 0, 0, 0))
         """

@@ -1,7 +1,7 @@
 """A stand-in for the command lines `docker` and `podman`, as far as their manuals say it.
 
-A container is a folder below $FAKE_CONTAINERS; what `exec` runs, runs on this machine with that folder in place
-of /tmp. Each call is a line of its file `calls`. Options that the manuals do not have are errors.
+A container is a folder below $FAKE_CONTAINERS; what `exec` runs, runs on this machine with that folder in
+place of /tmp. Each call is a line of its file `calls`. Options that the manuals do not have are errors.
 """
 
 import json

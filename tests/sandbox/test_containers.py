@@ -1,4 +1,4 @@
-"""The client of `docker` and `podman`, against a stand-in (fake_client.py); no container was made for real."""
+"""The client of `docker` and `podman`, against a stand-in (fake_client.py); no container is made."""
 
 import json
 import os
@@ -53,7 +53,8 @@ def test_a_program_runs_in_a_container_of_its_own(containers, client):
     if client == "podman":
         (containers / "info").write_text(json.dumps(PODMAN))
     sandbox = Sandbox(client, image=IMAGE)
-    source = "import sys; open('a/out', 'w').write(sys.stdin.read() + open('a/in').read()); print('ok'); sys.exit(3)"
+    source = "import sys; text = sys.stdin.read() + open('a/in').read(); open('a/out', 'w').write(text)\n"
+    source += "print('ok'); sys.exit(3)"
     result = sandbox.run_python(source, stdin="1", files={"a/in": b"2"}, collect=["a/out", "none", "a"])
     assert (result.stdout, result.exit_code, result.ended_by, result.cut_bytes) == ("ok\n", 3, "exit", 0)
     assert result.files == {"a/out": b"12"}
@@ -90,17 +91,17 @@ def test_a_container_has_every_limit(containers):
 
 def test_limits_of_time_output_and_memory_are_told_apart(containers):
     """Catches a hang or a wrong reason where a container is removed under its program."""
-    sandbox = Sandbox("docker", image=IMAGE, timeout_s=1.0, output_kb=1)
     began = time.monotonic()
-    late = sandbox.run(["sleep", "60"], collect=["x"])
+    late = Sandbox("docker", image=IMAGE, timeout_s=0.5).run(["sleep", "600"], collect=["x"])
     assert late.ended_by == "time"
     assert late.exit_code is None
     assert set(late.not_collected) == {"x"}
+    sandbox = Sandbox("docker", image=IMAGE, timeout_s=100, output_kb=1)
     loud = sandbox.run(["yes"])
     assert (loud.ended_by, len(loud.stdout)) == ("output", 1024)
     assert sandbox.run(["sh", "-c", "touch out-of-memory; kill -9 $$"]).ended_by == "memory"
     assert sandbox.run(["no-such-program"]).exit_code == 127
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
 
 
 def test_input_that_is_too_large_is_refused(containers):

@@ -51,7 +51,7 @@ def unchecked():
 def test_input_output_files_and_exit_codes_come_back():
     """Catches a part of a result that is lost or that belongs to another stream."""
     sandbox = quatrain.Sandbox("bubblewrap")
-    source = "import sys; text = sys.stdin.read(); sys.stderr.write('bad\\n'); open('a/b', 'a').write(text); print(1)"
+    source = "import sys; open('a/b', 'a').write(sys.stdin.read()); sys.stderr.write('bad\\n'); print(1)"
     result = sandbox.run_python(source, stdin="x\n", files={"a/b": "y\n"}, collect=["a/b", "c"])
     assert (result.stdout, result.stderr, result.exit_code, result.ended_by) == ("1\n", "bad\n", 0, "exit")
     assert result.files == {"a/b": b"y\nx\n"}
@@ -141,8 +141,8 @@ def test_without_bubblewrap_there_is_no_sandbox(unchecked, monkeypatch, tmp_path
     [
         ("echo bubblewrap 0.6.1", "bubblewrap 0.7 or newer is needed"),
         (
-            '[ "$1" = --version ] && echo bubblewrap 0.8.0 || { echo "bwrap: no user namespaces" >&2; exit 1; }',
-            "bubblewrap could not start a program: bwrap: no user namespaces",
+            '[ "$1" = --version ] && echo bubblewrap 0.8.0 || { echo "no user namespaces" >&2; exit 1; }',
+            "bubblewrap could not start a program: no user namespaces",
         ),
     ],
 )

@@ -20,8 +20,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -38,7 +38,7 @@ from quatrain.sandbox.limits import (
     SandboxError,
     SandboxUnavailable,
 )
-from quatrain.sandbox.pipes import Pipes
+from quatrain.sandbox.pipes import Pipes, memory_file
 from quatrain.sandbox.seccomp import machine, seccomp_filter
 from quatrain.sandbox.usage import descendants, memory_bytes
 
@@ -201,7 +201,7 @@ class _Box:
         except subprocess.TimeoutExpired:
             self.monitor.kill()
             raise SandboxError(f"a sandbox did not end within {_END_S:g} s") from None
-        # Its parent may have ended before, upon which it is a child of somebody else, perhaps of this process.
+        # Its parent may have ended before: it is a child of somebody else then, perhaps of this process.
         waiting = select.poll()
         waiting.register(self.init_file, select.POLLIN)
         if not waiting.poll(1000 * _END_S):
@@ -254,11 +254,11 @@ def _start(command: Sequence[str], limits: Limits, readable: Sequence[str], stac
         become = ["setpriv", f"--reuid={owner}", f"--regid={owner}", "--clear-groups", "--"]
     told, tell = os.pipe()
     stack.callback(os.close, told)
-    with open(tell, "wb"), _memory_file(seccomp_filter(str(machine()))) as filtered:
+    with open(tell, "wb"), memory_file(seccomp_filter(str(machine()))) as filtered:
         arguments = [*_arguments(limits, readable, owner is None), "--info-fd", str(tell)]
         arguments += ["--seccomp", str(filtered)]
         # In a file, so that process 1 of the sandbox does not show them.
-        with _memory_file(b"".join(word.encode() + b"\0" for word in arguments)) as options:
+        with memory_file(b"".join(word.encode() + b"\0" for word in arguments)) as options:
             words = ["--args", str(options), "--", "/bin/sh", "-c", _SHELL, "sh", *become, *command]
             try:
                 monitor = subprocess.Popen(
@@ -282,12 +282,13 @@ def _start(command: Sequence[str], limits: Limits, readable: Sequence[str], stac
         said = pipes.stderr.decode(errors="replace").strip()
         raise SandboxError(f"bubblewrap could not start a program: {said or 'it said nothing'}")
     init = json.loads(_all(told))["child-pid"]
-    files = [os.pidfd_open(init)]
-    stack.callback(os.close, files[0])
+    init_file = os.pidfd_open(init)
+    stack.callback(os.close, init_file)
+    folders = []
     for folder in ("tmp", "dev/shm"):
-        files.append(os.open(f"/proc/{init}/root/{folder}", os.O_RDONLY | os.O_DIRECTORY))
-        stack.callback(os.close, files[-1])
-    return _Box(monitor, init, *files, owner, pipes)
+        folders.append(os.open(f"/proc/{init}/root/{folder}", os.O_RDONLY | os.O_DIRECTORY))
+        stack.callback(os.close, folders[-1])
+    return _Box(monitor, init, init_file, *folders, owner=owner, pipes=pipes)
 
 
 def _arguments(limits: Limits, readable: Sequence[str], is_user: bool) -> list[str]:
@@ -320,15 +321,6 @@ def _arguments(limits: Limits, readable: Sequence[str], is_user: bool) -> list[s
         options += ["--ro-bind", path, path]
     # bwrap makes / and /dev file systems in memory, without a limit on their sizes.
     return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-
-
-@contextmanager
-def _memory_file(content: bytes) -> Iterator[int]:
-    """The descriptor of a file in memory, at its beginning."""
-    with open(os.memfd_create("sandbox"), "w+b", buffering=0) as file:
-        file.write(content)
-        file.seek(0)
-        yield file.fileno()
 
 
 def _regular_file(folder: int, name: PurePosixPath, most: int) -> bytes:

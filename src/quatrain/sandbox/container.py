@@ -1,8 +1,8 @@
 """Runs a program in a container of its own, with the command line of Docker or Podman.
 
-Data flow: `Program` and `Limits` -> `docker run` of a container that only waits -> `docker exec` of tar (files),
-of the program, and of tar (files back) -> `docker rm` -> `Result`. The container ends by itself soon after the
-program's time, so it also ends if the run is killed.
+Data flow: `Program` and `Limits` -> `docker run` of a container that only waits -> `docker exec` of tar
+(files), of the program, and of tar (files back) -> `docker rm` -> `Result`. The container ends by itself soon
+after the program's time, so it also ends if the run is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quatrain.sandbox.limits import (
     SandboxError,
     SandboxUnavailable,
 )
-from quatrain.sandbox.pipes import Pipes
+from quatrain.sandbox.pipes import Pipes, memory_file
 
 _NOBODY = "65534:65534"
 _LATER_S = 2 * START_S
@@ -201,12 +201,9 @@ def _remove(client: str, name: str) -> None:
 
 def _started(client: str, *words: str, stdin: bytes, stack: ExitStack) -> subprocess.Popen[bytes]:
     """A command of the client, which ends with `stack`."""
-    given = stack.enter_context(open(os.memfd_create("sandbox"), "w+b", buffering=0))
-    given.write(stdin)
-    given.seek(0)
     process = subprocess.Popen(
         [client, *words],
-        stdin=given,
+        stdin=stack.enter_context(memory_file(stdin)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,

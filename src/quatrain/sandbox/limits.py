@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """A command with its input, the files that it finds in its folder, and the names of those to bring back."""
+    """A command with its input, the files in its folder, and the names of those to bring back."""
 
     command: tuple[str, ...]
     stdin: bytes = b""

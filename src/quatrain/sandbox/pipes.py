@@ -6,7 +6,8 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from quatrain.sandbox.limits import EndedBy
 
@@ -100,3 +101,12 @@ class Pipes:
         kept += data[:room]
         self.cut_bytes += max(0, len(data) - room)
         return True
+
+
+@contextmanager
+def memory_file(content: bytes) -> Iterator[int]:
+    """The descriptor of a file in memory with this content, at its beginning."""
+    with open(os.memfd_create("sandbox"), "w+b", buffering=0) as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()

@@ -1,4 +1,4 @@
-"""`Sandbox`: runs a program that a policy wrote, with limits, and without network, files or secrets of the run.
+"""`Sandbox`: runs programs that a policy wrote, with limits, without network, files or secrets of the run.
 
 Data flow: a reward function, tool or environment -> `Sandbox.run` -> `bubblewrap.py` or `container.py` ->
 `Result`. Whatever the program does, it costs its own result alone.
@@ -6,7 +6,6 @@ Data flow: a reward function, tool or environment -> `Sandbox.run` -> `bubblewra
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -130,9 +129,7 @@ def _readable(more: Sequence[str | Path]) -> tuple[str, ...]:
         place = Path(path).absolute()
         if not place.exists():
             raise ValueError(f"what programs may read must exist, and {place} does not")
-        if any(
-            each.is_relative_to(place.resolve()) for each in (Path.home(), Path(os.devnull), Path("/etc"))
-        ):
+        if any(Path(each).is_relative_to(place.resolve()) for each in (str(Path.home()), "/etc")):
             raise ValueError(
                 f"programs of a policy would read {place}, which holds the home folder or the system's "
                 "settings; run quatrain in a virtual environment, or name a smaller folder"
