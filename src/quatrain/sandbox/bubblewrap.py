@@ -284,11 +284,10 @@ def _start(command: Sequence[str], limits: Limits, readable: Sequence[str], stac
     init = json.loads(_all(told))["child-pid"]
     init_file = os.pidfd_open(init)
     stack.callback(os.close, init_file)
-    folders = []
-    for folder in ("tmp", "dev/shm"):
-        folders.append(os.open(f"/proc/{init}/root/{folder}", os.O_RDONLY | os.O_DIRECTORY))
-        stack.callback(os.close, folders[-1])
-    return _Box(monitor, init, init_file, *folders, owner=owner, pipes=pipes)
+    work, shared = (os.open(f"/proc/{init}/root/{name}", os.O_RDONLY) for name in ("tmp", "dev/shm"))
+    stack.callback(os.close, work)
+    stack.callback(os.close, shared)
+    return _Box(monitor, init, init_file, work, shared, owner, pipes)
 
 
 def _arguments(limits: Limits, readable: Sequence[str], is_user: bool) -> list[str]:

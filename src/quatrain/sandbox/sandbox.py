@@ -6,6 +6,7 @@ Data flow: a reward function, tool or environment -> `Sandbox.run` -> `bubblewra
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,12 +130,12 @@ def _readable(more: Sequence[str | Path]) -> tuple[str, ...]:
         place = Path(path).absolute()
         if not place.exists():
             raise ValueError(f"what programs may read must exist, and {place} does not")
-        if any(Path(each).is_relative_to(place.resolve()) for each in (str(Path.home()), "/etc")):
+        if any(Path(each).is_relative_to(place.resolve()) for each in (os.path.expanduser("~"), "/etc")):
             raise ValueError(
                 f"programs of a policy would read {place}, which holds the home folder or the system's "
                 "settings; run quatrain in a virtual environment, or name a smaller folder"
             )
-        if not any(place.is_relative_to(other) for other in ("/usr", *found)):
+        if not any(place.is_relative_to(other) for other in (Path("/usr"), *found)):
             found.append(place)
     return tuple(map(str, found))
 
