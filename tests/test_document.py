@@ -5,6 +5,7 @@ import inspect
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -26,6 +27,7 @@ from quatrain.models.families.towers import _READ as TOWERS
 from quatrain.ops.aggregation import LOSS_AGGREGATIONS
 from quatrain.ops.kl import KL_ESTIMATORS
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
+from quatrain.sandbox.sandbox import Kind as SandboxKind
 from quatrain.serve.tinker.losses import LOSSES as PROGRAM_LOSSES
 from quatrain.servers.kinds import KINDS
 from quatrain.types.call_forms import FORMS
@@ -130,6 +132,7 @@ def features():
         "roles with": set(sections()["placement"].model_fields),
         "moved to host": set(sections()["offload"].model_fields),
         "sampling": {*Sampling.__dataclass_fields__} - {"n", "max_new_tokens"},
+        "sandboxes": set(get_args(SandboxKind)) - {"auto"},
         "inference servers": {kind.name for kind in KINDS.values()},
         "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),
         "agents of hubs": {hubs.VERIFIERS, hubs.OPENENV},

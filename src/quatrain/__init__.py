@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from quatrain.ops.tokens import TokenLoss as TokenLoss
     from quatrain.ops.tokens import with_mini_batch_columns as with_mini_batch_columns
     from quatrain.rollout.rollouts import Rollouts as Rollouts
+    from quatrain.sandbox.sandbox import Sandbox as Sandbox
     from quatrain.types.batches import AdvantagedBatch as AdvantagedBatch
     from quatrain.types.batches import Prompt as Prompt
     from quatrain.types.batches import RewardedBatch as RewardedBatch
@@ -70,6 +71,7 @@ _MODULES = {
     "types.batches": ("AdvantagedBatch", "Prompt", "RewardedBatch", "RolloutBatch"),
     "types.metrics": ("Metric",),
     "rollout.rollouts": ("Rollouts",),
+    "sandbox.sandbox": ("Sandbox",),
     "types.piece": ("Piece",),
     "types.rollouts": ("Completion", "Sampling", "rollout_batch"),
     "types.sampler": ("Progress", "Request", "Sampler"),

@@ -242,7 +242,7 @@ INSIDE = {
     ),
     **dict.fromkeys(("qat", "mtp"), "quantised training and heads for several tokens are not here"),
     **dict.fromkeys(("vllm_config", "sglang_jax_config"), _ENGINE),
-    "sandbox_fusion": "a reward function calls it, if it needs it",
+    "sandbox_fusion": "a reward function runs programs in a quatrain.Sandbox (docs/sandbox.md)",
 }
 """Sections of other libraries without a counterpart, by one part of the key: why."""
 _VALUES = {
