@@ -27,6 +27,8 @@ class Algorithm:
     """`COMPARES_SAMPLES`: whether samples are compared in their group: a group of one has advantage 0."""
     reads_sampler: bool = False
     """Whether a loss reads `tokens.rollout_logprobs`."""
+    without_signal: bool = False
+    """`WITHOUT_SIGNAL` of a loss: whether tokens whose advantage is 0 have a gradient too."""
 
 
 def _read(folder: Path) -> Mapping[str, Algorithm]:

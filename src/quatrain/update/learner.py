@@ -373,7 +373,7 @@ class Learner:
         for place, rows in mini_batches:
             mini = table.take(rows)
             signal = self._signal(mini)[mini.completion_mask].any()
-            signal = signal or self.config.kl_coef or self.config.entropy_coef or self.config.router_aux_coef
+            signal = signal or objective.without_signal or self.config.router_aux_coef
             # A step without signal would still move the weights by momentum and weight decay.
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
