@@ -38,7 +38,7 @@ COLUMNS, CALLS = {"prompt", "prompts"}, {"train", "compute_score", "None", "RLOO
 TRAINERS = {"DPOTrainer", "KTOConfig", "ORPOConfig", "EarlyStoppingCallback"}
 OBJECTS = {"GRPOConfig", "RLCluster", "critic", "reward_model", "actor", "actor.policy_loss"}
 VALUES = {"left", "colocate_async", "separate_async", "ppo", "kl", "mse", "mse_kl", "low_var_kl", "k3+"}
-MODULES = {"trl.experimental.gmpo"}
+MODULES = {"trl.experimental.gmpo", "trl.experimental.dppo"}
 
 
 def _columns():

@@ -28,7 +28,8 @@ class Algorithm:
     reads_sampler: bool = False
     """Whether a loss reads `tokens.rollout_logprobs`."""
     without_signal: bool = False
-    """`WITHOUT_SIGNAL` of a loss: whether tokens whose advantage is 0 have a gradient too."""
+    """`WITHOUT_SIGNAL`: whether a loss draws tokens to the sampler's log-probabilities by itself, also those
+    whose advantage is 0."""
 
 
 def _read(folder: Path) -> Mapping[str, Algorithm]:

@@ -65,7 +65,7 @@ _NAMES = {
     "reward.kl_target": "target_kl",
     "reward.kl_horizon": "horizon",
     "advantage.estimator": "adv_estimator advantage_estimator multi_objective_aggregation",
-    "update.loss": "loss_mode loss_type policy_loss_fn loss_algo",
+    "update.loss": "loss_mode loss_type policy_loss_fn loss_algo divergence_type",
     "update.loss_aggregation": "loss_agg_mode",
     "update.clip_low": "clip_ratio_low epsilon epsilon_low",
     "update.clip_high": "clip_ratio_high epsilon_high",

@@ -51,7 +51,7 @@ class PolicyObjective:
     distillation: Distillation | None = None
     sampler_kl_coef: float = 0.0
     penalises: bool = False
-    """Whether the loss itself has a gradient for tokens whose advantage is 0."""
+    """Whether the loss draws tokens to the sampler's log-probabilities, also those whose advantage is 0."""
 
     @classmethod
     def of(
