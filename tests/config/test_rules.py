@@ -114,10 +114,13 @@ def test_conditions_read_attributes_that_exist(module):
         (("update.loss=dppo", "rollout.top_p=0.9"), "update.loss reads the sampler's log-probabilities"),
         (("update.loss=dppo", "rollout.min_p=0.1"), "update.loss reads the sampler's log-probabilities"),
         (("update.loss=dro", "rollout.top_k=9"), "update.loss reads the sampler's log-probabilities"),
-        (("update.sampler_kl_coef=0.1", "rollout.top_p=0.9"), "update.sampler_kl_coef must be 0 with rollout."),
+        (
+            ("update.sampler_kl_coef=0.1", "rollout.top_p=0.9"),
+            "update.sampler_kl_coef must be 0 with rollout.",
+        ),
         (
             ("reward.truncated_factor=0.5", "reward.truncated_reward=-1"),
-            "reward.truncated_factor must be null if reward.truncated_reward (-1) is set",
+            "reward.truncated_factor must be null if reward.truncated_reward (-1.0) is set",
         ),
         (
             ("advantage.estimator=gdpo", "reward.truncated_factor=0.5"),

@@ -31,7 +31,8 @@ def computed(loss, inputs, advantages="advantages", **arguments):
         return jnp.where(mask, result.loss, 0).sum(), result
 
     gradient, result = jax.grad(total, has_aux=True)(jnp.float32(inputs["logprobs"]))
-    return result.loss * mask, gradient, {name: x * mask for name, x in result.means.items()}
+    of_tokens = {name: np.where(mask, x, 0) for name, x in {"loss": result.loss, **result.means}.items()}
+    return of_tokens.pop("loss"), np.asarray(gradient), of_tokens
 
 
 def test_dppo_kl_leaves_out_what_is_outside_the_binary_kl(golden):
@@ -56,7 +57,9 @@ def test_dppo_kl_is_finite_where_a_probability_is_0_or_1():
     inputs |= {"logprobs": [policy], "advantages": [[1, 1, 1, 1, 1, -1]]}
     loss, gradient, means = computed(dppo_kl, inputs)
     assert means["clip_fraction"].tolist() == [[0, 0, 0, 0, 1, 1]]
-    np.testing.assert_allclose(means["binary_kl"], [[0, 0, 0, 0, np.log(1e7), 100 + 1e-7 * np.log(1e-7)]], 1e-5)
+    np.testing.assert_allclose(
+        means["binary_kl"], [[0, 0, 0, 0, np.log(1e7), 100 + 1e-7 * np.log(1e-7)]], 1e-5
+    )
     assert loss.tolist() == gradient.tolist() == [[-1, -1, -1, -1, 0, 0]]
 
 

@@ -1,4 +1,4 @@
-"""Writes tests/golden/formulas.json: losses, advantages and rewards by the formulas of their papers, in torch.
+"""Writes tests/golden/formulas.json: losses, advantages and rewards by their papers' formulas, in torch.
 
     make oracles
 
@@ -48,7 +48,9 @@ def tokens() -> dict[str, torch.Tensor]:
     mask = (places >= first) & (places <= last)
     mask[4, 4:7] = False  # an environment wrote them
     # Some of the sampler's probabilities are near 1, and some tokens far from it on either side.
-    sampler = -torch.distributions.Exponential(1.0).sample(shape) * torch.where(torch.rand(shape) < 0.4, 0.1, 1.5)
+    sampler = -torch.distributions.Exponential(1.0).sample(shape) * torch.where(
+        torch.rand(shape) < 0.4, 0.1, 1.5
+    )
     logprobs = (sampler + 0.6 * torch.randn(shape)).clamp(max=-1e-3)
     old = (logprobs + 0.3 * torch.randn(shape)).clamp(max=-1e-3)
     of_row = torch.randn(ROWS, 1).expand(shape)
@@ -114,7 +116,7 @@ def sampler_kl(inputs: dict[str, torch.Tensor], coef: float) -> dict[str, Any]:
 def length_adaptive_gae(
     inputs: dict[str, torch.Tensor], alpha: float, gamma: float, critic_lam: float
 ) -> dict[str, Any]:
-    """arXiv 2504.05118: sums of temporal differences, with lambda of the length; returns of another lambda."""
+    """arXiv 2504.05118: sums of temporal differences with the length's lambda; returns of another."""
     mask, advantages, returns = inputs["mask"], torch.zeros(ROWS, TOKENS), torch.zeros(ROWS, TOKENS)
     for row in range(ROWS):
         places = mask[row].nonzero()[:, 0]

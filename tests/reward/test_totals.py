@@ -58,7 +58,7 @@ def test_what_no_function_judges_has_no_penalty():
 
 
 def test_the_stage_gives_rewards_with_the_penalty():
-    """Catches an accuracy, a raw value or a greedy completion that is treated otherwise, and a lost metric."""
+    """Catches an accuracy or a raw value with a penalty, and a metric that is lost."""
     rollouts = make_rollouts(["7", "7", "8"], answer=["7"] * 3)
     rollouts.finish_reason.setflags(write=True)
     rollouts.finish_reason[:] = ["stop", "length", "length"]

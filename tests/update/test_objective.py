@@ -1,9 +1,12 @@
 """Policy losses, built in and of one's own: their arguments, and what is refused before anything runs."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from goldens import GOLDEN
 
 from quatrain.config.schema import UpdateConfig
 from quatrain.forward.table import TokenTable

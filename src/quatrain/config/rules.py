@@ -351,7 +351,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward.truncated_factor",
         lambda c: c.reward.truncated_factor is not None and c.reward.truncated_reward is not None,
-        "must be null if reward.truncated_reward ({c.reward.truncated_reward:g}) is set: the reward of a "
+        "must be null if reward.truncated_reward ({c.reward.truncated_reward}) is set: the reward of a "
         "completion that was cut is multiplied or replaced, not both; set one of the two to null",
     ),
     _of_total_rewards("reward.truncated_factor"),

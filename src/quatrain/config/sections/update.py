@@ -229,8 +229,8 @@ class CriticConfig(Section):
     """The critic, which predicts returns for `advantage.estimator` `gae` or `length_adaptive_gae`."""
 
     enabled: Derived[bool] = NOT_SET
-    """Whether a critic is trained; derived: true for `advantage.estimator` `gae` or `length_adaptive_gae`, else
-    false. An estimator of your own that takes `values` needs true."""
+    """Whether a critic is trained; derived: true for `advantage.estimator` `gae` or `length_adaptive_gae`,
+    else false. An estimator of your own that takes `values` needs true."""
     path: Text | None = None
     """The critic's model, in the forms of `model.path`; its tokenizer must be the policy's. null: the
     policy's weights at the start of training, with a new output head of zeros."""

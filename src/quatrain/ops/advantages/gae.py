@@ -28,6 +28,4 @@ def gae(
     check_scale("gae", scale, SCALES)
     check_fraction("gamma", gamma)
     check_fraction("lam", lam)
-    return with_critic(
-        rewards, completion_mask, token_rewards, values, gamma=gamma, lam=lam, scale=scale
-    )
+    return with_critic(rewards, completion_mask, token_rewards, values, gamma=gamma, lam=lam, scale=scale)

@@ -34,7 +34,7 @@ def dro(tokens: ScoredTokens, *, beta: float | jax.Array = 0.05, level: str = "t
     here it is the distance from what sampled the token, as in Tinker, and the estimator brings the advantage.
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_sum`.
     """
-    if not isinstance(beta, jax.Array) and not beta > 0:
+    if isinstance(beta, int | float) and not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}; set update.loss_args.beta")
     if level not in LEVELS:
         raise ValueError(
