@@ -1,6 +1,7 @@
 """The reward of an episode, and the penalty on completions that were cut."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,8 +61,7 @@ def test_what_no_function_judges_has_no_penalty():
 def test_the_stage_gives_rewards_with_the_penalty():
     """Catches an accuracy or a raw value with a penalty, and a metric that is lost."""
     rollouts = make_rollouts(["7", "7", "8"], answer=["7"] * 3)
-    rollouts.finish_reason.setflags(write=True)
-    rollouts.finish_reason[:] = ["stop", "length", "length"]
+    rollouts = replace(rollouts, finish_reason=np.array(["stop", "length", "length"]))
     config = RewardConfig(functions={"correct": 2.0}, truncated_factor=0.25)
     scorer = RewardScorer(config)
     batch = scorer.score(rollouts)
