@@ -1,7 +1,5 @@
 """REINFORCE with a quadratic penalty on the distance from the sampler (DRO)."""
 
-import jax
-
 from quatrain.ops.kl import k2
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
@@ -9,7 +7,7 @@ WITHOUT_SIGNAL = True
 LEVELS = ("token", "sequence")
 
 
-def dro(tokens: ScoredTokens, *, beta: float | jax.Array = 0.05, level: str = "token") -> TokenLoss:
+def dro(tokens: ScoredTokens, *, beta: float = 0.05, level: str = "token") -> TokenLoss:
     """loss = -A logprobs + beta g^2 / 2, with g = logprobs - rollout_logprobs, the log-ratio to the sampler.
 
     Direct reward optimisation (DRO, arXiv 2405.19107): up to the factor 1 / beta and a constant it is the
@@ -34,6 +32,7 @@ def dro(tokens: ScoredTokens, *, beta: float | jax.Array = 0.05, level: str = "t
     here it is the distance from what sampled the token, as in Tinker, and the estimator brings the advantage.
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_sum`.
     """
+    # The training server has a beta for each token, an array that it has checked.
     if isinstance(beta, int | float) and not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}; set update.loss_args.beta")
     if level not in LEVELS:

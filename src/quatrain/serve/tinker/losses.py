@@ -61,7 +61,8 @@ def dro(tokens: ScoredTokens) -> TokenLoss:
     sampler = jnp.where(counted, tokens.old_logprobs, own)
     given = replace(tokens, columns={**tokens.columns, "rollout_logprobs": sampler})
     # `_of_ratio` has the metrics of all losses of ratios, and no other.
-    return _of_ratio(tokens, TokenLoss(quadratic_penalty(given, beta=tokens.column(BETA)).loss))
+    beta: Any = tokens.column(BETA)
+    return _of_ratio(tokens, TokenLoss(quadratic_penalty(given, beta=beta).loss))
 
 
 def gspo(tokens: ScoredTokens) -> TokenLoss:
