@@ -32,7 +32,7 @@ def dro(tokens: ScoredTokens, *, beta: float = 0.05, level: str = "token") -> To
     here it is the distance from what sampled the token, as in Tinker, and the estimator brings the advantage.
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_sum`.
     """
-    # The training server has a beta for each token, an array that it has checked.
+    # The training server gives an array, a beta for each token, with rules of its own.
     if isinstance(beta, int | float) and not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}; set update.loss_args.beta")
     if level not in LEVELS:
