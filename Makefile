@@ -114,6 +114,7 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python tests/oracles/make_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_preparation_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_gradient_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_formula_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_score_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_tower_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_seen_greedy_goldens.py

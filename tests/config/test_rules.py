@@ -113,6 +113,23 @@ def test_conditions_read_attributes_that_exist(module):
         (("advantage.estimator=maxrl", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for advantage.est"),
         (("update.loss=dppo", "rollout.top_p=0.9"), "update.loss reads the sampler's log-probabilities"),
         (("update.loss=dppo", "rollout.min_p=0.1"), "update.loss reads the sampler's log-probabilities"),
+        (("update.loss=dro", "rollout.top_k=9"), "update.loss reads the sampler's log-probabilities"),
+        (
+            ("update.sampler_kl_coef=0.1", "rollout.top_p=0.9"),
+            "update.sampler_kl_coef must be 0 with rollout.",
+        ),
+        (
+            ("reward.truncated_factor=0.5", "reward.truncated_reward=-1"),
+            "reward.truncated_factor must be null if reward.truncated_reward (-1.0) is set",
+        ),
+        (
+            ("advantage.estimator=gdpo", "reward.truncated_factor=0.5"),
+            "reward.truncated_factor must be null for advantage.estimator gdpo",
+        ),
+        (
+            ("advantage.estimator=gdpo", "reward.truncated_reward=0"),
+            "reward.truncated_reward must be null for advantage.estimator gdpo",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(overrides, message):

@@ -97,6 +97,14 @@ def _of_micro_batches(section: str) -> Rule:
     )
 
 
+def _of_total_rewards(key: str) -> Rule:
+    sentence = (
+        "must be null for advantage.estimator {c.advantage.estimator}, which reads the values of reward "
+        "functions and not their sum, to which the penalty applies; set null, or take the function overlong"
+    )
+    return Rule(key, lambda c: value_at(c, key) is not None and _takes(c, "function_rewards"), sentence)
+
+
 def _over_all_words(c: Any) -> bool:
     return c.distill.loss != "sampled" and not c.distill.top_k
 
@@ -341,6 +349,14 @@ RULES: tuple[Rule, ...] = (
         "must be at most reward.overlong_limit ({c.overlong_limit} tokens); set a smaller number",
     ),
     Rule(
+        "reward.truncated_factor",
+        lambda c: c.reward.truncated_factor is not None and c.reward.truncated_reward is not None,
+        "must be null if reward.truncated_reward ({c.reward.truncated_reward}) is set: the reward of a "
+        "completion that was cut is multiplied or replaced, not both; set one of the two to null",
+    ),
+    _of_total_rewards("reward.truncated_factor"),
+    _of_total_rewards("reward.truncated_reward"),
+    Rule(
         "rollout.greedy_baseline",
         lambda c: _takes(c, "baseline_rewards") and c.rollout.greedy_baseline is False,
         "must not be false for advantage.estimator {c.advantage.estimator}, whose baseline it is; set true "
@@ -513,6 +529,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: _filters(c) and c.update.loss in LOSSES and LOSSES[c.update.loss].reads_sampler,
         f"reads the sampler's log-probabilities as those of the policy's own distribution, and {FILTERS} "
         "make the sampler draw from another; unset these, or take another loss",
+    ),
+    Rule(
+        "update.sampler_kl_coef",
+        lambda c: _filters(c) and c.update.sampler_kl_coef,
+        f"must be 0 with {FILTERS}: the sampler's log-probabilities are then those of another distribution "
+        "than the policy's, which the policy would be drawn to; unset these, or set 0",
     ),
     _of_other_engines("rollout.servers", "empty"),
     _of_other_engines("rollout.sampler", "null"),

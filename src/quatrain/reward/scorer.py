@@ -48,6 +48,7 @@ from quatrain.reward.functions import (
     has_format,
     why_unjudged,
 )
+from quatrain.reward.totals import Totals
 from quatrain.types.batches import (
     DATA_SOURCE,
     ENVIRONMENT,
@@ -139,7 +140,10 @@ class RewardScorer:
             )
         _check_functions(config, functions)
         names = short_names(config)
-        self._weights = {names[spec]: entry.weight for spec, entry in entries.items()}
+        self.function_names = tuple(names[spec] for spec in entries)
+        """The names that reward functions and reward models have in metrics."""
+        # An accuracy is what was answered, however the completion ended.
+        self._totals = Totals.of(config, tuple(entries), penalises=accuracy_beside is None)
         self._models = {names[spec]: model for spec, model in models.items() if spec in config.models}
         self._sources = {
             names[spec]: frozenset(entry.data_source)
@@ -278,11 +282,6 @@ class RewardScorer:
         """Ends the worker processes; the scorer must not be used afterwards."""
         if self._pool is not None and self._owns_pool:
             self._pool.close()
-
-    @property
-    def function_names(self) -> tuple[str, ...]:
-        """The names that reward functions and reward models have in metrics."""
-        return tuple(self._weights)
 
     @property
     def routes(self) -> bool:
@@ -440,17 +439,17 @@ class RewardScorer:
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         rollouts = self._with_columns(rollouts, scores)
         of_row, first_rows = rollouts.episodes
-        raw = np.array([scores[name].values for name in self._weights], np.float32)
-        raw = raw.reshape(len(self._weights), len(first_rows))
+        raw = np.array([scores[name].values for name in self.function_names], np.float32)
+        raw = raw.reshape(len(self.function_names), len(first_rows))
         faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
         raw[:, faults] = self._fault_reward
         metrics = _described(raw, scores, self.function_names)
-        weights = np.array(list(self._weights.values()), np.float64)
-        # In float64, rounded once. A function that abstains takes no part; where all do there is no reward.
-        rewards = np.nansum(weights[:, None] * raw, axis=0).astype(np.float32)
-        rewards[np.isnan(raw).all(axis=0)] = np.nan
+        rewards, taken = self._totals(raw, rollouts.finish_reason[first_rows] == "length")
         rewards[faults] = self._fault_reward
         metrics |= describe("reward", rewards, STATS)
+        if self._totals.has_penalty:
+            has_reward = ~np.isnan(rewards)
+            metrics["reward/stop_penalty"] = Metric(float(taken[has_reward].sum()), int(has_reward.sum()))
         self._check_environment_rewards(rollouts, raw[:, ~faults])
         if self._models:
             seconds = sum(scores[name].seconds for name in self._models)
@@ -472,7 +471,7 @@ class RewardScorer:
             metrics,
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
-            function_weights=weights.astype(np.float32),
+            function_weights=self._totals.weights.astype(np.float32),
         )
 
     def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:

@@ -28,6 +28,12 @@ loss | nats | mean |
     weighted by `update.loss_aggregation`.
 update/policy_loss | nats | mean | Policy loss without KL and entropy terms, mean over tokens.
 update/kl | nats | mean | KL to the frozen reference, mean over tokens; logged if `update.kl_coef` is above 0.
+update/sampler_kl | nats | mean |
+    Half the squared difference of a token's log-probabilities by policy and sampler (k2), mean over tokens;
+    logged if `update.sampler_kl_coef` is above 0, and with `dro`.
+update/binary_kl | nats | mean |
+    KL of the sampler's distribution to the policy's, of the sampled token against all others, mean over
+    tokens; logged with `dppo_kl`, which bounds it.
 update/entropy | nats | mean | Entropy of the policy at the sampling temperature, mean over tokens.
 update/ratio_mean | 1 | mean | Probability ratio of the current to the old policy, mean over tokens.
 update/ratio_max | 1 | max | Maximum of the probability ratio over tokens.
@@ -174,6 +180,9 @@ reward/kl | nats | mean |
     `reward.kl_coef` is above 0.
 reward/kl_coef | 1 | mean | Coefficient of the KL in the reward.
 reward/kl_penalty | reward | mean | Reward subtracted from a sequence for its KL.
+reward/stop_penalty | reward | mean |
+    Reward that `reward.truncated_factor` or `reward.truncated_reward` takes from a sequence, mean over
+    sequences with a reward, 0 for those that were not cut; below 0 where more is given than taken.
 reward/<name>/errors | sequences | sum |
     Sequences on which this reward function failed, each scored -1; of a reward model: sequences whose score
     is not finite, which get none.

@@ -102,6 +102,13 @@ class RewardConfig(Section):
     overlong_buffer: Derived[Count] = NOT_SET
     """Tokens before `reward.overlong_limit` over which the function `overlong` falls from 0 to -1; derived if
     `reward.functions` has `overlong`: a fifth of the limit."""
+    truncated_factor: Fraction | None = None
+    """Penalty on completions that were cut at `rollout.max_new_tokens`: their reward is multiplied by this
+    factor. The function `overlong` is not part of what is multiplied, and a reward below 0 stays as it is.
+    null: no factor."""
+    truncated_reward: float | None = None
+    """The same penalty in another form: the reward of a completion that was cut, whatever the functions but
+    `overlong` gave it; null: theirs."""
     per_call: Literal["batch", "group", "sample"] = "batch"
     """Samples that a reward function gets in one call: the whole batch, the samples of one prompt, or one.
     Calls on groups or samples run in parallel, and a function that compares samples sees those of its call
