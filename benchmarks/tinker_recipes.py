@@ -262,7 +262,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quatrain"}):
         figure = Figure(figsize=(10, 2.6), layout="constrained")
         FigureCanvasAgg(figure)
-        for axes, (key, title) in zip(figure.subplots(1, 3), TITLES.items(), strict=True):
+        titles = {key: title for key, title in TITLES.items() if any(row.get(key) for row in rows)}
+        panels = figure.subplots(1, len(titles), squeeze=False)[0]
+        for axes, (key, title) in zip(panels, titles.items(), strict=True):
             style_axes(axes, title)
             for row in rows:
                 if row.get(key):
