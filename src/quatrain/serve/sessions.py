@@ -213,6 +213,9 @@ class Session:
                 f"shorten the messages, or end the episode{held}",
                 asked.prompt_field,
                 code=NO_ROOM,
+                too_long=(len(found.ids), most_ids)
+                if len(found.ids) > (most_ids := rules.max_tokens - 1)
+                else None,
             )
         wanted = asked.wanted_tokens
         sampling = replace(
