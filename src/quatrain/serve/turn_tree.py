@@ -143,9 +143,9 @@ class TurnTree:
         """What a request with these messages continues: the longest part of them that ends with an answer.
 
         The answer is one of this tree, with the same tools; of several with equal messages, the one whose
-        signature is in `hints`, else that with the calls' ids, else the last. `suffix(opening, sampled, new messages)` are the tokens between an answer
-        and the next, `render` those of all messages. Messages are as `data.messages.checked_messages` has
-        them.
+        signature is in `hints`, else that with the calls' ids, else the last. `suffix(opening, sampled, new
+        messages)` are the tokens between an answer and the next, `render` those of all messages. Messages
+        are as `data.messages.checked_messages` has them.
         """
         forms = _forms(messages)
         found: tuple[int, Turn] | None = None
@@ -300,7 +300,7 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(turns: Sequence[Turn], message: Mapping[str, Any], hints: Collection[str]) -> Turn:
-    """The turn with a signature in `hints`, else that with the ids of the calls of `message`, else the last."""
+    """The turn whose signature is in `hints`, else that with the ids of the calls of `message`, or the last."""
     signed = [turn for turn in turns if turn.signature in hints]
     if signed:
         return signed[-1]
