@@ -82,6 +82,7 @@ class Api:
         stop_ids: Sequence[int] = (),
         sessions: Sessions | None = None,
     ):
+        now = int(time.time())
         tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._service, self._model = service, model
         self._access = Access(token, sessions)
@@ -89,17 +90,16 @@ class Api:
         self._answering = Answering(service, tokenizer, model, max_positions)
         thinks = reads_variable(tokenizer.chat_template, "enable_thinking")
         self._messages = Messages(reads_thinking=thinks)
-        now = time.time()
         self._described = {
             "id": model,
             "object": "model",
-            "created": int(now),
+            "created": now,
             "owned_by": "quatrain",
             "max_model_len": max_positions,
             # What Anthropic's clients look at.
             "type": "model",
             "display_name": model,
-            "created_at": datetime.fromtimestamp(int(now), UTC).isoformat(),
+            "created_at": datetime.fromtimestamp(now, UTC).isoformat(),
         }
         warn_of_unread(tokenizer, has_tools=False)
 
