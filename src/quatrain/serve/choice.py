@@ -9,7 +9,7 @@ import json
 import math
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,19 @@ class Choice:
         self.content += new
         self.thoughts += thoughts
         return new, thoughts, self.called
+
+    def listed(self, *, every: bool = False) -> Iterator[dict[str, Any]]:
+        """The tokens not listed before of which the text sampled so far consists, or `every` token."""
+        ended = self.finish_reason is not None
+        certain = every or (ended and not self.text.stopped)
+        while self.unlisted:
+            token, value = self.unlisted[0]
+            is_said = token.start < self.text.length if ended else token.end <= self.text.length
+            if not (certain or is_said):
+                return
+            self.unlisted.popleft()
+            if token.bytes or every:
+                yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
 
     def routed_experts(self) -> str:
         """The experts of each token of prompt and completion but the last, in vLLM's form."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from quatrain.serve.choice import Choice
@@ -47,6 +47,9 @@ class AnswerForm(ABC):
     def last(self, version: int) -> Iterator[dict[str, Any]]:
         """The events after the last token."""
         return iter(())
+
+    def ended(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Notes in a session that a turn has ended, whose answer is the last of the dialogue's `messages`."""
 
     @abstractmethod
     def failed(self, error: BadRequest) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ by its id only in the session of an agent, whose tree has it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 import uuid
@@ -23,6 +24,7 @@ from quatrain.serve.protocols.protocol import AnswerForm, Protocol, as_json
 from quatrain.serve.requests import IGNORED, BadRequest, ChatRequest, checked, fields_of
 from quatrain.serve.sessions import Session
 from quatrain.serve.text import Vocabulary
+from quatrain.types.piece import Piece
 from quatrain.types.sampler import Progress
 
 AS_IN_CHAT = frozenset(
@@ -355,11 +357,11 @@ class ResponsesAnswer(AnswerForm):
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item may get more text."""
-        self._numbers = itertools.count()
+        self._num_thoughts, self._numbers = 0, itertools.count()
 
     def whole(self, version: int) -> dict[str, Any]:
         """The answer to a request without a stream."""
-        for _ in self._said(self._choice.sampled.tokens, self._choice.sampled.logprobs):
+        for _ in self._said(self._choice.sampled):
             pass
         return self._response(self._status, version)
 
@@ -371,7 +373,7 @@ class ResponsesAnswer(AnswerForm):
     def parts(self, number: int, progress: Progress) -> Iterator[dict[str, Any]]:
         """The events of the progress."""
         self._choice.add(progress)
-        yield from self._said(progress.piece.tokens, progress.piece.logprobs)
+        yield from self._said(progress.piece)
 
     def last(self, version: int) -> Iterator[dict[str, Any]]:
         """The whole answer."""
@@ -392,3 +394,158 @@ class ResponsesAnswer(AnswerForm):
 
     def _event(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
+
+    # ------------------------------------------------------------------------------------ items and events
+
+    def _said(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The events of further tokens, and at the end those that close the items."""
+        choice, at, ended = self._choice, 0, self._choice.finish_reason is not None
+        values = finite_logprobs(piece) if self._asked.wants_logprobs else None
+        said: list[tuple[str, str]] = []
+        while at < len(piece.tokens) or ended:
+            was_thought = choice.is_thought
+            # One by one where thoughts may begin or end: their tokens are counted.
+            step = slice(at, at + 1 if choice.may_think else len(piece.tokens))
+            at, finished = step.stop, ended and step.stop >= len(piece.tokens)
+            text, thoughts, _ = choice.said(piece.tokens[step], finished=finished)
+            said += [(kind, new) for kind, new in (("reasoning", thoughts), ("message", text)) if new]
+            of_thought = was_thought or choice.is_thought
+            self._num_thoughts += of_thought * len(piece.tokens[step])
+            if values is not None:
+                texts = map(choice.token_texts.push, piece.tokens[step])
+                known = zip(texts, values[step], strict=True)
+                choice.unlisted.extend([] if of_thought else known)
+            if finished:
+                break
+        for kind, same in itertools.groupby(said, key=lambda each: each[0]):
+            yield from self._more(kind, "".join(new for _, new in same))
+        if ended:
+            yield from self._end()
+
+    def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """Further text of an item of this type, which is the last one or a new one."""
+        if not self._is_open or self._items[-1]["type"] != kind:
+            yield from self._close("completed")
+            yield from self._begin(kind)
+        part, place = self._items[-1]["content"][0], self._place()
+        part["text"] += text
+        if kind == "message":
+            new = list(self._choice.listed()) if self._asked.wants_logprobs else []
+            part["logprobs"] += new
+            place["logprobs"] = new
+        yield self._event(f"{part['type']}.delta", **place, delta=text)
+
+    def _begin(self, kind: str) -> Iterator[dict[str, Any]]:
+        """A new item, with its one part."""
+        own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        self._items.append(_item(kind, status="in_progress", **own, content=[]))
+        yield self._event("output_item.added", **self._at(), item=copy.deepcopy(self._items[-1]))
+        part = {"type": _PART_OF[kind], "text": ""}
+        part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+        self._items[-1]["content"].append(part)
+        self._is_open = True
+        yield self._event("content_part.added", **self._place(), part=copy.deepcopy(part))
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        """The end of the last item, if it is open."""
+        if not self._is_open:
+            return
+        self._is_open, item = False, self._items[-1]
+        [part] = item["content"]
+        facts = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        yield self._event(f"{part['type']}.done", **self._place(), text=part["text"], **facts)
+        yield self._event("content_part.done", **self._place(), part=part)
+        item["status"] = status
+        if item["type"] == "reasoning" and self._asked.wants_encrypted:
+            item["encrypted_content"] = self._choice.signature
+        yield self._event("output_item.done", **self._at(), item=item)
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        """The end of the items: of the open one, and of each call; an answer has a message or a call."""
+        calls = self._choice.called
+        if not calls and not any(item["type"] == "message" for item in self._items):
+            yield from self._more("message", "")
+        yield from self._close("completed" if calls else self._status)
+        for call in calls:
+            item = _item("function_call", status="in_progress", call_id=f"call_{call['id']}", arguments="")
+            item["name"] = call["function"]["name"]
+            self._items.append(item)
+            yield self._event("output_item.added", **self._at(), item=dict(item))
+            text = item["arguments"] = call["function"]["arguments"]
+            place = {"item_id": item["id"], **self._at()}
+            yield self._event("function_call_arguments.delta", **place, delta=text)
+            yield self._event("function_call_arguments.done", **place, arguments=text)
+            item["status"] = "completed"
+            yield self._event("output_item.done", **self._at(), item=item)
+
+    def _at(self) -> dict[str, Any]:
+        """Where the last item stands."""
+        return {"output_index": len(self._items) - 1}
+
+    def _place(self) -> dict[str, Any]:
+        """Where the part of the last item stands."""
+        return {"item_id": self._items[-1]["id"], **self._at(), "content_index": 0}
+
+    def _response(self, status: str, version: int | None = None) -> dict[str, Any]:
+        """The whole answer, as far as it has come."""
+        given, asked = self._asked.given, self._asked
+        done = version is not None
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": reason,
+            "model": self._model,
+            "output": self._items,
+            **{name: given.get(name, value) for name, value in _REPEATED.items()},
+            "background": False,
+            "store": False,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "usage": self._usage() if done else None,
+            **({"weight_version": version} if done else {}),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """The numbers of tokens."""
+        usage = usage_of(self.choices, self._prompts, 1)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_thoughts},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""Fields of a request that its answer repeats, and what it has without them."""
+
+
+def _item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, **fields}
+
+
+RESPONSES = Responses()
