@@ -8,6 +8,7 @@ and written as JSON in threads.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -26,11 +27,11 @@ from quatrain.serve.prompts import key_of
 from quatrain.serve.protocols.protocol import AnswerForm, Protocol
 from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest, GenerateRequest
 from quatrain.serve.sessions import Reply, Session
-from quatrain.serve.text import TextStream, TokenTexts, Vocabulary
+from quatrain.serve.text import TextStream, ThoughtStream, TokenTexts, Vocabulary
 from quatrain.serve.turn_tree import Found
-from quatrain.types.answer_text import AnswerTokens, Channels
+from quatrain.types.answer_text import CONTEXT, AnswerTokens, Channels
 from quatrain.types.batches import Prompt
-from quatrain.types.call_forms import schemas_of
+from quatrain.types.call_forms import THOUGHT, schemas_of
 from quatrain.types.pictures import Pictures, Tokens
 from quatrain.types.sampler import PerRequestSampling, Progress, Sampler, ServiceFailed
 from quatrain.types.sampler import Request as Turns
@@ -134,7 +135,10 @@ class Answering:
             owners = recorded.owners
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated[: len(owners)], owners)
-        choices = [self._choice(asked, prompt.ids, begun) for prompt in repeated]
+        choices = [self._choice(asked, prompt.ids, begun, protocol.splits_thoughts) for prompt in repeated]
+        for number, choice in enumerate(choices):
+            signed = None if recorded is None else recorded.reply.turns[number].signature
+            choice.signature = signed or f"q1.{secrets.token_hex(16)}"
         ids = [prompt.ids for prompt in prompts]
         form = protocol.answer(asked, self._model, choices, ids, self._vocabulary)
         session = getattr(request.state, "session", None)
@@ -181,7 +185,7 @@ class Answering:
             self._service.forget(oldest)
         return name
 
-    def _choice(self, asked: AnyRequest, prompt: Sequence[int], begun: str) -> Choice:
+    def _choice(self, asked: AnyRequest, prompt: Sequence[int], begun: str, splits_thoughts: bool) -> Choice:
         """What will come of a completion; markers of calls and thoughts are read in a chat alone."""
         if not isinstance(asked, ChatRequest):
             return Choice(
@@ -194,8 +198,13 @@ class Answering:
             TokenTexts(self._of_chat),
             prompt,
             Channels(self._answers, prompt),
+            ThoughtStream(begun=self._begins_thoughts(prompt)) if splits_thoughts else None,
             CallStream(begun, schemas_of(asked.offered_tools)) if asked.offered_tools else None,
         )
+
+    def _begins_thoughts(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with `<think>`."""
+        return "".join(self._answers.pieces(prompt[-CONTEXT:])).rstrip().endswith(THOUGHT)
 
     async def _score(
         self,

@@ -19,7 +19,7 @@ from quatrain.data.tool_calls import CallStream
 from quatrain.data.turns import CALL_ID
 from quatrain.engine.scoring import Scores
 from quatrain.serve.requests import BadRequest
-from quatrain.serve.text import TextStream, TokenText, TokenTexts
+from quatrain.serve.text import TextStream, ThoughtStream, TokenText, TokenTexts
 from quatrain.types.answer_text import Channels, Said
 from quatrain.types.call_forms import ToolCall
 from quatrain.types.piece import Piece
@@ -38,8 +38,12 @@ class Choice:
     prompt_ids: Sequence[int]
     channels: Channels | None = None
     """What tells the thoughts in the answer of a chat from its text."""
+    thinking: ThoughtStream | None = None
+    """What tells thoughts up to `</think>` from the text, in a protocol that has a place for them."""
     calls: CallStream | None = None
     """What finds the calls in the text, if there are tools."""
+    signature: str = ""
+    """Names the answer to clients that give signatures back."""
     echoed: str | None = None
     """The text of the prompt, if the answer begins with it."""
     content: str = ""
@@ -79,7 +83,12 @@ class Choice:
         if self.channels is not None:
             said, last = self.channels.push(pieces), self.channels.end() if finished else Said()
             thoughts, new = said.thoughts + last.thoughts, said.text + last.text
+        if self.thinking is not None:
+            said, last = self.thinking.push(new), self.thinking.end() if finished else Said()
+            thoughts, new = thoughts + said.thoughts + last.thoughts, said.text + last.text
         if self.calls is not None:
+            if finished and self.thinking is not None and self.thinking.never_closed:
+                self.calls.skip(self.thoughts + thoughts)
             new = self.calls.push(new)
             rest, calls = self.calls.end() if finished else ("", [])
             new, self.called = new + rest, list(map(_call, calls))

@@ -122,7 +122,9 @@ class Prompts:
             return Tokens(written.ids + further, pictures)
 
         with _at_fault(asked.prompt_field):
-            found = tree.find(messages, key_of(asked), lambda: self._rendered(asked, seen)[0], suffix)
+            found = tree.find(
+                messages, key_of(asked), lambda: self._rendered(asked, seen)[0], suffix, asked.hints
+            )
         return ChatPrompt(Tokens(found.ids, found.pictures), begun, found, messages)
 
     def _template(self, *key: Any) -> TurnTemplate:

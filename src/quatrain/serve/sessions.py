@@ -207,6 +207,7 @@ class Session:
         if room < 1:
             self.refused = "length"
             self.counts["refused_requests"] += 1
+            longest = rules.max_tokens - 1
             held = "; give requests at the same time `max_tokens`" if reserved else ""
             raise BadRequest(
                 f"maximum context length: a sequence has at most {rules.max_tokens} tokens, and an episode "
@@ -215,6 +216,7 @@ class Session:
                 f"shorten the messages, or end the episode{held}",
                 asked.prompt_field,
                 code=NO_ROOM,
+                too_long=(len(found.ids), longest) if len(found.ids) > longest else None,
             )
         wanted = asked.wanted_tokens
         sampling = replace(

@@ -61,6 +61,8 @@ class Protocol(ABC, Generic[Asked]):
 
     ending = ""
     """What ends a stream that did not fail."""
+    splits_thoughts = False
+    """Whether thoughts up to `</think>` have a place of their own in an answer, and are no text."""
     idle: dict[str, Any] | None = None
     """The event by which a stream shows that it goes on, after PING_S without another; None: nothing."""
 
