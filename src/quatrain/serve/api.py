@@ -37,6 +37,7 @@ from quatrain.serve.http import (
 from quatrain.serve.prompts import Prompts
 from quatrain.serve.protocols.openai import CHAT, COMPLETIONS
 from quatrain.serve.protocols.protocol import Asked, Protocol
+from quatrain.serve.protocols.responses import RESPONSES
 from quatrain.serve.protocols.vllm import GENERATE
 from quatrain.serve.requests import (
     AnyRequest,
@@ -104,6 +105,7 @@ class Api:
             "/v1/models/{name:path}": _Path("GET", self._named_model),
             "/v1/completions": _Path("POST", self._completions, COMPLETIONS, is_turn=True),
             "/v1/chat/completions": _Path("POST", partial(self._chat, CHAT), CHAT, is_turn=True),
+            "/v1/responses": _Path("POST", partial(self._chat, RESPONSES), RESPONSES, is_turn=True),
             "/inference/v1/generate": _Path("POST", self._generate, GENERATE, is_turn=True),
             "/weights": _Path("POST", self._weights),
             "/pause": _Path("POST", self._pause),

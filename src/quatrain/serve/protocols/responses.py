@@ -85,6 +85,8 @@ _TOOLS = {
         {"strict", "allowed_callers", "output_schema"},
     )
 }
+CALL = "call_"
+"""What ids of calls begin with, before those that a chat has."""
 _ROLES = ("user", "assistant", "system", "developer")
 _PART_OF = {"reasoning": "reasoning_text", "message": "output_text"}
 """Items that come in parts -> the type of their one part."""
@@ -108,11 +110,16 @@ class ResponsesRequest(ChatRequest):
 class Responses(Protocol[ResponsesRequest]):
     """The protocol of OpenAI's Responses."""
 
+    splits_thoughts = True
+
     def request(self, body: bytes, changed: Counter[str] | None, session: Session | None) -> ResponsesRequest:
         """As in every protocol."""
         given = fields_of(body)
         _check_fields(given)
-        return checked(ResponsesRequest, _as_chat(given, session), changed)
+        asked = checked(ResponsesRequest, _as_chat(given, session), changed, OF_CHAT)
+        items = given["input"] if isinstance(given.get("input"), list) else []
+        asked.with_hints(item["encrypted_content"] for item in items if item.get("encrypted_content"))
+        return asked
 
     def answer(
         self,
@@ -177,7 +184,7 @@ def _as_chat(given: Mapping[str, Any], session: Session | None) -> dict[str, Any
         chat["logprobs"] = chat.get("logprobs", False) or name == INCLUDED[1]
     reasoning = _object(given.get("reasoning"), "reasoning")
     if reasoning.get("effort") == "none":
-        chat["thinks"] = False
+        pass  # TODO thinks
     return chat
 
 
@@ -225,12 +232,12 @@ def _said(item: Mapping[str, Any], kind: str, path: str) -> dict[str, Any] | Non
     """The message of the assistant that an item is, or part of one; None: it is not the assistant's."""
     message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
     if kind == "message" and item.get("role") == "assistant":
-        return message | {"content": _text_of(_content(item.get("content"), f"{path}.content"), path)}
+        return message | {"content": _text_of(_content(item.get("content"), f"{path}.content"), f"{path}.content")}
     if kind == "function_call":
         function = {name: item.get(name) for name in ("name", "arguments")}
         identity = _text_of(item.get("call_id"), f"{path}.call_id")
         return message | {
-            "tool_calls": [{"id": stripped_id(identity), "type": "function", "function": function}]
+            "tool_calls": [{"id": identity.removeprefix(CALL), "type": "function", "function": function}]
         }
     return message if kind == "reasoning" else None
 
@@ -238,7 +245,7 @@ def _said(item: Mapping[str, Any], kind: str, path: str) -> dict[str, Any] | Non
 def _of_others(item: Mapping[str, Any], kind: str, path: str) -> dict[str, Any]:
     """The message that an item is which the model did not say."""
     if kind == "function_call_output":
-        identity = stripped_id(_text_of(item.get("call_id"), f"{path}.call_id"))
+        identity = _text_of(item.get("call_id"), f"{path}.call_id").removeprefix(CALL)
         content = _content(item.get("output"), f"{path}.output")
         return {"role": "tool", "tool_call_id": identity, "content": content}
     if item.get("role") not in _ROLES:
@@ -403,13 +410,13 @@ class ResponsesAnswer(AnswerForm):
         values = finite_logprobs(piece) if self._asked.wants_logprobs else None
         said: list[tuple[str, str]] = []
         while at < len(piece.tokens) or ended:
-            was_thought = choice.is_thought
+            was_thought = choice.is_thinking
             # One by one where thoughts may begin or end: their tokens are counted.
             step = slice(at, at + 1 if choice.may_think else len(piece.tokens))
             at, finished = step.stop, ended and step.stop >= len(piece.tokens)
             text, thoughts, _ = choice.said(piece.tokens[step], finished=finished)
             said += [(kind, new) for kind, new in (("reasoning", thoughts), ("message", text)) if new]
-            of_thought = was_thought or choice.is_thought
+            of_thought = was_thought or choice.is_thinking
             self._num_thoughts += of_thought * len(piece.tokens[step])
             if values is not None:
                 texts = map(choice.token_texts.push, piece.tokens[step])
@@ -467,7 +474,7 @@ class ResponsesAnswer(AnswerForm):
             yield from self._more("message", "")
         yield from self._close("completed" if calls else self._status)
         for call in calls:
-            item = _item("function_call", status="in_progress", call_id=f"call_{call['id']}", arguments="")
+            item = _item("function_call", status="in_progress", call_id=CALL + call["id"], arguments="")
             item["name"] = call["function"]["name"]
             self._items.append(item)
             yield self._event("output_item.added", **self._at(), item=dict(item))
