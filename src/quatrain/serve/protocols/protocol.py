@@ -49,7 +49,7 @@ class AnswerForm(ABC):
         return iter(())
 
     def ended(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Notes in a session that a turn has ended, whose answer is the last of the dialogue's `messages`."""
+        """Notes in a session that a turn has ended, whose answer is the last of its dialogue's `messages`."""
 
     @abstractmethod
     def failed(self, error: BadRequest) -> Iterator[dict[str, Any]]:
