@@ -185,14 +185,14 @@ def test_a_picture_is_that_of_a_chat():
 BAD = {
     "no input": ({"input": None}, "input", "missing"),
     "a number": ({"input": 3}, "input", "a text or a list"),
-    "no items": ({"input": []}, "input", "at least 1 item"),
+    "no items": ({"input": []}, "input", "at least 1"),
     "no item": ({"input": ["a"]}, "input[0]", "an object"),
     "a type": (
         {"input": [user("a"), {"type": "item_reference", "id": "x"}]},
         "input[1].type",
-        "leave it out",
+        "leave the item out",
     ),
-    "a custom call": ({"input": [{"type": "custom_tool_call"}]}, "input[0].type", "leave it out"),
+    "a custom call": ({"input": [{"type": "custom_tool_call"}]}, "input[0].type", "leave the item out"),
     "a role": ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "one of user"),
     "a part": (
         {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},

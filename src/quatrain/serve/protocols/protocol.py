@@ -48,7 +48,9 @@ class AnswerForm(ABC):
         """The events after the last token."""
         return iter(())
 
-    def ended(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
+    def ended(  # noqa: B027: most protocols have nothing to note
+        self, session: Session, messages: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Notes in a session that a turn has ended, whose answer is the last of its dialogue's `messages`."""
 
     @abstractmethod
