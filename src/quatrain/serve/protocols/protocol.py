@@ -48,9 +48,7 @@ class AnswerForm(ABC):
         """The events after the last token."""
         return iter(())
 
-    def ended(  # noqa: B027: most protocols have nothing to note
-        self, session: Session, messages: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def ended(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
         """Notes in a session that a turn has ended, whose answer is the last of its dialogue's `messages`."""
 
     @abstractmethod
