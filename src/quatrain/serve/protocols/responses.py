@@ -166,7 +166,7 @@ class Responses(ChatProtocol):
         field = OF_CHAT.get(error.field or "", error.field)
         return openai_error(BadRequest(str(error), field, error.status, error.code))
 
-    def event(self, value: dict[str, Any]) -> str:
+    def event(self, value: Mapping[str, Any]) -> str:
         """As in every protocol; its type has a line of its own."""
         return f"event: {value['type']}\ndata: {as_json(value)}\n\n"
 
@@ -426,7 +426,7 @@ class ResponsesAnswer(AnswerForm):
         own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
         self._items.append(_item(kind, status="in_progress", **own, content=[]))
         yield self._event("output_item.added", **self._at(), item=copy.deepcopy(self._items[-1]))
-        part = {"type": _PART_OF[kind], "text": ""}
+        part: dict[str, Any] = {"type": _PART_OF[kind], "text": ""}
         part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
         self._items[-1]["content"].append(part)
         self._is_open = True
