@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import anthropic
 import pytest
@@ -17,6 +18,7 @@ from test_sessions import CALL, TOKENIZER, Held, more, say, session_of
 from quatrain.types.piece import Piece
 from quatrain.types.sampler import Progress
 
+DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 TOOLS = [
     {
         "name": tool["function"]["name"],
@@ -344,19 +346,19 @@ def test_the_same_dialogue_as_a_chat_has_the_same_prompt():
         {"role": "user", "content": "Go on"},
     ]
     system = [billing, {"type": "text", "text": "Be brief.", **kept}, {"type": "text", "text": "Be kind."}]
-    with messages_of("x") as (client, _, service, _, openai):
-        say(openai, chat, tools=[ADD, LOOK])
+    with messages_of("x") as (client, _, service, _, chats):
+        say(chats, chat, tools=[ADD, LOOK])
         ask(
             client,
             messages,
             tools=[{**tool, **kept, "type": "custom", "strict": True} for tool in TOOLS],
             system=system,
         )
-        say(openai, [{"role": "system", "content": "Now."}, *ASK])
+        say(chats, [{"role": "system", "content": "Now."}, *ASK])
         ask(client, system="Now.", metadata={"user_id": "me"}, service_tier="auto")
-        say(openai, ASK, tools=[ADD, LOOK], tool_choice="none")
+        say(chats, ASK, tools=[ADD, LOOK], tool_choice="none")
         ask(client, tools=TOOLS, tool_choice={"type": "none"})
-        say(openai, ASK, tools=[ADD, LOOK], tool_choice="required")
+        say(chats, ASK, tools=[ADD, LOOK], tool_choice="required")
         ask(client, tools=TOOLS, tool_choice={"type": "any", "disable_parallel_tool_use": True})
     assert service.prompts[::2] == service.prompts[1::2]
     assert len(set(map(tuple, service.prompts))) == 4
@@ -387,11 +389,11 @@ def test_thinking_is_a_variable_of_templates_that_read_it():
         _,
         service,
         _,
-        openai,
+        chats,
     ):
         for thinking, variable in (("disabled", False), ("adaptive", True)):
             ask(client, thinking={"type": thinking})
-            say(openai, ASK, extra_body={"chat_template_kwargs": {"enable_thinking": variable}})
+            say(chats, ASK, extra_body={"chat_template_kwargs": {"enable_thinking": variable}})
         ask(client, thinking={"type": "enabled", "budget_tokens": 2000})
     off, chat_off, on, chat_on, budget = service.prompts
     assert (off, on, budget) == (chat_off, chat_on, chat_on)
@@ -547,9 +549,9 @@ def test_pictures_are_those_of_a_chat():
     service = Says(tokenizer, "a", "b")
     source = {"type": "base64", "media_type": "image/png", "data": url(encoded(square(50))).partition(",")[2]}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "Which?"}]
-    with messages_of((), service=service, tokenizer=tokenizer) as (client, _, _, _, openai):
+    with messages_of((), service=service, tokenizer=tokenizer) as (client, _, _, _, chats):
         ask(client, [{"role": "user", "content": content}])
-        say(openai, [asks(50)])
+        say(chats, [asks(50)])
         other = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
         with pytest.raises(
             anthropic.BadRequestError, match=r"messages\.0\.content\.0\.source\.type: must be"
@@ -571,3 +573,12 @@ def test_structured_outputs_are_asked_for_as_in_a_chat():
     with served_to_anthropic("x") as (client, _, _), pytest.raises(anthropic.BadRequestError) as raised:
         ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
     assert raised.value.body["error"]["message"].startswith("output_config.format")
+
+
+def test_the_example_of_the_page_runs(capsys):
+    section = DOCS.read_text("utf-8").partition("\n## Anthropic's Messages\n")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    with served_to_anthropic("It is 42.") as (client, _, _):
+        assert "http://127.0.0.1:8000" in code
+        exec(code.replace("http://127.0.0.1:8000", str(client.base_url)), {})
+    assert capsys.readouterr().out == "It is 42.\n"
