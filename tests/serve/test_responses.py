@@ -250,6 +250,7 @@ BAD = {
     "a context": ({"context_management": [{"type": "compaction"}]}, "context_management", "leave it out"),
     "moderation": ({"moderation": {"model": "m"}}, "moderation", "leave it out"),
     "an unknown field": ({"messages": ASK}, "messages", "leave it out"),
+    "half a character": ({"metadata": {"a": "\ud800"}}, "metadata", "half a surrogate pair"),
     "n": ({"n": 2}, "n", "leave it out"),
     "most tokens": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     "alternatives": ({"top_logprobs": 3}, "top_logprobs", "0"),
@@ -269,7 +270,8 @@ def test_bad_requests_get_one_error_that_names_the_field_by_its_path():
         for name, (fields, field, named) in BAD.items():
             body = {"model": "m", "input": "How many?", "tools": FUNCTIONS, **fields}
             for path in ("/v1/responses", "/v1/responses/input_tokens"):
-                answer = http.post(path, json=body)
+                headers = {"Content-Type": "application/json"}
+                answer = http.post(path, content=json.dumps(body), headers=headers)
                 if (path.endswith("tokens"), field) == (True, "max_output_tokens"):
                     continue
                 assert answer.status_code == 400, (name, path, answer.text)

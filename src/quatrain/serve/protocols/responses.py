@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from quatrain.config.errors import shown
+from quatrain.data.messages import unfit
 from quatrain.serve.choice import Choice, finite_logprobs, usage_of
 from quatrain.serve.protocols.fields import fault, list_at, object_at, one_of, only, text_at
 from quatrain.serve.protocols.openai import openai_error
@@ -119,6 +120,9 @@ class Responses(ChatProtocol):
         for name, (why, *harmless) in REFUSED.items():
             if fields.pop(name, None) not in (None, *harmless):
                 raise BadRequest(f"{name} is not supported: {why}; leave it out", name)
+        for name in _REPEATED.keys() & given.keys():
+            if reason := unfit(given[name]):
+                raise BadRequest(f"{name} {reason}, as the answer repeats it; correct it", name)
         only("", fields, AS_IN_CHAT | CONVERTED | IGNORED_HERE)
         messages, hints = _messages(fields.get("input", []))
         before = _before(fields, session)
