@@ -128,6 +128,8 @@ class Responses(ChatProtocol):
         before = _before(fields, session)
         if "input" not in fields and not before:
             raise BadRequest("input is missing", "input")
+        if any(message["role"] == "assistant" for message in [*before, *messages][-1:]):
+            raise BadRequest("input: the last item must not be the model's: nothing follows it", "input")
         instructions = text_at("instructions", fields.get("instructions", ""))
         own = [{"role": "system", "content": instructions}] if instructions else []
         chat = {"model": "", **{name: value for name, value in fields.items() if name in AS_IN_CHAT}}
