@@ -114,10 +114,12 @@ def test_every_field_of_an_item_is_read_ignored_or_refused_by_its_path(kind, typ
     fields = set().union(*(get_type_hints(each) for each in types)) - {"type"}
     for name in fields - responses._ITEMS[kind]:
         with pytest.raises(BadRequest) as error:
-            given(input=[{"type": kind, **good, name: "x"}])
+            given(input=[{"type": kind, **good, name: "x"}, user("b")])
         assert error.value.field == f"input[0].{name}"
     whole = {**dict.fromkeys(fields | responses._ITEMS[kind]), "type": kind, **good}
-    assert given(input=[whole]).messages == given(input=[{"type": kind, **good}]).messages
+    assert (
+        given(input=[whole, user("b")]).messages == given(input=[{"type": kind, **good}, user("b")]).messages
+    )
 
 
 def test_what_a_request_becomes():
@@ -232,7 +234,11 @@ BAD = {
         "tools[1].type",
         "function",
     ),
-    "loading": ({"tools": [{**FUNCTIONS[0], "defer_loading": True}]}, "tools[0].defer_loading", "True"),
+    "loading": (
+        {"tools": [{**FUNCTIONS[0], "defer_loading": True}]},
+        "tools[0].defer_loading",
+        "leave it out",
+    ),
     "a tool's schema": ({"tools": [{**FUNCTIONS[0], "parameters": 3}]}, "tools", "a tool must be"),
     "a choice": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "function"),
     "an unknown choice": (
@@ -241,7 +247,7 @@ BAD = {
         "the tools are add",
     ),
     "required": ({"tools": [], "tool_choice": "required"}, "tool_choice", "with tools"),
-    "a format": ({"text": {"format": {"type": "grammar"}}}, "text.format", "text.format"),
+    "a format": ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "json_schema"),
     "a field of text": ({"text": {"style": "x"}}, "text.style", "leave it out"),
     "include": ({"include": ["file_search_call.results"]}, "include[0]", "message.output_text.logprobs"),
     "background": ({"background": True}, "background", "leave it out"),

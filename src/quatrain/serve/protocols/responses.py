@@ -169,8 +169,9 @@ class Responses(ChatProtocol):
 
     def error(self, error: BadRequest) -> dict[str, Any]:
         """As in every protocol, in OpenAI's form."""
-        field = OF_CHAT.get(error.field or "", error.field)
-        return openai_error(BadRequest(str(error), field, error.status, error.code))
+        field, is_own = error.field or "", str(error).startswith(f"{error.field} is not supported")
+        field = field if is_own else OF_CHAT.get(field, field)
+        return openai_error(BadRequest(str(error), field or None, error.status, error.code))
 
     def event(self, value: Mapping[str, Any]) -> str:
         """As in every protocol; its type has a line of its own."""
