@@ -1,10 +1,11 @@
 """Anthropic's Messages over HTTP: the anthropic package, and a model that answers what a test gives it."""
 
 import copy
+import io
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import anthropic
@@ -575,10 +576,11 @@ def test_structured_outputs_are_asked_for_as_in_a_chat():
     assert raised.value.body["error"]["message"].startswith("output_config.format")
 
 
-def test_the_example_of_the_page_runs(capsys):
+def test_the_example_of_the_page_runs():
     section = DOCS.read_text("utf-8").partition("\n## Anthropic's Messages\n")[2]
     code = section.partition("```python\n")[2].partition("```")[0]
     with served_to_anthropic("It is 42.") as (client, _, _):
         assert "http://127.0.0.1:8000" in code
-        exec(code.replace("http://127.0.0.1:8000", str(client.base_url)), {})
-    assert capsys.readouterr().out == "It is 42.\n"
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(code.replace("http://127.0.0.1:8000", str(client.base_url)), {})
+    assert printed.getvalue() == "It is 42.\n"
