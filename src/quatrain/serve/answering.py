@@ -74,9 +74,9 @@ class Recorded:
         reply.update()
         return cls(session, reply, owners, messages, key_of(asked))
 
-    def end(self, choices: Sequence[Choice]) -> None:
+    def end(self, form: AnswerForm) -> None:
         """Records the choices that have ended; the next request may continue them."""
-        for turn, choice in zip(self.reply.turns, choices, strict=True):
+        for turn, choice in zip(self.reply.turns, form.choices, strict=True):
             if turn.tokens or choice.finish_reason is None:
                 continue
             turn.answer(choice.sampled)
@@ -88,6 +88,7 @@ class Recorded:
                     self.session.counts["malformed_calls"] += sum(call.problem is not None for call in left)
                 answer = checked_messages([choice.message])
                 self.session.tree.end(turn, [*self.messages, *answer], self.tools)
+                form.ended(self.session, turn.messages)
 
 
 class Answering:
@@ -163,7 +164,7 @@ class Answering:
             await self._score(request, choices, asked, [prompt.pictures for prompt in repeated])
         response = await asyncio.to_thread(lambda: JSONResponse(form.whole(self._service.version)))
         if recorded is not None:
-            recorded.end(choices)
+            recorded.end(form)
         return response
 
     def _client_session(self, request: Request, asked: AnyRequest) -> str:
@@ -258,7 +259,7 @@ class Answering:
                             lambda n, p: written(form.parts(n, p)), number, progress
                         )
                         if recorded is not None and progress.finish_reason is not None:
-                            recorded.end(form.choices)
+                            recorded.end(form)
                         yield text
             for part in form.last(self._service.version):
                 yield protocol.event(part)

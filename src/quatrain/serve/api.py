@@ -40,6 +40,7 @@ from quatrain.serve.prompts import Prompts
 from quatrain.serve.protocols.messages import Messages
 from quatrain.serve.protocols.openai import CHAT, COMPLETIONS
 from quatrain.serve.protocols.protocol import Asked, ChatProtocol, Protocol
+from quatrain.serve.protocols.responses import Responses
 from quatrain.serve.protocols.vllm import GENERATE
 from quatrain.serve.requests import (
     AnyRequest,
@@ -90,6 +91,7 @@ class Api:
         self._answering = Answering(service, tokenizer, model, max_positions)
         thinks = reads_variable(tokenizer.chat_template, "enable_thinking")
         self._messages = Messages(reads_thinking=thinks)
+        self._responses = Responses(reads_thinking=thinks)
         self._described = {
             "id": model,
             "object": "model",
@@ -106,6 +108,7 @@ class Api:
     def app(self, hosts: Sequence[str], further: Sequence[BaseRoute] = ()) -> Starlette:
         """The application, with `further` routes; it answers requests that name one of `hosts`, or any with
         "*"."""
+        messages, responses = self._messages, self._responses
         paths = {
             "/health": _Path("GET", self._health),
             "/version": _Path("GET", self._version),
@@ -114,8 +117,10 @@ class Api:
             "/v1/models/{name:path}": _Path("GET", self._named_model),
             "/v1/completions": _Path("POST", self._completions, COMPLETIONS, is_turn=True),
             "/v1/chat/completions": _Path("POST", partial(self._chat, CHAT), CHAT, is_turn=True),
-            "/v1/messages": _Path("POST", partial(self._chat, self._messages), self._messages, is_turn=True),
-            "/v1/messages/count_tokens": _Path("POST", partial(self._count, self._messages), self._messages),
+            "/v1/messages": _Path("POST", partial(self._chat, messages), messages, is_turn=True),
+            "/v1/messages/count_tokens": _Path("POST", partial(self._count, messages), messages),
+            "/v1/responses": _Path("POST", partial(self._chat, responses), responses, is_turn=True),
+            "/v1/responses/input_tokens": _Path("POST", partial(self._count, responses), responses),
             "/inference/v1/generate": _Path("POST", self._generate, GENERATE, is_turn=True),
             "/weights": _Path("POST", self._weights),
             "/pause": _Path("POST", self._pause),

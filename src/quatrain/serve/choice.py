@@ -9,7 +9,7 @@ import json
 import math
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,21 @@ class Choice:
             message["reasoning_content"] = self.thoughts
         return message
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether further tokens are those of a thought."""
+        return any(each is not None and each.is_thinking for each in (self.channels, self.thinking))
+
+    @property
+    def may_think(self) -> bool:
+        """Whether further tokens may be those of a thought."""
+        return any(each is not None and each.may_think for each in (self.channels, self.thinking))
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is not known yet what the last tokens are."""
+        return self.thinking is not None and self.thinking.may_think and not self.thinking.is_thinking
+
     def said(self, tokens: Sequence[int], *, finished: bool) -> tuple[str, str, list[dict[str, Any]]]:
         """What is new of the text outside of calls and of the thoughts, and at the end the calls."""
         pieces = self.text.pieces(tokens, finished=finished)
@@ -95,6 +110,19 @@ class Choice:
         self.content += new
         self.thoughts += thoughts
         return new, thoughts, self.called
+
+    def listed(self, *, every: bool = False) -> Iterator[dict[str, Any]]:
+        """The tokens not listed before of which the text sampled so far consists, or `every` token."""
+        ended = self.finish_reason is not None
+        certain = every or (ended and not self.text.stopped)
+        while self.unlisted:
+            token, value = self.unlisted[0]
+            is_said = token.start < self.text.length if ended else token.end <= self.text.length
+            if not (certain or is_said):
+                return
+            self.unlisted.popleft()
+            if token.bytes or every:
+                yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
 
     def routed_experts(self) -> str:
         """The experts of each token of prompt and completion but the last, in vLLM's form."""

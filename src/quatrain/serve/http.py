@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -24,6 +26,11 @@ LOOK_S = 0.5
 """Seconds between two looks whether a client that waits for an answer is still there."""
 PLACES = ("", "/s/{session}", "/s/{session}/untrained", "/s/{session}/role/{role}")
 """Where a session has a path that is of sessions too; the first: by its key alone."""
+UNTRAINED = ":untrained"
+"""What ends the name of a model that answers a session's request without being trained on it.
+
+Agents have one name for the model that does the work, and one for a helper that writes titles and summaries.
+"""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -34,8 +41,9 @@ def is_of_sessions(path: str) -> bool:
 
 
 def is_untrained(request: Request) -> bool:
-    """Whether a request of a session is no turn of its episode."""
-    return request.path_params.get("session") is not None and "/untrained/" in request.url.path
+    """Whether a request of a session is no turn of its episode: by its path, or by the model it names."""
+    by_path = request.path_params.get("session") is not None and "/untrained/" in request.url.path
+    return by_path or getattr(request.state, "names_untrained", False)
 
 
 def trained_session(request: Request) -> Session | None:
@@ -84,10 +92,14 @@ class Access:
             self._authorise(request, path)
             return await handler(request)
         request.state.session = session
+        if request.method == "POST":
+            request.state.names_untrained = _names_untrained(await body_of(request))
         if is_turn and not is_untrained(request):
             return await _once(request, session, handler)
         with session.work():
-            return await handler(request)
+            response = await handler(request)
+        session.counts["untrained_requests"] += is_turn
+        return response
 
     def session_of(self, request: Request) -> Session | None:
         """The session that a request names by its path, or by its key alone."""
@@ -121,6 +133,16 @@ class Access:
                 f"{SERVE_TOKEN}",
                 status=401,
             )
+
+
+def _names_untrained(body: bytes) -> bool:
+    """Whether the model that a body names ends in UNTRAINED."""
+    if UNTRAINED.encode() not in body:  # which spares most bodies a second reading
+        return False
+    with suppress(ValueError, RecursionError):
+        asked = json.loads(body)
+        return isinstance(asked, dict) and str(asked.get("model")).endswith(UNTRAINED)
+    return False
 
 
 def _bearer(request: Request) -> str:

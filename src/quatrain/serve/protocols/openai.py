@@ -173,7 +173,8 @@ class OpenAiAnswer(AnswerForm):
                 ]
             if self._is_chat:
                 choice.unlisted += zip(texts, values, strict=True)
-                facts["logprobs"] = {"content": list(self._listed(choice))}
+                ids = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
+                facts["logprobs"] = {"content": list(choice.listed(every=ids))}
             else:
                 facts["logprobs"] = self._named(choice, texts, values)
         if isinstance(self._asked, CompletionRequest) and self._asked.prompt_logprobs is not None:
@@ -247,19 +248,6 @@ class OpenAiAnswer(AnswerForm):
             named.setdefault(named_by_id(token) if by_id else self._vocabulary.name(token, first), logprob)
         named.setdefault(name, value)
         return named
-
-    def _listed(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """The tokens of which the text sampled so far consists; if ids were asked for, every token."""
-        text, ended = choice.text, choice.finish_reason is not None
-        ids = self._asked.return_token_ids or self._asked.return_tokens_as_token_ids
-        every = ids or (ended and not text.stopped)
-        while choice.unlisted:
-            token, value = choice.unlisted[0]
-            if not (every or (token.start < text.length if ended else token.end <= text.length)):
-                return
-            choice.unlisted.popleft()
-            if token.bytes or ids:
-                yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
 
 
 CHAT, COMPLETIONS = OpenAi(ChatRequest), OpenAi(CompletionRequest)
