@@ -35,7 +35,7 @@ from quatrain.parallel.collectives import all_gather_shards, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import copy_if_aliased, data_sharding, device_put, mesh_shape, reshard, shardings
 from quatrain.types.metrics import Metric
-from quatrain.types.pictures import Picture, Pictures, numbers_within
+from quatrain.types.pictures import Picture, Pictures
 from quatrain.workers.loop_thread import map_in_threads
 
 Kept = Literal["features", "states", "pixels"]
@@ -383,11 +383,11 @@ def feature_rows(
     """The different pictures of a row of T tokens, and [T] int32: which of their features a token has.
 
     Features are numbered one picture after another; -1: the token is text. `numbers` [T] are those of
-    placeholders within their pictures; None: the row is one whole sequence (`numbers_within`).
+    placeholders within their pictures; None: the row is one whole sequence (`Vision.numbers_within`).
     """
     used = pictures.used
     if numbers is None:
-        numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
+        numbers = vision.numbers_within(pictures)
     rows, before = np.full(len(pictures), -1, np.int32), 0
     for picture in used:
         here = pictures.ids == picture.id
