@@ -148,7 +148,7 @@ def test_a_decode_step_has_so_many_kernels(size):
     one, two = (counts("h100", "decode", size, layers)["loops"][0]["kernels"] for layers in (1, 2))
     a_layer = two - one
     assert a_layer <= (21 if size == "0.5B" else 22)
-    assert one - a_layer <= 22
+    assert one - a_layer <= 25
 
 
 @pytest.mark.parametrize("size", SIZES)
