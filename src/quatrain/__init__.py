@@ -14,6 +14,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from quatrain.config.load import load_config as load_config
     from quatrain.config.schema import Config as Config
+    from quatrain.data.pixels import seen_size as seen_size
     from quatrain.data.prompts import load_prompts as load_prompts
     from quatrain.episodes.environment import Environment as Environment
     from quatrain.episodes.environment import StepResult as StepResult
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "config.load": ("load_config",),
     "config.schema": ("Config",),
+    "data.pixels": ("seen_size",),
     "data.prompts": ("load_prompts",),
     "episodes.environment": ("Environment", "StepResult", "Turn"),
     "episodes.tools": ("Tools",),

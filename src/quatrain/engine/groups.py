@@ -28,7 +28,7 @@ from quatrain.ops.packing import common_tokens, useful_common_prefix
 from quatrain.ops.sampling import SamplingNumbers
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
-from quatrain.types.pictures import TEXT, Pictures, numbers_within
+from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.routes import ROUTES, live_of
 from quatrain.types.sampler import PerRequestSampling
@@ -93,7 +93,7 @@ def seen_by(prompt: Prompt, features: FeatureStore | None) -> Seen | None:
     if features is None:
         raise ValueError(BLIND)
     vision = features.vision
-    numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
+    numbers = vision.numbers_within(pictures)
     turned = rope_positions(vision, pictures, len(pictures)) if vision.has_grid else ()
     return Seen(pictures, numbers, *turned)
 

@@ -137,7 +137,8 @@ vision/pictures | pictures | sum |
 vision/tower_pictures | pictures | sum |
     Pictures that went through the tower, as often as they did. With `model.vision: frozen` each picture once,
     as long as `model.vision_cache_bytes` holds its features; with `all` once for each version of the weights
-    that sampled, and once for each micro-batch that has the picture.
+    that sampled, and once for each micro-batch that has the picture; in the first step also for those of
+    `vision/blind_gap`, without the grey ones.
 vision/patches | patches | sum | Patches that the tower computed, with padding.
 vision/padding_fraction | fraction | mean | Fraction of these patches that is padding.
 vision/store_bytes | bytes | max |
