@@ -86,7 +86,8 @@ def save_calling_model(
     constant, other, start = (next(dims) for _ in range(3))
     states = {piece: next(dims) for piece in weights}
     marks, flags = ([next(dims) for _ in looked_for] for _ in range(2))
-    hidden, vocabulary = -(-next(dims) // 32) * 32, len(tokenizer)
+    block = 16 * len(looked_for)  # transformers takes only multiples of the number of heads
+    hidden, vocabulary = -(-next(dims) // block) * block, len(tokenizer)
 
     known = {number("\n"): start} | {number(piece): dim for piece, dim in states.items()}
     known |= {number(text): dim for text, dim in zip(looked_for, marks)}

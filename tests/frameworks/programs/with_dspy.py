@@ -4,6 +4,7 @@ import asyncio
 from typing import Annotated, Literal
 
 import dspy
+import litellm
 from checks import BASE, CITY, ENDLESS, KEY, MODEL, QUESTION, cancelled, error_of, main
 from pydantic import BaseModel, Field
 
@@ -13,6 +14,19 @@ class City(BaseModel):
     size: Literal["small", "large"]
     people: int
     rivers: Annotated[list[str], Field(max_length=3)]
+
+
+# Else dspy takes a model that litellm does not know for one that has neither, and describes both in its prompts.
+litellm.register_model(
+    {
+        f"openai/{MODEL}": {
+            "litellm_provider": "openai",
+            "mode": "chat",
+            "supports_function_calling": True,
+            "supports_response_schema": True,
+        }
+    }
+)
 
 
 def model(**options):
@@ -50,7 +64,8 @@ def tools():
 
     dspy.configure(lm=model(), adapter=dspy.ChatAdapter(use_native_function_calling=True))
     answer = dspy.Predict(Ask)(question=QUESTION, tools=[dspy.Tool(add)])
-    return {"calls": [call.args for call in answer.outputs.tool_calls], "made": calls}
+    results = [add(**call.args) for call in answer.outputs.tool_calls]
+    return {"calls": calls, "text": str(results)}
 
 
 def structured():

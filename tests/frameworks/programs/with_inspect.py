@@ -38,7 +38,7 @@ async def chat():
 
 
 def evaluated(solver, asked):
-    task = Task(dataset=[Sample(input=QUESTION, target="5")] * 4, solver=solver, scorer=includes())
+    task = Task(dataset=[Sample(input=QUESTION, target="5") for _ in range(4)], solver=solver, scorer=includes())
     with tempfile.TemporaryDirectory() as logs:
         [log] = eval(task, model=asked, display="none", log_dir=logs)
     assert log.status == "success", log.error

@@ -1,6 +1,8 @@
 """lm_eval: generated answers by chats, and log-likelihoods by completions."""
 
+import io
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -69,7 +71,11 @@ def loglikelihoods():
 
 
 def lacks():
-    return error_of(lambda: chats(1, gen_kwargs={"logit_bias": {"5": 3}}))
+    """lm_eval logs what a server says, and raises the status alone."""
+    said = io.StringIO()
+    logging.getLogger("lm_eval").addHandler(logging.StreamHandler(said))
+    error = error_of(lambda: chats(1, gen_kwargs={"logit_bias": {"5": 3}}))
+    return {**error, "text": said.getvalue()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,12 @@ from checks import BASE, CITY, CITY_SCHEMA, ENDLESS, KEY, MODEL, QUESTION, error
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 from smolagents.models import ChatMessage
 
-model = OpenAIModel(model_id=MODEL, api_base=BASE, api_key=KEY, client_kwargs={"max_retries": 0})
+
+def new_model():
+    return OpenAIModel(model_id=MODEL, api_base=BASE, api_key=KEY, client_kwargs={"max_retries": 0})
+
+
+model = new_model()
 
 
 def asked(text):
@@ -52,8 +57,9 @@ def parallel():
 
 
 def cancel():
-    events = model.generate_stream(asked(ENDLESS))
-    return left(events, events.close)
+    """smolagents keeps the connection of a stream that is left open; its client is closed."""
+    model = new_model()
+    return left(model.generate_stream(asked(ENDLESS)), model.client.close)
 
 
 def models():
