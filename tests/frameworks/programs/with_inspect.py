@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+from contextlib import contextmanager
 
 from checks import BASE, CITY, CITY_SCHEMA, ENDLESS, KEY, MODEL, QUESTION, cancelled, error_of, main
 from inspect_ai import Task, eval
@@ -37,23 +38,22 @@ async def chat():
     return (await model().generate(QUESTION)).completion
 
 
+@contextmanager
 def evaluated(solver, asked):
-    task = Task(dataset=[Sample(input=QUESTION, target="5") for _ in range(4)], solver=solver, scorer=includes())
+    """The samples of an evaluation, which are read from its log when they are looked at."""
+    dataset = [Sample(input=QUESTION, target="5") for _ in range(4)]
     with tempfile.TemporaryDirectory() as logs:
+        task = Task(dataset=dataset, solver=solver, scorer=includes())
         [log] = eval(task, model=asked, display="none", log_dir=logs)
-    assert log.status == "success", log.error
-    return log
+        assert log.status == "success", log.error
+        yield log.samples
 
 
 def tools():
-    log = evaluated([use_tools(add()), generate(tool_calls="loop")], model())
-    calls = [
-        call.arguments
-        for sample in log.samples
-        for message in sample.messages
-        for call in getattr(message, "tool_calls", None) or []
-    ]
-    return {"calls": calls, "text": log.samples[0].output.completion}
+    with evaluated([use_tools(add()), generate(tool_calls="loop")], model()) as samples:
+        messages = [message for sample in samples for message in sample.messages]
+        calls = [call.arguments for each in messages for call in getattr(each, "tool_calls", None) or []]
+        return {"calls": calls, "text": samples[0].output.completion}
 
 
 async def structured():
@@ -72,8 +72,8 @@ async def cancel():
 
 def scores():
     """The share of an evaluation's answers that have the target."""
-    log = evaluated([generate()], model(seed=1))
-    return [sample.scores["includes"].value for sample in log.samples]
+    with evaluated([generate()], model(seed=1)) as samples:
+        return [sample.scores["includes"].value for sample in samples]
 
 
 def lacks():

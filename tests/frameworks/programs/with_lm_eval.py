@@ -11,7 +11,7 @@ from checks import BASE, MODEL, QUESTION, error_of, main
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-ROWS = [{"question": QUESTION, "answer": "5", "choices": ["The sum is 5.", "The sum is 6."]}] * 8
+ROWS = [{"question": QUESTION, "answer": "5", "choices": ["It is 5.", "It is six."]}] * 8
 TASK = {
     "task": "sums",
     "dataset_path": "json",
@@ -63,7 +63,7 @@ def parallel():
 
 
 def loglikelihoods():
-    """Those of both choices, of the first row; the first is what the model says."""
+    """Those of both choices, of the first row; the longer is less likely."""
     tokenizer = os.environ["MODEL_FOLDER"]
     arguments = {"base_url": f"{BASE}/completions", "tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
     samples = evaluated("local-completions", CHOICES, arguments)
