@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from quatrain import __version__
+from quatrain.data.chat_template import reads_variable
 from quatrain.data.tool_calls import warn_of_unread
 from quatrain.engine.service import EngineService
 from quatrain.serve.answering import Answering, Recorded
@@ -35,8 +36,10 @@ from quatrain.serve.http import (
     trained_session,
 )
 from quatrain.serve.prompts import Prompts
+from quatrain.serve.protocols.messages import Messages
 from quatrain.serve.protocols.openai import CHAT, COMPLETIONS
-from quatrain.serve.protocols.protocol import Asked, Protocol
+from quatrain.serve.protocols.protocol import Asked, ChatProtocol, Protocol
+from quatrain.serve.protocols.responses import Responses
 from quatrain.serve.protocols.vllm import GENERATE
 from quatrain.serve.requests import (
     AnyRequest,
@@ -84,6 +87,9 @@ class Api:
         self._access = Access(token, sessions)
         self._prompts = Prompts(service, tokenizer, vocab_size, stop_ids)
         self._answering = Answering(service, tokenizer, model, max_positions)
+        thinks = reads_variable(tokenizer.chat_template, "enable_thinking")
+        self._messages = Messages(reads_thinking=thinks)
+        self._responses = Responses(reads_thinking=thinks)
         self._described = {
             "id": model,
             "object": "model",
@@ -96,6 +102,7 @@ class Api:
     def app(self, hosts: Sequence[str], further: Sequence[BaseRoute] = ()) -> Starlette:
         """The application, with `further` routes; it answers requests that name one of `hosts`, or any with
         "*"."""
+        messages, responses = self._messages, self._responses
         paths = {
             "/health": _Path("GET", self._health),
             "/version": _Path("GET", self._version),
@@ -104,6 +111,10 @@ class Api:
             "/v1/models/{name:path}": _Path("GET", self._named_model),
             "/v1/completions": _Path("POST", self._completions, COMPLETIONS, is_turn=True),
             "/v1/chat/completions": _Path("POST", partial(self._chat, CHAT), CHAT, is_turn=True),
+            "/v1/messages": _Path("POST", partial(self._chat, messages), messages, is_turn=True),
+            "/v1/messages/count_tokens": _Path("POST", partial(self._count, messages), messages),
+            "/v1/responses": _Path("POST", partial(self._chat, responses), responses, is_turn=True),
+            "/v1/responses/input_tokens": _Path("POST", partial(self._count, responses), responses),
             "/inference/v1/generate": _Path("POST", self._generate, GENERATE, is_turn=True),
             "/weights": _Path("POST", self._weights),
             "/pause": _Path("POST", self._pause),
@@ -117,7 +128,7 @@ class Api:
             ]
             + list(further),
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
-            exception_handlers={HTTPException: _unknown, Exception: _failed},
+            exception_handlers={HTTPException: self._unknown, Exception: self._failed},
         )
 
     def _answered(self, path: str, of: _Path) -> Handler:
@@ -224,6 +235,14 @@ class Api:
                 recorded = Recorded.of(request, asked, prompt.found, prompt.messages)
         return await self._answering.answer(protocol, request, asked, [prompt.tokens], prompt.begun, recorded)
 
+    async def _count(self, protocol: ChatProtocol, request: Request) -> Response:
+        """How many tokens the prompt of a request has, which begins no turn."""
+        session, body = trained_session(request), await body_of(request)
+        asked = await asyncio.to_thread(protocol.counted, body, session)
+        async with self._prompts.lock:
+            prompt = await self._prompts.of_chat(asked, None if session is None else session.tree)
+        return JSONResponse(protocol.count(len(prompt.tokens.ids)))
+
     async def _asked(self, protocol: Protocol[Asked], request: Request) -> Asked:
         """The request, checked, also for what one of a session must not ask for."""
         session, body = trained_session(request), await body_of(request)
@@ -234,6 +253,27 @@ class Api:
         elif is_untrained(request):
             asked = request.state.session.outside(asked, body)
         return asked
+
+    def _protocol_of(self, request: Request) -> Protocol[Any]:
+        """The protocol of the errors of a path that the server may not have."""
+        return self._messages if "/v1/messages" in request.url.path else CHAT
+
+    async def _unknown(self, request: Request, error: Exception) -> Response:
+        """The answer to a path or a method that the server does not have."""
+        assert isinstance(error, HTTPException)
+        path, paths = request.url.path[:100], "the paths are listed in docs/serve.md"
+        message = f"this server does not have the path {path!r}; {paths}"
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow")
+            message = f"{path!r} takes the methods {allowed}; got {request.method}; {paths}"
+        return _error(
+            self._protocol_of(request), BadRequest(message, status=error.status_code), error.headers
+        )
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        """The answer if a request failed by a fault of the server, which is logged."""
+        message = f"the request failed: {type(error).__name__}: {error}"
+        return _error(self._protocol_of(request), BadRequest(message, status=500))
 
 
 def _in_session(
@@ -249,25 +289,3 @@ def _in_session(
 
 def _error(protocol: Protocol[Any], error: BadRequest, headers: Mapping[str, str] | None = None) -> Response:
     return JSONResponse(protocol.error(error), status_code=error.status, headers=headers)
-
-
-def _protocol_of(request: Request) -> Protocol[Any]:
-    """The protocol of the errors of a path that the server may not have."""
-    return CHAT
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    """The answer to a path or a method that the server does not have."""
-    assert isinstance(error, HTTPException)
-    path, paths = request.url.path[:100], "the paths are listed in docs/serve.md"
-    message = f"this server does not have the path {path!r}; {paths}"
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow")
-        message = f"{path!r} takes the methods {allowed}; got {request.method}; {paths}"
-    return _error(_protocol_of(request), BadRequest(message, status=error.status_code), error.headers)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """The answer if a request failed by a fault of the server, which is logged."""
-    message = f"the request failed: {type(error).__name__}: {error}"
-    return _error(_protocol_of(request), BadRequest(message, status=500))

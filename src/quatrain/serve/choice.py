@@ -76,6 +76,21 @@ class Choice:
             message["reasoning_content"] = self.thoughts
         return message
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether further tokens are those of a thought."""
+        return any(each is not None and each.is_thinking for each in (self.channels, self.thinking))
+
+    @property
+    def may_think(self) -> bool:
+        """Whether further tokens may be those of a thought."""
+        return any(each is not None and each.may_think for each in (self.channels, self.thinking))
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is not known yet what the last tokens are."""
+        return self.thinking is not None and self.thinking.may_think and not self.thinking.is_thinking
+
     def said(self, tokens: Sequence[int], *, finished: bool) -> tuple[str, str, list[dict[str, Any]]]:
         """What is new of the text outside of calls and of the thoughts, and at the end the calls."""
         pieces = self.text.pieces(tokens, finished=finished)

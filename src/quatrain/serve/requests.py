@@ -494,7 +494,7 @@ def checked(
         overridden["overridden_fields"] += len(value.keys() & OVERRIDDEN)
         value = {name: given for name, given in value.items() if name not in OVERRIDDEN}
     if issubclass(kind, _Request):
-        value = {name: given for name, given in value.items() if _changes_something(kind, name, given)}
+        value = {name: given for name, given in value.items() if _changes_something(kind, name, given, names)}
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -512,7 +512,7 @@ def _flat(value: dict[str, Any]) -> dict[str, Any]:
     return {**value, **{name: given for name, given in sampling.items() if given is not None}}
 
 
-def _changes_something(kind: type[_Request], name: str, given: Any) -> bool:
+def _changes_something(kind: type[_Request], name: str, given: Any, names: Mapping[str, str]) -> bool:
     """Whether a field matters; raises BadRequest if it would, but is not supported."""
     if name in kind.model_fields:
         return True
@@ -520,6 +520,7 @@ def _changes_something(kind: type[_Request], name: str, given: Any) -> bool:
         return name not in UNCHANGING and name not in IGNORED
     allowed = " or ".join(map(json.dumps, UNCHANGING[name]))
     what = f"must be {allowed}, as no other value is supported" if allowed else "is not supported"
+    name = names.get(name, name)
     raise BadRequest(f"{name} {what}; got {shown(given)}; leave it out", name)
 
 

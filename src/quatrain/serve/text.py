@@ -123,6 +123,16 @@ class ThoughtStream:
         """Whether the prompt has begun thoughts that have not ended, so that their calls are calls."""
         return self._begun and self._is_in != "text"
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether further text is a thought."""
+        return self._is_in == "thoughts" or (self._begun and self._is_in == "opening")
+
+    @property
+    def may_think(self) -> bool:
+        """Whether further text may be a thought."""
+        return self._is_in != "text"
+
     def push(self, text: str) -> Said:
         """What became certain."""
         text, self._held = self._held + text, ""

@@ -300,7 +300,7 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(turns: Sequence[Turn], message: Mapping[str, Any], hints: Collection[str]) -> Turn:
-    """The turn whose signature is in `hints`, else that with the ids of the calls of `message`, or the last."""
+    """The turn with a signature of `hints`, else that with the ids of the calls of `message`, or the last."""
     signed = [turn for turn in turns if turn.signature in hints]
     if signed:
         return signed[-1]

@@ -11,10 +11,10 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from quatrain.serve.choice import Choice
-from quatrain.serve.requests import AnyRequest, BadRequest
+from quatrain.serve.requests import AnyRequest, BadRequest, ChatRequest
 from quatrain.serve.sessions import Session
 from quatrain.serve.text import Vocabulary
 from quatrain.types.sampler import Progress
@@ -63,7 +63,7 @@ class Protocol(ABC, Generic[Asked]):
     """What ends a stream that did not fail."""
     splits_thoughts = False
     """Whether thoughts up to `</think>` have a place of their own in an answer, and are no text."""
-    idle: dict[str, Any] | None = None
+    idle: ClassVar[Mapping[str, Any] | None] = None
     """The event by which a stream shows that it goes on, after PING_S without another; None: nothing."""
 
     @abstractmethod
@@ -89,9 +89,21 @@ class Protocol(ABC, Generic[Asked]):
     def error(self, error: BadRequest) -> dict[str, Any]:
         """The body of an error."""
 
-    def event(self, value: dict[str, Any]) -> str:
+    def event(self, value: Mapping[str, Any]) -> str:
         """The text of an event in a stream."""
         return f"data: {as_json(value)}\n\n"
+
+
+class ChatProtocol(Protocol[ChatRequest]):
+    """A protocol of chats, which can say how many tokens the prompt of a request has."""
+
+    @abstractmethod
+    def counted(self, body: bytes, session: Session | None) -> ChatRequest:
+        """The checked request whose tokens are asked for; it may lack what only an answer needs."""
+
+    @abstractmethod
+    def count(self, number: int) -> dict[str, Any]:
+        """The answer: so many tokens."""
 
 
 def as_json(value: Any) -> str:

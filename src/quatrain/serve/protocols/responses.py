@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from quatrain.config.errors import listed, shown
+from quatrain.config.errors import shown
 from quatrain.serve.choice import Choice, finite_logprobs, usage_of
+from quatrain.serve.protocols.fields import fault, list_at, object_at, one_of, only, text_at
 from quatrain.serve.protocols.openai import openai_error
-from quatrain.serve.protocols.protocol import AnswerForm, Protocol, as_json
+from quatrain.serve.protocols.protocol import AnswerForm, ChatProtocol, as_json
 from quatrain.serve.requests import IGNORED, BadRequest, ChatRequest, checked, fields_of
 from quatrain.serve.sessions import Session
-from quatrain.serve.text import Vocabulary
+from quatrain.serve.text import TokenText, Vocabulary
 from quatrain.types.piece import Piece
 from quatrain.types.sampler import Progress
 
@@ -41,53 +42,51 @@ CONVERTED = frozenset(
     }
 )
 """Fields that become others of a chat."""
-WITHOUT_EFFECT = IGNORED | {
+IGNORED_HERE = IGNORED | {
     *("truncation", "max_tool_calls"),  # nothing is truncated, and no tool runs here
     *("stream_options", "image", "access_programs", "background_options"),
 }
 """Fields that are accepted with any value and ignored."""
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "context_management": ([],),
-    "moderation": (),
-    "personality": (),
+    "background": ("an answer comes with its request", False),
+    "conversation": ("nothing is stored",),
+    "prompt": ("no prompts are stored",),
+    "context_management": ("the server shortens no dialogue", []),
+    "moderation": ("there is no moderation",),
+    "personality": ("the server has no instructions of its own",),
 }
-"""Fields that are not supported: the values that change nothing, with which they are accepted."""
+"""Fields that must be left out: why, and the values that are as good as that."""
 OF_CHAT = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "logprobs": "include",
 }
-"""Fields of the chat that a request becomes -> where the request has them, for errors."""
-INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+"""Fields of a chat that have another name here."""
+ENCRYPTED, LOGPROBS = INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
 """What `include` may ask for."""
 _ITEMS = {
-    "message": ({"role", "content"}, {"id", "status", "phase"}),
-    "function_call": ({"call_id", "name", "arguments"}, {"id", "status", "caller", "parsed_arguments"}),
-    "function_call_output": ({"call_id", "output"}, {"id", "status", "caller", "name"}),
-    "reasoning": ({"encrypted_content"}, {"id", "status", "summary", "content"}),
+    "message": {"type", "role", "content", "id", "status", "phase"},
+    "function_call": {
+        *("type", "call_id", "name", "arguments"),
+        *("id", "status", "caller", "parsed_arguments"),
+    },
+    "function_call_output": {"type", "call_id", "output", "id", "status", "caller", "name"},
+    "reasoning": {"type", "encrypted_content", "id", "status", "summary", "content"},
 }
-"""Types of items -> the fields that are read, and those that are ignored."""
+"""Types of items -> their fields. Thoughts are left out, as templates leave out those of past answers."""
+_TEXT = {"type", "text", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint"}
 _PARTS = {
-    **dict.fromkeys(
-        ("input_text", "output_text", "text"),
-        ({"text"}, {"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"}),
-    ),
-    "input_image": ({"image_url"}, {"detail", "prompt_cache_breakpoint"}),
+    "input_text": _TEXT,
+    "output_text": _TEXT,
+    "input_image": {"type", "image_url", "detail", "prompt_cache_breakpoint"},
 }
-"""The same of parts of a content."""
-_TOOLS = {
-    "function": (
-        {"name", "description", "parameters"},
-        {"strict", "allowed_callers", "output_schema"},
-    )
-}
-_ROLES = ("user", "assistant", "system", "developer")
+"""Types of the parts of a content -> their fields."""
+_TOOL = {"type", "name", "description", "parameters", "strict", "allowed_callers", "output_schema"}
 _PART_OF = {"reasoning": "reasoning_text", "message": "output_text"}
 """Items that come in parts -> the type of their one part."""
+CALL = "call_"
+"""What ids of calls begin with, before those that a chat has."""
 
 
 class ResponsesRequest(ChatRequest):
@@ -102,88 +101,79 @@ class ResponsesRequest(ChatRequest):
     @property
     def wants_encrypted(self) -> bool:
         """Whether thoughts come with their `encrypted_content`."""
-        return INCLUDED[0] in self.given.get("include", ())
+        return ENCRYPTED in self.given.get("include", ())
 
 
-class Responses(Protocol[ResponsesRequest]):
-    """The protocol of OpenAI's Responses."""
+class Responses(ChatProtocol):
+    """OpenAI's Responses. `reads_thinking`: whether the chat template has the variable `enable_thinking`."""
+
+    splits_thoughts = True
+
+    def __init__(self, *, reads_thinking: bool):
+        self._reads_thinking = reads_thinking
 
     def request(self, body: bytes, changed: Counter[str] | None, session: Session | None) -> ResponsesRequest:
         """As in every protocol."""
-        given = fields_of(body)
-        _check_fields(given)
-        return checked(ResponsesRequest, _as_chat(given, session), changed)
+        fields = fields_of(body)
+        given = dict(fields)
+        for name, (why, *harmless) in REFUSED.items():
+            if fields.pop(name, None) not in (None, *harmless):
+                raise BadRequest(f"{name} is not supported: {why}; leave it out", name)
+        only("", fields, AS_IN_CHAT | CONVERTED | IGNORED_HERE)
+        messages, hints = _messages(fields.get("input", []))
+        before = _before(fields, session)
+        if "input" not in fields and not before:
+            raise BadRequest("input is missing", "input")
+        instructions = text_at("instructions", fields.get("instructions", ""))
+        own = [{"role": "system", "content": instructions}] if instructions else []
+        chat = {"model": "", **{name: value for name, value in fields.items() if name in AS_IN_CHAT}}
+        chat |= {"messages": [*own, *before, *messages], "given": given, "num_instructions": len(own)}
+        chat |= _tools(fields) | _format(fields) | _include(fields)
+        if "max_output_tokens" in fields:
+            chat["max_tokens"] = fields["max_output_tokens"]
+        if object_at("reasoning", fields.get("reasoning", {})).get("effort") == "none" and self._reads_thinking:
+            variables = object_at("chat_template_kwargs", fields.get("chat_template_kwargs", {}))
+            chat["chat_template_kwargs"] = {"enable_thinking": False} | variables
+        asked = checked(ResponsesRequest, chat, changed, OF_CHAT)
+        asked.with_hints(hints)
+        return asked
+
+    def counted(self, body: bytes, session: Session | None) -> ResponsesRequest:
+        """As in every protocol of chats."""
+        return self.request(body, None, session)
+
+    def count(self, number: int) -> dict[str, Any]:
+        """As in every protocol of chats."""
+        return {"object": "response.input_tokens", "input_tokens": number}
 
     def answer(
         self,
-        asked: ResponsesRequest,
+        asked: ChatRequest,
         model: str,
         choices: Sequence[Choice],
         prompts: Sequence[Sequence[int]],
         vocabulary: Vocabulary,
     ) -> AnswerForm:
         """As in every protocol."""
+        assert isinstance(asked, ResponsesRequest)
         return ResponsesAnswer(asked, model, choices, prompts)
 
     def error(self, error: BadRequest) -> dict[str, Any]:
-        """An error in OpenAI's form, which names the field of Responses."""
-        field, text = error.field or "", str(error)
-        known = OF_CHAT.get(field, field)
-        text = known + text[len(field) :] if field and text.startswith(field) else text
-        return openai_error(BadRequest(text, known or None, error.status, error.code))
+        """As in every protocol, in OpenAI's form; a field of the chat has the name that the request gave it."""
+        field = OF_CHAT.get(error.field or "", error.field)
+        return openai_error(BadRequest(str(error), field, error.status, error.code))
 
     def event(self, value: dict[str, Any]) -> str:
-        """The text of an event, whose name is its type."""
+        """As in every protocol; its type has a line of its own."""
         return f"event: {value['type']}\ndata: {as_json(value)}\n\n"
 
 
 # ------------------------------------------------------------------------------------------------ requests
 
 
-def _check_fields(given: Mapping[str, Any]) -> None:
-    """Raises BadRequest for a field that is unknown or not supported."""
-    for name, value in given.items():
-        if name in AS_IN_CHAT | CONVERTED | WITHOUT_EFFECT or value in REFUSED.get(name, ()):
-            continue
-        raise BadRequest(f"{name} is not supported; got {shown(value)}; leave it out", name)
-
-
-def _as_chat(given: Mapping[str, Any], session: Session | None) -> dict[str, Any]:
-    """The fields of a chat."""
-    chat = {"model": "", **{name: value for name, value in given.items() if name in AS_IN_CHAT}}
-    instructions = _text_of(given.get("instructions", ""), "instructions")
-    own = [{"role": "system", "content": instructions}] if instructions else []
-    before = _before(given, session)
-    if "input" not in given and not before:
-        raise BadRequest("input is missing; give a text or a list of items", "input")
-    chat |= {
-        "messages": [*own, *before, *_messages(given.get("input", []))],
-        "tools": [_tool(tool, f"tools[{at}]") for at, tool in enumerate(_list(given.get("tools"), "tools"))],
-        "given": given,
-        "num_instructions": len(own),
-    }
-    if (choice := given.get("tool_choice")) is not None:
-        chat["tool_choice"] = _tool_choice(choice)
-    if (most := given.get("max_output_tokens")) is not None:
-        chat["max_tokens"] = most
-    if (form := _format(_object(given.get("text"), "text"))) is not None:
-        chat["response_format"] = form
-    for at, name in enumerate(_list(given.get("include"), "include")):
-        if name not in INCLUDED:
-            raise BadRequest(
-                f"include[{at}] must be one of {listed(INCLUDED)}; got {shown(name)}; leave it out",
-                f"include[{at}]",
-            )
-        chat["logprobs"] = chat.get("logprobs", False) or name == INCLUDED[1]
-    reasoning = _object(given.get("reasoning"), "reasoning")
-    if reasoning.get("effort") == "none":
-        chat["thinks"] = False
-    return chat
-
-
-def _before(given: Mapping[str, Any], session: Session | None) -> Sequence[Mapping[str, Any]]:
+def _before(fields: Mapping[str, Any], session: Session | None) -> Sequence[Mapping[str, Any]]:
     """The messages of the answer that the request names, without the instructions that it had."""
-    name = given.get("previous_response_id")
+    name = fields.get("previous_response_id")
     if name is None:
         return ()
     found = None if session is None else session.named_answers.get(str(name))
@@ -198,17 +188,21 @@ def _before(given: Mapping[str, Any], session: Session | None) -> Sequence[Mappi
     return found
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """The messages of `input`: what the model said without an item of others in between is one."""
+def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of `input`, and the signatures of answers in it.
+
+    What the model said is one message, up to the next item that it did not say.
+    """
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": given}], []
     messages: list[dict[str, Any]] = []
+    hints: list[str] = []
     goes_on = False
-    for at, item in enumerate(_list(given, "input")):
+    for at, each in enumerate(list_at("input", given)):
         path = f"input[{at}]"
-        item = _object(item, path)
-        kind = item.get("type") or "message"
-        _check_parts_of(item, kind, _ITEMS, path)
+        item = object_at(path, each)
+        kind = one_of(f"{path}.type", item.get("type", "message"), _ITEMS, "leave the item out")
+        only(path, item, _ITEMS[kind])
         said = _said(item, kind, path)
         if said is None:
             messages.append(_of_others(item, kind, path))
@@ -218,124 +212,99 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         else:
             messages.append(said)
         goes_on = said is not None
-    return messages
+        hints += [text_at(f"{path}.{name}", item[name]) for name in ("encrypted_content",) if name in item]
+    return messages, hints
 
 
 def _said(item: Mapping[str, Any], kind: str, path: str) -> dict[str, Any] | None:
-    """The message of the assistant that an item is, or part of one; None: it is not the assistant's."""
+    """The message of the assistant that an item is a part of; None: others said it."""
     message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
     if kind == "message" and item.get("role") == "assistant":
-        return message | {"content": _text_of(_content(item.get("content"), f"{path}.content"), path)}
+        content = _content(f"{path}.content", item.get("content"), ("input_text", "output_text"))
+        return message | {"content": content}
     if kind == "function_call":
-        function = {name: item.get(name) for name in ("name", "arguments")}
-        identity = _text_of(item.get("call_id"), f"{path}.call_id")
-        return message | {
-            "tool_calls": [{"id": stripped_id(identity), "type": "function", "function": function}]
-        }
+        name, arguments = (text_at(f"{path}.{name}", item.get(name)) for name in ("name", "arguments"))
+        function = {"name": name, "arguments": arguments}
+        call = {"id": _call_id(path, item), "type": "function", "function": function}
+        return message | {"tool_calls": [call]}
     return message if kind == "reasoning" else None
 
 
 def _of_others(item: Mapping[str, Any], kind: str, path: str) -> dict[str, Any]:
     """The message that an item is which the model did not say."""
+    parts = ("input_text", "input_image")
     if kind == "function_call_output":
-        identity = stripped_id(_text_of(item.get("call_id"), f"{path}.call_id"))
-        content = _content(item.get("output"), f"{path}.output")
-        return {"role": "tool", "tool_call_id": identity, "content": content}
-    if item.get("role") not in _ROLES:
-        raise BadRequest(
-            f"{path}.role must be one of {listed(_ROLES)}; got {shown(item.get('role'))}; correct it",
-            f"{path}.role",
-        )
-    return {"role": item["role"], "content": _content(item.get("content"), f"{path}.content")}
+        content = _content(f"{path}.output", item.get("output"), parts)
+        return {"role": "tool", "tool_call_id": _call_id(path, item), "content": content}
+    role = one_of(f"{path}.role", item.get("role"), ("user", "assistant", "system", "developer"))
+    return {"role": role, "content": _content(f"{path}.content", item.get("content"), parts)}
 
 
-def _content(given: Any, path: str) -> str | list[dict[str, Any]]:
-    """A text, or if there are pictures the parts of a chat."""
+def _call_id(path: str, item: Mapping[str, Any]) -> str:
+    """The id of a call, as it was made here."""
+    return text_at(f"{path}.call_id", item.get("call_id")).removeprefix(CALL)
+
+
+def _content(path: str, given: Any, kinds: Sequence[str]) -> str | list[dict[str, Any]]:
+    """A text, or with pictures the parts of a chat; parts may be of these kinds."""
     if isinstance(given, str):
         return given
+    if not isinstance(given, list):
+        raise fault(path, "must be a text or a list of parts", given)
     parts: list[dict[str, Any]] = []
-    for at, part in enumerate(_list(given, path, or_text=True)):
+    for at, each in enumerate(given):
         place = f"{path}[{at}]"
-        part = _object(part, place)
-        _check_parts_of(part, part.get("type"), _PARTS, place)
-        if part["type"] == "input_image":
-            url = _text_of(part.get("image_url"), f"{place}.image_url")
+        part = object_at(place, each)
+        kind = one_of(f"{place}.type", part.get("type"), kinds, "leave the part out")
+        only(place, part, _PARTS[kind])
+        if kind == "input_image":
+            url = text_at(f"{place}.image_url", part.get("image_url"))
             parts.append({"type": "image_url", "image_url": {"url": url}})
         else:
-            parts.append({"type": "text", "text": _text_of(part.get("text"), f"{place}.text")})
+            parts.append({"type": "text", "text": text_at(f"{place}.text", part.get("text"))})
     if any(part["type"] == "image_url" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
 
 
-def _tool(given: Any, path: str) -> dict[str, Any]:
-    """A tool in the form of a chat; what the template writes of it has no `strict`."""
-    tool = _object(given, path)
-    known = {name: value for name, value in tool.items() if (name, value) not in _OFF}
-    _check_parts_of(known, tool.get("type"), _TOOLS, path)
-    names = ("name", "description", "parameters")
-    return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
+def _tools(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The tools of a chat, and its choice of them."""
+    tools = []
+    for at, each in enumerate(list_at("tools", fields.get("tools", []))):
+        path = f"tools[{at}]"
+        tool = object_at(path, each)
+        one_of(f"{path}.type", tool.get("type"), ("function",), "leave the tool out")
+        only(path, {name: value for name, value in tool.items() if value is not False}, _TOOL)
+        # Without `strict`, as a template would write it into the prompt.
+        function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
+        tools.append({"type": "function", "function": function})
+    choice = fields.get("tool_choice", "auto")
+    if isinstance(choice, Mapping):
+        one_of("tool_choice.type", choice.get("type"), ("function",), "give the tools that may be called")
+        only("tool_choice", choice, ("type", "name"))
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return {"tools": tools, "tool_choice": choice}
 
 
-_OFF = (("defer_loading", False), ("async", False))
-"""Fields of tools that are accepted with the value that changes nothing."""
+def _format(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The `response_format` of a chat, unless any text is one."""
+    text = object_at("text", fields.get("text", {}))
+    only("text", text, ("format", "verbosity"))
+    form = object_at("text.format", text.get("format", {"type": "text"}))
+    kind = one_of("text.format.type", form.get("type"), ("text", "json_object", "json_schema"))
+    if kind == "text":
+        return {}
+    only("text.format", form, ("type", *(("name", "schema", "strict", "description") if kind == "json_schema" else ())))
+    inner = {name: value for name, value in form.items() if name != "type"}
+    return {"response_format": {"type": kind, **({kind: inner} if kind == "json_schema" else {})}}
 
 
-def _tool_choice(given: Any) -> Any:
-    """A choice in the form of a chat."""
-    if not isinstance(given, Mapping):
-        return given
-    if given.get("type") != "function":
-        raise BadRequest(
-            f"tool_choice.type must be function; got {shown(given.get('type'))}; name a function, or give as "
-            "`tools` those that may be called",
-            "tool_choice.type",
-        )
-    return {"type": "function", "function": {"name": given.get("name")}}
-
-
-def _format(text: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `response_format` of a chat; None: any text."""
-    if unknown := sorted(text.keys() - {"format", "verbosity"}):
-        raise BadRequest(f"text.{unknown[0]} is not supported; leave it out", f"text.{unknown[0]}")
-    form = _object(text.get("format"), "text.format")
-    if form.get("type", "text") != "json_schema":
-        return None if form.get("type", "text") == "text" else dict(form)
-    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
-
-
-def _check_parts_of(
-    given: Mapping[str, Any], kind: Any, known: Mapping[str, tuple[set[str], set[str]]], path: str
-) -> None:
-    """Raises BadRequest for a type that is not known, and for a field that one of this type does not have."""
-    if kind not in known:
-        raise BadRequest(
-            f"{path}.type must be one of {listed(known)}; got {shown(kind)}; leave it out", f"{path}.type"
-        )
-    if unknown := sorted(given.keys() - {"type"} - set.union(*known[kind])):
-        name = f"{path}.{unknown[0]}"
-        raise BadRequest(f"{name} is not supported; got {shown(given[unknown[0]])}; leave it out", name)
-
-
-def _object(given: Any, path: str) -> dict[str, Any]:
-    """An object without its null fields; null counts as an empty one."""
-    if not isinstance(given, Mapping | None):
-        raise BadRequest(f"{path} must be an object; got {shown(given)}; correct it", path)
-    return {name: value for name, value in (given or {}).items() if value is not None}
-
-
-def _list(given: Any, path: str, *, or_text: bool = False) -> list[Any]:
-    """A list; null counts as an empty one, but where a text could stand."""
-    if not isinstance(given, list) and (or_text or given is not None):
-        what = "a text or a list" if or_text or path == "input" else "a list"
-        raise BadRequest(f"{path} must be {what}; got {shown(given)}; correct it", path)
-    return given or []
-
-
-def _text_of(given: Any, path: str) -> str:
-    if not isinstance(given, str):
-        raise BadRequest(f"{path} must be a text; got {shown(given)}; correct it", path)
-    return given
+def _include(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What an answer has beside its text, as a chat asks for it."""
+    names = list_at("include", fields.get("include", []))
+    for at, name in enumerate(names):
+        one_of(f"include[{at}]", name, INCLUDED, "leave it out")
+    return {"logprobs": True} if LOGPROBS in names else {}
 
 
 # ------------------------------------------------------------------------------------------------- answers
@@ -357,7 +326,9 @@ class ResponsesAnswer(AnswerForm):
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item may get more text."""
-        self._num_thoughts, self._numbers = 0, itertools.count()
+        self._numbers = itertools.count()
+        self._num_thoughts, self._undecided = 0, list[tuple[TokenText, float]]()
+        """Tokens of thoughts, and those of which it is not known yet whether they begin one."""
 
     def whole(self, version: int) -> dict[str, Any]:
         """The answer to a request without a stream."""
@@ -399,28 +370,33 @@ class ResponsesAnswer(AnswerForm):
 
     def _said(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The events of further tokens, and at the end those that close the items."""
-        choice, at, ended = self._choice, 0, self._choice.finish_reason is not None
-        values = finite_logprobs(piece) if self._asked.wants_logprobs else None
-        said: list[tuple[str, str]] = []
-        while at < len(piece.tokens) or ended:
-            was_thought = choice.is_thought
+        choice, ended = self._choice, self._choice.finish_reason is not None
+        at, finished, said = 0, False, list[tuple[str, str]]()
+        while at < len(piece.tokens) or (ended and not finished):
+            was_thinking = choice.is_thinking
             # One by one where thoughts may begin or end: their tokens are counted.
             step = slice(at, at + 1 if choice.may_think else len(piece.tokens))
             at, finished = step.stop, ended and step.stop >= len(piece.tokens)
             text, thoughts, _ = choice.said(piece.tokens[step], finished=finished)
             said += [(kind, new) for kind, new in (("reasoning", thoughts), ("message", text)) if new]
-            of_thought = was_thought or choice.is_thought
-            self._num_thoughts += of_thought * len(piece.tokens[step])
-            if values is not None:
-                texts = map(choice.token_texts.push, piece.tokens[step])
-                known = zip(texts, values[step], strict=True)
-                choice.unlisted.extend([] if of_thought else known)
-            if finished:
-                break
+            self._undecided += self._known(piece, step)
+            if was_thinking or choice.is_thinking:
+                self._num_thoughts += len(self._undecided)
+            elif choice.is_undecided and not finished:
+                continue
+            elif self._asked.wants_logprobs:
+                choice.unlisted.extend(self._undecided)
+            self._undecided = []
         for kind, same in itertools.groupby(said, key=lambda each: each[0]):
             yield from self._more(kind, "".join(new for _, new in same))
         if ended:
             yield from self._end()
+
+    def _known(self, piece: Piece, step: slice) -> Iterator[tuple[TokenText, float]]:
+        """The texts of tokens, and their log-probabilities."""
+        values = finite_logprobs(piece) if self._asked.wants_logprobs else piece.logprobs
+        texts = map(self._choice.token_texts.push, piece.tokens[step])
+        return zip(texts, values[step], strict=True)
 
     def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         """Further text of an item of this type, which is the last one or a new one."""
@@ -467,7 +443,7 @@ class ResponsesAnswer(AnswerForm):
             yield from self._more("message", "")
         yield from self._close("completed" if calls else self._status)
         for call in calls:
-            item = _item("function_call", status="in_progress", call_id=f"call_{call['id']}", arguments="")
+            item = _item("function_call", status="in_progress", call_id=CALL + call["id"], arguments="")
             item["name"] = call["function"]["name"]
             self._items.append(item)
             yield self._event("output_item.added", **self._at(), item=dict(item))
@@ -547,5 +523,3 @@ _REPEATED: dict[str, Any] = {
 def _item(kind: str, **fields: Any) -> dict[str, Any]:
     return {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, **fields}
 
-
-RESPONSES = Responses()
