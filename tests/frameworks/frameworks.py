@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,12 @@ def save_model(folder: Path) -> Path:
     begun = {'"': [('add", "ar', 'guments": {"a": 7, ', '"b": 8}}\n</tool_call>')]}
     sings = {"asked": {ENDLESS_WORD: (ENDLESS, ENDLESS)}}
     return save_calling_model(folder, calls, texts, begun=begun, calls_at_first=0.9999, **sings)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @contextmanager

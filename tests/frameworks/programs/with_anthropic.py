@@ -79,7 +79,8 @@ def models():
 def count():
     """Tokens of a request, and what its answer says of them."""
     counted = client.messages.count_tokens(model=MODEL, messages=ASK, tools=[ADD_TOOL]).input_tokens
-    return [counted, create(tools=[ADD_TOOL]).usage.input_tokens]
+    usage = create(tools=[ADD_TOOL]).usage
+    return [counted, usage.input_tokens + usage.cache_read_input_tokens]
 
 
 def lacks():

@@ -28,7 +28,7 @@ def chat():
     return text
 
 
-async def stream():
+async def fields():
     """The parts of an answer of a predictor, as its fields come: the model writes them by a schema."""
     dspy.configure(lm=model(), adapter=dspy.JSONAdapter())
     asked = dspy.streamify(dspy.Predict("question -> sum: int"))
