@@ -272,8 +272,8 @@ agent/overridden_fields | fields | sum |
 agent/refused_requests | requests | sum |
     Requests beyond a limit of the episode (`rollout.max_turns`, `rollout.max_new_tokens`, its length).
 agent/untrained_requests | requests | sum |
-    Requests of episodes whose answers are not trained: by `untrained_base_url`, or by a model's name that ends
-    in `:untrained`.
+    Requests of episodes whose answers are not trained: by `untrained_base_url`, or by the name of a model that
+    ends in `:untrained`.
 agent/tool_calls | calls | sum | Calls of tools in the answers.
 agent/malformed_calls | calls | sum | Calls that could not be read, and stayed text.
 agent/errors | episodes | sum | Episodes that an error of their agent ended, or the end of its process.

@@ -41,7 +41,7 @@ def is_of_sessions(path: str) -> bool:
 
 
 def is_untrained(request: Request) -> bool:
-    """Whether a request of a session is no turn of its episode: by its path, or by the model that it names."""
+    """Whether a request of a session is no turn of its episode: by its path, or by the model it names."""
     by_path = request.path_params.get("session") is not None and "/untrained/" in request.url.path
     return by_path or getattr(request.state, "names_untrained", False)
 

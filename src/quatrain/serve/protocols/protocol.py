@@ -48,8 +48,8 @@ class AnswerForm(ABC):
         """The events after the last token."""
         return iter(())
 
-    def ended(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Notes in a session that a turn has ended, whose answer is the last of the dialogue's `messages`."""
+    def ended(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
+        """Notes in a session that a turn has ended, whose answer is the last of its dialogue's `messages`."""
 
     @abstractmethod
     def failed(self, error: BadRequest) -> Iterator[dict[str, Any]]:

@@ -131,7 +131,10 @@ class Responses(ChatProtocol):
         chat |= _tools(fields) | _format(fields) | _include(fields)
         if "max_output_tokens" in fields:
             chat["max_tokens"] = fields["max_output_tokens"]
-        if object_at("reasoning", fields.get("reasoning", {})).get("effort") == "none" and self._reads_thinking:
+        if (
+            object_at("reasoning", fields.get("reasoning", {})).get("effort") == "none"
+            and self._reads_thinking
+        ):
             variables = object_at("chat_template_kwargs", fields.get("chat_template_kwargs", {}))
             chat["chat_template_kwargs"] = {"enable_thinking": False} | variables
         asked = checked(ResponsesRequest, chat, changed, OF_CHAT)
@@ -159,7 +162,7 @@ class Responses(ChatProtocol):
         return ResponsesAnswer(asked, model, choices, prompts)
 
     def error(self, error: BadRequest) -> dict[str, Any]:
-        """As in every protocol, in OpenAI's form; a field of the chat has the name that the request gave it."""
+        """As in every protocol, in OpenAI's form."""
         field = OF_CHAT.get(error.field or "", error.field)
         return openai_error(BadRequest(str(error), field, error.status, error.code))
 
@@ -180,8 +183,8 @@ def _before(fields: Mapping[str, Any], session: Session | None) -> Sequence[Mapp
     if found is None:
         where = "in this session" if session is not None else "here, where nothing is stored"
         raise BadRequest(
-            f"previous_response_id must be the id of an answer; {shown(name)} is none {where}; give all items "
-            "as `input`",
+            f"previous_response_id must be the id of an answer; {shown(name)} is none {where}; give all of "
+            "the items as `input`",
             "previous_response_id",
             code="previous_response_not_found",
         )
@@ -195,10 +198,12 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}], []
+    if not isinstance(given, list):
+        raise fault("input", "must be a text or a list of items", given)
     messages: list[dict[str, Any]] = []
     hints: list[str] = []
     goes_on = False
-    for at, each in enumerate(list_at("input", given)):
+    for at, each in enumerate(given):
         path = f"input[{at}]"
         item = object_at(path, each)
         kind = one_of(f"{path}.type", item.get("type", "message"), _ITEMS, "leave the item out")
@@ -212,7 +217,8 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
         else:
             messages.append(said)
         goes_on = said is not None
-        hints += [text_at(f"{path}.{name}", item[name]) for name in ("encrypted_content",) if name in item]
+        if "encrypted_content" in item:
+            hints.append(text_at(f"{path}.encrypted_content", item["encrypted_content"]))
     return messages, hints
 
 
@@ -294,7 +300,11 @@ def _format(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = one_of("text.format.type", form.get("type"), ("text", "json_object", "json_schema"))
     if kind == "text":
         return {}
-    only("text.format", form, ("type", *(("name", "schema", "strict", "description") if kind == "json_schema" else ())))
+    only(
+        "text.format",
+        form,
+        ("type", *(("name", "schema", "strict", "description") if kind == "json_schema" else ())),
+    )
     inner = {name: value for name, value in form.items() if name != "type"}
     return {"response_format": {"type": kind, **({kind: inner} if kind == "json_schema" else {})}}
 
@@ -522,4 +532,3 @@ _REPEATED: dict[str, Any] = {
 
 def _item(kind: str, **fields: Any) -> dict[str, Any]:
     return {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, **fields}
-
