@@ -82,7 +82,9 @@ def check_schemas(client, count):
     schemas = [random_schema(seed) for seed in range(count)]
 
     def free(seed):
-        return ask(client, seed=seed, max_tokens=60, extra_body={"return_token_ids": True}).choices[0].token_ids
+        return (
+            ask(client, seed=seed, max_tokens=60, extra_body={"return_token_ids": True}).choices[0].token_ids
+        )
 
     def structured(seed):
         how = {"temperature": 0.7, "top_p": 0.95} if seed % 3 else {}
@@ -202,7 +204,7 @@ def test_without_the_library_formats_are_refused_and_calls_begun(calling, monkey
 
 
 def test_an_answer_that_is_trained_follows_no_grammar(server, tokenizer):
-    """Its words were not drawn from what the trainer takes them to be drawn from; others of its episode are."""
+    """Its words were not drawn from what the trainer takes them to be drawn from."""
     url, sessions = server
     ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
     rules = SessionRules(Sampling(1, 100), seed=1, step=2, max_turns=4, max_tokens=500)
@@ -223,6 +225,6 @@ def test_a_sampler_says_itself_that_it_follows_no_grammar():
         def load(self, weights, version):
             raise NotImplementedError
 
-    with pytest.raises(ValueError, match="any text: rollout.sampler must follow"):
+    with pytest.raises(ValueError, match=r"any text: rollout\.sampler must follow"):
         Own().check_grammar("start: /a/")
     assert masks.why_not(()) == masks.NO_END

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quatrain.data.tool_calls import Beginning, beginning_of_calls, written_call
@@ -23,9 +23,12 @@ _KEY, _VALUE, _OTHER_KEY, _OTHER_VALUE = "STANDKEY", "STANDVALUE", "OTHERKEY", "
 _NAME_LAST = re.compile(rf'^,\s*"name":\s*"{STAND_IN}"')
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 """Keywords of a schema that limit nothing."""
+_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$schema"})
+"""Keywords of a schema of arguments between tags, of which those alone are written that it names."""
 _NO_CALLS = (
-    "response_format beside tools needs calls of which a grammar is known: that of this chat template, or of "
-    "the schemas of these tools, is not (docs/serve.md); set tool_choice to none, or leave response_format out"
+    "response_format beside tools needs calls of which a grammar is known: that of this chat template, or "
+    "of the schemas of these tools, is not (docs/serve.md); set tool_choice to none, or leave "
+    "response_format out"
 )
 
 Schema = Mapping[str, Any] | bool
@@ -82,7 +85,11 @@ def _terms(text: str, added: Mapping[str, int]) -> str:
     """Terms: a text, in which `added` tokens are tokens: llguidance takes many of them for no text."""
     longest_first = sorted(added, key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text) if added else [text]
-    each = (f"<[{added[part]}]>" if part in added else json.dumps(part, ensure_ascii=False) for part in parts if part)
+    each = (
+        f"<[{added[part]}]>" if part in added else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
+    )
     return " ".join(each) or '""'
 
 
@@ -200,10 +207,14 @@ def _tagged_form(none: str, one: str, two: str) -> _Found | None:
 
 
 def _tagged(schema: Schema, tags: _Tags, added: Mapping[str, int]) -> str | None:
-    """Terms: the arguments of a schema, each in its tags, in the schema's order; None where none are known."""
+    """Terms: the arguments of a schema, each in its tags, in its order; None where none are known."""
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         return None
-    if schema.keys() - _NOTES - {"type", "properties", "required", "additionalProperties", "$defs", "$schema"}:
+    if (
+        schema.keys()
+        - _NOTES
+        - {"type", "properties", "required", "additionalProperties", "$defs", "$schema"}
+    ):
         return None
     required, properties = schema.get("required", []), schema.get("properties", {})
     if not set(required) <= properties.keys():
@@ -226,7 +237,10 @@ def _tagged_value(own: Any, definitions: Any, tags: _Tags, added: Mapping[str, i
     behind = _terms(tags.behind, added)
     if kind == "string" and "enum" in limits and limits <= {"type", "enum"}:
         words = own["enum"]
-        if not all(isinstance(word, str) and word == word.strip() and tags.behind.strip() not in word for word in words):
+        if not all(
+            isinstance(word, str) and word == word.strip() and tags.behind.strip() not in word
+            for word in words
+        ):
             return None
         return f"({' | '.join(json.dumps(word, ensure_ascii=False) for word in words)}) {behind}"
     if kind == "string":
