@@ -1,6 +1,7 @@
 """Programs of others are trained two steps each, unchanged (`make test-hubs`)."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ def trained(place, agent, calls, begun=()):
     python = f"rollout.agent_python={HUBS}/frameworks/bin/python"
     settings = (*SETTINGS, python, f"rollout.agent={json.dumps(agent)}")
     command = [sys.executable, "-m", "quatrain.cli", "train", *(f"--set={s}" for s in settings)]
-    done = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
+    own = environment(place) | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    done = subprocess.run(command, cwd=place, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     run = place / "runs" / "agent"
     samples = [
