@@ -1,4 +1,4 @@
-"""Installs programs of others that ask quatrain into environments of their own, .hubs/NAME/ (`make test-hubs`).
+"""Installs programs that ask quatrain into environments of their own, .hubs/NAME/ (`make test-hubs`).
 
     python scripts/install_hubs.py
 
@@ -21,8 +21,9 @@ PACKAGES = {
     "openenv": ("openenv==0.10.0", "uvicorn"),
     "frameworks": (
         "openai==3.57.0", "anthropic==2.14.0", "openai-agents==0.24.0", "litellm==1.110.2",
-        "langchain-openai==1.7.4", "langchain-anthropic==1.7.10", "pydantic-ai-slim[openai,anthropic]==2.68.0",
-        "dspy==3.4.1", "inspect-ai==0.3.285", "smolagents[openai]==1.26.0", "lm_eval[api]==0.4.13", "transformers",
+        "langchain-openai==1.7.4", "langchain-anthropic==1.7.10",
+        "pydantic-ai-slim[openai,anthropic]==2.68.0", "dspy==3.4.1", "inspect-ai==0.3.285",
+        "smolagents[openai]==1.26.0", "lm_eval[api]==0.4.13", "transformers",
     ),
     "instructor": ("instructor==1.17.0", "openai==3.3.0", "anthropic==2.14.0"),
 }  # fmt: skip

@@ -55,28 +55,17 @@ def save_calling_model(
 ) -> Path:
     """Writes the model that says one of `calls` or `texts`, each so often as its number says.
 
-    With tools in the prompt, it calls with the probability `calls_at_first`, and `calls_again` once the prompt
-    has a result; without tools it says a text. `asked`: what it says instead if a word stands in the prompt; a
-    line whose first piece comes again at its end goes on for ever. `begun`: how an answer goes on whose
+    With tools in the prompt, it calls with the probability `calls_at_first`, and `calls_again` once the
+    prompt has a result; without tools it says a text. `asked`: what it says instead if a word stands in the
+    prompt; a line whose first piece comes again at its end has no end. `begun`: how an answer goes on whose
     beginning is given and ends with a character.
     """
-    weights: dict[str, Counter[str]] = defaultdict(Counter)
-    firsts: dict[str, Counter[str]] = {"call": Counter(), "text": Counter()}
     asked = asked or {}
-    for kind, lines in (("call", calls), ("text", texts)):
-        for line, weight in lines.items():
-            firsts[kind][line[0]] += weight
-            for piece, following in zip(line, [*line[1:], END]):
-                weights[piece][following] += weight
-    for line in asked.values():
-        for piece, following in zip(line, line[1:] if line[0] == line[-1] else [*line[1:], END]):
-            weights[piece][following] += 1
-    for letter, lines in (begun or {}).items():
-        for line in lines:
-            for piece, following in zip((letter, *line), [*line, END]):
-                weights[piece][following] += 1
+    weights, firsts = _chain(calls, texts, asked, begun or {})
     looked_for = (TOOLS, RESULT, *asked)
-    tokenizer = _tokenizer([*weights, *(each for following in weights.values() for each in following)], looked_for)
+    tokenizer = _tokenizer(
+        [*weights, *(each for following in weights.values() for each in following)], looked_for
+    )
 
     def number(text: str) -> int:
         return tokenizer.convert_tokens_to_ids(text if text in (END, *looked_for) else _written(text))
@@ -96,17 +85,6 @@ def save_calling_model(
     embedding[np.arange(vocabulary), [known.get(token, other) for token in range(vocabulary)]] = 1
     scale = math.sqrt(hidden / 2)  # of what follows a norm: two entries are 1
 
-    heads = len(looked_for)
-    projections = {name: np.zeros((heads * HEAD_SIZE, hidden), np.float32) for name in "qkv"}
-    output = np.zeros((hidden, heads * HEAD_SIZE), np.float32)
-    slow = HEAD_SIZE // 2 - 1  # of the pair of entries that turns by THETA ** -0.75 radians a token
-    for head, (mark, flag) in enumerate(zip(marks, flags)):
-        first = head * HEAD_SIZE
-        projections["q"][first + slow, constant] = 1 / scale
-        projections["k"][first + slow, mark] = STRONG * math.sqrt(HEAD_SIZE) / scale
-        projections["v"][first, mark] = SEEN / scale
-        output[flag, first] = 1
-
     logits = np.zeros((vocabulary, hidden), np.float32)
     logits[[number(letter) for letter in CLOSERS], constant] = 6
     for piece, following in weights.items():
@@ -118,23 +96,27 @@ def save_calling_model(
         logits[number(first), start] = STRONG - FLAG + likely
         logits[number(first), flags[:2]] = FLAG / SEEN, shift / SEEN
     for first, weight in firsts["text"].items():
-        logits[number(first), start] = STRONG + math.log(weight / firsts["text"].total() * (1 - calls_at_first))
+        logits[number(first), start] = STRONG + math.log(
+            weight / firsts["text"].total() * (1 - calls_at_first)
+        )
     for line, flag in zip(asked.values(), flags[2:]):
         logits[number(line[0]), [start, flag]] = STRONG - FLAG / 2, FLAG / SEEN
     logits /= scale
 
     ones, layer = np.ones(hidden, np.float32), "model.layers.0"
-    gate = np.random.default_rng(0).normal(0, 0.02, (2, hidden, hidden)).astype(np.float32)
+    gates = np.random.default_rng(0).normal(0, 0.02, (2, hidden, hidden)).astype(np.float32)
     tensors = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": ones,
         "lm_head.weight": logits,
         f"{layer}.input_layernorm.weight": ones.copy(),
         f"{layer}.post_attention_layernorm.weight": ones.copy(),
-        **{f"{layer}.self_attn.{name}_proj.weight": projections[name] for name in "qkv"},
-        f"{layer}.self_attn.o_proj.weight": output,
-        f"{layer}.mlp.gate_proj.weight": gate[0],
-        f"{layer}.mlp.up_proj.weight": gate[1],
+        **{
+            f"{layer}.self_attn.{name}_proj.weight": tensor
+            for name, tensor in _attention(hidden, scale, constant, marks, flags).items()
+        },
+        f"{layer}.mlp.gate_proj.weight": gates[0],
+        f"{layer}.mlp.up_proj.weight": gates[1],
         f"{layer}.mlp.down_proj.weight": np.zeros((hidden, hidden), np.float32),
     }
     config = {
@@ -143,8 +125,8 @@ def save_calling_model(
         "hidden_size": hidden,
         "intermediate_size": hidden,
         "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        "num_attention_heads": len(looked_for),
+        "num_key_value_heads": len(looked_for),
         "head_dim": HEAD_SIZE,
         "max_position_embeddings": MOST_POSITIONS,
         "rope_theta": THETA,
@@ -160,6 +142,47 @@ def save_calling_model(
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def _chain(
+    calls: Mapping[Line, float],
+    texts: Mapping[Line, float],
+    asked: Mapping[str, Line],
+    begun: Mapping[str, Sequence[Line]],
+) -> tuple[dict[str, Counter[str]], dict[str, Counter[str]]]:
+    """(how often a piece follows another, how often a call or a text begins with a piece)"""
+    weights: dict[str, Counter[str]] = defaultdict(Counter)
+    firsts: dict[str, Counter[str]] = {"call": Counter(), "text": Counter()}
+    for kind, lines in (("call", calls), ("text", texts)):
+        for line, weight in lines.items():
+            firsts[kind][line[0]] += weight
+            for piece, following in zip(line, [*line[1:], END]):
+                weights[piece][following] += weight
+    for line in asked.values():
+        for piece, following in zip(line, line[1:] if line[0] == line[-1] else [*line[1:], END]):
+            weights[piece][following] += 1
+    for letter, lines in begun.items():
+        for line in lines:
+            for piece, following in zip((letter, *line), [*line, END]):
+                weights[piece][following] += 1
+    return weights, firsts
+
+
+def _attention(
+    hidden: int, scale: float, constant: int, marks: Sequence[int], flags: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Projections by which each head sets its flag to SEEN if a token with its mark stands in the prompt."""
+    size = len(marks) * HEAD_SIZE
+    query, key, value = (np.zeros((size, hidden), np.float32) for _ in range(3))
+    output = np.zeros((hidden, size), np.float32)
+    slow = HEAD_SIZE // 2 - 1  # of the pair of entries that turns by THETA ** -0.75 radians a token
+    for head, (mark, flag) in enumerate(zip(marks, flags)):
+        first = head * HEAD_SIZE
+        query[first + slow, constant] = 1 / scale
+        key[first + slow, mark] = STRONG * math.sqrt(HEAD_SIZE) / scale
+        value[first, mark] = SEEN / scale
+        output[flag, first] = 1
+    return {"q": query, "k": key, "v": value, "o": output}
 
 
 def _written(text: str) -> str:

@@ -24,7 +24,7 @@ ANSWERS = (
     "It's 5.",
 )
 ENDLESS_WORD, ENDLESS = "SING", "la "
-BEGIN_S, CHECKS_S = 300, 600
+BEGIN_S, CHECKS_S = 300, 1200
 _ADDED = (('{"a": 2', ', "b": 3}'), ('{"b": 4', ', "a": -1}'))
 
 
@@ -55,9 +55,10 @@ def served(place: Path, model: Path, port: int):
     command = [sys.executable, "-m", "quatrain.cli", "serve", "--port", str(port), "--name", MODEL]
     command += ["--set", f"model.path={model}", "--set", "rollout.max_concurrency=8"]
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + BEGIN_S
-    with (place / "server.log").open("wb") as log, subprocess.Popen(
-        command, cwd=place, stdout=log, stderr=log
-    ) as process:
+    with (
+        (place / "server.log").open("wb") as log,
+        subprocess.Popen(command, cwd=place, stdout=log, stderr=log) as process,
+    ):
         try:
             while not _answers(f"{url}/health"):
                 assert process.poll() is None, (place / "server.log").read_text()
@@ -97,7 +98,9 @@ def checked(place: Path, url: str, model: Path, name: str, python: str, checks: 
     command = [HUBS / python / "bin" / "python", PROGRAMS / f"with_{name}.py", url, MODEL, *checks]
     own = environment(place) | {"MODEL_FOLDER": str(model)}
     with (place / "out.log").open("wb") as log:
-        done = subprocess.run(command, cwd=place, env=own, stdout=subprocess.PIPE, stderr=log, timeout=CHECKS_S)
+        done = subprocess.run(
+            command, cwd=place, env=own, stdout=subprocess.PIPE, stderr=log, timeout=CHECKS_S
+        )
     said = done.stdout.decode()
     assert done.returncode == 0, said + (place / "out.log").read_text()[-4000:]
     return json.loads(said.rstrip().rpartition("\n")[2])

@@ -33,15 +33,18 @@ SUM_BEGUN = tuple(
     ("final_res", 'ult", "argume', f'nts": {{"value": {number}', "}}\n</tool_", "call>") for number in (5, 6)
 )
 SAID_BEGUN = tuple(
-    ("final_ans", 'wer", "argume', f'nts": {{"answer": "{number}', '"}}\n</tool_', "call>") for number in (5, 6)
+    ("final_ans", 'wer", "argume', f'nts": {{"answer": "{number}', '"}}\n</tool_', "call>")
+    for number in (5, 6)
 )
-"""What follows a call that is begun, up to its name: with `tool_choice` the beginning belongs to the prompt."""
+"""What follows the beginning of a call, which `tool_choice` makes a part of the prompt."""
 
 
 def trained(place, agent, calls, begun=()):
-    """A run of two steps of `agent` with a model that makes `calls`: (metrics of the steps, samples of each)."""
+    """A run of two steps with a model that makes `calls`: (metrics of the steps, samples of each)."""
     texts = {pieces(text): 1.0 for text in TEXTS}
-    save_calling_model(place / "model", dict.fromkeys(calls, 1.0), texts, begun={'"': begun} if begun else None)
+    save_calling_model(
+        place / "model", dict.fromkeys(calls, 1.0), texts, begun={'"': begun} if begun else None
+    )
     rows = [json.dumps({"prompt": f"How much is {i} + 3?"}) for i in range(8)]
     (place / "rows.jsonl").write_text("\n".join(rows))
     python = f"rollout.agent_python={HUBS}/frameworks/bin/python"

@@ -1,7 +1,9 @@
 """An agent of openai-agents, which asks by Responses."""
 
 import openai
-from agents import Agent, OpenAIResponsesModel, Runner, function_tool
+from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+
+set_tracing_disabled(True)  # it would send dialogues to OpenAI
 
 
 @function_tool

@@ -14,9 +14,7 @@ TOOL = {
 
 
 async def agent(client, row):
-    asking = anthropic.AsyncAnthropic(
-        base_url=client.base_url.removesuffix("/v1"), api_key=client.api_key
-    )
+    asking = anthropic.AsyncAnthropic(base_url=client.base_url.removesuffix("/v1"), api_key=client.api_key)
     messages = [{"role": "user", "content": row["prompt"][-1]["content"]}]
     system = [{"type": "text", "text": "Use the tool.", "cache_control": {"type": "ephemeral"}}]
     while True:

@@ -15,6 +15,8 @@ def add(a: int, b: int) -> int:
 
 
 def agent(client, row):
-    model = OpenAIModel(model_id=client.model, api_base=client.base_url, api_key=client.api_key, max_tokens=64)
+    model = OpenAIModel(
+        model_id=client.model, api_base=client.base_url, api_key=client.api_key, max_tokens=64
+    )
     played = ToolCallingAgent(tools=[add], model=model, max_steps=6, verbosity_level=0)
     return float("5" in str(played.run(row["prompt"][-1]["content"])))

@@ -80,7 +80,7 @@ async def cancelled(work: Any) -> float:
 
 
 def left(events: Iterable[Any], close: Callable[[], Any]) -> float:
-    """Reads one event of a stream that has no end, closes it, and returns the seconds until its slot is free."""
+    """Seconds until the slot of a stream without an end is free, once an event was read and it was closed."""
     next(iter(events))
     wait_until(True)
     close()

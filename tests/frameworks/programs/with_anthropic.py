@@ -4,8 +4,20 @@ import asyncio
 import json
 
 import anthropic
-from checks import ADD_SCHEMA, CITY, CITY_SCHEMA, ENDLESS, KEY, MODEL, QUESTION, URL, cancelled, error_of
-from checks import main, sum_of
+from checks import (
+    ADD_SCHEMA,
+    CITY,
+    CITY_SCHEMA,
+    ENDLESS,
+    KEY,
+    MODEL,
+    QUESTION,
+    URL,
+    cancelled,
+    error_of,
+    main,
+    sum_of,
+)
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 ASK = [{"role": "user", "content": QUESTION}]
@@ -69,7 +81,9 @@ async def parallel():
 async def cancel():
     asking = anthropic.AsyncAnthropic(base_url=URL, api_key=KEY)
     messages = [{"role": "user", "content": ENDLESS}]
-    return await cancelled(asking.messages.create(model=MODEL, max_tokens=20_000, messages=messages, timeout=600))
+    return await cancelled(
+        asking.messages.create(model=MODEL, max_tokens=20_000, messages=messages, timeout=600)
+    )
 
 
 def models():

@@ -31,7 +31,9 @@ def add():
 
 def model(**config):
     settings = GenerateConfig(max_retries=0, **config)
-    return get_model(f"openai-api/quatrain/{MODEL}", base_url=BASE, api_key=KEY, config=settings, memoize=False)
+    return get_model(
+        f"openai-api/quatrain/{MODEL}", base_url=BASE, api_key=KEY, config=settings, memoize=False
+    )
 
 
 async def chat():

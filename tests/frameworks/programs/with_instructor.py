@@ -45,13 +45,13 @@ def stream():
 
 def required():
     """An object by a call of a tool by name."""
-    return client(Mode.TOOLS).create(model=MODEL, messages=ASK, response_model=Add, max_retries=0).model_dump()
+    return (
+        client(Mode.TOOLS).create(model=MODEL, messages=ASK, response_model=Add, max_retries=0).model_dump()
+    )
 
 
 def structured():
-    made = client(Mode.JSON_SCHEMA).create(
-        model=MODEL, messages=ASK_CITY, response_model=City, max_retries=0
-    )
+    made = client(Mode.JSON_SCHEMA).create(model=MODEL, messages=ASK_CITY, response_model=City, max_retries=0)
     return made.model_dump()
 
 

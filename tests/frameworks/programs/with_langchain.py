@@ -1,7 +1,5 @@
 """langchain-openai and langchain-anthropic."""
 
-import asyncio
-
 from checks import BASE, CITY, CITY_SCHEMA, ENDLESS, KEY, MODEL, QUESTION, URL, cancelled, error_of, main
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage

@@ -4,8 +4,21 @@ import asyncio
 import json
 
 import litellm
-from checks import ADD_SCHEMA, BASE, CITY, CITY_SCHEMA, ENDLESS, KEY, MODEL, QUESTION, URL, cancelled, error_of
-from checks import main, sum_of
+from checks import (
+    ADD_SCHEMA,
+    BASE,
+    CITY,
+    CITY_SCHEMA,
+    ENDLESS,
+    KEY,
+    MODEL,
+    QUESTION,
+    URL,
+    cancelled,
+    error_of,
+    main,
+    sum_of,
+)
 
 OPENAI = {"model": f"openai/{MODEL}", "api_base": BASE, "api_key": KEY, "num_retries": 0}
 ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": KEY, "num_retries": 0}

@@ -65,7 +65,11 @@ def parallel():
 def loglikelihoods():
     """Those of both choices, of the first row; the longer is less likely."""
     tokenizer = os.environ["MODEL_FOLDER"]
-    arguments = {"base_url": f"{BASE}/completions", "tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
+    arguments = {
+        "base_url": f"{BASE}/completions",
+        "tokenizer": tokenizer,
+        "tokenizer_backend": "huggingface",
+    }
     samples = evaluated("local-completions", CHOICES, arguments)
     return [each[0][0] for each in samples[0]["resps"]]
 

@@ -4,8 +4,21 @@ import asyncio
 import json
 
 import openai
-from checks import ADD_SCHEMA, BASE, CITY, CITY_SCHEMA, ENDLESS, KEY, MODEL, QUESTION, cancelled, error_of, left
-from checks import main, sum_of
+from checks import (
+    ADD_SCHEMA,
+    BASE,
+    CITY,
+    CITY_SCHEMA,
+    ENDLESS,
+    KEY,
+    MODEL,
+    QUESTION,
+    cancelled,
+    error_of,
+    left,
+    main,
+    sum_of,
+)
 
 client = openai.OpenAI(base_url=BASE, api_key=KEY, max_retries=0)
 ASK = [{"role": "user", "content": QUESTION}]
@@ -53,7 +66,9 @@ def structured():
 
 
 def json_object():
-    said = create([{"role": "user", "content": CITY}], response_format={"type": "json_object"}, max_tokens=400)
+    said = create(
+        [{"role": "user", "content": CITY}], response_format={"type": "json_object"}, max_tokens=400
+    )
     return json.loads(said.choices[0].message.content)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Annotated, Literal
 
-import openai
 from checks import BASE, CITY, ENDLESS, KEY, MODEL, QUESTION, URL, cancelled, error_of, main
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelSettings, NativeOutput, ToolOutput
