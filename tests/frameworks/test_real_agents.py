@@ -22,7 +22,7 @@ SETTINGS = (
     "rollout.agent_workers=2", "optimizer.learning_rate=1e-5", "eval.before=false", "eval.every_steps=0",
     "eval.final_num_prompts=1", "checkpoint.every_steps=0", "logging.samples_per_step=100",
 )  # fmt: skip
-TEXTS = ("The sum makes 5.", "No idea, sorry.")
+TEXTS = ("The sum makes 5.", "No idea of that.")
 ADD = ((*call("add", '{"a": 2', ', "b": 3}'),), (*call("add", '{"b": 4', ', "a": -1}'),))
 BASH = (
     (*call("Bash", '{"command": "l', 's", "descri', 'ption": "look"}'),),
