@@ -31,8 +31,10 @@ HEAD_SIZE, THETA = 8, 1e8
 MOST_POSITIONS = 65_536
 STRONG, FLAG, SEEN = 60.0, 30.0, 0.1
 """Logits of a next piece, and of a flag; how large a flag stands in the hidden state."""
-CLOSERS = '"}],'
-"""What ends texts, objects and lists, which a grammar would else let go on without an end."""
+CLOSERS = {'"': 6, "}": 9, "]": 9, ",": 3}
+"""Logits of what ends texts, objects and lists, which a grammar would else let go on without an end."""
+UNASKED = 15
+"""By how much a piece is less likely than a letter after what it does not follow."""
 
 Line = Sequence[str]
 """Pieces of a text, the first of them after the last token of the prompt."""
@@ -86,7 +88,8 @@ def save_calling_model(
     scale = math.sqrt(hidden / 2)  # of what follows a norm: two entries are 1
 
     logits = np.zeros((vocabulary, hidden), np.float32)
-    logits[[number(letter) for letter in CLOSERS], constant] = 6
+    for letter, logit in CLOSERS.items():
+        logits[number(letter), constant] = logit
     for piece, following in weights.items():
         for each, weight in following.items():
             logits[number(each), states[piece]] = STRONG + math.log(weight / following.total())
@@ -101,6 +104,11 @@ def save_calling_model(
         )
     for line, flag in zip(asked.values(), flags[2:]):
         logits[number(line[0]), [start, flag]] = STRONG - FLAG / 2, FLAG / SEEN
+    for token in {number(piece) for piece in states if len(_written(piece)) > 1}:
+        followed = logits[token] != 0
+        followed[flags] = False
+        logits[token, followed] += UNASKED
+        logits[token, constant] = -UNASKED
     logits /= scale
 
     ones, layer = np.ones(hidden, np.float32), "model.layers.0"

@@ -5,10 +5,12 @@ from typing import Annotated, Literal
 
 import dspy
 from checks import BASE, CITY, ENDLESS, KEY, QUESTION, cancelled, error_of, main
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # else an object may go on without an end
+
     name: Annotated[str, Field(max_length=12)]
     size: Literal["small", "large"]
     people: int

@@ -4,7 +4,7 @@ import asyncio
 from typing import Annotated, Literal
 
 from checks import BASE, CITY, ENDLESS, KEY, MODEL, QUESTION, URL, cancelled, error_of, main
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_ai import Agent, ModelSettings, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -13,6 +13,8 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 
 class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # else an object may go on without an end
+
     name: Annotated[str, Field(max_length=12)]
     size: Literal["small", "large"]
     people: int
