@@ -31,7 +31,7 @@ HEAD_SIZE, THETA = 8, 1e8
 MOST_POSITIONS = 65_536
 STRONG, FLAG, SEEN = 60.0, 30.0, 0.1
 """Logits of a next piece, and of a flag; how large a flag stands in the hidden state."""
-CLOSERS = {'"': 6, "}": 9, "]": 9, ",": 3}
+CLOSERS = {'"': 11, "}": 9, "]": 9, ",": 3}
 """Logits of what ends texts, objects and lists, which a grammar would else let go on without an end."""
 UNASKED = 15
 """By how much a piece is less likely than a letter after what it does not follow."""
