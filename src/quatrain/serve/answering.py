@@ -113,9 +113,11 @@ class Answering:
         asked: AnyRequest,
         prompts: list[Tokens],
         begun: str = "",
+        grammar: str | None = None,
         recorded: Recorded | None = None,
     ) -> Response:
-        """The answer to a request with these prompts; that of a chat begins with the text `begun`.
+        """The answer to a request with these prompts; that of a chat begins with the text `begun`, and what
+        follows it is of the `grammar`.
 
         In a session, `recorded` are the turns that it is recorded in.
         """
@@ -130,12 +132,14 @@ class Answering:
         if recorded is None:
             owners = asked.sequences([len(prompt.ids) for prompt in prompts], self._max_positions)
             name = self._client_session(request, asked)
-            owners = [replace(own, session=name) for own in owners]
+            owners = [replace(own, session=name, grammar=grammar) for own in owners]
         else:
             owners = recorded.owners
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated[: len(owners)], owners)
-        choices = [self._choice(asked, prompt.ids, begun, protocol.splits_thoughts) for prompt in repeated]
+        # What follows a grammar has no thoughts, also where the prompt begins some.
+        splits = protocol.splits_thoughts and grammar is None
+        choices = [self._choice(asked, prompt.ids, begun, splits) for prompt in repeated]
         for number, choice in enumerate(choices):
             signed = None if recorded is None else recorded.reply.turns[number].signature
             choice.signature = signed or f"q1.{secrets.token_hex(16)}"

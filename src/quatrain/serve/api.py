@@ -240,7 +240,8 @@ class Api:
             recorded = None
             if prompt.found is not None:
                 recorded = Recorded.of(request, asked, prompt.found, prompt.messages)
-        return await self._answering.answer(protocol, request, asked, [prompt.tokens], prompt.begun, recorded)
+        begins = prompt.begun, prompt.grammar
+        return await self._answering.answer(protocol, request, asked, [prompt.tokens], *begins, recorded)
 
     async def _count(self, protocol: ChatProtocol, request: Request) -> Response:
         """How many tokens the prompt of a request has, which begins no turn."""

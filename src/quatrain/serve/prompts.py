@@ -19,6 +19,7 @@ from quatrain.data.pictures import PictureReader, is_picture_part
 from quatrain.data.tokenizer import encode_further, render
 from quatrain.data.tool_calls import begun_call
 from quatrain.data.turns import TurnTemplate
+from quatrain.serve.grammars import Grammars
 from quatrain.serve.requests import NO_ROOM, AnyRequest, BadRequest, ChatRequest, CompletionRequest
 from quatrain.serve.turn_tree import Found, TurnTree
 from quatrain.types.pictures import Picture, Pictures, Tokens, joined
@@ -31,13 +32,15 @@ MOST_TEMPLATES = 64
 class ChatPrompt(NamedTuple):
     """The tokens of a chat, the text of those at its end that begin the answer, and what it continues.
 
-    `messages` are as `checked_messages` has them; without a tree, there are neither these nor `found`.
+    `grammar` is what the rest of the answer follows; None: any text. `messages` are as `checked_messages` has
+    them; without a tree, there are neither these nor `found`.
     """
 
     tokens: Tokens
     begun: str
     found: Found | None = None
     messages: Sequence[Mapping[str, Any]] = ()
+    grammar: str | None = None
 
 
 class Prompts:
@@ -50,6 +53,7 @@ class Prompts:
         self._sampler, self._tokenizer = sampler, tokenizer
         self._vocab_size, self._stop_ids = vocab_size, stop_ids
         self._templates: dict[str, TurnTemplate] = {}
+        self._grammars = Grammars(sampler, tokenizer)
         self.lock = asyncio.Lock()
         """Held while the tokenizer is used."""
 
@@ -59,7 +63,7 @@ class Prompts:
         Whoever calls it holds `lock`.
         """
         if tree is None:
-            return await asyncio.to_thread(lambda: ChatPrompt(*self._rendered(asked)))
+            return await asyncio.to_thread(self._alone, asked)
         return await asyncio.to_thread(self._continued, asked, tree)
 
     async def of_text(self, prompt: str | list[int], name: str = "prompt") -> Tokens:
@@ -106,6 +110,10 @@ class Prompts:
                         "data.image_max_pixels"
                     )
         return Tokens(ids, Pictures.of(tokens))
+
+    def _alone(self, asked: ChatRequest) -> ChatPrompt:
+        tokens, begun = self._rendered(asked)
+        return ChatPrompt(tokens, begun, grammar=self._grammars.of(asked))
 
     def _continued(self, asked: ChatRequest, tree: TurnTree) -> ChatPrompt:
         with _at_fault(asked.prompt_field):

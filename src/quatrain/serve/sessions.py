@@ -180,6 +180,12 @@ class Session:
             raise BadRequest(
                 "`quatrain` is the place of a sequence, as a session has; leave it out", "quatrain"
             )
+        if isinstance(asked, ChatRequest) and asked.response_format is not None:
+            raise BadRequest(
+                'response_format must be {"type": "text"} in an answer that is trained: a grammar\'s set of '
+                "words is not recorded; ask the untrained model (docs/agents.md), or leave it out",
+                "response_format",
+            )
         if not isinstance(asked, CompletionRequest):
             return
         if asked.echo or asked.num_scored is not None or len(asked.prompts) != 1 or not asked.wanted_tokens:
