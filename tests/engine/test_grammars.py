@@ -97,13 +97,13 @@ def is_whole(tokenizer, completion):
     return completion.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("which", ["attention", "delta"])
+@pytest.mark.parametrize("which", ["attention", pytest.param("delta", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("most", "memory", "share", "chance"),
     [
-        (None, 1 << 26, 0.0, 0.0),
+        pytest.param(None, 1 << 26, 0.0, 0.0, marks=pytest.mark.slow),
         (None, 1 << 26, 0.5, 0.1),
-        (3, 1 << 26, 0.5, 0.2),
+        pytest.param(3, 1 << 26, 0.5, 0.2, marks=pytest.mark.slow),
         (None, 1 << 18, 0.0, 0.05),
     ],
 )
