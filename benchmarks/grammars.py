@@ -5,8 +5,8 @@
 
 `--free` sequences of `--tokens` tokens are decoded alone, and beside `--constrained` others that follow a
 JSON schema and end after them. Each way runs `--rounds` + 1 times, in turns; the first one compiles and is
-dropped. A figure is the free sequences' tokens by the seconds of the decode rounds in which all of them run; then the
-ratio of medians `beside / alone` (asked: at least 0.6), and the seconds of one mask.
+dropped. A figure is the free sequences' tokens by the seconds of the rounds that decode alone; then the ratio
+of medians `beside / alone` (asked: at least 0.6), and the seconds of the masks of one step.
 """
 
 from __future__ import annotations
