@@ -513,6 +513,22 @@ def test_tool_turns_are_one_sequence_with_the_ids_of_a_chat(stream):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_result_behind_each_call_goes_on_with_the_answer(together):
+    """Programs that write call, result, call, result began a root; and two answers must not become one."""
+    one, two = hermes("add", {"a": 1}), hermes("look_up", {})
+    texts = [f"I add.\n{one}\n{two}", "Done."] if together else [one, two, "Done."]
+    with session_of(texts) as (client, session, _, _):
+        ask, history = Asker(client, False), [user(ASK[0]["content"])]
+        for _ in range(len(texts)):
+            for item in ask(history).output:
+                history += [item, *([result(item, "3")] if item.type == "function_call" else [])]
+        turns = session.tree.turns
+    assert [turn.parent for turn in turns] == [None, *turns[:-1]]
+    calls = [len(each["tool_calls"]) for each in turns[-1].messages if each.get("tool_calls")]
+    assert calls == ([2] if together else [1, 1])
+
+
 def test_an_answer_is_gone_on_with_by_its_id():
     """Without its items; its instructions are not inherited, and it may be gone on with twice."""
     with session_of(["<think>x</think>one", CALL, "two", "three"], tokenizer=TOKENIZERS["qwen3"]) as (
