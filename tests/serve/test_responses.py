@@ -445,6 +445,15 @@ def test_log_probabilities_are_those_of_the_text():
             assert {each.logprob for each in part.logprobs} == {-0.5}
 
 
+def test_log_probabilities_of_a_call_are_in_a_stream_too():
+    """A stream left out those of all tokens after its last text, which the whole answer has."""
+    ids = TOKENIZER.encode(text := f"I add.\n{CALL}", add_special_tokens=False)
+    with answering(text, size=2) as (client, _, _):
+        for stream in (False, True):
+            answer = Asker(client, stream, include=["message.output_text.logprobs"])("a")
+            assert len(answer.output[0].content[0].logprobs) == len(ids)
+
+
 def test_the_answer_repeats_its_request():
     """Agents keep the answer as the record of what was asked."""
     fields = {"instructions": "Add.", "metadata": {"a": "b"}, "max_output_tokens": 9, "temperature": 0.5}

@@ -484,6 +484,8 @@ class ResponsesAnswer(AnswerForm):
         calls = self._choice.called
         if not calls and not any(item["type"] == "message" for item in self._items):
             yield from self._more("message", "")
+        elif self._asked.wants_logprobs and self._is_open and self._items[-1]["type"] == "message":
+            yield from self._more("message", "")  # the tokens of calls, which are no text
         yield from self._close("completed" if calls else self._status)
         for call in calls:
             item = _item("function_call", status="in_progress", call_id=CALL + call["id"], arguments="")
