@@ -175,6 +175,30 @@ def test_an_answer_is_blocks_whole_and_streamed(kind, size):
             assert answer.usage.input_tokens == len(service.prompts[-1])
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_thoughts_of_harmony_stand_where_they_were_said(size):
+    """The fault: thoughts after a text stood before it in the whole answer, or in a long event."""
+    text = (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm."
+        "<|end|><|start|>assistant<|channel|>final<|message|>It is 3."
+    )
+    blocks = [("text", "I look."), ("thinking", "Hm."), ("text", "\n\nIt is 3.")]
+    with served_to_anthropic(text, "gpt-oss", size=size) as (client, _, _):
+        for stream in (False, True):
+            assert blocks_of(ask(client, tools=TOOLS, stream=stream)) == blocks
+
+
+def test_instructions_behind_a_billing_header_are_kept():
+    """The fault: a system prompt that is one text was left out whole."""
+    header = "x-anthropic-billing-header: cch=a;"
+    with messages_of("x") as (client, _, service, _, _):
+        for system in ("Be brief.", f"{header}\nBe brief.", [{"type": "text", "text": header}], []):
+            ask(client, system=system)
+    one, same, none, without = service.prompts
+    assert one == same
+    assert none == without
+
+
 def test_the_events_of_a_stream_in_their_order():
     """Each has a line with its type; blocks follow one another; the last numbers are those of all."""
     with served_to_anthropic(f"{THOUGHT}I add.\n{CALL}") as (_, http, service):

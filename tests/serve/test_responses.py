@@ -445,6 +445,15 @@ def test_log_probabilities_are_those_of_the_text():
             assert {each.logprob for each in part.logprobs} == {-0.5}
 
 
+def test_log_probabilities_of_a_call_are_in_a_stream_too():
+    """A stream left out those of all tokens after its last text, which the whole answer has."""
+    ids = TOKENIZER.encode(text := f"I add.\n{CALL}", add_special_tokens=False)
+    with answering(text, size=2) as (client, _, _):
+        for stream in (False, True):
+            answer = Asker(client, stream, include=["message.output_text.logprobs"])("a")
+            assert len(answer.output[0].content[0].logprobs) == len(ids)
+
+
 def test_the_answer_repeats_its_request():
     """Agents keep the answer as the record of what was asked."""
     fields = {"instructions": "Add.", "metadata": {"a": "b"}, "max_output_tokens": 9, "temperature": 0.5}
@@ -511,6 +520,22 @@ def test_tool_turns_are_one_sequence_with_the_ids_of_a_chat(stream):
         assert (session.counts["tool_calls"], session.counts["malformed_calls"]) == (5, 0)
         found.append([turn.ids for turn in row.path])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_result_behind_each_call_goes_on_with_the_answer(together):
+    """Programs that write call, result, call, result began a root; and two answers must not become one."""
+    one, two = hermes("add", {"a": 1}), hermes("look_up", {})
+    texts = [f"I add.\n{one}\n{two}", "Done."] if together else [one, two, "Done."]
+    with session_of(texts) as (client, session, _, _):
+        ask, history = Asker(client, False), [user(ASK[0]["content"])]
+        for _ in range(len(texts)):
+            for item in ask(history).output:
+                history += [item, *([result(item, "3")] if item.type == "function_call" else [])]
+        turns = session.tree.turns
+    assert [turn.parent for turn in turns] == [None, *turns[:-1]]
+    calls = [len(each["tool_calls"]) for each in turns[-1].messages if each.get("tool_calls")]
+    assert calls == ([2] if together else [1, 1])
 
 
 def test_an_answer_is_gone_on_with_by_its_id():

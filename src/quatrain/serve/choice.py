@@ -11,6 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,18 @@ class Choice:
         self.content += new
         self.thoughts += thoughts
         return new, thoughts, self.called
+
+    def in_order(self, tokens: Sequence[int], *, finished: bool) -> Iterator[tuple[str, str]]:
+        """(`thinking` or `text`, what is new of it) in the order in which the tokens say it."""
+        parts, at = list[tuple[str, str]](), 0
+        while at < len(tokens) or (finished and at == len(tokens)):
+            # One by one where thoughts may begin or end: `said` tells no order.
+            end = at + 1 if self.may_think else max(len(tokens), at + 1)
+            text, thoughts, _ = self.said(tokens[at:end], finished=finished and end >= len(tokens))
+            parts += [(kind, new) for kind, new in (("thinking", thoughts), ("text", text)) if new]
+            at = end if end < len(tokens) else len(tokens) + 1
+        for kind, same in groupby(parts, key=lambda part: part[0]):
+            yield kind, "".join(new for _, new in same)
 
     def listed(self, *, every: bool = False) -> Iterator[dict[str, Any]]:
         """The tokens not listed before of which the text sampled so far consists, or `every` token."""

@@ -27,7 +27,7 @@ from quatrain.types.sampler import Progress
 PREFIX = "toolu_"
 """What Anthropic's ids of calls begin with."""
 BILLING = "x-anthropic-billing-header:"
-"""What a block of the system prompt begins with that Claude Code writes anew into each request."""
+"""What the line of the system prompt begins with that Claude Code writes anew into each request."""
 SAME = {
     "model": "model",
     "max_tokens": "max_tokens",
@@ -156,14 +156,12 @@ class MessagesAnswer(AnswerForm):
 
     def whole(self, version: int) -> dict[str, Any]:
         """As in every form."""
-        choice = self._choice
-        choice.said(choice.sampled.tokens, finished=True)
         content: list[dict[str, Any]] = []
-        if choice.thoughts:
-            content.append(_thinking(choice.thoughts, choice.signature))
-        if choice.content:
-            content.append({"type": "text", "text": choice.content})
-        content += [{**_tool_use(call), "input": _input(call)} for call in choice.called]
+        for kind, new in self._choice.in_order(self._choice.sampled.tokens, finished=True):
+            if not content or content[-1]["type"] != kind:
+                content.append(self._new_block(kind, self._choice.signature))
+            content[-1][kind] += new
+        content += [{**_tool_use(call), "input": _input(call)} for call in self._choice.called]
         return {**self._message(content), **self._ending(), "weight_version": version}
 
     def parts(self, number: int, progress: Progress) -> Iterator[dict[str, Any]]:
@@ -174,14 +172,10 @@ class MessagesAnswer(AnswerForm):
             self._has_begun = True
             begun = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
             yield {"type": "message_start", "message": begun}
-        text, thoughts, calls = choice.said(progress.piece.tokens, finished=ended)
-        if thoughts:
-            yield from self._block(_thinking("", ""))
-            yield self._delta({"type": "thinking_delta", "thinking": thoughts})
-        if text:
-            yield from self._block({"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": text})
-        for call in calls:
+        for kind, new in choice.in_order(progress.piece.tokens, finished=ended):
+            yield from self._block(self._new_block(kind))
+            yield self._delta({"type": f"{kind}_delta", kind: new})
+        for call in choice.called:
             yield from self._close()
             yield from self._block({**_tool_use(call), "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
@@ -224,6 +218,10 @@ class MessagesAnswer(AnswerForm):
             "output_tokens": len(choice.sampled.tokens),
         }
 
+    def _new_block(self, kind: str, signature: str = "") -> dict[str, Any]:
+        """A block of thoughts or text without any yet."""
+        return {"type": kind, kind: "", **({"signature": signature} if kind == "thinking" else {})}
+
     def _block(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Begins a block, unless one of its type goes on."""
         if self._open == block["type"]:
@@ -243,10 +241,6 @@ class MessagesAnswer(AnswerForm):
             yield self._delta({"type": "signature_delta", "signature": self._choice.signature})
         yield {"type": "content_block_stop", "index": self._num_blocks}
         self._open, self._num_blocks = "", self._num_blocks + 1
-
-
-def _thinking(text: str, signature: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": text, "signature": signature}
 
 
 def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,9 +290,12 @@ def read_messages(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list
 def _system(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The first message, if there are instructions."""
     blocks = _blocks("system", fields["system"]) if "system" in fields else []
-    blocks = [(p, b) for p, b in blocks if not str(b.get("text", "")).lstrip().startswith(BILLING)]
-    if blocks:
-        yield {"role": "system", "content": _joined(blocks, "\n\n")}
+    texts = [_text(path, block) for path, block in blocks]
+    # The line alone: where the prompt is one text, the instructions follow it there.
+    kept = [t.lstrip().partition("\n")[2] if t.lstrip().startswith(BILLING) else t for t in texts]
+    kept = [text for text, whole in zip(kept, texts, strict=True) if text.strip() or text == whole]
+    if kept:
+        yield {"role": "system", "content": "\n\n".join(kept)}
 
 
 def _blocks(path: str, content: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -453,5 +450,8 @@ def _check_edits(management: Any) -> None:
     for number, each in enumerate(list_at("context_management.edits", config.get("edits", []))):
         path = f"context_management.edits.{number}"
         edit = object_at(path, each)
-        if not (str(edit.get("type")).startswith("clear_thinking_") and edit.get("keep") == "all"):
+        if not (
+            str(edit.get("type")).startswith("clear_thinking_")
+            and edit.get("keep") in ("all", {"type": "all"})
+        ):
             raise fault(path, "the server edits no dialogue", edit, "leave it out")

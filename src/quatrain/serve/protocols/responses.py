@@ -124,7 +124,7 @@ class Responses(ChatProtocol):
             if reason := unfit(given[name]):
                 raise BadRequest(f"{name} {reason}, as the answer repeats it; correct it", name)
         only("", fields, AS_IN_CHAT | CONVERTED | IGNORED_HERE)
-        messages, hints = _messages(fields.get("input", []))
+        messages, hints = _messages(fields.get("input", []), _answers_of_calls(session))
         before = _before(fields, session)
         if "input" not in fields and not before:
             raise BadRequest("input is missing", "input")
@@ -198,10 +198,21 @@ def _before(fields: Mapping[str, Any], session: Session | None) -> Sequence[Mapp
     return found
 
 
-def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+def _answers_of_calls(session: Session | None) -> dict[str, int]:
+    """Ids of the calls in a session's answers -> the number of the turn that said them."""
+    return {
+        call["id"]: number
+        for number, turn in enumerate([] if session is None else list(session.tree.turns))
+        for call in (turn.messages[-1].get("tool_calls", ()) if turn.messages else ())
+    }
+
+
+def _messages(given: Any, answers: Mapping[str, int]) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages of `input`, and the signatures of answers in it.
 
-    What the model said is one message, up to the next item that it did not say.
+    What the model said is one message, up to the next item that it did not say. Programs also write each
+    result behind its call: a call that `answers` has in the same answer as the call before the results
+    belongs to that message.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}], []
@@ -221,12 +232,27 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
         elif goes_on:
             messages[-1]["content"] += said["content"]
             messages[-1]["tool_calls"] += said["tool_calls"]
+        elif (before := _of_same_answer(messages, said, answers)) is not None:
+            # The ids decide, not the order: two answers with a call each are written alike.
+            before["tool_calls"] += said["tool_calls"]
+            continue
         else:
             messages.append(said)
         goes_on = said is not None
         if "encrypted_content" in item:
             hints.append(text_at(f"{path}.encrypted_content", item["encrypted_content"]))
     return messages, hints
+
+
+def _of_same_answer(
+    messages: Sequence[dict[str, Any]], said: Mapping[str, Any], answers: Mapping[str, int]
+) -> dict[str, Any] | None:
+    """The last message of the assistant, if only results follow it and `said` is a call of its answer."""
+    before = next((each for each in reversed(messages) if each["role"] != "tool"), None)
+    if before is None or before["role"] != "assistant":
+        return None
+    one, other = ({answers.get(call["id"]) for call in each["tool_calls"]} for each in (before, said))
+    return before if one == other and len(one - {None}) == 1 else None
 
 
 def _said(item: Mapping[str, Any], kind: str, path: str) -> dict[str, Any] | None:
@@ -458,6 +484,8 @@ class ResponsesAnswer(AnswerForm):
         calls = self._choice.called
         if not calls and not any(item["type"] == "message" for item in self._items):
             yield from self._more("message", "")
+        elif self._asked.wants_logprobs and self._is_open and self._items[-1]["type"] == "message":
+            yield from self._more("message", "")  # the tokens of calls, which are no text
         yield from self._close("completed" if calls else self._status)
         for call in calls:
             item = _item("function_call", status="in_progress", call_id=CALL + call["id"], arguments="")
