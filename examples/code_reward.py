@@ -22,10 +22,9 @@ BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 
 
 def passes(prompts, completions, tests):
-    """1 for each completion whose program prints what each test of its row asks for, else 0; None without tests."""
-    return [
-        float(passes_all(completion, row)) if row else None for completion, row in zip(completions, tests)
-    ]
+    """1 for each completion whose program prints what its row's tests ask for, else 0; None without tests."""
+    pairs = zip(completions, tests)
+    return [float(passes_all(completion, row)) if row else None for completion, row in pairs]
 
 
 def passes_all(completion, tests):
