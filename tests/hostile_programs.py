@@ -378,6 +378,20 @@ HOSTILE: dict[str, Hostile] = {
             attempt(name, lambda: resource.setrlimit(which, (resource.RLIM_INFINITY,) * 2))
         """
     ),
+    "mappings that take long to read": Hostile(
+        """
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        for _ in range(16):
+            if not os.fork():
+                break
+        for number in range(60_000):
+            libc.mmap(None, 4096, number % 2, 0x22, -1, 0)
+        time.sleep(600)
+        """,
+        "memory",
+        "",
+    ),
     "output at its end": Hostile('os.write(1, b"x" * 1025)', "output", "x{1024}"),
 }
 
