@@ -18,17 +18,18 @@ from quatrain import Sandbox
 
 # Without isolation on this machine, this raises an error, and the run does not start.
 SANDBOX = Sandbox(timeout_s=2.0, memory_mb=256)
-BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 
 
 def passes(prompts, completions, tests):
-    """1 for each completion whose program prints what each test of its row asks for, else 0."""
-    return [float(passes_all(completion, row)) for completion, row in zip(completions, tests)]
+    """1 for each completion whose program prints what its row's tests ask for, else 0; None without tests."""
+    pairs = zip(completions, tests)
+    return [float(passes_all(completion, row)) if row else None for completion, row in pairs]
 
 
 def passes_all(completion, tests):
     """Whether the last block of code passes all tests; the first one that fails decides."""
-    blocks = BLOCK.findall(completion)
+    blocks = [code for language, code in BLOCK.findall(completion) if language in ("", "py", "python")]
     return bool(blocks) and all(passes_one(blocks[-1], test) for test in tests)
 
 

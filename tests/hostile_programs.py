@@ -337,6 +337,62 @@ HOSTILE: dict[str, Hostile] = {
         attempt("bpf", lambda: call(321, 0, 0, 0))
         """
     ),
+    "pages in pipes": Hostile(
+        """
+        mapped = mmap.mmap(-1, 1 << 21)
+        class Part(ctypes.Structure):
+            _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+        part = Part(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), 4096)
+        attempt("splice", lambda: call(278, os.pipe()[1], ctypes.byref(part), 1, 0))
+        """
+    ),
+    "descriptors of the run": Hostile(
+        """
+        print(sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1])
+        """,
+        prints=r"\[0, 1, 2\]\n",
+    ),
+    "larger files than the limit": Hostile(
+        """
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        attempt("sparse", lambda: os.truncate("main.py", 1 << 40))
+        with open("sparse", "wb") as file:
+            file.truncate(8 << 20)
+        os.symlink("/", "../link")
+        """,
+        collect=("sparse",),
+    ),
+    "a folder that becomes a link": Hostile(
+        """
+        os.rename("/tmp/work", "/tmp/other")
+        os.symlink("OUTSIDE", "/tmp/work")
+        """,
+        prints="",
+        collect=("secret",),
+    ),
+    "raising its limits": Hostile(
+        """
+        import resource
+        for name in ("DATA", "NPROC", "FSIZE", "NOFILE", "CORE", "MEMLOCK", "MSGQUEUE", "CPU"):
+            which = getattr(resource, "RLIMIT_" + name, 12)
+            attempt(name, lambda: resource.setrlimit(which, (resource.RLIM_INFINITY,) * 2))
+        """
+    ),
+    "mappings that take long to read": Hostile(
+        """
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        for _ in range(16):
+            if not os.fork():
+                break
+        for number in range(60_000):
+            libc.mmap(None, 4096, number % 2, 0x22, -1, 0)
+        time.sleep(600)
+        """,
+        "memory",
+        "",
+    ),
+    "output at its end": Hostile('os.write(1, b"x" * 1025)', "output", "x{1024}"),
 }
 
 

@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -124,6 +125,15 @@ def test_the_code_reward_runs_programs_in_sandboxes(monkeypatch):
     call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
     (message,) = load_tools(["examples/code_reward.py:python"])({}).step(call).messages
     assert message["content"] == "42"
+
+
+@needs_bubblewrap
+def test_the_code_reward_takes_the_last_python_block_and_needs_tests():
+    """Catches a reward of 1 for a row without tests, and text between two blocks that counts as a program."""
+    module = runpy.run_path(str(EXAMPLES / "code_reward.py"))
+    text = "```cpp\nint x;\n```\nor\n```python\nprint(3)\n```\nprints\n```text\n3\n```\n"
+    tests = [{"input": "", "output": "3"}]
+    assert module["passes"](["", ""], [text, text], [tests, []]) == [1.0, None]
 
 
 def test_the_loop_by_hand_is_that_of_the_page_and_trains(narrow_model, monkeypatch, capsys):

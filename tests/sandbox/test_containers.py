@@ -1,8 +1,10 @@
 """The client of `docker` and `podman`, against a stand-in (fake_client.py); no container is made."""
 
+import io
 import json
 import os
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -147,3 +149,16 @@ def test_a_client_that_fails_is_not_the_programs_fault(containers):
     sandbox.image = "removed"
     with pytest.raises(SandboxError, match="`docker run` failed: Error: No such image: removed"):
         sandbox.run(["true"])
+
+
+def test_an_archive_that_a_program_wrote_costs_no_memory():
+    """Catches a sparse file of a terabyte, which tarfile would read as zeros, and a number it cannot read."""
+    sparse = tarfile.TarInfo("a")
+    sparse.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)}
+    broken = tarfile.TarInfo("a")
+    broken.pax_headers = {"GNU.sparse.map": "x,y", "GNU.sparse.size": "1"}
+    for entry in (sparse, broken):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            archive.addfile(entry)
+        assert container._unpacked(packed.getvalue(), ["a"]) == {}

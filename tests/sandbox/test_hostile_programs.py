@@ -125,3 +125,8 @@ def test_links_and_pipes_are_not_files(results):
     assert result.files == {"good": b"good"}
     assert set(result.not_collected) == set(HOSTILE["links in place of files"].collect) - {"good"}
     assert result.not_collected["pipe"] == "not a regular file"
+
+
+def test_a_folder_that_became_a_link_is_not_entered(results):
+    """Catches results read below a link that the program put in the place of its folder."""
+    assert results[0]["a folder that becomes a link"].files == {}

@@ -67,6 +67,8 @@ def run(program: Program, limits: Limits, readable: Sequence[str]) -> Result:
         ended_by: EndedBy = box.pipes.read(began + limits.timeout_s, lambda: box.exceeded(limits)) or "exit"
         time_s = time.monotonic() - began
         exit_code = box.end()
+        if ended_by == "exit" and box.pipes.cut_bytes:  # read after its end: it does not depend on the time
+            ended_by = "output"
         files, not_collected = box.collected(program.collect, limits)
         return Result(
             ended_by=ended_by,
@@ -281,7 +283,9 @@ def _start(command: Sequence[str], limits: Limits, readable: Sequence[str], stac
         pipes.drain()
         said = pipes.stderr.decode(errors="replace").strip()
         raise SandboxError(f"bubblewrap could not start a program: {said or 'it said nothing'}")
-    init = json.loads(_all(told))["child-pid"]
+    # bwrap has written it before the shell starts. Not to its end: a process that was forked meanwhile may
+    # have the other side open.
+    init = json.loads(os.read(told, 4096))["child-pid"]
     init_file = os.pidfd_open(init)
     stack.callback(os.close, init_file)
     work, shared = (os.open(f"/proc/{init}/root/{name}", os.O_RDONLY) for name in ("tmp", "dev/shm"))
@@ -345,10 +349,6 @@ def _end_monitor(monitor: subprocess.Popen[bytes]) -> None:
         monitor.wait(_END_S)
     assert monitor.stdin is not None
     monitor.stdin.close()
-
-
-def _all(file: int) -> bytes:
-    return b"".join(iter(lambda: os.read(file, 4096), b""))
 
 
 def _processes(limits: Limits) -> int:

@@ -63,7 +63,9 @@ def run(client: str, image: str, program: Program, limits: Limits) -> Result:
         if ended_by == "exit":
             pipes.drain()
             exit_code = process.wait()
-            if _out_of_memory(client, name):
+            if pipes.cut_bytes:
+                ended_by, exit_code = "output", None
+            elif _out_of_memory(client, name):
                 ended_by, exit_code = "memory", None
             elif program.collect:
                 files, missing = _collected(client, name, program.collect, limits)
@@ -169,7 +171,6 @@ def _collected(
     The archive is read, and nothing of it is written to a disk. It was made in the container, so a link leads
     to what the program could read itself.
     """
-    files: dict[str, bytes] = {}
     missing = dict.fromkeys(names, "No such file, or not a regular one")
     most = (limits.files_mb << 20) + 1024 * len(names) + _BLOCK
     with ExitStack() as stack:
@@ -179,14 +180,26 @@ def _collected(
         if pipes.read(time.monotonic() + START_S, lambda: None) is not None:
             return {}, dict.fromkeys(names, "the files are larger than files_mb together, or took too long")
         pipes.drain()
-    with suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(pipes.stdout), mode="r:") as archive:
+    files = _unpacked(bytes(pipes.stdout), names)
+    return files, {name: why for name, why in missing.items() if name not in files}
+
+
+def _unpacked(packed: bytes, names: Sequence[str]) -> dict[str, bytes]:
+    """Contents of the named files of an archive, into which a program that still runs may have written."""
+    files: dict[str, bytes] = {}
+    # tarfile raises ValueError too for numbers that it cannot read.
+    with (
+        suppress(tarfile.TarError, ValueError, OverflowError, EOFError),
+        tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive,
+    ):
         for entry in archive:
             path = str(PurePosixPath(entry.name))
             wanted = [each for each in names if str(PurePosixPath(each)) == path]
-            if wanted and entry.isreg() and (opened := archive.extractfile(entry)) is not None:
+            # A sparse file may be of any size, whatever the archive's.
+            regular = entry.isreg() and not entry.issparse()
+            if wanted and regular and (opened := archive.extractfile(entry)) is not None:
                 files[wanted[0]] = opened.read()
-                missing.pop(wanted[0], None)
-    return files, missing
+    return files
 
 
 def _out_of_memory(client: str, name: str) -> bool:

@@ -85,7 +85,7 @@ class Result:
         ended_by: "exit": by itself, also if a signal ended it; else the limit that it exceeded.
         exit_code: its exit code, 128 + number after a signal; None if it was ended for a limit.
         stdout, stderr: the first `output_kb` KiB of each, as UTF-8 with replacements.
-        cut_bytes: bytes that were written beyond those and read before the program was ended.
+        cut_bytes: bytes that were written beyond those and read; if any, `ended_by` is not "exit".
         time_s: seconds from its start to its end.
         files: the contents of the files of `collect`.
         not_collected: for each other name of `collect`, why there is no content.

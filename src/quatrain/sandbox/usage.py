@@ -9,6 +9,8 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _KIB = 1024
+_MOST_MAPS = 16 << 20
+"""Bytes of /proc/PID/maps of all processes that a look reads: some 200,000 mappings."""
 _PRIVATE = re.compile(rb"^(?:RssAnon|VmSwap|VmPTE):\s*(\d+)", re.MULTILINE)
 _TABLES = re.compile(rb"^VmPTE:\s*(\d+)", re.MULTILINE)
 _PROPORTIONAL = re.compile(rb"^(?:Pss_Anon|SwapPss):\s*(\d+)", re.MULTILINE)
@@ -34,14 +36,20 @@ def memory_bytes(processes: Sequence[int], enough: int) -> int:
 
     Memory that they share among themselves counts once, where the kernel tells: always that of one mapping,
     and what a fork has not yet written only once the simple sum has reached `enough`. Shared memory without a
-    file counts in full, because its pages stay also while no process has them in its tables.
+    file counts in full, because its pages stay also while no process has them in its tables. More than
+    `_MOST_MAPS` of mappings count as more than `enough`.
     """
     total = sum(_private(process) for process in processes)
     if total > enough:
         total = sum(_proportional(process) for process in processes)
     shared: dict[bytes, int] = {}
+    num_read = 0
     for process in processes:
-        for first, last, inode in _SHARED.findall(_read(process, "maps")):
+        maps = _read(process, "maps")
+        num_read += len(maps)
+        if num_read > _MOST_MAPS:  # the kernel's own memory, and each look would take seconds
+            return enough + 1
+        for first, last, inode in _SHARED.findall(maps):
             size = int(last, 16) - int(first, 16)
             shared[inode] = max(size, shared.get(inode, 0))
     return total + sum(shared.values())
