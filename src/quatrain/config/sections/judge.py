@@ -19,7 +19,7 @@ RUBRIC = (
     "The answer is correct and complete, follows all instructions of the question, and says nothing that is "
     "false or beside the point."
 )
-OF_SERVERS = ("served_model", "key_variable", "body", "rpm", "tpm", "retries")
+OF_SERVERS = ("served_model", "key_variable", "body", "rpm", "tpm", "retries", "timeout_s")
 """Keys that only a judge behind a server reads."""
 _USER = re.compile(r"^https?://[^/?#\s]*@")
 
@@ -106,7 +106,7 @@ class JudgeConfig(Section):
     retries: NonNegative = 5
     """Further attempts at a judgement after a lost connection, a timeout, or status 408, 429 or 5xx."""
     timeout_s: float = Field(60.0, ge=0.01, le=86400)
-    """Seconds of an attempt at most; on this run's engine, of all judgements of a batch."""
+    """Seconds of a request to the server at most."""
     cache: Annotated[
         bool | str,
         must(
