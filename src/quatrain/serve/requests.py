@@ -13,12 +13,13 @@ import secrets
 import uuid
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from quatrain.config.errors import listed, shown
+from quatrain.data.grammars import JSON_OBJECT
 from quatrain.data.messages import checked_tools
 from quatrain.engine.scoring import MOST_LIKELIEST, MOST_OF_PROMPT
 from quatrain.types.rollouts import Sampling
@@ -103,6 +104,20 @@ def no_tiny_temperature(value: float | None) -> float | None:
     if value is not None and 0 < value < 0.01:
         raise ValueError("must be 0, which takes the likeliest token, or at least 0.01")
     return value
+
+
+def checked_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A `response_format`, None for any text; raises ValueError if it is none."""
+    kind = None if value is None else value.get("type")
+    if value is None or kind == "text":
+        return None
+    schema = value["json_schema"].get("schema") if isinstance(value.get("json_schema"), dict) else None
+    if kind == "json_object" or (kind == "json_schema" and isinstance(schema, dict | bool)):
+        return value
+    raise ValueError(
+        'must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
+        '{"name": …, "schema": a JSON schema}}'
+    )
 
 
 class _Strict(BaseModel):
@@ -347,6 +362,13 @@ class ChatRequest(_Request):
     tools: list[dict[str, Any]] = []
     tool_choice: Annotated[Any, Field(validate_default=True)] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
+    response_format: dict[str, Any] | None = None
+    """`json_object`, or `json_schema` with a schema; None: any text."""
+
+    @field_validator("response_format")
+    @classmethod
+    def _is_a_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return checked_format(value)
 
     @field_validator("tools")
     @classmethod
@@ -376,6 +398,15 @@ class ChatRequest(_Request):
     def must_call(self) -> bool:
         """Whether the answer begins with a call: of `called`, or of any tool."""
         return self.tool_choice not in ("none", "auto")
+
+    @property
+    def json_schema(self) -> Mapping[str, Any] | bool | None:
+        """The schema of an answer, where `response_format` says one; None: any text, or a call."""
+        if self.response_format is None or self.must_call:
+            return None
+        if self.response_format["type"] == "json_object":
+            return JSON_OBJECT
+        return self.response_format["json_schema"]["schema"]
 
     @property
     def called(self) -> str | None:
