@@ -19,7 +19,9 @@ MOST_OBJECTS = 64
 """Braces of an answer, the last ones, at which a JSON object is looked for."""
 LARGEST = 1e300
 """Above it, a whole number may have no floating-point number."""
-_SCORE = re.compile(r"""["'*]*\bscore["'*]*\s{0,4}[:=]\s{0,4}["'*]{0,2}(-?\d{1,9}(?:\.\d{1,9})?)""", re.IGNORECASE)
+_SCORE = re.compile(
+    r"""\bscore["'*]{0,3}\s{0,4}[:=]["'*\s]{0,6}(-?\d{1,9}(?:\.\d{1,9})?)(?!\d|\.\d|[eE])""", re.IGNORECASE
+)
 
 
 class Judgement(NamedTuple):

@@ -13,7 +13,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+from quatrain.cluster.rendezvous import is_loopback
 from quatrain.config.sections.judge import JudgeConfig
 from quatrain.reward.judge.judgements import NoJudgement, Outcome, judgement_in, schema
 from quatrain.reward.judge.limits import Limits, Spending
@@ -65,7 +67,7 @@ class ServerJudge:
                 timeout_s=config.timeout_s,
                 at_once=config.concurrency,
                 token=key,
-                by_proxy=True,
+                by_proxy=not is_loopback(urlsplit(config.base_url).hostname or ""),
             )
         except Unfit as error:
             raise ValueError(f"reward.judge.base_url: {error}") from error
