@@ -77,6 +77,7 @@ class JudgeServer:
             yield f"http://127.0.0.1:{server.server_port}/v1"
         finally:
             server.shutdown()
+            server.server_close()
             thread.join()
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from quatrain.config.places import local_path
 from quatrain.config.sections.judge import JudgeConfig
-from quatrain.data.messages import pictures_of
 from quatrain.data.row_text import RowText
 
 PROMPT, COMPLETION, RUBRIC, LOW, HIGH = OWN = ("prompt", "completion", "rubric", "low", "high")
@@ -92,8 +91,6 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """A prompt as a text: that of a single message, or each message behind its role."""
     if isinstance(prompt, str):
         return prompt
-    if pictures_of(prompt):
-        raise ValueError("a judge reads texts, and a prompt has pictures; leave the judge out, or the row")
     texts = [_content(message) for message in prompt]
     if len(prompt) == 1:
         return texts[0]
@@ -102,7 +99,9 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    if isinstance(content, list | tuple):  # parts, all of them texts
+    if isinstance(content, list | tuple):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError("a judge reads texts, and a prompt has pictures; leave the judge out, or the row")
         content = "".join(part.get("text") or "" for part in content)
     calls = message.get("tool_calls")
     return "\n".join(filter(None, (content, _written(calls) if calls else None)))
