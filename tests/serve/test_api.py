@@ -780,7 +780,7 @@ def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, 
 def test_what_was_kept_of_a_prompt_is_in_the_usage(small_arch, small_params, tokenizer, monkeypatch):
     """Clients could not see why an answer to a long prompt is fast or slow; and of another's prompt they must
     see nothing where a salt keeps them apart."""
-    monkeypatch.setattr("quatrain.serve.api.MOST_OTHERS", 3)
+    monkeypatch.setattr("quatrain.serve.answering.MOST_OTHERS", 3)
     service = service_of(small_arch, small_params, tokenizer, prefix_share=0.5)
     with (
         served(service, small_arch, tokenizer) as url,

@@ -17,7 +17,7 @@ from quatrain.types.answer_text import CHANNEL, MESSAGE, AnswerTokens
 
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any object."""
-_OPTIONS = {"whitespace_pattern": "[ \\n\\t]{0,64}", "lenient": False}
+_OPTIONS = {"whitespace_pattern": "[ \\n\\t]{0,40}", "lenient": False}
 """White space is limited: some models write it without end."""
 _KEY, _VALUE, _OTHER_KEY, _OTHER_VALUE = "STANDKEY", "STANDVALUE", "OTHERKEY", "OTHERVALUE"
 _NAME_LAST = re.compile(rf'^,\s*"name":\s*"{STAND_IN}"')

@@ -103,6 +103,11 @@ class CallStream:
         self._sent += len(certain)
         return certain
 
+    def skip(self, text: str) -> None:
+        """Takes text that was said elsewhere, and may have calls; without calls, none of it is text."""
+        self._text += text
+        self._sent = len(self._text)
+
     def end(self) -> tuple[str, list[ToolCall]]:
         """The rest of the text outside of calls, and the calls, as `split_calls` finds them."""
         text, calls = split_calls(self._text, self._schemas)

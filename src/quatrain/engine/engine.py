@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -23,6 +24,7 @@ from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import Config, RolloutConfig
 from quatrain.data.policy import Policy
 from quatrain.engine.decode import Program
+from quatrain.engine.masks import Guide, guide_of, why_not
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Session, SessionSettings
 from quatrain.models.blocks.layer_run import keeps_dtype
@@ -238,11 +240,15 @@ class RolloutEngine:
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the turns of `requests`; a ticket for each.
 
-        Raises ValueError if the KV cache has no room for one of them, if there are no weights, because
+        Raises ValueError if the KV cache has no room for one of them, or the engine does not follow the
+        grammar of one; if there are no weights, because
         `sync_weights` was not called since the last update of the parameters, and, without
         `per_request_sampling`, if their sampling differs from that of turns still in flight.
         """
         self._weights()
+        has_grammar = any(each.own is not None and each.own.grammar is not None for each in requests)
+        if has_grammar and self.cannot_constrain is not None:
+            raise ValueError(f"the answer would be any text: {self.cannot_constrain}")
         if self.per_request_sampling:
             session = self._session = self._session or self._new_session(self.sampling)
             owners = [request.own for request in requests if request.own is not None]
@@ -264,6 +270,22 @@ class RolloutEngine:
     def completions(self, ticket: Ticket) -> Sequence[Completion]:
         """The tokens so far of each turn of a request; not to be changed."""
         return ticket.session.completions(ticket.group)
+
+    def failure(self, ticket: Ticket) -> str | None:
+        """Why a request did not come to its end, though it is finished; None: it did."""
+        return ticket.session.failure(ticket.group)
+
+    @property
+    def cannot_constrain(self) -> str | None:
+        """Why it follows no grammar, and what to do about it; None: it does."""
+        if not self.per_request_sampling:
+            return "all turns of this engine share one sampling; sample with agents, or with `quatrain serve`"
+        return why_not(self.stop_ids)
+
+    @cached_property
+    def guide(self) -> Guide:
+        """What compiles grammars; any thread may ask it. Raises ValueError if there can be none."""
+        return guide_of(self.tokenizer, self.arch.vocab_size, self.stop_ids)
 
     def cancel(self, ticket: Ticket) -> None:
         """Forget a request, finished or not."""
@@ -329,7 +351,7 @@ class RolloutEngine:
         settings = SessionSettings(*model, self._cache_bytes, self._usual_prompt)
         settings = replace(settings, records_routes=self._records_routes, backend=self._backend)
         settings = replace(settings, prefix_share=self._prefix_share, in_flight=self._in_flight)
-        settings = replace(settings, features=self._features)
+        settings = replace(settings, features=self._features, guide=lambda: self.guide)
         own = self.per_request_sampling
         return Session(settings, sampling, self._max_concurrency, per_request_sampling=own)
 

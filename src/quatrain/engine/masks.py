@@ -28,12 +28,12 @@ MOST_CHARS = 2**20
 class Matcher:
     """How far a sequence has come in its grammar."""
 
-    def __init__(self, matcher: Any):
-        self._matcher = matcher
+    def __init__(self, matcher: Any, guide: Guide):
+        self._matcher, self.guide = matcher, guide
 
     def copy(self) -> Matcher:
         """One that goes on alone."""
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._matcher.deep_copy(), self.guide)
 
     @property
     def error(self) -> str | None:
@@ -93,7 +93,7 @@ class Guide:
         # `validate_grammar` says more than the error of a matcher does.
         if error := LLMatcher.validate_grammar(grammar, self._tokenizer):
             raise ValueError(_line(error))
-        made = Matcher(LLMatcher(self._tokenizer, grammar, log_level=0))
+        made = Matcher(LLMatcher(self._tokenizer, grammar, log_level=0), self)
         if made.error is not None:
             raise ValueError(made.error)
         with self._lock:
@@ -105,7 +105,8 @@ class Guide:
     def masks(self, matchers: Sequence[Matcher | None]) -> np.ndarray:
         """[B, ceil(V / 32)] uint32: a bit for each word that may follow; all words where there is no matcher.
 
-        Bit i of number w is word 32 w + i. A matcher with an error has no word.
+        Bit i of number w is word 32 w + i. A matcher that comes to an error has all words, as what is drawn
+        does not count then.
         """
         from llguidance.numpy import fill_next_token_bitmask_par
 
@@ -114,6 +115,9 @@ class Guide:
         asked = [(each.place, row) for row, each in enumerate(matchers) if each is not None]
         if asked:
             fill_next_token_bitmask_par(self._executor, asked, masks)
+        for each, row in asked:
+            if each.is_error():
+                masks[row] = -1
         found = masks.view(np.uint32)
         word, bit = divmod(self._end, 32)
         rows = [row for _, row in asked]

@@ -178,6 +178,12 @@ class Session:
             raise BadRequest(
                 "`quatrain` is the place of a sequence, as a session has; leave it out", "quatrain"
             )
+        if isinstance(asked, ChatRequest) and asked.response_format is not None:
+            raise BadRequest(
+                'response_format must be {"type": "text"} in an answer that is trained: a grammar\'s set of '
+                "words is not recorded; ask the untrained model (docs/agents.md), or leave it out",
+                "response_format",
+            )
         if not isinstance(asked, CompletionRequest):
             return
         if asked.echo or asked.num_scored is not None or len(asked.prompts) != 1 or not asked.wanted_tokens:
@@ -205,6 +211,7 @@ class Session:
         if room < 1:
             self.refused = "length"
             self.counts["refused_requests"] += 1
+            longest = rules.max_tokens - 1
             held = "; give requests at the same time `max_tokens`" if reserved else ""
             raise BadRequest(
                 f"maximum context length: a sequence has at most {rules.max_tokens} tokens, and an episode "
@@ -213,6 +220,7 @@ class Session:
                 f"shorten the messages, or end the episode{held}",
                 asked.prompt_field,
                 code=NO_ROOM,
+                too_long=(len(found.ids), longest) if len(found.ids) > longest else None,
             )
         wanted = asked.wanted_tokens
         sampling = replace(
