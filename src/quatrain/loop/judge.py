@@ -6,6 +6,7 @@ with an engine of its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.rollouts import Sampling
 from quatrain.types.sampler import AtOnce, Sampler
 from quatrain.weights.load_model import load_model
+
+logger = logging.getLogger(__name__)
 
 RUBRIC_TOKENS = 1024
 """Tokens of a question beside the longest sequence of the run, for which a model's positions are chosen."""
@@ -116,7 +119,10 @@ def _sampling_of(
     config: Config, judge: Judge, sampler: Sampler, tokenizer: Any, *, is_everywhere: bool = True
 ) -> Rollouts:
     """What samples a judge's answers, by its grammar if the sampler follows grammars."""
-    grammar = None if sampler.cannot_constrain else of_answer(schema(judge.config.scale), tokenizer)
-    player = SingleTurns(AtOnce(sampler, judge.config.concurrency), grammar, config.seed)
-    player.is_everywhere = is_everywhere
-    return Rollouts(sampler, tokenizer, Sampling(1, judge.config.max_tokens), player)
+    own, grammar = judge.config, None
+    if sampler.cannot_constrain is None:  # a reason may take about half of the tokens, one a character
+        grammar = of_answer(schema(own.scale, own.max_tokens // 2), tokenizer)
+    else:
+        logger.info("a judge's scores are read from its texts: %s", sampler.cannot_constrain)
+    player = SingleTurns(AtOnce(sampler, own.concurrency), grammar, config.seed, is_everywhere)
+    return Rollouts(sampler, tokenizer, Sampling(1, own.max_tokens), player)

@@ -27,7 +27,7 @@ from quatrain.types.rollouts import Completion, OnProgress, RolloutProgress, Sam
 from quatrain.types.sampler import AtOnce, Request, Sampler, ServiceFailed, Work, sampled
 
 
-@dataclass
+@dataclass(frozen=True)
 class SingleTurns(Player):
     """Each episode is one turn of the policy after the prompt; `at_once` bounds how many are sampled.
 
@@ -37,7 +37,7 @@ class SingleTurns(Player):
     at_once: AtOnce | None = None
     grammar: str | None = None
     seed: int = 0
-    is_everywhere = True
+    is_everywhere: bool = True
 
     def begin(self, prompts: Sequence[Prompt], step: int, sampling: Sampling, sampler: Sampler) -> Playing:
         """Asks for all samples of each prompt together, which then share its keys and values."""

@@ -38,7 +38,7 @@ class JudgeBudget(Section):
 
 
 class JudgeConfig(Section):
-    """A model that reads each prompt with its completion and answers with a score: [reward.md](reward.md#judges).
+    """A model that reads each prompt with its completion and gives a score: [reward.md](reward.md#judges).
 
     Exactly one of `self`, `model` and `base_url` says which model. `reward.judge: self` is short for
     `{self: true}`. Its weight is that of the entry `judge` in `reward.functions`.
@@ -114,6 +114,7 @@ class JudgeConfig(Section):
             lambda value: isinstance(value, bool) or (isinstance(value, str) and value),
             before=True,
         ),
+        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string"}]}),
     ] = True
     """Where judgements are kept, so that none is asked for twice: true: in the folder of the run; a folder,
     which runs may share; false: nowhere."""

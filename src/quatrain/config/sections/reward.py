@@ -100,8 +100,8 @@ class RewardConfig(Section):
     `{judge: 1.0}` with `reward.judge`, else `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym,
     else `{environment: 1.0}` with `rollout.agent`."""
     judge: Judge = None
-    """A model that judges completions: `self`, or a mapping with [these keys](#reward-judge), of which each may be set
-    alone, as `reward.judge.n`. The entry `judge` of `reward.functions` has its weight."""
+    """A model that judges completions: `self`, or a mapping with [these keys](#rewardjudge), of which each may
+    be set alone, as `reward.judge.n`. The entry `judge` of `reward.functions` has its weight."""
     overlong_limit: Derived[Count] = NOT_SET
     """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
     `overlong`: `rollout.max_new_tokens`."""

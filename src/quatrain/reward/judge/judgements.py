@@ -41,15 +41,21 @@ class NoJudgement(NamedTuple):
 Outcome = Judgement | NoJudgement
 
 
-def schema(scale: tuple[float, float]) -> dict[str, Any]:
-    """The JSON schema of an answer."""
+def schema(scale: tuple[float, float], longest_reason: int | None = None) -> dict[str, Any]:
+    """The JSON schema of an answer.
+
+    With `longest_reason`, in characters, it bounds also the digits of the score, so that an answer which
+    follows it ends. Servers need not know these keywords.
+    """
     low, high = scale
+    reason: dict[str, Any] = {"type": "string"}
+    score: dict[str, Any] = {"type": "number", "minimum": low, "maximum": high}
+    if longest_reason is not None:
+        reason["maxLength"] = longest_reason
+        score["multipleOf"] = 10.0 ** (math.floor(math.log10(high - low)) - 3)
     return {
         "type": "object",
-        "properties": {
-            "reason": {"type": "string"},
-            "score": {"type": "number", "minimum": low, "maximum": high},
-        },
+        "properties": {"reason": reason, "score": score},
         "required": ["reason", "score"],
         "additionalProperties": False,
     }
