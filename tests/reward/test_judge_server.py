@@ -42,7 +42,9 @@ def score(judge, *completions):
 
 def test_completions_get_the_scores_of_the_server():
     """Catches scores in another order, lost reasons, and a request without schema or model."""
-    server = JudgeServer(lambda _, body: said('{"reason": "r", "score": %s}' % body["messages"][0]["content"][-1]))
+    server = JudgeServer(
+        lambda _, body: said(f'{{"reason": "r", "score": {body["messages"][0]["content"][-1]}}}')
+    )
     with judging(server, scale=(0, 9), rubric="Be right.", template=None, temperature=0.5) as judge:
         judge._questions.text = lambda columns, prompt, completion: f"grade {completion}"
         found = score(judge, "a1", "b5", "c3")
@@ -147,7 +149,10 @@ def test_a_server_that_is_down_does_not_hold_a_step():
 def test_a_wrong_key_or_model_ends_the_run(status):
     """Catches a run that goes on without any reward."""
     server = JudgeServer(lambda *_: (status, {}, {"error": {"message": "wrong"}}))
-    with judging(server) as judge, pytest.raises(ValueError, match=rf"the judge at .*: status {status}, wrong"):
+    with (
+        judging(server) as judge,
+        pytest.raises(ValueError, match=rf"the judge at .*: status {status}, wrong"),
+    ):
         score(judge, "a", "b")
 
 
@@ -160,7 +165,10 @@ def test_the_key_is_sent_and_never_shown(monkeypatch, caplog):
     assert server.headers[0]["Authorization"] == "Bearer very-secret-value"
     assert "very-secret-value" not in caplog.text
     monkeypatch.delenv("MY_API_KEY")
-    with pytest.raises(ValueError, match="MY_API_KEY is not set; set it"), judging(server, key_variable="MY_API_KEY"):
+    with (
+        pytest.raises(ValueError, match="MY_API_KEY is not set; set it"),
+        judging(server, key_variable="MY_API_KEY"),
+    ):
         pass
 
 
@@ -181,7 +189,7 @@ def test_the_model_of_a_server_is_named():
 
 def test_a_question_is_asked_once(tmp_path):
     """Catches equal questions of a batch, of a later one or of a resumed run that are asked again."""
-    server = JudgeServer(lambda number, _: said('{"score": 0.%d}' % number))
+    server = JudgeServer(lambda number, _: said(f'{{"score": 0.{number}}}'))
     with judging(server, tmp_path) as judge:
         first = score(judge, "a", "b", "a")
         assert first.values[0] == first.values[2]
@@ -255,7 +263,7 @@ def test_several_judgements_are_averaged(tmp_path):
 
     def answer(number, body):
         value = next(scores)
-        return said("nothing") if value is None else said('{"score": %s}' % value)
+        return said("nothing") if value is None else said(f'{{"score": {value}}}')
 
     server = JudgeServer(answer)
     with judging(server, tmp_path, n=3, concurrency=1) as judge:
@@ -281,7 +289,9 @@ def test_a_budget_that_is_used_up_ends_the_run_or_abstains(tmp_path):
     server = JudgeServer(lambda *_: said(GOOD))
     with judging(server, tmp_path, budget={"requests": 3}, concurrency=2) as judge:
         assert score(judge, "a", "b").values == [0.75, 0.75]
-        with pytest.raises(ValueError, match=r"has used 3 of 3 requests, and 1 judgements .* raise the budget"):
+        with pytest.raises(
+            ValueError, match=r"has used 3 of 3 requests, and 1 judgements .* raise the budget"
+        ):
             score(judge, "c", "d")
     assert len(server.requests) == 3
     budget = {"budget": {"requests": 4}, "on_budget": "abstain"}

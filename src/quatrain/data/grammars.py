@@ -77,7 +77,9 @@ def _terms(text: str, answers: AnswerTokens) -> str:
     """Terms: a text, in which markers are tokens."""
     ids = {str(marker): number for number, marker in answers.markers.items()}
     parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
-    each = (f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part)
+    each = (
+        f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part
+    )
     return " ".join(each) or '""'
 
 
@@ -198,7 +200,11 @@ def _tagged(schema: Schema, tags: _Tags, answers: AnswerTokens) -> str | None:
     """Terms: the arguments of a schema, each in its tags, in the schema's order; None where none are known."""
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         return None
-    if schema.keys() - _NOTES - {"type", "properties", "required", "additionalProperties", "$defs", "$schema"}:
+    if (
+        schema.keys()
+        - _NOTES
+        - {"type", "properties", "required", "additionalProperties", "$defs", "$schema"}
+    ):
         return None
     required, properties = schema.get("required", []), schema.get("properties", {})
     if not set(required) <= properties.keys():
@@ -221,7 +227,10 @@ def _tagged_value(own: Any, definitions: Any, tags: _Tags, answers: AnswerTokens
     behind = _terms(tags.behind, answers)
     if kind == "string" and "enum" in limits and limits <= {"type", "enum"}:
         words = own["enum"]
-        if not all(isinstance(word, str) and word == word.strip() and tags.behind.strip() not in word for word in words):
+        if not all(
+            isinstance(word, str) and word == word.strip() and tags.behind.strip() not in word
+            for word in words
+        ):
             return None
         return f"({' | '.join(json.dumps(word, ensure_ascii=False) for word in words)}) {behind}"
     if kind == "string":

@@ -183,11 +183,7 @@ class RewardScorer:
         )
         unread = not (self.asks_for_environments or reads)
         self._warns_of_unused = episodes and accuracy_beside is None and unread
-        needs = {
-            column: f"the reward `{f.name}`"
-            for f in self._functions
-            for column in f.required_columns
-        }
+        needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         if judged and config.judge is not None:
             needs |= dict.fromkeys(Questions(config.judge).required_columns, "the question of reward.judge")
         brought = (*EPISODE_COLUMNS, ENVIRONMENTS) if episodes else ()
@@ -424,7 +420,7 @@ class RewardScorer:
         sources = self._sources.get(JUDGE)
         judged = next((each for name, each in prompts.items() if sources is None or name in sources), None)
         if self.judge is not None and judged is not None:
-            about = judged.columns | ({"messages": []} if self._episodes else {})
+            about = {**judged.columns, **({"messages": []} if self._episodes else {})}
             if problem := self.judge.try_on(about, plain_prompt(judged.text), MADE_UP):
                 warnings.append(f"the judge fails on a made-up completion of a training prompt: {problem}")
         return warnings

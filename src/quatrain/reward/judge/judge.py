@@ -120,7 +120,8 @@ class Judge:
             for said in [given["completions"][row]]
         ]
         outcomes, counts = self._outcomes(texts, config.n)
-        values, reasons = np.full(len(samples), np.nan, np.float32), [None] * len(samples)
+        values = np.full(len(samples), np.nan, np.float32)
+        reasons: list[str | None] = [None] * len(samples)
         failures: list[NoJudgement] = []
         for at, row in enumerate(rows):
             own = outcomes[at * config.n : (at + 1) * config.n]

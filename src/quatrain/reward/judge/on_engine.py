@@ -50,7 +50,11 @@ class EngineJudge:
         room = self.longest - config.max_tokens
         # By the main process: it has the numbers of a run that is resumed.
         has_budget = self.decide(lambda: [self._reserved(each, room) for each in ids])
-        asked = [at for at, (each, has) in enumerate(zip(ids, has_budget, strict=True)) if has and len(each) <= room]
+        asked = [
+            at
+            for at, (each, has) in enumerate(zip(ids, has_budget, strict=True))
+            if has and len(each) <= room
+        ]
         numbers = _distinct([questions[at].key for at in asked])
         prompts = [
             Prompt(number, np.array(ids[at], np.int32), questions[at].text)

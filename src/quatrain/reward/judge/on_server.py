@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from quatrain.cluster.rendezvous import is_loopback
 from quatrain.config.sections.judge import JudgeConfig
-from quatrain.reward.judge.judgements import NoJudgement, Outcome, judgement_in, schema
+from quatrain.reward.judge.judgements import Failed, NoJudgement, Outcome, judgement_in, schema
 from quatrain.reward.judge.limits import Limits, Spending
 from quatrain.reward.judge.questions import Question
 from quatrain.servers.client import Refusal, ServerClient, ServerLost, Unfit, all_of, shortened
@@ -49,7 +49,11 @@ class ServerJudge:
     """The main process alone asks."""
 
     def __init__(
-        self, config: JudgeConfig, spending: Spending, limits: Limits | None = None, pause: Pause = asyncio.sleep
+        self,
+        config: JudgeConfig,
+        spending: Spending,
+        limits: Limits | None = None,
+        pause: Pause = asyncio.sleep,
     ):
         assert config.base_url is not None
         self._config, self._spending, self._pause = config, spending, pause
@@ -111,7 +115,8 @@ class ServerJudge:
             if self._lost_in_a_row >= self._config.concurrency:
                 # Each would wait for its own retries, and hold the step for hours.
                 return NoJudgement(
-                    "lost", f"it was not asked, because the server failed {self._lost_in_a_row} times in a row"
+                    "lost",
+                    f"it was not asked, because the server failed {self._lost_in_a_row} times in a row",
                 )
             outcome = await self._tried(question, counts)
         lost = isinstance(outcome, NoJudgement) and outcome.kind in ("timeout", "lost")
@@ -127,7 +132,7 @@ class ServerJudge:
                 return await self._attempt(question, counts)
             except ServerLost as error:
                 if attempt == self._config.retries:
-                    kind = "timeout" if error.timed_out else "lost"
+                    kind: Failed = "timeout" if error.timed_out else "lost"
                     return NoJudgement(kind, f"{error} (after {attempt} retries)")
                 wait_s = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
                 if error.retry_after_s is not None:
@@ -237,7 +242,9 @@ class ServerJudge:
             return NoJudgement("refused", shortened(refusal or "the answer was filtered (content_filter)"))
         outcome = judgement_in(said if isinstance(said, str) else "", self._config.scale)
         if isinstance(outcome, NoJudgement) and reason == "length":
-            cut = f"it was cut at {self._config.max_tokens} tokens (reward.judge.max_tokens); {outcome.detail}"
+            cut = (
+                f"it was cut at {self._config.max_tokens} tokens (reward.judge.max_tokens); {outcome.detail}"
+            )
             return NoJudgement(outcome.kind, cut)
         return outcome
 

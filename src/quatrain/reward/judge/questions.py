@@ -101,7 +101,9 @@ def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list | tuple):
         if any(part.get("type") != "text" for part in content):
-            raise ValueError("a judge reads texts, and a prompt has pictures; leave the judge out, or the row")
+            raise ValueError(
+                "a judge reads texts, and a prompt has pictures; leave the judge out, or the row"
+            )
         content = "".join(part.get("text") or "" for part in content)
     calls = message.get("tool_calls")
     return "\n".join(filter(None, (content, _written(calls) if calls else None)))
