@@ -145,7 +145,7 @@ class RewardScorer:
             )
         elif judged and judge is None:
             raise ValueError(
-                "the judge must be made before the scorer is; pass judge=quatrain.reward.judge.judge.Judge(…), "
+                "the judge must be made before the scorer is; pass judge=quatrain.reward.judge.judge.Judge(…) "
                 "or use quatrain.build_stages; eval.accuracy may be `judge` if it is in reward.functions too"
             )
         _check_functions(config, functions)
@@ -208,8 +208,8 @@ class RewardScorer:
     ) -> Self:
         """The reward stage of `config`, with its reward models loaded on their mesh, and its judge.
 
-        `folder` is that of the run, for what the judge keeps. A judge on this run's devices is connected where
-        the rollout is made (`loop/stages.py`).
+        `folder` is that of the run, for what the judge keeps. A judge on this run's devices is connected
+        where the rollout is made (`loop/stages.py`).
 
         `functions` as in the constructor; `imported` is a scorer of them without reward models, whose worker
         processes are used. In a run of several processes, only the main process calls the functions, and all

@@ -150,7 +150,7 @@ class JudgeConfig(Section):
             ),
             (
                 self.n > 1 and self.temperature == 0,
-                f"must have temperature above 0 for n {self.n}: at 0 all judgements are the same; set n to 1, "
+                f"must have temperature above 0 for n {self.n}: at 0 all judgements are equal; set n to 1, "
                 "or leave temperature out",
             ),
             (

@@ -92,16 +92,17 @@ class RewardConfig(Section):
 
     functions: Functions = Field({"correct": 1.0, "format": 0.5, "tag_count": 0.5})
     """Mapping from reward functions to their weights. A function is a built-in name,
-    `package.module:function`, `path/file.py:function`, or `model:PATH`, the reward model in a local Hugging
-    Face folder or on the Hub; `judge` is the model of `reward.judge`. Instead of a weight, a mapping gives `weight` (default 1.0), `args` (arguments
-    by name) and `data_source` (the values of this column whose rows are scored):
+    `package.module:function`, `path/file.py:function`, `model:PATH`, the reward model in a local Hugging Face
+    folder or on the Hub, or `judge`, the model of `reward.judge`. Instead of a weight, a mapping gives
+    `weight` (default 1.0), `args` (arguments by name) and `data_source` (the values of this column whose rows
+    are scored):
     [reward.md](reward.md#arguments-and-data-sources). A configuration layer that sets the mapping replaces
     the whole mapping; with a teacher (`distill.teacher`) it may be empty. If no layer sets it, it is
     `{judge: 1.0}` with `reward.judge`, else `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym,
     else `{environment: 1.0}` with `rollout.agent`."""
     judge: Judge = None
-    """A model that judges completions: `self`, or a mapping with [these keys](#rewardjudge), of which each may
-    be set alone, as `reward.judge.n`. The entry `judge` of `reward.functions` has its weight."""
+    """A model that judges completions: `self`, or a mapping with [these keys](#rewardjudge), of which each
+    may be set alone, as `reward.judge.n`. The entry `judge` of `reward.functions` has its weight."""
     overlong_limit: Derived[Count] = NOT_SET
     """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
     `overlong`: `rollout.max_new_tokens`."""

@@ -1,6 +1,7 @@
 """What a judge says: a score with a reason, read from its answer by a schema, or why there is none.
 
-Answers are texts of a model, which a completion may have told what to write: they are parsed, never evaluated.
+Answers are texts of a model, which a completion may have told what to write: they are parsed, and never
+evaluated.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Sent:
 class Limits:
     """Lets requests through in their order: at most `rpm` of them, and `tpm` tokens, within any 60 seconds.
 
-    A request that has more tokens than `tpm` by itself is sent alone. `clock` and `sleep` are those of asyncio
-    unless given.
+    A request that has more tokens than `tpm` by itself is sent alone. `clock` and `sleep` are those of
+    asyncio unless given.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class ServerJudge:
             answer = await self._post(text, counts, with_schema=False)
             self._takes_schema = False
             logger.info(
-                "the judge at %s takes no response_format of json_schema (%s); scores are read from its texts",
+                "the judge at %s takes no response_format of json_schema (%s); its texts are read instead",
                 *(self._config.base_url, refused),
             )
             return answer
