@@ -145,7 +145,7 @@ class RewardScorer:
             )
         elif judged and judge is None:
             raise ValueError(
-                "the judge must be made before the scorer is; pass judge=quatrain.reward.judge.judge.Judge(…) "
+                "the judge must be made before the scorer is; pass judge=reward.judge.judge.Judge(…) "
                 "or use quatrain.build_stages; eval.accuracy may be `judge` if it is in reward.functions too"
             )
         _check_functions(config, functions)
