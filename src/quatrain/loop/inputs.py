@@ -127,7 +127,9 @@ class Inputs:
         stage("prompts and reward models" if self.weights and self.config.reward.models else "prompts")
         assert self.imported is not None
         given: dict[str, Any] = {"imported": self.imported, "weights": self.weights}
-        return RewardScorer.of(self.config, policy, self._functions, folder=self.folder.path, **given)
+        scorer = RewardScorer.of(self.config, policy, self._functions, folder=self.folder.path, **given)
+        self.parts.callback(scorer.close)
+        return scorer
 
     def prompts(self, policy: LoadedPolicy, scorer: RewardScorer, evaluator: Evaluator) -> PromptSource:
         """The training prompts, with the columns that reward functions, chat template and teacher need."""
