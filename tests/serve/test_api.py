@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import anthropic
 import httpx2 as httpx
 import jax
 import numpy as np
@@ -812,3 +813,25 @@ def test_what_was_kept_of_a_prompt_is_in_the_usage(small_arch, small_params, tok
     assert int(lines["quatrain_prefix_cached_tokens_total"]) > 6 * 89
     assert int(lines["quatrain_prefix_blocks_used"]) > 4
     assert lines["quatrain_prefix_evicted_tokens_total"] == "0"
+
+
+def test_messages_are_answered_as_a_chat_and_their_context_is_kept(small_arch, small_params, tokenizer):
+    """The same tokens and counts of an engine; what was computed for one request is read for the next."""
+    service = service_of(small_arch, small_params, tokenizer, prefix_share=0.5)
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "a question " * 10}]}
+    with (
+        served(service, small_arch, tokenizer) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as chats,
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        said = chats.chat.completions.create(**asked, max_tokens=4, temperature=0)
+        fields = {**asked, "max_tokens": 4, "extra_body": {"temperature": 0}}
+        whole = client.messages.create(**fields)
+        with client.messages.stream(**fields) as events:
+            streamed = events.get_final_message()
+        number = client.messages.count_tokens(**asked).input_tokens
+    assert number == said.usage.prompt_tokens
+    for answer in (whole, streamed):
+        assert "".join(block.text for block in answer.content) == said.choices[0].message.content
+        assert answer.usage.output_tokens == said.usage.completion_tokens
+        assert (answer.usage.cache_read_input_tokens, answer.usage.input_tokens) == (number - 1, 1)

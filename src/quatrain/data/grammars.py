@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quatrain.data.tool_calls import Beginning, beginning_of_calls, written_call
@@ -23,9 +23,12 @@ _KEY, _VALUE, _OTHER_KEY, _OTHER_VALUE = "STANDKEY", "STANDVALUE", "OTHERKEY", "
 _NAME_LAST = re.compile(rf'^,\s*"name":\s*"{STAND_IN}"')
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 """Keywords of a schema that limit nothing."""
+_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$schema"})
+"""Keywords of a schema of arguments between tags, of which those alone are written that it names."""
 _NO_CALLS = (
-    "response_format beside tools needs calls of which a grammar is known: that of this chat template, or of "
-    "the schemas of these tools, is not (docs/serve.md); set tool_choice to none, or leave response_format out"
+    "response_format beside tools needs calls of which a grammar is known: that of this chat template, or "
+    "of the schemas of these tools, is not (docs/serve.md); set tool_choice to none, or leave "
+    "response_format out"
 )
 
 Schema = Mapping[str, Any] | bool
@@ -41,15 +44,15 @@ def of_answer(schema: Schema, tokenizer: Any, tools: Sequence[Mapping[str, Any]]
 
     Raises ValueError if there are tools whose calls have no known grammar.
     """
-    answers = AnswerTokens(tokenizer)
-    head = _terms(f"{CHANNEL}final{MESSAGE}", answers) if answers.is_harmony else ""
+    added = _added(tokenizer)
+    head = _terms(f"{CHANNEL}final{MESSAGE}", added) if AnswerTokens(tokenizer).is_harmony else ""
     lines = [f"start: {head} {_json(schema)}"]
     if tools:
         form = _Form.of(tokenizer, tools)
         calls = None if form is None else form.calls(tools, None)
         if form is None or calls is None:
             raise ValueError(_NO_CALLS)
-        lines = [f"{lines[0]} | {_terms(form.beginning.before, answers)} call", *calls]
+        lines = [f"{lines[0]} | {_terms(form.beginning.before, added)} call", *calls]
     return _grammar(*lines)
 
 
@@ -73,12 +76,19 @@ def _json(schema: Schema) -> str:
     return f"%json {json.dumps({**whole, 'x-guidance': _OPTIONS}, ensure_ascii=False)}"
 
 
-def _terms(text: str, answers: AnswerTokens) -> str:
-    """Terms: a text, in which markers are tokens."""
-    ids = {str(marker): number for number, marker in answers.markers.items()}
-    parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
+def _added(tokenizer: Any) -> dict[str, int]:
+    """The ids of tokens that are no part of a text's vocabulary, by their texts."""
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+
+
+def _terms(text: str, added: Mapping[str, int]) -> str:
+    """Terms: a text, in which `added` tokens are tokens: llguidance takes many of them for no text."""
+    longest_first = sorted(added, key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text) if added else [text]
     each = (
-        f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part
+        f"<[{added[part]}]>" if part in added else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
     )
     return " ".join(each) or '""'
 
@@ -94,7 +104,7 @@ class _Tags(NamedTuple):
 class _Form(NamedTuple):
     """How a chat template writes a call, behind its beginning: arguments in JSON, or each in tags."""
 
-    answers: AnswerTokens
+    added: Mapping[str, int]
     beginning: Beginning
     middle: str
     """Between the name and the arguments."""
@@ -120,7 +130,7 @@ class _Form(NamedTuple):
         if not named:  # arguments stand before the name, which is begun first
             middle, end = beginning.after + " ", _NAME_LAST.sub("", end)
         end = end.partition("<|call|>")[0] if answers.is_harmony else end  # which ends the answer
-        return cls(answers, beginning, middle, end.rstrip(), tags)
+        return cls(_added(tokenizer), beginning, middle, end.rstrip(), tags)
 
     def calls(self, tools: Sequence[Mapping[str, Any]], name: str | None) -> list[str] | None:
         """The rules of a call of one of `tools` behind its beginning; None where none are known."""
@@ -131,10 +141,10 @@ class _Form(NamedTuple):
                 continue
             begun = self.beginning.before if name is None else self.beginning.begun(own)
             rest = (self.beginning.named(own) + self.middle).removeprefix(begun)
-            arguments = _json(schema) if self.tags is None else _tagged(schema, self.tags, self.answers)
+            arguments = _json(schema) if self.tags is None else _tagged(schema, self.tags, self.added)
             if arguments is None:
                 return None
-            rules.append(f"{_terms(rest, self.answers)} {arguments} {self._closing}")
+            rules.append(f"{_terms(rest, self.added)} {arguments} {self._closing}")
         names = [f"call_{number}" for number in range(len(rules))]
         lines = [f"call: {' | '.join(names)}", *map(": ".join, zip(names, rules, strict=True))]
         return lines if self.tags is None else [*lines, _free_text_rule(self.tags)]
@@ -142,8 +152,8 @@ class _Form(NamedTuple):
     @property
     def _closing(self) -> str:
         before, has_id, after = self.end.partition(CALL_ID)
-        terms = _terms(before, self.answers)
-        return f"{terms} /[a-zA-Z0-9]{{9}}/ {_terms(after, self.answers)}" if has_id else terms
+        terms = _terms(before, self.added)
+        return f"{terms} /[a-zA-Z0-9]{{9}}/ {_terms(after, self.added)}" if has_id else terms
 
 
 def _without_special(text: str, tokenizer: Any, answers: AnswerTokens) -> str:
@@ -196,8 +206,8 @@ def _tagged_form(none: str, one: str, two: str) -> _Found | None:
 # -------------------------------------------------------------------------------- arguments between tags
 
 
-def _tagged(schema: Schema, tags: _Tags, answers: AnswerTokens) -> str | None:
-    """Terms: the arguments of a schema, each in its tags, in the schema's order; None where none are known."""
+def _tagged(schema: Schema, tags: _Tags, added: Mapping[str, int]) -> str | None:
+    """Terms: the arguments of a schema, each in its tags, in its order; None where none are known."""
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         return None
     if (
@@ -211,20 +221,20 @@ def _tagged(schema: Schema, tags: _Tags, answers: AnswerTokens) -> str | None:
         return None
     terms = []
     for key, own in properties.items():
-        value = _tagged_value(own, schema.get("$defs", {}), tags, answers)
+        value = _tagged_value(own, schema.get("$defs", {}), tags, added)
         if value is None or not re.fullmatch(r"[^<>\n]+", key):
             return None
-        term = f"{_terms(tags.before + key + tags.between, answers)} {value}"
+        term = f"{_terms(tags.before + key + tags.between, added)} {value}"
         terms.append(term if key in required else f"({term})?")
     return " ".join(terms) or '""'
 
 
-def _tagged_value(own: Any, definitions: Any, tags: _Tags, answers: AnswerTokens) -> str | None:
+def _tagged_value(own: Any, definitions: Any, tags: _Tags, added: Mapping[str, int]) -> str | None:
     """Terms: a value and what stands behind it, which `Reading.typed` reads as one that fits its schema."""
     if not isinstance(own, Mapping):
         return None
     kind, limits = own.get("type"), own.keys() - _NOTES
-    behind = _terms(tags.behind, answers)
+    behind = _terms(tags.behind, added)
     if kind == "string" and "enum" in limits and limits <= {"type", "enum"}:
         words = own["enum"]
         if not all(
@@ -234,7 +244,7 @@ def _tagged_value(own: Any, definitions: Any, tags: _Tags, answers: AnswerTokens
             return None
         return f"({' | '.join(json.dumps(word, ensure_ascii=False) for word in words)}) {behind}"
     if kind == "string":
-        return _free_text(tags, answers) if limits == {"type"} else None
+        return _free_text(tags, added) if limits == {"type"} else None
     if kind in ("integer", "number", "boolean", "array", "object"):
         whole = {**own, "$defs": definitions} if definitions else own
         return f"{_json(whole)} {behind}"
@@ -250,8 +260,8 @@ def _closing_tag(tags: _Tags) -> str:
     return tags.behind.lstrip().partition(">")[0] + ">"
 
 
-def _free_text(tags: _Tags, answers: AnswerTokens) -> str:
+def _free_text(tags: _Tags, added: Mapping[str, int]) -> str:
     """Terms: a text up to the tag behind it, which it may not contain."""
-    if (close := _closing_tag(tags)) in answers.markers.values():
-        return f"/(?s:.*)/ {_terms(tags.behind.lstrip(), answers)}"
-    return f"free_text {_terms(tags.behind.lstrip().removeprefix(close), answers)}"
+    if (close := _closing_tag(tags)) in added:
+        return f"/(?s:.*)/ {_terms(tags.behind.lstrip(), added)}"
+    return f"free_text {_terms(tags.behind.lstrip().removeprefix(close), added)}"

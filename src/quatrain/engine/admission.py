@@ -104,7 +104,7 @@ class Admission:
         return min(positions, self._bounds[-1])
 
     def _choose_rings(self) -> None:
-        """One ring, if all that are unfinished fit into it; else several; and one for those with a grammar."""
+        """One ring, if all that are unfinished fit into it, else several; grammars have one more."""
         unfinished = (self.groups[ticket].limit for ticket in self.scheduler.unfinished)
         limit = self.max_new_tokens or max(unfinished, default=1)
         longest = self.room.ring(limit, limit)

@@ -121,10 +121,10 @@ class Guide:
         found = masks.view(np.uint32)
         word, bit = divmod(self._end, 32)
         rows = [row for _, row in asked]
-        at_end = np.zeros(len(matchers), bool)
-        at_end[rows] = (found[rows, word] >> np.uint32(bit)) & np.uint32(1) > 0
-        for stop in self._stop_ids:
-            found[at_end, stop // 32] |= np.uint32(1) << np.uint32(stop % 32)
+        ends = (found[rows, word] >> np.uint32(bit)) & np.uint32(1)
+        for stop in self._stop_ids:  # nowhere else: it would end an answer that is not whole
+            found[rows, stop // 32] &= ~(np.uint32(1) << np.uint32(stop % 32))
+            found[rows, stop // 32] |= ends << np.uint32(stop % 32)
         return found
 
 

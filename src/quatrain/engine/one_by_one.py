@@ -47,10 +47,11 @@ def one_by_one(
         slots = slots._replace(tokens=tokens, lengths=ahead, live=left, masks=masks)
         decoded = call(slots, len(parts))
     routes = [part.routes for part in parts if part.routes is not None]
-    return Decoded(
+    joined = as_jit_arguments(
         np.concatenate([part.tokens for part in parts], axis=1),
         np.concatenate([part.logprobs for part in parts], axis=1),
         np.sum(lives, axis=0),
-        np.int32(len(parts)),
-        np.concatenate(routes, axis=1) if routes else None,
+        np.array(len(parts), np.int32),
+        *([np.concatenate(routes, axis=1)] if routes else []),
     )
+    return Decoded(*joined)

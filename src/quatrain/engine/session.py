@@ -29,8 +29,8 @@ from quatrain.engine.cache import FEWEST_OF_REQUESTS, Cache, Room
 from quatrain.engine.contexts import EndedTurn, Found, KeptContexts
 from quatrain.engine.decode import (
     TOKENS_PER_CALL,
-    Program,
     Decoded,
+    Program,
     Slots,
     decode_program,
     extend_program,
@@ -608,8 +608,8 @@ class Session:
         return occupant
 
     def _slots(self, ring: Sequence[int]) -> Slots:
-        """The last token, lengths, sequence id and step of the sequence in each slot of a ring, as arrays, and
-        masks if these follow grammars."""
+        """The last token, lengths, sequence id and step of the sequence in each slot of a ring; masks if they
+        follow grammars."""
         count = len(ring)
         tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
         # 1 also where no sequence is: attention to no key at all would be NaN.

@@ -115,8 +115,8 @@ class Answering:
         grammar: str | None = None,
         recorded: Recorded | None = None,
     ) -> Response:
-        """The answer to a request with these prompts; that of a chat begins with the text `begun`, and goes on
-        in a `grammar`.
+        """The answer to a request with these prompts; that of a chat begins with the text `begun`, and what
+        follows it is of the `grammar`.
 
         In a session, `recorded` are the turns that it is recorded in.
         """

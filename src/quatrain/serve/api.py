@@ -10,6 +10,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ class Api:
         stop_ids: Sequence[int] = (),
         sessions: Sessions | None = None,
     ):
+        now = int(time.time())
         tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._service, self._model = service, model
         self._access = Access(token, sessions)
@@ -91,9 +93,13 @@ class Api:
         self._described = {
             "id": model,
             "object": "model",
-            "created": int(time.time()),
+            "created": now,
             "owned_by": "quatrain",
             "max_model_len": max_positions,
+            # What Anthropic's clients look at.
+            "type": "model",
+            "display_name": model,
+            "created_at": datetime.fromtimestamp(now, UTC).isoformat(),
         }
         warn_of_unread(tokenizer, has_tools=False)
 
@@ -156,7 +162,8 @@ class Api:
         return JSONResponse({**facts, "weight_version": self._service.version})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description(request)]})
+        page = {"has_more": False, "first_id": self._model, "last_id": self._model}
+        return JSONResponse({"object": "list", "data": [self._description(request)], **page})
 
     async def _named_model(self, request: Request) -> Response:
         name, session = request.path_params["name"], self._access.session_of(request)

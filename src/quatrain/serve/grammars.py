@@ -36,7 +36,7 @@ class Grammars:
         if refusal is not None:
             if asked.must_call:  # the call is begun, and its schema was never promised
                 return None
-            raise BadRequest(f'{field} must be {{"type": "text"}} here: {refusal}', field)
+            raise BadRequest(f'{field} must be {{"type": "text"}} here: {refusal}; or leave it out', field)
         key = json.dumps([schema, asked.offered_tools, asked.called])
         try:
             if key not in self._made:

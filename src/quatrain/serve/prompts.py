@@ -32,7 +32,8 @@ MOST_TEMPLATES = 64
 class ChatPrompt(NamedTuple):
     """The tokens of a chat, the text of those at its end that begin the answer, and what it continues.
 
-    `grammar` is what the rest of the answer follows; None: any text. `messages` are as `checked_messages` has them; without a tree, there are neither these nor `found`.
+    `grammar` is what the rest of the answer follows; None: any text. `messages` are as `checked_messages` has
+    them; without a tree, there are neither these nor `found`.
     """
 
     tokens: Tokens

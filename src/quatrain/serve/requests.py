@@ -112,8 +112,14 @@ class BadRequest(ValueError):
         code: str | None = None,
         too_long: tuple[int, int] | None = None,
     ):
-        super().__init__(message)
-        self.field, self.status, self.code, self.too_long = field, status, code, too_long
+        super().__init__(_writable(message))
+        self.field = None if field is None else _writable(field)
+        self.status, self.code, self.too_long = status, code, too_long
+
+
+def _writable(text: str) -> str:
+    """`text`, which may repeat what came, without halves of surrogate pairs: no answer can have them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def no_tiny_temperature(value: float | None) -> float | None:

@@ -262,8 +262,10 @@ def check_seen(sampler: Sampler, prompts: Iterable[Prompt]) -> None:
 
 def check_followed(sampler: Sampler, requests: Iterable[Request]) -> None:
     """Raises ValueError if one of `requests` has a grammar that `sampler` does not follow."""
-    for grammar in {each.own.grammar for each in requests if each.own is not None} - {None}:
-        sampler.check_grammar(grammar)
+    grammars = {each.own.grammar for each in requests if each.own is not None}
+    for grammar in grammars:
+        if grammar is not None:
+            sampler.check_grammar(grammar)
 
 
 def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Completion]]:

@@ -136,8 +136,9 @@ class Messages(ChatProtocol):
         messages, hints = read_messages(fields)
         chat |= {"messages": messages, **_tools(fields)}
         if "thinking" in fields:
-            kind = object_at("thinking", fields["thinking"]).get("type")
-            thinks = one_of("thinking.type", kind, _THINKING) != "disabled"
+            thinking = object_at("thinking", fields["thinking"])
+            only("thinking", thinking, ("type", "budget_tokens", "display", "block_binding"))
+            thinks = one_of("thinking.type", thinking.get("type"), _THINKING) != "disabled"
             if self._reads_thinking:
                 chat["chat_template_kwargs"] = {"enable_thinking": thinks}
         chat |= _format(fields)
@@ -304,9 +305,10 @@ def _blocks(path: str, content: Any) -> list[tuple[str, dict[str, Any]]]:
     """The blocks of a content with their paths; a text is one of them."""
     if isinstance(content, str):
         return [(path, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        raise fault(path, "must be a text or a list of blocks", content)
     return [
-        (f"{path}.{number}", object_at(f"{path}.{number}", block))
-        for number, block in enumerate(list_at(path, content))
+        (f"{path}.{number}", object_at(f"{path}.{number}", block)) for number, block in enumerate(content)
     ]
 
 
@@ -433,7 +435,7 @@ def _tools(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _format(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`response_format` of a chat, if the answer must have a form; `output_format` is its older name."""
     config = object_at("output_config", fields.get("output_config", {}))
-    only("output_config", config, ("format", "effort"))
+    only("output_config", config, ("format", "effort", "task_budget"))
     if "format" not in config and "output_format" not in fields:
         return {}
     path = "output_config.format" if "format" in config else "output_format"
