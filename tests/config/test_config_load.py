@@ -238,7 +238,8 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ("offload.critic=true", "offload.critic has no effect without a critic"),
         (
             "placement.reward=1",
-            "placement.reward has no effect without a reward model or a judge on this run's devices; add model:PATH",
+            "placement.reward has no effect without a reward model or a judge on this run's devices; add "
+            "model:PATH",
         ),
         ("offload.reward_models=true", "offload.reward_models has no effect without a reward model"),
         (

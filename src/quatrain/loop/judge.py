@@ -121,7 +121,7 @@ def _sampling_of(
     """What samples a judge's answers, by its grammar if the sampler follows grammars."""
     own, grammar = judge.config, None
     if sampler.cannot_constrain is None:  # a reason may take about half of the tokens, one a character
-        grammar = of_answer(schema(own.scale, own.max_tokens // 2), tokenizer)
+        grammar = of_answer(schema(own.scale, own.max_tokens // 2), tokenizer, blanks=1)
     else:
         logger.info("a judge's scores are read from its texts: %s", sampler.cannot_constrain)
     player = SingleTurns(AtOnce(sampler, own.concurrency), grammar, config.seed, is_everywhere)
