@@ -21,7 +21,7 @@ LITTLE = ("eval.before=false", "eval.every_steps=0", "eval.num_prompts=1", "eval
 def _options(folder, judge):
     template = folder / "template.txt"
     template.write_text(TEMPLATE)
-    keys = f"{judge}, template: {template}, rubric: ok, max_tokens: 256, temperature: 1.0"
+    keys = f"{judge}, template: {template}, rubric: ok, max_tokens: 128, temperature: 1.0"
     return (*STEPS, *LITTLE, f"reward.judge={{{keys}}}")
 
 
