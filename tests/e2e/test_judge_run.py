@@ -82,5 +82,5 @@ def test_a_resumed_run_asks_a_server_nothing_twice(tmp_path):
     before, after = _by_step(run)[2], _by_step(again)[2]
     assert after["reward/judge/requests"] == 0
     assert after["reward/judge/mean"] == before["reward/judge/mean"]
-    spent = json.loads((again / "judge_spent.json").read_text())
-    assert spent["requests"] == len(texts)
+    spent = [json.loads((each / "judge_spent.json").read_text())["requests"] for each in (run, again)]
+    assert spent[0] == spent[1] >= len(texts)  # more, if a connection was lost

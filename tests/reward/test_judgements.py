@@ -158,7 +158,7 @@ def _put_many(folder):
 
 def test_processes_share_a_folder(tmp_path):
     """Catches writes that a reader sees in part."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_put_many, args=(tmp_path,)) for _ in range(2)]
     for each in writers:
         each.start()

@@ -342,8 +342,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward.functions.judge",
         lambda c: c.reward.judge is None and JUDGE in c.reward.functions,
-        "names the reward of a judge, which there is not; set reward.judge, as self or {{base_url: "
-        "http://host:8000/v1}}, or leave it out",
+        "names the reward of a judge, which there is not; set reward.judge (self, model or base_url), "
+        "or leave it out",
     ),
     Rule(
         "reward.judge",
