@@ -1,7 +1,11 @@
 """Sequences that follow grammars, beside others: what each samples is what it samples alone."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +180,50 @@ def test_log_probabilities_are_those_of_the_allowed_words(make_session, small_ar
             assert logprob == pytest.approx(float(expected[token]), abs=1e-4)
             assert own.sampling.temperature or token == row.argmax()
             matcher.consume(token)
+
+
+DEVICES = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import jax
+import numpy as np
+from test_grammars import KINDS, asked
+
+from quatrain.config.mesh import MeshShape
+from quatrain.config.schema import RolloutConfig
+from quatrain.data.builtin import builtin_tokenizer
+from quatrain.engine.engine import RolloutEngine
+from quatrain.models.families import builtin_architecture
+from quatrain.models.params import init_params
+from quatrain.parallel.mesh import make_mesh
+from quatrain.types.sampler import Request
+
+tokenizer = builtin_tokenizer()
+arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
+params, done = init_params(arch, jax.random.key(7)), []
+for shape in (MeshShape(), MeshShape(2, 1, 2)):
+    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    settings = RolloutConfig(n=1, max_new_tokens=40, prefix_share=0.5)
+    how = {"stop_ids": (tokenizer.eos_token_id,), "cache_bytes": 1 << 24, "per_request_sampling": True}
+    engine = RolloutEngine(arch, settings, tokenizer, seed=1, mesh=mesh, **how)
+    engine.sync_weights(params, 1)
+    requests = [Request.alone(*asked(i, 20, KINDS[i % 3], most=40)) for i in range(6)]
+    tickets = engine.submit(requests)
+    while not all(map(engine.finished, tickets)):
+        engine.advance()
+    done.append([turn for ticket in tickets for turn in engine.take(ticket)])
+for one, other in zip(*done):
+    assert one.tokens == other.tokens
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+"""
+
+
+@pytest.mark.slow
+def test_on_several_devices_each_samples_the_same():
+    """Masks of two replicas, each of two devices that share the matrices."""
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    subprocess.run([sys.executable, "-c", DEVICES, *folders], check=True, env=environment)
 
 
 def test_stop_tokens_are_allowed_at_the_end_alone(tokenizer):
