@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.given import WITHOUT_REFERENCE
+from quatrain.config.sections.judge import JUDGE
 from quatrain.config.sections.model_on_devices import VISION_TARGETS
 from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
@@ -250,9 +251,9 @@ RULES: tuple[Rule, ...] = (
     ),
     *no_effect(
         ["placement.reward", "offload.reward_models"],
-        lambda c: c.reward.models,
-        "without a reward model",
-        "add model:PATH to reward.functions",
+        lambda c: c.reward.models or (c.reward.judge is not None and c.reward.judge.model),
+        "without a reward model or a judge on this run's devices",
+        "add model:PATH to reward.functions, or set reward.judge.model",
     ),
     Rule(
         "distill.prompt",
@@ -336,6 +337,27 @@ RULES: tuple[Rule, ...] = (
         "distill.rl_weight",
         lambda c: c.distill.teacher is not None and not c.distill.weight and not c.distill.rl_weight,
         "must be above 0 where distill.weight is 0: nothing would be trained on; raise one of the two",
+    ),
+    Rule(
+        "reward.functions",
+        lambda c: (
+            c.reward.judge is not None
+            and "functions" in c.reward.model_fields_set
+            and JUDGE not in c.reward.functions
+        ),
+        "must have the entry judge, the weight of reward.judge; add judge: 1.0, or leave reward.judge out",
+    ),
+    Rule(
+        "reward.functions.judge",
+        lambda c: c.reward.judge is None and JUDGE in c.reward.functions,
+        "names the reward of a judge, which there is not; set reward.judge (self, model or base_url), "
+        "or leave it out",
+    ),
+    Rule(
+        "reward.judge",
+        lambda c: c.reward.judge is not None and c.reward.judge.self and c.rollout.in_flight,
+        "must not be self with rollout.in_flight: weights are exchanged while a batch is judged; set "
+        "rollout.in_flight to false, or name another model",
     ),
     *no_effect(
         ["reward.overlong_limit", "reward.overlong_buffer"],

@@ -17,8 +17,8 @@ from quatrain.types.answer_text import CHANNEL, MESSAGE, AnswerTokens
 
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any object."""
-_OPTIONS = {"whitespace_pattern": "[ \\n\\t]{0,40}", "lenient": False}
-"""White space is limited: some models write it without end."""
+MOST_BLANKS = 40
+"""Characters of white space between two tokens of JSON: some models write it without end."""
 _KEY, _VALUE, _OTHER_KEY, _OTHER_VALUE = "STANDKEY", "STANDVALUE", "OTHERKEY", "OTHERVALUE"
 _NAME_LAST = re.compile(rf'^,\s*"name":\s*"{STAND_IN}"')
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
@@ -39,14 +39,18 @@ def of_schema(schema: Schema) -> str:
     return _grammar(f"start: {_json(schema)}")
 
 
-def of_answer(schema: Schema, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def of_answer(
+    schema: Schema, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), *, blanks: int = MOST_BLANKS
+) -> str:
     """The grammar of an answer in a chat: a JSON value that fits a schema, or a call of one of `tools`.
+
+    `blanks`: characters of white space at most, at each place of the value that may have it.
 
     Raises ValueError if there are tools whose calls have no known grammar.
     """
     added = _added(tokenizer)
     head = _terms(f"{CHANNEL}final{MESSAGE}", added) if AnswerTokens(tokenizer).is_harmony else ""
-    lines = [f"start: {head} {_json(schema)}"]
+    lines = [f"start: {head} {_json(schema, blanks)}"]
     if tools:
         form = _Form.of(tokenizer, tools)
         calls = None if form is None else form.calls(tools, None)
@@ -70,10 +74,11 @@ def _grammar(*lines: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}]}, ensure_ascii=False)
 
 
-def _json(schema: Schema) -> str:
+def _json(schema: Schema, blanks: int = MOST_BLANKS) -> str:
     """A term: a JSON value."""
+    options = {"whitespace_pattern": f"[ \\n\\t]{{0,{blanks}}}", "lenient": False}
     whole = {**schema} if isinstance(schema, Mapping) else {} if schema else {"not": {}}
-    return f"%json {json.dumps({**whole, 'x-guidance': _OPTIONS}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**whole, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _added(tokenizer: Any) -> dict[str, int]:

@@ -84,7 +84,8 @@ class RolloutEngine:
     The tower is theirs: this engine has the text model.
 
     With `per_request_sampling`, turns that come one by one, each with a sampling of its own, share the slots;
-    otherwise all samples in flight have one sampling, and those of a prompt share its keys and values.
+    otherwise all samples in flight have one sampling, and those of a prompt share its keys and values, or
+    each has its own (`Request.own`).
 
     Adapters of `arch` are merged into their matrices by `copy_weights`, or computed beside them, as
     `config.lora` says.
@@ -250,22 +251,34 @@ class RolloutEngine:
         if has_grammar and self.cannot_constrain is not None:
             raise ValueError(f"the answer would be any text: {self.cannot_constrain}")
         if self.per_request_sampling:
-            session = self._session = self._session or self._new_session(self.sampling)
-            owners = [request.own for request in requests if request.own is not None]
-            prompts = [replace(request.prompt, group_id=0) for request in requests]  # its place is in `own`
-            return [Ticket(session, group) for group in session.submit_own(prompts, owners)]
+            session = self._session = self._session or self._new_session(self.sampling, own=True)
+            return self._submit_own(session, requests)
         first = requests[0]
         if self._session is None or not self._session.num_groups:
             self._before = self.stats
             # Anew for each batch: sizes that one needed do not change the programs and sums of the next.
-            self._session = self._new_session(first.sampling)
-        if any(each.sampling != self._session.sampling for each in requests):
+            self._session = self._new_session(first.sampling, own=first.own is not None)
+        if not all(map(self.fits, requests)):
             raise ValueError(
                 f"all groups in flight must share one sampling: {self._session.num_groups} groups are "
                 f"sampled with {self._session.sampling}, got {first.sampling}; wait for these groups first"
             )
+        if first.own is not None:
+            return self._submit_own(self._session, requests)
         prompts = [request.prompt for request in requests]
         return [Ticket(self._session, group) for group in self._session.submit(prompts, first.step)]
+
+    def _submit_own(self, session: Session, requests: Sequence[Request]) -> list[Ticket]:
+        owners = [request.own for request in requests if request.own is not None]
+        prompts = [replace(request.prompt, group_id=0) for request in requests]  # its place is in `own`
+        return [Ticket(session, group) for group in session.submit_own(prompts, owners)]
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request may be sampled beside those in flight."""
+        session, own = self._session, request.own is not None
+        if session is None or not session.num_groups or own != session.per_request_sampling:
+            return session is None or not session.num_groups
+        return own or session.sampling == request.sampling
 
     def completions(self, ticket: Ticket) -> Sequence[Completion]:
         """The tokens so far of each turn of a request; not to be changed."""
@@ -278,8 +291,6 @@ class RolloutEngine:
     @property
     def cannot_constrain(self) -> str | None:
         """Why it follows no grammar, and what to do about it; None: it does."""
-        if not self.per_request_sampling:
-            return "all turns of this engine share one sampling; sample with agents, or with `quatrain serve`"
         return why_not(self.stop_ids)
 
     @cached_property
@@ -341,7 +352,7 @@ class RolloutEngine:
         """Discard what is in flight, the KV cache and the weights."""
         self._session = self._params = None
 
-    def _new_session(self, sampling: Sampling) -> Session:
+    def _new_session(self, sampling: Sampling, *, own: bool) -> Session:
         if self._cache_bytes is None:
             # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
             version = self._weights() if self._copies_base else adapters_of(self._weights())
@@ -352,7 +363,6 @@ class RolloutEngine:
         settings = replace(settings, records_routes=self._records_routes, backend=self._backend)
         settings = replace(settings, prefix_share=self._prefix_share, in_flight=self._in_flight)
         settings = replace(settings, features=self._features, guide=lambda: self.guide)
-        own = self.per_request_sampling
         return Session(settings, sampling, self._max_concurrency, per_request_sampling=own)
 
     def _weights(self) -> Any:

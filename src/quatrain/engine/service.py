@@ -433,7 +433,7 @@ class EngineService(Sampler):
         """Whether turns in flight must end first, which have another sampling."""
         if self.engine.per_request_sampling or not self._running:
             return False
-        return next(iter(self._running.values())).ticket.session.sampling != asked.requests[0].sampling
+        return not self.engine.fits(asked.requests[0])
 
     def _submit(self, asked: _Asked) -> None:
         if not asked.keys.set_running_or_notify_cancel():

@@ -170,7 +170,7 @@ class Session:
         per_request_sampling: bool = False,
     ):
         self.sampling, self.stats = sampling, EngineStats()
-        self._per_request_sampling = per_request_sampling
+        self.per_request_sampling = per_request_sampling
         self._settings = settings
         self._program = settings.program
         self._usual = UsualSampling(None if per_request_sampling else sampling, settings.seed)
@@ -387,7 +387,7 @@ class Session:
             if self._scheduler.has_begun(ticket):
                 self.stats = self.stats.plus(recomputed_tokens=len(group.context) - hit.length)
         # For each call one pack per replica, empty if a replica has fewer packs than others.
-        slots = self._scheduler.num_slots if self._per_request_sampling else 0
+        slots = self._scheduler.num_slots if self.per_request_sampling else 0
         split = partial(split_into_packs, slots_of_requests=slots)
         for packs in zip_longest(*map(split, items)):
             self._prefill_packs([pack or [] for pack in packs], params, version)
@@ -402,7 +402,7 @@ class Session:
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         sizes = self.sampling.n, self._scheduler.num_prefix_slots
-        forms, varying = self._program.forms, self._per_request_sampling
+        forms, varying = self._program.forms, self.per_request_sampling
         features = self._settings.features
         packed = pack_prompts(packs, *sizes, forms, self._usual, varying=varying, features=features)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
@@ -430,7 +430,7 @@ class Session:
 
     def _extend(self, left: list[list[Continuation]], params: Any, version: int) -> None:
         """Computes what is left of contexts of each replica, part after part, and draws the first tokens."""
-        split = partial(calls, varying=self._per_request_sampling, kept=self._kept is not None)
+        split = partial(calls, varying=self.per_request_sampling, kept=self._kept is not None)
         for batch, width, most in split(left):
             sizes = width, most, self._scheduler.num_prefix_slots
             extended = extension(batch, self.sampling.n, *sizes, self._usual, self._settings.features)
@@ -465,7 +465,7 @@ class Session:
                     prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
                     item = Restoration(group, who.sample, here, prefix_slot, position - count)
                     left[slot // scheduler.num_slots].append(item)
-            for batch, width, most in calls(left, varying=self._per_request_sampling):
+            for batch, width, most in calls(left, varying=self.per_request_sampling):
                 sizes = width, most, num_slots, scheduler.num_prefix_slots
                 restored = restoration(batch, *sizes, shifted=self._shifted)
                 self.stats = self.stats.plus(recomputed_tokens=int(np.sum(restored.continued.counts)))

@@ -212,6 +212,28 @@ reward/<name>/too_long | sequences | sum |
     `reward.model_max_tokens_per_device`.
 reward/<name>/tokens | tokens | sum |
     Tokens of the sequences that this reward model scored, by its own tokenizer.
+reward/judge/requests | requests | sum |
+    Requests to the judge (`reward.judge`) in this step, further attempts included; on this run's engine:
+    judgements that were sampled.
+reward/judge/cached | judgements | sum | Judgements that were there already, of this run or a shared folder.
+reward/judge/failed | judgements | sum |
+    Judgements that failed; a sequence without any judgement has no reward of the judge and is in `errors`.
+reward/judge/failed/timeout | judgements | sum | Of these, those whose last attempt took too long.
+reward/judge/failed/lost | judgements | sum |
+    Of these, those that the server did not answer, or not asked because it failed many times in a row.
+reward/judge/failed/refused | judgements | sum | Of these, those that the server or its model refused.
+reward/judge/failed/unreadable | judgements | sum | Of these, answers without a score in the scale.
+reward/judge/failed/too_long | judgements | sum | Of these, questions without room in the judge's positions.
+reward/judge/failed/no_question | judgements | sum |
+    Of these, those of rows in which a column that the question names is null, or with pictures.
+reward/judge/failed/budget | judgements | sum |
+    Of these, those for which nothing was left of `reward.judge.budget`.
+reward/judge/retries | requests | sum | Further attempts at a judgement.
+reward/judge/tokens_in | tokens | sum |
+    Tokens of the requests, as the server counts them; where it does not, estimated at three characters each.
+reward/judge/tokens_out | tokens | sum | Tokens of the judge's answers.
+reward/judge/damaged | judgements | sum |
+    Judgements in the cache that were damaged, and were asked for again.
 reward/<name>/<key> | 1 | mean |
     What this reward function logs with `log_metric`, or in verl's form beside `score`; mean over values.
 source/<source>/reward | reward | mean |
@@ -402,6 +424,8 @@ eval/reward/<name>/errors/<kind> | completions | sum |
     Greedy completions on which this reward function failed in this way.
 eval/reward/<name>/abstained | completions | sum | Greedy completions on which this reward function abstained.
 eval/reward/<name>/unlogged | values | sum | Values that this reward function logs and that are nowhere.
+eval/reward/judge/<count> | 1 | sum |
+    Of the judge on greedy completions: requests, tokens and so on, as `reward/judge/…`.
 eval/reward/<name>/<key> | 1 | mean | What this reward function logs of greedy completions; mean over values.
 eval/reward/<name> | reward | mean | Mean unweighted value of this reward function, without abstentions.
 eval/teacher_kl | nats | mean |
