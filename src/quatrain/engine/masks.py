@@ -16,7 +16,7 @@ import numpy as np
 
 INSTALL = (
     "structured outputs need llguidance, which is not installed; install quatrain with the extra `serve` "
-    "(pip install 'quatrain[serve]')"
+    "(pip install -e '.[serve]')"
 )
 NO_END = "structured outputs need a token that ends an answer, and the model has none"
 MOST_GRAMMARS = 256
