@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.models.rope_positions import rope_positions
-from quatrain.models.vision import Cells
+from quatrain.models.vision import Cells, Vision
 from quatrain.types.pictures import Picture, Pictures
 
 
@@ -23,6 +23,8 @@ class InCells:
 
     def num_placeholders(self, size: tuple[int, int]) -> int:
         return size[0] * size[1]
+
+    numbers_within: Any = Vision.numbers_within
 
 
 PLACEHOLDER = 9

@@ -18,8 +18,9 @@ from quatrain.sandbox.sandbox import Sandbox
 from quatrain.sandbox.usage import descendants
 
 RUN = """
-import sys
+import signal, sys
 from quatrain import Sandbox
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 print("ready", flush=True)
 Sandbox("bubblewrap", timeout_s=600).run(["sleep", sys.argv[1]])
 """
@@ -102,7 +103,10 @@ def test_a_program_ends_with_its_run(number):
         while [b"sleep", seconds.encode(), b""] not in commands() and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(number)
-        process.wait(10)
+        try:
+            process.wait(10)
+        finally:
+            process.kill()
     while (
         left := [words for words in commands() if seconds.encode() in words]
     ) and time.monotonic() < deadline:

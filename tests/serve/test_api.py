@@ -502,7 +502,7 @@ def test_a_model_can_be_asked_for_by_name(http, client):
     [
         ("GET", "/", 404, "'/'"),
         ("POST", "/v1/embeddings", 404, "'/v1/embeddings'"),
-        ("POST", "/v1/responses", 404, "docs/serve.md"),
+        ("POST", "/v1/embeddings", 404, "docs/serve.md"),
         ("GET", "/v1/chat", 404, "'/v1/chat'"),
         ("GET", "/v1/completions", 405, "takes the methods POST; got GET"),
         ("DELETE", "/v1/models/small", 405, "got DELETE"),
@@ -703,7 +703,7 @@ CHATS = {
     ),
     "tools": ({"messages": [{"role": "user", "content": "hello"}], "tools": [{}]}, "tools"),
     "a format": (
-        {"messages": [{"role": "user", "content": "hello"}], "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "hello"}], "response_format": {"type": "xml"}},
         "response_format",
     ),
 }

@@ -593,13 +593,6 @@ def test_pictures_are_those_of_a_chat():
         ask(client, [{"role": "user", "content": content}])
 
 
-def test_structured_outputs_are_asked_for_as_in_a_chat():
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    with served_to_anthropic("x") as (client, _, _), pytest.raises(anthropic.BadRequestError) as raised:
-        ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
-    assert raised.value.body["error"]["message"].startswith("output_config.format")
-
-
 def test_the_example_of_the_page_runs():
     section = DOCS.read_text("utf-8").partition("\n## Anthropic's Messages\n")[2]
     code = section.partition("```python\n")[2].partition("```")[0]
