@@ -55,9 +55,9 @@ test-vllm: $(STAMP) ## train with a real vLLM on this CPU (installs 4 GB into .v
 	$(BIN)/python scripts/install_vllm.py
 	$(BIN)/python -m pytest -m vllm tests/vllm -rs -s --durations=5 -o faulthandler_timeout=3600
 
-test-hubs: $(STAMP) ## train with real environments of verifiers and openenv (installs 600 MB into .hubs/)
+test-hubs: $(STAMP) ## real environments of verifiers and openenv, frameworks and agents of others (installs 2.6 GB into .hubs/)
 	$(BIN)/python scripts/install_hubs.py
-	$(BIN)/python -m pytest -m hubs tests/hubs -rs --durations=5
+	$(BIN)/python -m pytest -m hubs tests/hubs tests/frameworks -rs --durations=5
 
 test-tinker: $(STAMP) ## programs of the real Tinker client and its cookbook's recipes (installs 1.6 GB into .tinker/)
 	$(BIN)/python scripts/install_tinker.py
@@ -114,6 +114,7 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python tests/oracles/make_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_preparation_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_gradient_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_formula_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_score_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_tower_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_seen_greedy_goldens.py

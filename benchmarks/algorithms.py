@@ -74,6 +74,11 @@ KIND_SETTINGS: dict[str, Settings] = {
 VARIANT_SETTINGS: dict[str, Settings] = {
     # The critic's head starts from zero and has 150 steps to learn; its default, 1e-5, is for large models.
     "estimator/gae": {"critic_optimizer.learning_rate": 1e-3},
+    # The same critic. Completions have some tens of tokens, where the paper's alpha of 0.05 makes lambda 0.
+    "estimator/length_adaptive_gae": {
+        "critic_optimizer.learning_rate": 1e-3,
+        "advantage.args": {"alpha": 1.0},
+    },
     # A mean over sequences in the paper: 2507.18071.
     "loss/gspo": {"update.loss_aggregation": "seq_mean_token_mean"},
     # A mean over sequences in the paper: 2507.20673.

@@ -8,10 +8,16 @@ The workload is that of `step.py`: SmolLM2-135M-Instruct in float32, 4 GSM8K pro
 peer's, ours again, each with `--steps` measured steps after one that is dropped; figures are medians.
 
     trl     TRL's GRPOTrainer, transformers generate        whole step
+    trl-pictures, trl-qwen3-vl                              whole step on rows with pictures
+            TRL's GRPOTrainer
     trl-sft, trl-dpo, trl-rm                                optimizer step on given data (`given.py`)
             TRL's SFTTrainer, DPOTrainer, RewardTrainer
     tunix   Tunix's GRPOLearner, vanilla rollout            whole step
     hf      transformers generate                           rollout alone
+
+With pictures the model is that of the quickstart, or has Qwen3-VL's sizes, with random weights, which need no
+file (`picture_data.py`); the sizes of a step are those of `PICTURES` unless they are given, and `--vision`
+says what of the tower both train.
 
 A peer runs in an environment of its own, made under `.venv-peers/` when it is first asked for, at its best
 ordinary setting, which the output names. Run from the repository's root, after `make smollm2`, on a machine
@@ -29,16 +35,19 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import picture_data
 from peers.given_workload import TASKS
 from peers.workload import add_arguments
 
 BENCHMARKS = Path(__file__).parent
 ENVIRONMENTS = BENCHMARKS.parent / ".venv-peers"
 CONFIG = BENCHMARKS.parent / "configs" / "gsm8k_smollm2_cpu.yaml"
+SEEING = BENCHMARKS.parent / "configs" / "shapes.yaml"
 TORCH = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0", "accelerate", "datasets")
 
 
@@ -52,13 +61,29 @@ class Peer:
     seconds: str = "step_s"
     task: str | None = None
     """Of a peer that trains on given data, as `given.py` does."""
+    pictures: str | None = None
+    """Of a peer that trains on rows with pictures: the key of `PICTURES`."""
 
 
+SEES = (*TORCH, "torchvision", "pillow")
+PICTURES: dict[str, dict[str, Any]] = {
+    "shapes": {
+        "sizes": {"prompts": 32, "samples": 8, "tokens": 8, "vision": "all"},
+        "set": (),
+    },
+    "qwen3-vl": {
+        "sizes": {"prompts": 2, "samples": 8, "tokens": 32, "vision": "frozen"},
+        "set": ("data.max_prompt_length=256", "model.remat=dots"),
+    },
+}
+"""Of each model of `picture_data.py`: the workload, and settings of ours beside those of `SEEING`."""
 PEERS = {
     "trl": Peer("trl_step.py", "trl", TORCH),
     "hf": Peer("hf_generate.py", "trl", TORCH, seconds="rollout_s"),
     "tunix": Peer("tunix_step.py", "tunix", ("google-tunix==0.1.7",)),
     **{f"trl-{task}": Peer("trl_given.py", "trl", TORCH, task=task) for task in TASKS},
+    "trl-pictures": Peer("trl_step.py", "trl-sees", SEES, pictures="shapes"),
+    "trl-qwen3-vl": Peer("trl_step.py", "trl-sees", SEES, pictures="qwen3-vl"),
 }
 
 
@@ -72,18 +97,31 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--rows", type=int, help="sequences of the peer's micro-batch; its best unless given")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for ours")
+    peer = PEERS[parser.parse_args().peer]
+    if peer.pictures is not None:
+        folder = ENVIRONMENTS / "models" / peer.pictures
+        parser.set_defaults(data=folder / "rows.jsonl", **PICTURES[peer.pictures]["sizes"])
     args = parser.parse_args()
-    peer = PEERS[args.peer]
     sizes = ("data", "prompts", "samples", "tokens", "steps") if peer.task is None else ("data", "steps")
     workload = [f"--{name}={getattr(args, name)}" for name in sizes]
     if peer.task is not None:
         workload += [f"--task={peer.task}"]
-    script = BENCHMARKS / ("step.py" if peer.task is None else "given.py")
-    ours = [sys.executable, str(script), *workload, *(f"--set={item}" for item in args.set)]
+    script, own = BENCHMARKS / ("step.py" if peer.task is None else "given.py"), list(args.set)
+    if peer.pictures is not None:
+        workload += [f"--vision={args.vision}"]
+        own = [f"model.path={folder}", *PICTURES[peer.pictures]["set"], *own]
+    ours = [sys.executable, str(script), *workload, *(f"--set={item}" for item in own)]
+    if peer.pictures is not None:
+        ours += [f"--config={SEEING}"]
     load = os.getloadavg()[0]
     try:
         python = environment(peer)
-        theirs = [str(python), str(BENCHMARKS / "peers" / peer.script), *workload, *peer_flags(args.rows)]
+        theirs = [
+            str(python),
+            str(BENCHMARKS / "peers" / peer.script),
+            *workload,
+            *peer_flags(peer, args.rows),
+        ]
         turns = [measure("ours", ours), measure(args.peer, theirs), measure("ours again", ours)]
     except PeerFailed as error:
         raise SystemExit(f"{args.peer}: {error}") from None
@@ -103,26 +141,36 @@ def environment(peer: Peer) -> Path:
     return python
 
 
-def peer_flags(rows: int | None) -> list[str]:
+def peer_flags(peer: Peer, rows: int | None) -> list[str]:
     """What a peer's script needs beside the workload; the model is written for transformers once."""
     from quatrain.config.load import load_config
 
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    flags = [f"--threads={threads}"] + ([] if rows is None else [f"--rows={rows}"])
+    if peer.pictures is not None:
+        folder = ENVIRONMENTS / "models" / peer.pictures
+        write_once(folder / "rows.jsonl", picture_data.write, peer.pictures, folder)
+        return [*flags, f"--model={folder}"]
     config = load_config(CONFIG, environ={}).config
     folder = ENVIRONMENTS / "models" / Path(config.model.path).stem
-    if not (folder / "tokenizer_config.json").exists():
-        say(f"writing {config.model.path} for transformers")
-        process = multiprocessing.get_context("spawn").Process(target=write_model, args=(folder,))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise PeerFailed(f"{config.model.path} could not be written for transformers")
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    flags = [f"--model={folder}", f"--system-prompt={config.data.system_prompt}", f"--threads={threads}"]
-    return flags if rows is None else [*flags, f"--rows={rows}"]
+    write_once(folder / "tokenizer_config.json", write_model, folder)
+    return [*flags, f"--model={folder}", f"--system-prompt={config.data.system_prompt}"]
+
+
+def write_once(last: Path, write: Callable[..., None], *given: Any) -> None:
+    """Write a model for transformers unless its `last` file is there; in a process whose memory goes back."""
+    if last.exists():
+        return
+    say(f"writing {last.parent.relative_to(BENCHMARKS.parent)} for transformers")
+    process = multiprocessing.get_context("spawn").Process(target=write, args=given)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise PeerFailed(f"{last.parent.name} could not be written for transformers")
 
 
 def write_model(folder: Path) -> None:
-    """The configuration's model as a float32 folder; in a process of its own, whose memory is given back."""
+    """The configuration's model as a float32 folder."""
     from quatrain.config.load import load_config
     from quatrain.loop.export import export_policy
     from quatrain.loop.policy import load_policy
@@ -174,6 +222,7 @@ def comparison(
             "each": [step[seconds] for step in our_steps],
             "peak_rss_mib": peaks[0],
             "compilations": [first["compilations"], second["compilations"]],
+            **{name: first[name] for name in ("pictures", "tower_pictures") if name in first},
             "setting": first["setting"],
         },
         theirs["peer"]: {

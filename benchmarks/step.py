@@ -2,11 +2,13 @@
 
     python benchmarks/step.py --steps 3 --data train.jsonl
     python benchmarks/step.py --set update.max_tokens_per_device=4096
+    python benchmarks/step.py --config configs/shapes.yaml --set model.path=FOLDER --data ROWS --vision all
 
 4 GSM8K prompts, 8 samples of each, 64 new tokens each (no early stop), one AdamW step, no KL, on
 SmolLM2-135M-Instruct in float32. First it samples once from the prompts of each step, which compiles every
 width of prompts; then it runs one step more than `--steps` and drops it, which compiles the update. The steps
-that are measured compile nothing, as their counts show. Prints JSON: median seconds of the step and its
+that are measured compile nothing, as their counts show. With pictures, the features of the warm-up are
+dropped: a step runs the tower as in the first epoch of a run. Prints JSON: median seconds of the step and its
 stages, every measured step's seconds and compilations, tokens per second, and the peak of resident memory.
 """
 
@@ -26,7 +28,6 @@ from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data.prompts import load_prompts
-from quatrain.forward.specs import PolicySpec
 from quatrain.loop.policy import load_policy
 from quatrain.loop.stages import build_engine
 from quatrain.parallel.compilations import num_compilations
@@ -55,6 +56,12 @@ MEASURES = {
     "optimizer_steps": "update/optimizer_steps",
 }
 """Name here -> name of the metric."""
+OF_PICTURES = {
+    "vision_s": "time/vision_s",
+    "pictures": "vision/pictures",
+    "tower_pictures": "vision/tower_pictures",
+}
+"""Of steps with pictures."""
 MEDIANS = ("_s", "_fraction", "micro_batches")
 
 
@@ -73,6 +80,7 @@ def main() -> None:
         for name in measured[0]
         if name.endswith(MEDIANS)
     }
+    pictures = ("pictures", "tower_pictures")
     new_tokens = args.prompts * args.samples * args.tokens
     finish(
         {
@@ -86,6 +94,7 @@ def main() -> None:
             "prompt_tokens": sum(len(prompt.input_ids) for prompt in steps.prompts),
             "compilations": [int(row["compilations"]) for row in measured],
             "optimizer_steps": [int(row["optimizer_steps"]) for row in rows],
+            **{name: [int(row[name]) for row in measured] for name in pictures if name in measured[0]},
             "setting": {
                 "dtype": steps.config.model.dtype,
                 "max_tokens_per_device": steps.config.update.max_tokens_per_device,
@@ -114,7 +123,10 @@ def workload_config(args: argparse.Namespace) -> Config:
         f"optimizer.learning_rate={LEARNING_RATE}",
         f"optimizer.max_grad_norm={MAX_GRAD_NORM}",
         "optimizer.warmup_steps=0",
+        "optimizer.schedule=constant",
     )
+    if args.vision is not None:  # without a cache beyond two steps, so that no step knows its pictures
+        sizes += (f"model.vision={args.vision}", "model.vision_cache_bytes=1")
     config = load_config(args.config, (*sizes, *args.set), os.environ).config
     rule = f"{Path(text_reward.__code__.co_filename).resolve()}:{text_reward.__name__}"
     return config.model_copy(update={"reward": RewardConfig(functions={rule: 1.0})})
@@ -126,6 +138,7 @@ class Steps:
     def __init__(self, config: Config, num_steps: int):
         self.config, self.num_steps = config, num_steps
         loaded = replace(load_policy(config), stop_ids=())
+        self.store = loaded.store
         source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=config.seed)
         self.prompts: list[Prompt] = source.head(num_steps * config.data.batch_size)
         wanted = num_steps * config.data.batch_size
@@ -137,15 +150,7 @@ class Steps:
         self.engine: Rollouts = build_engine(config, loaded, prompts=source)
         self.scorer = RewardScorer(config.reward)
         self.advantage = AdvantageEstimator(config.advantage)
-        self.learner = Learner(
-            PolicySpec.of(config.model, loaded, temperature=config.rollout.temperature),
-            config.update,
-            config.logprob,
-            config.optimizer,
-            max_new_tokens=config.rollout.max_new_tokens,
-            total_steps=num_steps,
-            seed=config.seed,
-        )
+        self.learner = Learner.of(config, loaded, steps=num_steps)
         self.state: TrainState = self.learner.init(loaded.params)
         self.timer = StageTimer()
 
@@ -155,6 +160,8 @@ class Steps:
         self.engine.sync_weights(self.state.params, self.state.step)
         for number in range(self.num_steps):
             self.engine.generate(self._prompts_of(number), step=number)
+        for _ in range(2 if self.store is not None else 0):
+            self.store.end_step()
         return time.perf_counter() - began
 
     def _prompts_of(self, number: int) -> list[Prompt]:
@@ -178,7 +185,8 @@ class Steps:
                 jax.block_until_ready((self.state.params, self.state.opt_state))
         metrics = reduce_metrics({**rollouts.metrics, **self.state.metrics, **timer.metrics()})
         check_workload(self.config, rollouts, metrics)
-        row = {shown: metrics[name] for shown, name in MEASURES.items()}
+        measures = MEASURES | ({} if OF_PICTURES["pictures"] not in metrics else OF_PICTURES)
+        row = {shown: metrics[name] for shown, name in measures.items()}
         prepared_s = row["update/logprobs_s"] + row["update/shard_s"]
         return row | {
             "update/gradient_and_optimizer_s": row["update_s"] - prepared_s,

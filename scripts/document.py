@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.config.fields import Section
-from quatrain.config.schema import Config, sections
+from quatrain.config.schema import Config, inner_section, sections
 from quatrain.run.catalogue import CATALOGUE
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -161,6 +161,12 @@ def config_page() -> str:
     for name, kind in nested.items():
         about = inspect.cleandoc(kind.__doc__ or "")
         parts += [f"### `{name}`\n\n{about}\n", _table(f"{name}.", kind, list(kind.model_fields))]
+        inner = {key: inner_section(f"{name}.{key}") for key in kind.model_fields}
+        for key, found in inner.items():
+            if found is not None:
+                about = inspect.cleandoc(found.__doc__ or "")
+                table = _table(f"{name}.{key}.", found, list(found.model_fields))
+                parts += [f"#### `{name}.{key}`\n\n{about}\n", table]
     return "\n".join(parts)
 
 
@@ -192,6 +198,8 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 def type_text(field: dict[str, Any]) -> str:
     """A field's type and bounds in words, from its JSON schema."""
+    if "$ref" in field:
+        return "mapping"
     if "anyOf" in field:
         return " or ".join(type_text(choice) for choice in field["anyOf"])
     if "enum" in field:

@@ -203,8 +203,10 @@ class _Sequence:
         self.state = _hash(self.state, token, self._weights) >> 2
         self.entries.append(entry)
 
-    def draw(self, sampling: Any, i: int, *ids: int, deltas: bool) -> tuple[int, float]:
-        """The next token and its log-probability, of the sampling with number `i`."""
+    def draw(
+        self, sampling: Any, i: int, *ids: int, deltas: bool, masks: np.ndarray | None = None
+    ) -> tuple[int, float]:
+        """The next token and its log-probability, of the sampling and the mask with number `i`."""
         scores = _hash(self.hash, self.state if deltas else 0)
         top_k, top_p, min_p = 0.0, 1.0, -np.inf
         if sampling.filters is not None:
@@ -217,7 +219,10 @@ class _Sequence:
             ids = ()
         drawn = _hash(scores, *ids)
         logprob = -1 - (drawn >> 11) % 1000 / 500
-        return (drawn >> 17) % self._size, logprob * (min(temperature, 1) ** 2 or 1)
+        words = np.arange(self._size)
+        if masks is not None:
+            words = words[np.unpackbits(masks[i].view(np.uint8), bitorder="little")[: self._size] > 0]
+        return int(words[(drawn >> 17) % len(words)]), logprob * (min(temperature, 1) ** 2 or 1)
 
 
 def _weights(params: Any) -> int:
@@ -231,7 +236,7 @@ def _given(routes: Any, *place: int) -> np.ndarray | None:
 def _drawn(sequence: _Sequence, drawn: Any, i: int, deltas: bool) -> list[tuple[int, float]]:
     facts = drawn.steps[i], drawn.offsets[i]
     return [
-        sequence.draw(drawn.sampling, i, facts[0], number, facts[1], deltas=deltas)
+        sequence.draw(drawn.sampling, i, facts[0], number, facts[1], deltas=deltas, masks=drawn.masks)
         for number in drawn.sequence_ids[i]
     ]
 
@@ -324,7 +329,7 @@ def _decode(
     program: Any,
 ) -> tuple[CachePart, Decoded]:
     rows, before, weights = _Rows(generated), _Rows(prompts), _weights(params)
-    shape = len(slots.tokens), TOKENS_PER_CALL
+    shape = len(slots.tokens), TOKENS_PER_CALL if slots.masks is None else 1
     found = Decoded(
         np.zeros(shape, np.int32),
         np.zeros(shape, np.float32),
@@ -333,7 +338,7 @@ def _decode(
         _table(program, *shape),
     )
     tokens, live, size = np.array(slots.tokens), np.array(slots.live), sharing.members.shape[1]
-    while found.num_steps < TOKENS_PER_CALL and live.any():
+    while found.num_steps < shape[1] and live.any():
         now = found.num_steps
         place = (int(ring_position) + now) % rows.positions
         rows.write(np.arange(shape[0])[~live], place, NOTHING)
@@ -349,7 +354,8 @@ def _decode(
             rows.write(slot, place, sequence.entries[0])
             rows.put_state(slot, sequence.state)
             facts = slots.steps[slot], slots.sequence_ids[slot], int(slots.offsets[slot]) + length
-            token, logprob = sequence.draw(slots.sampling, slot, *facts, deltas=bool(rows.deltas))
+            how = {"deltas": bool(rows.deltas), "masks": slots.masks}
+            token, logprob = sequence.draw(slots.sampling, slot, *facts, **how)
             if found.routes is not None:
                 found.routes[slot, now] = sequence.routes[0]
             found.tokens[slot, now], found.logprobs[slot, now] = token, logprob

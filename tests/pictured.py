@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from quatrain.models.rope_positions import rope_positions
-from quatrain.models.vision import Cells
-from quatrain.types.pictures import Picture, Pictures, numbers_within
+from quatrain.models.vision import Cells, Vision
+from quatrain.types.pictures import Picture, Pictures
 
 
 class InCells:
@@ -23,6 +23,8 @@ class InCells:
 
     def num_placeholders(self, size: tuple[int, int]) -> int:
         return size[0] * size[1]
+
+    numbers_within: Any = Vision.numbers_within
 
 
 PLACEHOLDER = 9
@@ -48,7 +50,7 @@ class MadeUpFeatures:
 
     def of_tokens(self, pictures: Pictures, num_tokens: int) -> list[np.ndarray | None]:
         """[1 + L, D] of each token of a sequence, whose last ones may be text; None for text."""
-        numbers = numbers_within(pictures, lambda picture: self.vision.num_placeholders(picture.size))
+        numbers = self.vision.numbers_within(pictures)
         found: list[np.ndarray | None] = [None] * num_tokens
         for i in np.flatnonzero(pictures.ids):
             found[i] = self.of_one(pictures.by_id[int(pictures.ids[i])])[:, numbers[i]]

@@ -16,13 +16,13 @@ from quatrain.weights.hf import load_hf
 MODEL = "small"
 
 
-def service_of(arch, params, tokenizer, *, seed=11, cache_bytes=1 << 26, **config):
+def service_of(arch, params, tokenizer, *, seed=11, cache_bytes=1 << 26, stop_ids=(0, 7), **config):
     settings = RolloutConfig(**{"n": 1, "max_new_tokens": arch.max_position, **config})
     engine = RolloutEngine(
         arch,
         settings,
         tokenizer,
-        stop_ids=(0, 7),
+        stop_ids=stop_ids,
         seed=seed,
         cache_bytes=cache_bytes,
         per_request_sampling=True,

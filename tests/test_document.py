@@ -5,6 +5,7 @@ import inspect
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from quatrain.config.algorithms import ESTIMATORS, LOSSES
 from quatrain.config.mesh_axes import AXES
 from quatrain.config.schema import sections
 from quatrain.config.sections.given import PREFERENCE_LOSSES, SCORE_LOSSES
+from quatrain.config.sections.judge import JudgeConfig
 from quatrain.config.sections.rollout import RolloutConfig
 from quatrain.config.sections.update import REJECTIONS
 from quatrain.config.settings import valid_keys
@@ -26,6 +28,7 @@ from quatrain.models.families.towers import _READ as TOWERS
 from quatrain.ops.aggregation import LOSS_AGGREGATIONS
 from quatrain.ops.kl import KL_ESTIMATORS
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
+from quatrain.sandbox.sandbox import Kind as SandboxKind
 from quatrain.serve.tinker.losses import LOSSES as PROGRAM_LOSSES
 from quatrain.servers.kinds import KINDS
 from quatrain.types.call_forms import FORMS
@@ -50,7 +53,10 @@ def test_the_pages_are_up_to_date(document, name):
 
 def test_every_key_has_a_row(document):
     rows = [line for line in document.config_page().splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == valid_keys()
+    keys = [row.split("`")[1] for row in rows]
+    assert [key for key in keys if not key.startswith("reward.judge.")] == valid_keys()
+    inner = [f"reward.judge.{name}" for name in JudgeConfig.model_fields]
+    assert [key for key in keys if key.startswith("reward.judge.")] == inner
 
 
 @pytest.mark.parametrize(
@@ -130,6 +136,7 @@ def features():
         "roles with": set(sections()["placement"].model_fields),
         "moved to host": set(sections()["offload"].model_fields),
         "sampling": {*Sampling.__dataclass_fields__} - {"n", "max_new_tokens"},
+        "sandboxes": set(get_args(SandboxKind)) - {"auto"},
         "inference servers": {kind.name for kind in KINDS.values()},
         "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),
         "agents of hubs": {hubs.VERIFIERS, hubs.OPENENV},

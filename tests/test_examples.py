@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollouts import make_rollouts
+from sandboxes import needs_bubblewrap
 from typer.main import get_command
 
 from quatrain.cli.main import app
@@ -85,6 +87,53 @@ def test_the_custom_reward_is_added_to_the_built_in_one(monkeypatch):
     )
     rewards = RewardScorer(config.reward).score(rollouts).rewards
     np.testing.assert_allclose(rewards, [1 + 0.2 * (1 - 39 / 200), 0.2], rtol=1e-6)
+
+
+PROGRAMS = {
+    "right": ("Sum:\n```python\nprint(sum(map(int, input().split())))\n```", 1.0),
+    "the last block decides": (
+        "```\nprint(3)\n```\nNo:\n```py\nprint(sum(map(int, input().split())))\n```",
+        1.0,
+    ),
+    "right once": ("```python\nprint(3)\n```", 0.0),
+    "no code": ("print(3)", 0.0),
+    "wrong exit code": ("```python\nprint(sum(map(int, input().split())))\nraise SystemExit(1)\n```", 0.0),
+    "ends its parents": (
+        "```python\nimport os\nfor p in range(1, 99):\n  os.kill(os.getppid(), 9)\n```",
+        0.0,
+    ),
+    "never ends": ("```python\nwhile True: pass\n```", 0.0),
+}
+
+
+@needs_bubblewrap
+def test_the_code_reward_runs_programs_in_sandboxes(monkeypatch):
+    """Catches a program that changes the reward of another sample, or that is not run as the row says."""
+    monkeypatch.chdir(ROOT)
+    options = command_of(EXAMPLES / "code_reward.py", "quatrain ")
+    settings = [value for flag, value in pairwise(options) if flag == "--set"]
+    config = load_config(None, [*settings, "reward.workers=4"], environ={}).config
+    assert config.reward.per_call == "sample"
+    texts, expected = zip(*PROGRAMS.values())
+    tests = [{"input": "1 2\n", "output": "3"}, {"input": "4 5\n", "output": "9\n"}]
+    rollouts = make_rollouts(list(texts), ["Add."] * len(texts), tests=(tests,) * len(texts))
+    scorer = RewardScorer(config.reward)
+    scored = scorer.score(rollouts)
+    scorer.close()
+    np.testing.assert_array_equal(scored.rewards, expected)
+    assert scored.metrics["reward/passes/errors"].value == 0
+    call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
+    (message,) = load_tools(["examples/code_reward.py:python"])({}).step(call).messages
+    assert message["content"] == "42"
+
+
+@needs_bubblewrap
+def test_the_code_reward_takes_the_last_python_block_and_needs_tests():
+    """Catches a reward of 1 for a row without tests, and text between two blocks that counts as a program."""
+    module = runpy.run_path(str(EXAMPLES / "code_reward.py"))
+    text = "```cpp\nint x;\n```\nor\n```python\nprint(3)\n```\nprints\n```text\n3\n```\n"
+    tests = [{"input": "", "output": "3"}]
+    assert module["passes"](["", ""], [text, text], [tests, []]) == [1.0, None]
 
 
 def test_the_loop_by_hand_is_that_of_the_page_and_trains(narrow_model, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """One GRPO step of TRL's GRPOTrainer with transformers `generate`, on the CPU.
 
-Run by `compare.py --peer trl`. The whole step is one micro-batch unless `--rows` says otherwise.
+Run by `compare.py --peer trl`, `trl-pictures` and `trl-qwen3-vl`. The whole step is one micro-batch unless
+`--rows` says otherwise.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
 from workload import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
     finish,
     num_prompt_tokens,
     peer_parser,
-    read_messages,
+    read_rows,
     text_reward,
 )
 
@@ -53,6 +56,8 @@ def main() -> None:
     with TemporaryDirectory(prefix="trl-") as folder:
         trainer = build(folder, args, setting, clock)
         clock.watch(trainer)
+        if args.vision == "frozen":
+            trainer.model.model.visual.requires_grad_(False)
         trainer.train()
     logged = [row for row in trainer.state.log_history if "grad_norm" in row]
     trained = sum(row["grad_norm"] > 0 for row in logged)
@@ -62,8 +67,9 @@ def main() -> None:
     finish(
         {
             "peer": f"trl {version('trl')}, transformers {version('transformers')}, torch {version('torch')}",
-            "setting": {**setting, "optim": str(trainer.args.optim), "threads": torch.get_num_threads()},
-            "prompt_tokens": num_prompt_tokens(trainer.processing_class, read_messages(args)),
+            "setting": {**setting, "optim": str(trainer.args.optim), "threads": torch.get_num_threads()}
+            | ({} if args.vision is None else {"vision": args.vision}),
+            "prompt_tokens": prompt_tokens(trainer.processing_class, read_rows(args)),
             "steps": clock.steps[1:],
         }
     )
@@ -87,10 +93,30 @@ def build(folder: str, args: Any, setting: dict[str, Any], clock: StepClock) -> 
             dataloader_pin_memory=False,
             **setting,
         ),
-        train_dataset=Dataset.from_list([{"prompt": chat} for chat in read_messages(args)]),
-        processing_class=AutoTokenizer.from_pretrained(args.model),
+        train_dataset=Dataset.from_list([opened(row) for row in read_rows(args)]),
+        processing_class=(AutoTokenizer if args.vision is None else AutoProcessor).from_pretrained(
+            args.model
+        ),
         callbacks=[clock],
     )
+
+
+def opened(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its pictures, if it has any."""
+    return row | {"images": [Image.open(file) for file in row["images"]]} if "images" in row else row
+
+
+def prompt_tokens(reader: Any, rows: list[dict[str, Any]]) -> int:
+    """Of all prompts together, their pictures' placeholders included; ours must have as many."""
+    chats = [row["prompt"] for row in rows]
+    if "images" not in rows[0]:
+        return num_prompt_tokens(reader, chats)
+    seen = [
+        prepare_multimodal_messages(chat, images=opened(row)["images"])
+        for chat, row in zip(chats, rows, strict=True)
+    ]
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    return sum(len(reader.apply_chat_template(chat, **how)["input_ids"][0]) for chat in seen)
 
 
 class StepClock(TrainerCallback):

@@ -2,7 +2,7 @@
 
 Under `step.py`, `compare.py` and the scripts beside it: flags, the prompts of every step, the reward, and the
 line of JSON that a measurement ends with. The defaults are the comparison's: 4 GSM8K prompts, 8 samples of
-each, 64 new tokens each, whatever they say.
+each, 64 new tokens each, whatever they say. Rows with pictures are those of `picture_data.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a completion; none stops early")
     parser.add_argument("--steps", type=int, default=3, help="steps measured, after one that is dropped")
+    parser.add_argument(
+        "--vision", choices=("frozen", "all"), help="of rows with pictures: what of a tower is trained"
+    )
 
 
 def peer_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -32,23 +35,31 @@ def peer_parser(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--model", type=Path, required=True, help="folder with the model, for transformers")
-    parser.add_argument("--system-prompt", required=True)
+    parser.add_argument("--system-prompt", help="before each question; rows with pictures have none")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--rows", type=int, help="sequences of a micro-batch, where the peer can choose")
     return parser
 
 
-def read_messages(args: argparse.Namespace) -> list[list[dict[str, str]]]:
-    """The chats of all steps, the dropped one included: rows of the data in file order."""
+def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all steps, the dropped one included, in file order: the chat of each as `prompt`.
+
+    Rows with pictures also have their files, as `images`.
+    """
     count = (args.steps + 1) * args.prompts
     with args.data.open(encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for line, _ in zip(lines, range(count))]
-    if len(questions) < count:
-        raise ValueError(
-            f"the data has a row for each prompt: {count} wanted, {args.data} has {len(questions)}"
-        )
+        rows = [json.loads(line) for line, _ in zip(lines, range(count))]
+    if len(rows) < count:
+        raise ValueError(f"the data has a row for each prompt: {count} wanted, {args.data} has {len(rows)}")
+    if "images" in rows[0]:
+        return [row | {"images": [args.data.parent / name for name in row["images"]]} for row in rows]
     system = {"role": "system", "content": args.system_prompt}
-    return [[system, {"role": "user", "content": question}] for question in questions]
+    return [{"prompt": [system, {"role": "user", "content": row["question"]}]} for row in rows]
+
+
+def read_messages(args: argparse.Namespace) -> list[list[dict[str, str]]]:
+    """The chats of `read_rows`."""
+    return [row["prompt"] for row in read_rows(args)]
 
 
 def text_reward(completions: list[Any], **columns: Any) -> list[float]:

@@ -14,6 +14,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from quatrain.config.load import load_config as load_config
     from quatrain.config.schema import Config as Config
+    from quatrain.data.pixels import seen_size as seen_size
     from quatrain.data.prompts import load_prompts as load_prompts
     from quatrain.episodes.environment import Environment as Environment
     from quatrain.episodes.environment import StepResult as StepResult
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from quatrain.ops.tokens import TokenLoss as TokenLoss
     from quatrain.ops.tokens import with_mini_batch_columns as with_mini_batch_columns
     from quatrain.rollout.rollouts import Rollouts as Rollouts
+    from quatrain.sandbox.sandbox import Sandbox as Sandbox
     from quatrain.types.batches import AdvantagedBatch as AdvantagedBatch
     from quatrain.types.batches import Prompt as Prompt
     from quatrain.types.batches import RewardedBatch as RewardedBatch
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "config.load": ("load_config",),
     "config.schema": ("Config",),
+    "data.pixels": ("seen_size",),
     "data.prompts": ("load_prompts",),
     "episodes.environment": ("Environment", "StepResult", "Turn"),
     "episodes.tools": ("Tools",),
@@ -70,6 +73,7 @@ _MODULES = {
     "types.batches": ("AdvantagedBatch", "Prompt", "RewardedBatch", "RolloutBatch"),
     "types.metrics": ("Metric",),
     "rollout.rollouts": ("Rollouts",),
+    "sandbox.sandbox": ("Sandbox",),
     "types.piece": ("Piece",),
     "types.rollouts": ("Completion", "Sampling", "rollout_batch"),
     "types.sampler": ("Progress", "Request", "Sampler"),

@@ -672,6 +672,8 @@ def test_pictures_are_shown_in_the_prompt_beside_completions(browser, tmp_path):
             browser.wait("return document.querySelectorAll('#group .card').length")
             browser.wait(f"{SHOWN}.some(([real]) => real === 512)")
             browser.wait("return document.querySelector('#group .prompt').textContent.includes('ffffff')")
+            [missing] = browser.complaints()
+            assert f"picture/{'f' * 16} - Failed to load resource" in missing
         finally:
             http.shutdown()
             thread.join()

@@ -83,12 +83,13 @@ def test_the_configuration_knows_what_ops_has():
     assert LOSSES["ppo_clip"].parameters == ("tokens", "clip_low", "clip_high", "dual_clip")
     assert LOSSES["gspo"].aggregation == "seq_mean_token_mean"
     assert ESTIMATORS["dr_grpo"].aggregation == "seq_mean_token_sum_norm"
-    assert [name for name, loss in LOSSES.items() if loss.reads_sampler] == ["dppo"]
+    assert [name for name, loss in LOSSES.items() if loss.reads_sampler] == ["dppo", "dppo_kl", "dro"]
+    assert [name for name, loss in LOSSES.items() if loss.without_signal] == ["dro"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_critic_and_the_greedy_baseline_follow_the_inputs(estimator):
     config = load_config(None, [f"advantage.estimator={estimator}"], {}).config
-    assert config.critic.enabled == (estimator == "gae")
+    assert config.critic.enabled == (estimator in ("gae", "length_adaptive_gae"))
     assert config.rollout.greedy_baseline == (estimator == "remax")
     assert is_default(Config(), "critic.enabled")

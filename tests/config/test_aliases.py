@@ -37,8 +37,20 @@ COLUMNS, CALLS = {"prompt", "prompts"}, {"train", "compute_score", "None", "RLOO
 """Names in the tables that are no keys: columns of data sets, functions, trainers and other classes."""
 TRAINERS = {"DPOTrainer", "KTOConfig", "ORPOConfig", "EarlyStoppingCallback"}
 OBJECTS = {"GRPOConfig", "RLCluster", "critic", "reward_model", "actor", "actor.policy_loss"}
-VALUES = {"left", "colocate_async", "separate_async", "ppo", "kl", "mse", "mse_kl", "low_var_kl", "k3+"}
-MODULES = {"trl.experimental.gmpo"}
+VALUES = {
+    "binary_kl",
+    "binary_tv",
+    "left",
+    "colocate_async",
+    "separate_async",
+    "ppo",
+    "kl",
+    "mse",
+    "mse_kl",
+    "low_var_kl",
+    "k3+",
+}
+MODULES = {"trl.experimental.gmpo", "trl.experimental.dppo"}
 
 
 def _columns():

@@ -16,7 +16,7 @@ EACH = pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 EACH_BY_REWARDS = pytest.mark.parametrize(
     "path", [path for path in ALL if path not in ON_GIVEN_DATA], ids=lambda path: path.stem
 )
-ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
+ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax", "dppo", "vapo")
 
 
 def test_each_is_listed_once():
@@ -96,6 +96,8 @@ def test_a_recipe_differs_from_the_grpo_one_only_in_its_algorithm(name):
         ("dr_grpo", "dr_grpo", "ppo_clip", "seq_mean_token_sum_norm", 0, 1),
         ("rloo", "rloo", "reinforce", "seq_mean_token_sum", 0.05, 1),
         ("remax", "remax", "reinforce", "seq_mean_token_sum", 0.05, 1),
+        ("dppo", "grpo", "dppo_kl", "token_mean", 0, 4),
+        ("vapo", "length_adaptive_gae", "ppo_clip", "token_mean", 0, 4),
     ],
 )
 def test_the_recipes_are_as_announced(name, estimator, loss, aggregation, kl_in_reward, optimizer_steps):
@@ -104,7 +106,7 @@ def test_the_recipes_are_as_announced(name, estimator, loss, aggregation, kl_in_
     assert config.update.loss_aggregation == aggregation
     assert (config.reward.kl_coef, config.update.kl_coef) == (kl_in_reward, 0)
     assert config.data.batch_size // config.update.mini_batch_size == optimizer_steps
-    assert config.critic.enabled == (name == "ppo")
+    assert config.critic.enabled == (name in ("ppo", "vapo"))
     assert (config.rollout.dynamic_sampling_rounds > 1) == (name == "dapo")
 
 

@@ -236,7 +236,11 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ("critic_optimizer.name=sgd", "critic_optimizer.name has no effect without a critic"),
         ("placement.critic=1", "placement.critic has no effect without a critic"),
         ("offload.critic=true", "offload.critic has no effect without a critic"),
-        ("placement.reward=1", "placement.reward has no effect without a reward model; add model:PATH"),
+        (
+            "placement.reward=1",
+            "placement.reward has no effect without a reward model or a judge on this run's devices; add "
+            "model:PATH",
+        ),
         ("offload.reward_models=true", "offload.reward_models has no effect without a reward model"),
         (
             "optimizer.state_dtype=bfloat16 optimizer.name=sgd optimizer.beta1=0.0",

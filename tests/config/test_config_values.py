@@ -50,7 +50,7 @@ def test_a_list_of_one_data_set_is_the_one():
         ("reward.functions={f: true}", "reward.functions.f must be a number, or a mapping"),
         (
             "reward.functions={'model:x': {args: {a: 1}}}",
-            "must have no args for a reward model; model:x has some",
+            "must have no args for a reward model or the judge; model:x has some",
         ),
         ("run.profile_steps=3", "run.profile_steps must be a list"),
         ("update.reference_sync_steps=2", "update.reference_sync_steps has no effect without a reference"),

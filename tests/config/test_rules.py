@@ -11,7 +11,7 @@ from quatrain.config.fields import value_at
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config, valid_keys
 
-OF_ENVIRONMENTS = "reward.functions.environment"
+OF_ENTRIES = {"reward.functions.environment", "reward.functions.judge"}
 
 
 @pytest.mark.parametrize("config", [Config(), Config(lora={"rank": 1}), Config(critic={"enabled": True})])
@@ -20,7 +20,7 @@ def test_an_ordinary_configuration_breaks_no_rule(config):
 
 
 def test_rules_are_about_keys():
-    assert {rule.key for rule in rules.RULES} - {OF_ENVIRONMENTS} <= {*valid_keys()}
+    assert {rule.key for rule in rules.RULES} - OF_ENTRIES <= {*valid_keys()}
 
 
 def test_sentences_can_be_written():
@@ -35,7 +35,8 @@ def test_conditions_read_attributes_that_exist(module):
     names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     read = {name.removeprefix("c.") for name in names if name.startswith("c.")}
     assert len(read) > 10
-    for name in read - {"reward.entries.values"}:
+    inner = {"reward.judge.self", "reward.judge.model"}  # of a section that may be null
+    for name in read - {"reward.entries.values"} - inner:
         value_at(Config(), name)
 
 
@@ -113,6 +114,23 @@ def test_conditions_read_attributes_that_exist(module):
         (("advantage.estimator=maxrl", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for advantage.est"),
         (("update.loss=dppo", "rollout.top_p=0.9"), "update.loss reads the sampler's log-probabilities"),
         (("update.loss=dppo", "rollout.min_p=0.1"), "update.loss reads the sampler's log-probabilities"),
+        (("update.loss=dro", "rollout.top_k=9"), "update.loss reads the sampler's log-probabilities"),
+        (
+            ("update.sampler_kl_coef=0.1", "rollout.top_p=0.9"),
+            "update.sampler_kl_coef must be 0 with rollout.",
+        ),
+        (
+            ("reward.truncated_factor=0.5", "reward.truncated_reward=-1"),
+            "reward.truncated_factor must be null if reward.truncated_reward (-1.0) is set",
+        ),
+        (
+            ("advantage.estimator=gdpo", "reward.truncated_factor=0.5"),
+            "reward.truncated_factor must be null for advantage.estimator gdpo",
+        ),
+        (
+            ("advantage.estimator=gdpo", "reward.truncated_reward=0"),
+            "reward.truncated_reward must be null for advantage.estimator gdpo",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(overrides, message):

@@ -153,8 +153,9 @@ def test_a_bad_picture_ends_the_run_or_its_row_is_left_out_and_counted(
     for row, reason in zip(
         bad, ("must be a whole picture", "no file", "2 times <image>", "must not have", "must not have")
     ):
-        with pytest.raises(ValueError, match=rf"rows\.jsonl, row 2: .*{reason}"):
+        with pytest.raises(ValueError, match=rf"rows\.jsonl, row 2: .*{reason}.*") as caught:
             load(written(good, row), tokenizer)
+        assert "or set data.on_bad_image to skip, which leaves such rows out" in str(caught.value)
     with caplog.at_level(logging.WARNING, "quatrain"):
         source = load(written(bad[0], good, *bad[1:]), tokenizer, on_bad_image="skip")
     assert [seen(prompt) for prompt in source.head()] == [[10] * 4]

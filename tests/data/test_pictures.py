@@ -110,7 +110,7 @@ def test_pictures_of_reward_functions_are_decoded_when_they_are_used() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (PNG[:-40], "a picture of bytes must be a whole picture:.*; replace it, or set data.on_bad_image"),
+        (PNG[:-40], "a picture of bytes must be a whole picture:.*; replace it"),
         (b"", "none of PNG, JPEG, WebP, GIF and BMP"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of PNG, JPEG, WebP, GIF and BMP"),
         (header(60_000, 60_000), "it has more than 50000000 pixels"),

@@ -13,6 +13,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+import quatrain
 from quatrain.config.schema import DataConfig
 from quatrain.data.pictures import PictureReader
 from quatrain.data.pixels import Pixels, with_limits
@@ -135,3 +136,15 @@ def test_another_model_of_a_run_has_the_pixels_of_its_own_folder(tmp_path):
     assert np.abs(own(picture) - expected).max() > 0.1
     blind = replace(arch, vision=None)
     assert Policy.store_beside(SimpleNamespace(store=store), blind, str(tmp_path), store.mesh) is None
+
+
+@pytest.mark.parametrize(("limits", "seen"), [((), (176, 80)), (("data.image_max_pixels=1024",), (32, 16))])
+def test_rewards_learn_the_size_in_which_a_model_sees_a_picture(limits, seen):
+    """Coordinates of the resized picture compared with those of the file's, or without the run's limits."""
+    settings = ("model.path=builtin:tiny_vl", "data.train=builtin:shapes", *limits)
+    assert quatrain.seen_size((200, 100), quatrain.load_config(overrides=settings, environ={}).config) == seen
+
+
+def test_a_model_without_a_tower_sees_no_size():
+    with pytest.raises(ValueError, match="builtin:tiny has none"):
+        quatrain.seen_size((200, 100), quatrain.load_config(overrides=(), environ={}).config)

@@ -60,7 +60,7 @@ def _settings(folder: Path, arch, name: str) -> tuple[str, ...]:
     )
 
 
-ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
+ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax", "dppo", "vapo")
 """Of the recipes beside GRPO's, `CONFIG`."""
 
 
@@ -77,7 +77,7 @@ def settings(tmp_path_factory, small_arch):
 def test_a_dry_run_builds_every_part_of_a_recipe_and_warns_of_nothing(path, settings, monkeypatch):
     """The quick form: rewards, data, model and tokenizer fit each other; nothing is computed."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    free = ("reward.overlong_buffer=null", "update.mini_batch_size=null")
+    free = ("reward.overlong_buffer=null", "update.mini_batch_size=null", "critic.warmup_steps=0")
     plan, warnings = dry_run(load_config(path, (*settings, *free), environ={}))
     assert plan.startswith("2 steps of 4 prompts x 4 samples, 16 training prompts\n")
     assert warnings == []
@@ -108,6 +108,7 @@ def test_a_recipe_runs_on_a_small_qwen2(name, tmp_path, small_arch, monkeypatch)
         *_settings(tmp_path, small_arch, name),
         BREVITY,
         "reward.overlong_buffer=null",  # the recipe's is longer than these completions
+        "critic.warmup_steps=0",  # the recipe's is longer than this run
         f"rollout.n={min(recipe.rollout.n, 4)}",
         f"update.mini_batch_size={4 // optimizer_steps}",
     )

@@ -40,7 +40,7 @@ def test_few_decode_steps_are_wasted(small_arch, tokenizer, monkeypatch, compute
     wanted = np.maximum(drawn.round(), 1).astype(int)
     lengths = np.minimum(wanted, LONGEST)
 
-    def forced(self, sampling, i, step, sequence, position, *, deltas):
+    def forced(self, sampling, i, step, sequence, position, *, deltas, masks):
         return (STOP_ID if wanted[sequence] == position + 1 else OTHER_ID), -1.0
 
     if computed_by == "host":

@@ -371,9 +371,15 @@ CORRECTED = {
     "corrected tokens": UpdateConfig(correction="truncate", correction_cap=1.3, kl_coef=0.3),
     "corrected and rejected sequences": UpdateConfig(**OF_SEQUENCES, kl_coef=0.3),
 }
-SCORED_CONFIGS = {
-    name: UpdateConfig(loss=name, loss_args=ARGUMENTS.get(name, {})) for name in POLICY_LOSSES
-} | CORRECTED
+PENALISED = {
+    "quadratic penalty": UpdateConfig(sampler_kl_coef=0.4),
+    "quadratic penalty on sequences": UpdateConfig(loss="dro", loss_args={"level": "sequence", "beta": 0.2}),
+}
+SCORED_CONFIGS = (
+    {name: UpdateConfig(loss=name, loss_args=ARGUMENTS.get(name, {})) for name in POLICY_LOSSES}
+    | CORRECTED
+    | PENALISED
+)
 
 
 @jax.jit

@@ -299,18 +299,20 @@ class Programs:
         import jax.numpy as jnp
 
         from quatrain.models.decoder import logits
+        from quatrain.ops.sampling import SamplingNumbers
 
         program = self._sampler()
 
-        def draw(params: Any, hidden: Any, seed: Any, slots: Any) -> Any:
+        def draw(params: Any, hidden: Any, sampling: Any, slots: Any) -> Any:
             return program.draw(
-                logits(params, self.arch, hidden, backend=self.backend), seed, slots, slots, slots
+                logits(params, self.arch, hidden, backend=self.backend), sampling, slots, slots, slots
             )
 
         unsigned = self._array(jnp.uint32, SLOTS)
+        sampling = SamplingNumbers(unsigned, self._array(jnp.float32, SLOTS), None)
         hidden = self._array(self.dtype, SLOTS, self.arch.hidden_size)
         params = {"embed": self._params(self.dtype)["embed"]}
-        return jax.jit(draw).lower(params, hidden, self._array(jnp.uint32), unsigned)
+        return jax.jit(draw).lower(params, hidden, sampling, unsigned)
 
 
 PROGRAMS: dict[str, Callable[[Programs], Any]] = {

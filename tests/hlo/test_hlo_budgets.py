@@ -70,7 +70,7 @@ BUDGETS = {
     ("h100", "gradient"): Budget((1950, 3300), HEAD | BLOCKS, copied_mib=(56, 96)),
     ("v5e", "decode"): Budget((154, 153), LOGITS, copied_mib=(32, 64)),
     # 73 with the keys of all layers before the values; with 28 layers this order needs 89 MiB, that one 105.
-    ("v5e", "prefill"): Budget((14, 78), copied_mib=(17, 52)),
+    ("v5e", "prefill"): Budget((15, 79), copied_mib=(17, 52)),
     ("v5e", "head"): Budget((844, 1275), HEAD | MOVED, copied_mib=(104, 89)),
     ("v5e", "sampling"): Budget((150, 150)),
     ("v5e", "gradient"): Budget((2804, 4613), HEAD | MOVED, copied_mib=(256, 256)),  # masks as 32-bit numbers
@@ -148,7 +148,7 @@ def test_a_decode_step_has_so_many_kernels(size):
     one, two = (counts("h100", "decode", size, layers)["loops"][0]["kernels"] for layers in (1, 2))
     a_layer = two - one
     assert a_layer <= (21 if size == "0.5B" else 22)
-    assert one - a_layer <= 22
+    assert one - a_layer <= 25
 
 
 @pytest.mark.parametrize("size", SIZES)

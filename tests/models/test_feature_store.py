@@ -149,6 +149,21 @@ def test_what_two_steps_used_is_kept_and_older_features_are_dropped(frozen, whol
     assert roomy.stats.tower_pictures == 0
 
 
+def test_an_evaluation_keeps_no_pictures_for_two_steps(frozen, whole):
+    """All pictures of an evaluation would stay in memory, above the limit; or those of the step would go."""
+    store = store_of(frozen, whole, num_bytes=1)
+    store.follow_steps()
+    store.of(PICTURES[:1])
+    with store.passing():
+        for one in PICTURES:
+            store.of([one])
+    of_step = store.num_bytes
+    store.of(PICTURES[:1])
+    assert store.stats.tower_pictures == len(PICTURES), "the step's own is still there"
+    store.of(PICTURES[1:2])
+    assert (store.stats.tower_pictures, store.num_bytes > of_step) == (len(PICTURES) + 1, True)
+
+
 def test_a_store_without_steps_keeps_what_has_room(frozen, whole):
     """That of a server, where nobody ends a step: it would keep the pictures of all requests."""
     store = store_of(frozen, whole, num_bytes=3 * 32 * 4 * (4 + 6))

@@ -9,6 +9,8 @@ import os
 import resource
 import signal
 import sys
+from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from quatrain.cluster import processes as hosts
 
 parser = argparse.ArgumentParser()
 parser.add_argument("mode")
-parser.add_argument("--directory", help="of the checkpoints that `cannot write` saves")
+parser.add_argument("--directory", help="of what `cannot write` and `judges` save")
 parser.add_argument("--coordinator")
 parser.add_argument("--num-processes", type=int)
 parser.add_argument("--process-id", type=int)
@@ -29,6 +31,52 @@ def differing():
         hosts.assert_same("data set", {"prompts.jsonl": f"hash{given.process_id}", "other": 1})
     except ValueError as error:
         return str(error)
+
+
+class Answers:
+    """Answers a judge's questions by their length, and remembers them."""
+
+    def __init__(self, is_everywhere):
+        self.is_everywhere, self.asked = is_everywhere, []
+
+    def identity(self):
+        return ["weights", given.process_id]
+
+    def ask(self, questions, keep):
+        from quatrain.reward.judge.judgements import Judgement, NoJudgement
+
+        self.asked += [question.text.strip() for question in questions]
+        outcomes = []
+        for question in questions:
+            text = question.text.strip()
+            outcome = Judgement(len(text) / 4, "é") if len(text) <= 4 else NoJudgement("lost", "no answer")
+            keep(question, outcome)
+            outcomes.append(outcome)
+        return outcomes, Counter(requests=len(questions))
+
+
+def judged(is_everywhere):
+    """What a judge says of a batch, and then of another with the same questions, and what was asked here."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from rollouts import make_rollouts
+
+    from quatrain.config.sections.judge import JudgeConfig
+    from quatrain.reward.judge.judge import Judge
+
+    folder = Path(given.directory) / f"{is_everywhere} {given.process_id}"
+    folder.mkdir()
+    (folder / "template").write_text("{completion}\n")
+    config = JudgeConfig(self=True, template=str(folder / "template"))
+    judge = Judge(config, folder=folder, decide=hosts.decided_by_main, writes=hosts.is_main_process())
+    answers = Answers(is_everywhere)
+    judge.connect(answers)
+    scores = [judge.score(make_rollouts(said)) for said in (["one", "a", "three"], ["a", "one"])]
+    return {
+        "values": [repr(each.values) for each in scores],
+        "counts": [sorted(each.counts.items()) for each in scores],
+        "asked": answers.asked,
+        "kept": len(list(folder.rglob("*.json"))),
+    }
 
 
 def save_twice():
@@ -71,6 +119,7 @@ met = {
     "differing": differing(),
     "devices": [jax.local_device_count(), jax.device_count(), hosts.num_processes()],
     "main": hosts.is_main_process(),
+    "judged": [judged(is_everywhere) for is_everywhere in (False, True)] if given.mode == "judges" else None,
 }
 print(json.dumps(met), flush=True)
 if last and given.mode == "dies":

@@ -131,6 +131,17 @@ def test_both_end_when_one_cannot_write_its_part_of_a_checkpoint(tmp_path):
     assert Checkpointer(tmp_path).steps() == [1]
 
 
+def test_both_get_the_judgements_that_were_asked_for_once(tmp_path):
+    """Catches a judge that each process asks for itself, whose scores differ, or that each writes down."""
+    main, other = [met(each)["judged"] for each in members("judges", f"--directory={tmp_path}")]
+    for of_main, of_other in zip(main, other, strict=True):
+        assert of_main["values"] == of_other["values"] == ["[0.75, 0.25, nan]", "[0.25, 0.75]"]
+        assert of_main["counts"] == of_other["counts"]
+        assert of_main["asked"] == ["one", "a", "three"]
+        assert (of_main["kept"], of_other["kept"]) == (2, 0)
+    assert [each["asked"] for each in other] == [[], ["one", "a", "three"]]
+
+
 @pytest.mark.slow
 def test_the_other_ends_when_one_no_longer_answers_and_names_it():
     waiting, stopped = run_together((str(MEMBER), "hangs"), (str(MEMBER), "hangs"))

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file
 from quatrain.config.load import load_config
 from quatrain.config.settings import QUICKSTART
 from quatrain.data.builtin import builtin_rows
+from quatrain.loop.export import export_policy
+from quatrain.loop.policy import load_policy
 from quatrain.loop.train import train
 from quatrain.run.metrics import read_metrics
 from quatrain.weights.hf import save_hf
@@ -21,6 +24,7 @@ from quatrain.weights.hf import save_hf
 # Of a test that fails; none waits that long.
 TIMEOUT_S = 400
 STEPS = 2
+SEES = Path(__file__).parents[2] / "configs" / "shapes.yaml"
 SETTINGS = (
     "data.batch_size=5",
     "rollout.n=3",
@@ -35,6 +39,7 @@ SETTINGS = (
 # What depends on how the devices are arranged, or on the time.
 OF_THE_MACHINE = (
     *("time/", "throughput/", "memory/", "rollout/", "batch/", "global_seqlen/", "update/compilations"),
+    *("vision/tower_pictures", "vision/patches", "vision/padding_fraction"),
 )
 
 
@@ -124,6 +129,39 @@ def test_two_processes_train_adapters_as_one_device_does(tmp_path, settings):
     assert launched.returncode == 0, launched.stderr
     _assert_same_run(tmp_path / "run", alone)
     _assert_resumed_alone(tmp_path, adapters, alone)
+
+
+@pytest.mark.parametrize("trained", ["frozen", "all"])
+@pytest.mark.slow
+def test_two_processes_train_a_model_that_sees_as_one_device_does(tmp_path, trained):
+    """Processes that call the tower in orders of their own hang; one that reads others' pictures differs."""
+    config = load_config(SEES, environ={}).config
+    loaded = load_policy(config)
+    export_policy(tmp_path / "model", loaded.arch, loaded.params, loaded.tokenizer, whole=loaded.whole)
+    rows = []
+    for number, row in enumerate(builtin_rows("shapes")[:31]):
+        picture, question = row["prompt"][0]["content"]
+        (tmp_path / f"{number}.png").write_bytes(picture["image"])
+        chat = [{"role": "user", "content": question["text"]}]
+        rows.append(json.dumps({"prompt": chat, "images": [f"{number}.png"], "answer": row["answer"]}))
+    for i in range(3):
+        (tmp_path / f"part-{i}.jsonl").write_text("\n".join(rows[i::3]))
+    settings = (
+        *SETTINGS,
+        f"model.path={tmp_path / 'model'}",
+        "model.tokenizer=null",
+        f"model.vision={trained}",
+        f"data.train={tmp_path}/part-*.jsonl",
+        "data.eval=builtin:shapes-heldout",
+        "rollout.max_new_tokens=8",
+        "reward.functions={correct: 1.0, tag_count: 0.5}",
+    )
+    alone = _train(tmp_path / "alone", settings).run
+    launched = _launch(tmp_path, settings, "mesh=1,-1,1", devices=2)
+    assert launched.returncode == 0, launched.stderr
+    _assert_same_run(tmp_path / "run", alone)
+    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]
+    assert first["vision/pictures"] == 9, "of 5 prompts, and of 4 of the evaluation before"
 
 
 def _assert_same_run(run, alone, steps=STEPS):

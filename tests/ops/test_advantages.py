@@ -1,6 +1,7 @@
 """Advantage estimators: literal values, abstentions, groups of one, holes in the mask, the order of rows."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from quatrain.ops.advantages.gae import gae
 from quatrain.ops.advantages.gdpo import gdpo
 from quatrain.ops.advantages.gpg import gpg
 from quatrain.ops.advantages.grpo import grpo
+from quatrain.ops.advantages.length_adaptive_gae import length_adaptive_gae
 from quatrain.ops.advantages.maxrl import maxrl
 from quatrain.ops.advantages.opo import opo
 from quatrain.ops.advantages.passk import passk
@@ -216,8 +218,26 @@ def test_discounts_are_fractions(name, bad):
     ):
         gae(OUTCOMES, HOLED, SPARSE, SPARSE, **{name: bad})
     if name == "gamma":
-        with pytest.raises(ValueError, match="gamma must be in"):
-            reinforce_pp(OUTCOMES, HOLED, SPARSE, bad)
+        for estimator in (reinforce_pp, partial(length_adaptive_gae, values=SPARSE)):
+            with pytest.raises(ValueError, match="gamma must be in"):
+                estimator(OUTCOMES, HOLED, SPARSE, gamma=bad)
+
+
+def test_length_adaptive_gae():
+    """Lambda is 1 - 1 / (0.5 x 3) = 1/3 for the first row, and 0 for the second, of two tokens."""
+    values = np.array([[0, 1, 7, 2, 0], [0, 0, 4, 7, 7], [0, 3, 6, 0, 0]], np.float32)
+    # Deltas: 0.5 + 2 - 1, 0 + 0 - 2, 2 - 0; and -0.5 + 4 - 0, 0 - 4.
+    raw = length_adaptive_gae(OUTCOMES, HOLED, SPARSE, values, alpha=0.5, scale="none")
+    first = [0, 1.5 + (-2 + 2 / 3) / 3, 0, -2 + 2 / 3, 2]
+    np.testing.assert_allclose(raw.advantages, [first, [0, 3.5, -4, 0, 0], [0] * 5], rtol=1e-6)
+    # The returns are sums of rewards, whatever the critic said; without a reward what it said.
+    returns = [[0, 2.5, 0, 2, 2], [0, -0.5, 0, 0, 0], [0, 3, 6, 0, 0]]
+    np.testing.assert_array_equal(raw.returns, returns)
+    whitened = length_adaptive_gae(OUTCOMES, HOLED, SPARSE, values, alpha=0.5)
+    assert abs(whitened.advantages[HOLED][:5].mean()) < 1e-6
+    for name, bad, rule in (("alpha", 0.0, "alpha must be above 0"), ("critic_lam", 2, "must be in")):
+        with pytest.raises(ValueError, match=rf"{rule}.*got {bad}; set advantage.args.{name}"):
+            length_adaptive_gae(OUTCOMES, HOLED, SPARSE, values, **{name: bad})
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_completion():
@@ -254,6 +274,8 @@ def test_groups_of_one_learn_nothing(name):
 
 
 UNCENTRED = [(name, "none") for name in ("reinforce", "reinforce_pp", "gae")]
+# With a lambda below 1 the reward reaches the tokens at the end alone, unless the critic's values carry it.
+UNCENTRED += [("length_adaptive_gae", scale) for scale in ("batch", "none")]
 
 
 @pytest.mark.parametrize(("name", "scale"), [p for p in PAIRS if p not in UNCENTRED])
@@ -265,7 +287,7 @@ def test_equal_rewards_give_exactly_zero(name, scale):
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
-@settings(deadline=None, max_examples=20)  # for each of 21 estimators with a scale
+@settings(deadline=None, max_examples=20)  # for each of 23 estimators with a scale
 @given(data=st.data())
 def test_order_of_rows_and_names_of_groups_change_nothing(name, scale, data):
     size = data.draw(st.integers(1, 12))
@@ -290,7 +312,7 @@ def test_order_of_rows_and_names_of_groups_change_nothing(name, scale, data):
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
-@settings(deadline=None, max_examples=20)  # for each of 21 estimators with a scale
+@settings(deadline=None, max_examples=20)  # for each of 23 estimators with a scale
 @given(data=st.data())
 def test_positions_outside_the_mask_do_not_exist(name, scale, data):
     """Wherever columns that no completion has are put between the others, whatever stands in them."""
@@ -328,6 +350,7 @@ def test_no_rows(name, scale):
         ("maxrl", "group"),
         ("gdpo", "group"),
         ("gae", "group"),
+        ("length_adaptive_gae", "group"),
     ],
 )
 def test_a_scale_that_does_not_go_with_the_estimator(name, scale):

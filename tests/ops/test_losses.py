@@ -13,6 +13,7 @@ from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.losses.cispo import cispo
 from quatrain.ops.losses.clip_cov import clip_cov
 from quatrain.ops.losses.dppo import dppo
+from quatrain.ops.losses.dppo_kl import dppo_kl
 from quatrain.ops.losses.gmpo import gmpo
 from quatrain.ops.losses.gpg import gpg
 from quatrain.ops.losses.gspo import gspo
@@ -228,6 +229,7 @@ def test_dppo_leaves_out_tokens_whose_probability_moved_too_far():
         ("clip_cov", [-np.exp(-20), np.exp(20)]),
         ("kl_cov", [-np.exp(-20) + 20, np.exp(20) + 20]),
         ("dppo", [-np.exp(-20), np.exp(20)]),
+        ("dppo_kl", [-np.exp(-20), np.exp(20)]),
     ],
 )
 def test_the_log_ratio_of_every_loss_stops_at_twenty(name, expected):
@@ -343,6 +345,14 @@ def _of_papers(name, d, rollout_gap, old, advantages, mean, chosen, moved):
         moved_by = np.exp(logprobs) * (1 - np.exp(-rollout_gap))
         left = (up & (moved_by > 0.03)) | (down & (moved_by < -0.02))
         return np.where(left, 0, -r * advantages)
+    if name == "dppo_kl":
+        pi, mu = np.exp(logprobs), np.exp(logprobs - rollout_gap)
+        rests = np.maximum(1 - mu, 1e-7), np.maximum(1 - pi, 1e-7)
+        kl = -mu * rollout_gap + rests[0] * np.log(rests[0] / rests[1])
+        left = (up & (pi > mu) & (kl > 0.03)) | (down & (pi < mu) & (kl > 0.02))
+        return np.where(left, 0, -r * advantages)
+    if name == "dro":
+        return 0.2 * rollout_gap**2 - advantages * logprobs
     if name == "kl_cov":
         return -r * advantages + 0.5 * moved * d
     return np.where(chosen > 0, 0, surrogate) if name == "clip_cov" else surrogate
@@ -354,6 +364,8 @@ ARGUMENTS = {
     "gmpo": {"clip_low": 0.2, "clip_high": 0.3},
     "sapo": {"tau_pos": 0.7, "tau_neg": 1.4},
     "dppo": {"clip_low": 0.02, "clip_high": 0.03},
+    "dppo_kl": {"clip_low": 0.02, "clip_high": 0.03},
+    "dro": {"beta": 0.4},
     "kl_cov": {"ppo_kl_coef": 0.5},
     "ppo_clip": CLIP | {"dual_clip": 1.6},
     "clip_cov": CLIP | {"dual_clip": 1.6},
@@ -405,7 +417,8 @@ def test_tokens_without_an_advantage_are_not_clipped_by_gmpo():
     }
 
 
-def test_dppo_measures_the_way_from_the_sampler_and_not_from_the_old_policy():
+@pytest.mark.parametrize("loss", [dppo, dppo_kl])
+def test_dppo_measures_the_way_from_the_sampler_and_not_from_the_old_policy(loss):
     tokens = jnp.log(jnp.array([[0.5, 0.5]]))
     zeros = jnp.zeros((1, 2), jnp.int32)
     columns = {
@@ -413,5 +426,5 @@ def test_dppo_measures_the_way_from_the_sampler_and_not_from_the_old_policy():
         "rollout_logprobs": jnp.log(jnp.array([[0.2, 0.5]])),
         "advantages": jnp.ones((1, 2)),
     }
-    result = dppo(ScoredTokens(tokens, tokens, zeros == 0, zeros, columns))
+    result = loss(ScoredTokens(tokens, tokens, zeros == 0, zeros, columns))
     np.testing.assert_allclose(result.loss, [[0, -2.5]], rtol=1e-6)

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import anthropic
 import httpx2 as httpx
 import jax
 import numpy as np
@@ -501,7 +502,7 @@ def test_a_model_can_be_asked_for_by_name(http, client):
     [
         ("GET", "/", 404, "'/'"),
         ("POST", "/v1/embeddings", 404, "'/v1/embeddings'"),
-        ("POST", "/v1/responses", 404, "docs/serve.md"),
+        ("POST", "/v1/embeddings", 404, "docs/serve.md"),
         ("GET", "/v1/chat", 404, "'/v1/chat'"),
         ("GET", "/v1/completions", 405, "takes the methods POST; got GET"),
         ("DELETE", "/v1/models/small", 405, "got DELETE"),
@@ -702,7 +703,7 @@ CHATS = {
     ),
     "tools": ({"messages": [{"role": "user", "content": "hello"}], "tools": [{}]}, "tools"),
     "a format": (
-        {"messages": [{"role": "user", "content": "hello"}], "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "hello"}], "response_format": {"type": "xml"}},
         "response_format",
     ),
 }
@@ -780,7 +781,7 @@ def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, 
 def test_what_was_kept_of_a_prompt_is_in_the_usage(small_arch, small_params, tokenizer, monkeypatch):
     """Clients could not see why an answer to a long prompt is fast or slow; and of another's prompt they must
     see nothing where a salt keeps them apart."""
-    monkeypatch.setattr("quatrain.serve.api.MOST_OTHERS", 3)
+    monkeypatch.setattr("quatrain.serve.answering.MOST_OTHERS", 3)
     service = service_of(small_arch, small_params, tokenizer, prefix_share=0.5)
     with (
         served(service, small_arch, tokenizer) as url,
@@ -812,3 +813,25 @@ def test_what_was_kept_of_a_prompt_is_in_the_usage(small_arch, small_params, tok
     assert int(lines["quatrain_prefix_cached_tokens_total"]) > 6 * 89
     assert int(lines["quatrain_prefix_blocks_used"]) > 4
     assert lines["quatrain_prefix_evicted_tokens_total"] == "0"
+
+
+def test_messages_are_answered_as_a_chat_and_their_context_is_kept(small_arch, small_params, tokenizer):
+    """The same tokens and counts of an engine; what was computed for one request is read for the next."""
+    service = service_of(small_arch, small_params, tokenizer, prefix_share=0.5)
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "a question " * 10}]}
+    with (
+        served(service, small_arch, tokenizer) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as chats,
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        said = chats.chat.completions.create(**asked, max_tokens=4, temperature=0)
+        fields = {**asked, "max_tokens": 4, "extra_body": {"temperature": 0}}
+        whole = client.messages.create(**fields)
+        with client.messages.stream(**fields) as events:
+            streamed = events.get_final_message()
+        number = client.messages.count_tokens(**asked).input_tokens
+    assert number == said.usage.prompt_tokens
+    for answer in (whole, streamed):
+        assert "".join(block.text for block in answer.content) == said.choices[0].message.content
+        assert answer.usage.output_tokens == said.usage.completion_tokens
+        assert (answer.usage.cache_read_input_tokens, answer.usage.input_tokens) == (number - 1, 1)

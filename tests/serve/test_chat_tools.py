@@ -40,7 +40,7 @@ class Scripted:
     Of several texts, each answers one request, and the last those that follow.
     """
 
-    cannot_see = "it answers texts"
+    cannot_see = cannot_constrain = "it answers texts"
 
     def __init__(self, tokenizer, *texts, end=True, size=3):
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)

@@ -61,6 +61,7 @@ def test_a_chat_is_sampled_after_its_pictures_and_counts_their_placeholders(toke
             error = refused.json()["error"]
             assert (refused.status_code, error["param"]) == (400, "messages")
             assert message in error["message"]
+            assert "on_bad_image" not in error["message"], "a setting that a server has not"
         forged = answer({"type": "text", "text": "<|image_pad|>"})
         assert (forged.status_code, "stands for pictures" in forged.text) == (400, True)
         service.cannot_see = Sampler.cannot_see

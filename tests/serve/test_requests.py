@@ -116,8 +116,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", GOOD)
-@pytest.mark.parametrize("name", UNCHANGING)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(k, name) for k in GOOD for name in UNCHANGING if name not in k.model_fields]
+)
 def test_what_is_not_supported_is_refused_by_name_with_the_remedy(kind, name):
     with pytest.raises(BadRequest, match=f"^{name} .*; got .*; leave it out$") as error:
         asked(kind, **{name: REFUSED[name]})

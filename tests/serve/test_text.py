@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from quatrain.serve.text import BYTE_LEVEL, TextStream, TokenTexts, Vocabulary
+from quatrain.serve.text import BYTE_LEVEL, TextStream, ThoughtStream, TokenTexts, Vocabulary
 
 EMOJI = "é 😀 x"
 
@@ -150,3 +150,45 @@ def test_bytes_and_offsets_of_words_with_spaces(pieces):
     assert [each.name for each in texts[:4]] == ["a", "</s>", " b", "é"]
     assert [each.bytes for each in texts[4:]] == [bytes([byte]) for byte in "😀".encode()]
     assert [each.start for each in texts] == [0, 1, 1, 3, 4, 4, 4, 4]
+
+
+def split(parts, begun):
+    stream = ThoughtStream(begun=begun)
+    said = [*map(stream.push, parts), stream.end()]
+    return "".join(each.thoughts for each in said), "".join(each.text for each in said)
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "thoughts", "said"),
+    [
+        ("<think>\na b\n</think>\n\nc </think> d\n", False, "a b", "c </think> d\n"),
+        ("\n<think>a", False, "a", ""),
+        ("a <think>b</think>", False, "", "a <think>b</think>"),
+        ("a</think>b", False, "", "a</think>b"),
+        ("a</think>b", True, "a", "b"),
+        ("<think>a</think>b", True, "a", "b"),
+        ("a", True, "a", ""),
+        (" <thin", False, "", " <thin"),
+        ("<think>a </thin", False, "a </thin", ""),
+        ("<think> </think> ", False, "", ""),
+        ("", True, "", ""),
+    ],
+)
+def test_thoughts_before_an_answer(text, begun, thoughts, said):
+    """The same however the text is cut; the faults: a tag in two pieces was text, or white space was sent."""
+    assert split([text], begun) == split(list(text), begun) == (thoughts, said)
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "</thi", "think>", "a", " ", "\n"])), st.booleans()
+)
+def test_thoughts_do_not_depend_on_how_a_text_comes(parts, begun):
+    assert split(parts, begun) == split(["".join(parts)], begun)
+
+
+def test_which_stop_string_came():
+    """The first in the text; of two at one place, the first that was asked for."""
+    for stops, found in ((("c", "b"), "b"), (("bc", "b"), "bc"), (("b", "bc"), "b"), (("x",), None)):
+        stream = TextStream(Bytes(), stops)
+        stream.push([b"abc"], finished=True)
+        assert (stream.ended_by, stream.stopped) == (found, found is not None)

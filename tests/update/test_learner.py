@@ -284,6 +284,21 @@ def test_a_batch_without_signal_is_skipped_and_counted(make_learner, make_batch,
     assert "loss" not in state.metrics
 
 
+@pytest.mark.parametrize("update", [{"loss": "dro"}, {"sampler_kl_coef": 0.1}])
+def test_a_penalty_on_the_distance_from_the_sampler_needs_no_signal(
+    make_learner, make_batch, small_params, update
+):
+    """Catches a step that is skipped although its gradient is not 0."""
+    batch = make_batch(8)
+    learner = make_learner(update)
+    state = learner.init(_copy(small_params))
+    before = _copy(state.params)
+    state = learner.step(state, replace(batch, advantages=np.zeros_like(batch.advantages)))
+    assert state.metrics["update/skipped_steps"].result() == 0
+    assert state.metrics["update/sampler_kl"].result() > 0
+    assert _changes(before, state.params) > 0
+
+
 def test_a_step_that_is_not_finite_is_not_applied(make_learner, make_batch, small_params):
     broken = _copy(small_params)
     broken["final_norm"] = broken["final_norm"].at[0].set(jnp.nan)

@@ -1,9 +1,12 @@
 """Policy losses, built in and of one's own: their arguments, and what is refused before anything runs."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from goldens import GOLDEN
 
 from quatrain.config.schema import UpdateConfig
 from quatrain.forward.table import TokenTable
@@ -139,6 +142,34 @@ def test_a_correction_weighs_the_policy_loss_and_no_other_term():
     np.testing.assert_allclose(masked.loss[0], -weights * [1, 1, 0, 1] * ADVANTAGES - 0.05, rtol=1e-6)
     plain = _corrected("none", logprobs, **terms)
     assert not any(name.startswith("update/behaviour") for name in plain.means)
+
+
+def test_the_quadratic_term_to_the_sampler_is_that_of_torch():
+    """Catches the old policy or the reference in the place of the sampler, and a factor of 2."""
+    golden = json.loads((GOLDEN / "formulas.json").read_text())
+    inputs, expected = golden["inputs"], golden["sampler_kl"]
+    names = ("old_logprobs", "rollout_logprobs", "advantages")
+    mask, columns = np.array(inputs["mask"]), {name: jnp.float32(inputs[name]) for name in names}
+    config = UpdateConfig(loss="reinforce", sampler_kl_coef=expected["coef"])
+
+    def total(logprobs):
+        zeros = jnp.zeros(mask.shape)
+        tokens = ScoredTokens(logprobs, zeros, jnp.asarray(mask), zeros.astype(jnp.int32), columns)
+        result = PolicyObjective.of(config, on_policy=False)(tokens)
+        return jnp.where(mask, result.loss, 0).sum(), result
+
+    gradient, result = jax.grad(total, has_aux=True)(jnp.float32(inputs["logprobs"]))
+    np.testing.assert_allclose(gradient, expected["gradient"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.loss * mask, expected["loss"], rtol=1e-5, atol=1e-6)
+    squares = (np.array(inputs["logprobs"]) - np.array(inputs["rollout_logprobs"])) ** 2 / 2
+    np.testing.assert_allclose(result.means["update/sampler_kl"] * mask, squares, rtol=1e-5, atol=1e-6)
+
+
+def test_the_quadratic_term_is_not_corrected():
+    """Catches a penalty that a correction for the same distance cuts to nothing."""
+    logprobs = jnp.array([OLD])
+    with_term, without = (_corrected("mask", logprobs, sampler_kl_coef=coef).loss for coef in (0.5, 0.0))
+    np.testing.assert_allclose(with_term - without, 0.25 * (logprobs - jnp.array([ROLLOUT])) ** 2, rtol=1e-5)
 
 
 def test_a_correction_of_sequences_weighs_all_tokens_alike():

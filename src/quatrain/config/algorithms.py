@@ -27,6 +27,9 @@ class Algorithm:
     """`COMPARES_SAMPLES`: whether samples are compared in their group: a group of one has advantage 0."""
     reads_sampler: bool = False
     """Whether a loss reads `tokens.rollout_logprobs`."""
+    without_signal: bool = False
+    """`WITHOUT_SIGNAL`: whether a loss draws tokens to the sampler's log-probabilities by itself, also those
+    whose advantage is 0."""
 
 
 def _read(folder: Path) -> Mapping[str, Algorithm]:

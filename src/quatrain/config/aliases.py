@@ -60,11 +60,12 @@ _NAMES = {
         "reward_functions reward_funcs reward_fns reward_weights custom_reward_function.path "
         "custom_reward_function.name reward_kwargs"
     ),
+    "reward.truncated_factor": "stop_properly_penalty_coef",
     "reward.kl_coef": "kl_ctrl.kl_coef use_kl_in_reward",
     "reward.kl_target": "target_kl",
     "reward.kl_horizon": "horizon",
     "advantage.estimator": "adv_estimator advantage_estimator multi_objective_aggregation",
-    "update.loss": "loss_mode loss_type policy_loss_fn loss_algo",
+    "update.loss": "loss_mode loss_type policy_loss_fn loss_algo divergence_type",
     "update.loss_aggregation": "loss_agg_mode",
     "update.clip_low": "clip_ratio_low epsilon epsilon_low",
     "update.clip_high": "clip_ratio_high epsilon_high",
@@ -73,6 +74,7 @@ _NAMES = {
     "update.reference_sync_steps": "sync_ref_model ref_model_sync_steps",
     "update.reference_mixup": "ref_model_mixup_alpha",
     "update.kl_estimator": "kl_loss_type kl_loss_mode",
+    "update.sampler_kl_coef": "kl_tau",
     "update.entropy_coef": "entropy_coeff",
     "update.correction": (
         "vllm_importance_sampling_correction sampler_is rollout_correction vllm_importance_sampling_mode"
@@ -210,6 +212,7 @@ _EXPLAINED = {
     "dataset_text_field": "here plain text stands in the column text",
     **dict.fromkeys(("max_tool_response_length", "tool_response_truncate_side"), _WHOLE),
     **dict.fromkeys(("actor.tau_pos", "actor.tau_neg"), _LOSS_ARGS),
+    "dro_beta": f"{_LOSS_ARGS}: beta",
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), f"{_LOSS_ARGS}: tau_pos, tau_neg"),
     **dict.fromkeys(
         ("algorithm.gamma", "algorithm.lam", "gamma", "lam", "gae_lambda"),
@@ -242,7 +245,7 @@ INSIDE = {
     ),
     **dict.fromkeys(("qat", "mtp"), "quantised training and heads for several tokens are not here"),
     **dict.fromkeys(("vllm_config", "sglang_jax_config"), _ENGINE),
-    "sandbox_fusion": "a reward function calls it, if it needs it",
+    "sandbox_fusion": "a reward function runs programs in a quatrain.Sandbox (docs/sandbox.md)",
 }
 """Sections of other libraries without a counterpart, by one part of the key: why."""
 _VALUES = {
@@ -251,7 +254,8 @@ _VALUES = {
         "dapo": "ppo_clip, with its clip_high of 0.28 in 'update.clip_high', and "
         "'rollout.dynamic_sampling_rounds' of 2 or more",
         "gspo-token": "gspo",
-        "dppo_tv": "dppo",
+        **dict.fromkeys(("dppo_tv", "binary_tv"), "dppo"),
+        "binary_kl": "dppo_kl",
         "geo_mean": "gmpo",
         "luspo": "gspo with 'update.loss_aggregation' seq_mean_token_sum",
     },
@@ -282,6 +286,7 @@ _VALUES = {
         "dapo": "grpo, with 'update.loss' ppo_clip, 'update.clip_high' 0.28 and "
         "'rollout.dynamic_sampling_rounds' of 2 or more",
         "ppo": "gae, with a critic",
+        "vapo": "length_adaptive_gae, with a critic",
     },
 }
 """Values of other libraries for the key here -> the value here."""

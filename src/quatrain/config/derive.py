@@ -18,6 +18,7 @@ from quatrain.config.fields import value_at
 from quatrain.config.mesh import axis_sizes
 from quatrain.config.mesh_axes import CP
 from quatrain.config.schema import Config, fields
+from quatrain.config.sections.judge import JUDGE
 from quatrain.config.tasks import BUILTIN, generates, has_part, heldout
 from quatrain.config.warnings import GIVEN_RATES, LORA_RATE, RATE, WANDB_MODES
 
@@ -81,7 +82,9 @@ def derived_values(
     read = {key: value for key, value in values.items() if not trains or has_part(config, key)}
     derived = {k: v for k, v in read.items() if v is not None and value_at(config, k) is None}
     if "functions" not in config.reward.model_fields_set:
-        if gym:
+        if config.reward.judge is not None:
+            derived["reward.functions"] = {JUDGE: 1.0}
+        elif gym:
             derived["reward.functions"] = {GYM_REWARD: 1.0}
         elif config.rollout.agent is not None:
             derived["reward.functions"] = {AGENT_REWARD: 1.0}

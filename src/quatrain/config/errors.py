@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from quatrain.config.secrets import redact
+from quatrain.config.secrets import redact_tokens
 
 SHOWN_VALUE_LENGTH = 80
 SHOWN_PROBLEMS = 10
@@ -116,9 +116,12 @@ def installation(*extras: str) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as text for an error message, redacted and truncated to SHOWN_VALUE_LENGTH characters."""
+    """`value` as text for an error message, redacted and truncated to SHOWN_VALUE_LENGTH characters.
+
+    Tokens of known services are redacted too: one may have been written in the place of its variable's name.
+    """
     try:
-        text = redact(repr(value), os.environ)
+        text = redact_tokens(repr(value), os.environ)
     except ValueError:  # Python writes out no number of more than 4,300 digits
         return "a number of more than 4,300 digits"
     return text if len(text) <= SHOWN_VALUE_LENGTH else text[: SHOWN_VALUE_LENGTH - 1] + "…"

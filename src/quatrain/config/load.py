@@ -17,9 +17,17 @@ from pydantic import ValidationError
 
 from quatrain.config.aliases import value_for
 from quatrain.config.derive import derived_values
-from quatrain.config.errors import ConfigError, listed, rule, shown
-from quatrain.config.fields import value_at
-from quatrain.config.schema import Config, is_mapping, valid_keys
+from quatrain.config.errors import (
+    SHOWN_KEYS,
+    UNKNOWN_KEY,
+    ConfigError,
+    listed,
+    of_which_nearest,
+    rule,
+    shown,
+)
+from quatrain.config.fields import Section, value_at
+from quatrain.config.schema import Config, inner_section, is_mapping, valid_keys
 from quatrain.config.secrets import REDACTED
 from quatrain.config.sections.update import HAVE_BETA2
 from quatrain.config.settings import (
@@ -199,6 +207,8 @@ class _Merge:
         self._layers = {k: layer for k, layer in self._layers.items() if not k.startswith(inside)}
         self._layers[setting.key] = setting.layer
         value = setting.value
+        if isinstance(value, str) and inner_section(setting.key) is not None:
+            value = {value: True}  # the short form, as `reward.judge: self`
         if is_mapping(setting.path) and isinstance(value, dict):
             # YAML reads a name such as 1 as a number; names of entries are texts everywhere else.
             value = {str(name): entry for name, entry in value.items()}
@@ -208,7 +218,9 @@ class _Merge:
     def _set_entry(self, setting: Setting) -> None:
         parent, name = setting.path[:2], setting.path[2]
         # From the default where no layer has set the mapping: one entry more keeps the usual ones.
-        current = self._values.get(parent, value_at(Config(), ".".join(parent)))
+        key = ".".join(parent)
+        current = self._values.get(parent, value_at(Config(), key))
+        current = {} if current is None and inner_section(key) is not None else current
         if not isinstance(current, dict):
             return  # a lower layer set a value that is not a mapping; validation reports it
         if setting.layer.startswith("environment"):
@@ -257,7 +269,12 @@ class _Merge:
         # An entry of a mapping has the layer and the default of the key that it is in.
         known = next((k for k in valid_keys() if key == k or key.startswith(f"{k}.")), key)
         default = _as_yaml(value_at(Config(), known)) if known in valid_keys() else "none"
-        layer = self._layers.get(key) or self._layers.get(known, DEFAULT)
+        inside = (layer for each, layer in self._layers.items() if each.startswith(f"{key}."))
+        layer = self._layers.get(key) or self._layers.get(known) or next(inside, DEFAULT)
+        if detail["type"] == "extra_forbidden" and (section := inner_section(known)):
+            keys = of_which_nearest(key, [f"{known}.{name}" for name in section.model_fields])
+            names = keys or f"; the keys of {known} are {listed(section.model_fields, SHOWN_KEYS)}"
+            return f"{UNKNOWN_KEY} {shown(key)} (from {layer}){names}"
         ours = value_for(known, value)
         here = f"; here it is {ours}" if ours else ""
         return f"{key} {rule(detail)}; got {_as_yaml(value)} (from {layer}; default: {default}){here}"
@@ -267,7 +284,8 @@ class _Merge:
         layers: dict[str, str] = {}
         for key in valid_keys():
             value = value_at(config, key)
-            names = [f"{key}.{name}" for name in value] if isinstance(value, dict) and value else [key]
+            inside = type(value).model_fields if isinstance(value, Section) else value
+            names = [f"{key}.{name}" for name in inside] if isinstance(inside, dict) and inside else [key]
             whole = DEFAULT if is_mapping(tuple(key.split("."))) else self._layers.get(key, DEFAULT)
             layers |= {name: self._layers.get(name, whole) for name in names}
         return layers

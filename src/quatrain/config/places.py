@@ -28,6 +28,7 @@ _IN_FILES = frozenset(
         *("rm.data", "rm.eval", "rm.loss"),
         *("critic.path", "reward.functions", "eval.accuracy", "advantage.estimator", "update.loss"),
         *("rollout.environment", "rollout.tools", "rollout.agent", "distill.teacher", "distill.prompt"),
+        *("reward.judge", "reward.judge.model", "reward.judge.template", "reward.judge.cache"),
     }
 )
 """Keys whose values may name files."""
@@ -43,6 +44,8 @@ def beside(key: str, value: Any, folder: Path) -> Any:
         return value
     if key == "reward.functions" and isinstance(value, dict):
         return {_beside(name, folder): entry for name, entry in value.items()}
+    if key == "reward.judge" and isinstance(value, dict):
+        return {name: beside(f"{key}.{name}", entry, folder) for name, entry in value.items()}
     if isinstance(value, dict):
         return {name: beside(key, entry, folder) for name, entry in value.items()}
     if isinstance(value, list):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
 from quatrain.config.sections.given import WITHOUT_REFERENCE
+from quatrain.config.sections.judge import JUDGE
 from quatrain.config.sections.model_on_devices import VISION_TARGETS
 from quatrain.config.sections.reward import DistillConfig
 from quatrain.config.sections.rollout import COLUMN, is_address
@@ -95,6 +96,14 @@ def _of_micro_batches(section: str) -> Rule:
         f"must be null if {tokens} ({{c.{tokens}}}) is set: the size of micro-batches is given in sequences "
         "or in tokens, not both; set one of the two to null",
     )
+
+
+def _of_total_rewards(key: str) -> Rule:
+    sentence = (
+        "must be null for advantage.estimator {c.advantage.estimator}, which reads the values of reward "
+        "functions and not their sum, to which the penalty applies; set null, or take the function overlong"
+    )
+    return Rule(key, lambda c: value_at(c, key) is not None and _takes(c, "function_rewards"), sentence)
 
 
 def _over_all_words(c: Any) -> bool:
@@ -242,9 +251,9 @@ RULES: tuple[Rule, ...] = (
     ),
     *no_effect(
         ["placement.reward", "offload.reward_models"],
-        lambda c: c.reward.models,
-        "without a reward model",
-        "add model:PATH to reward.functions",
+        lambda c: c.reward.models or (c.reward.judge is not None and c.reward.judge.model),
+        "without a reward model or a judge on this run's devices",
+        "add model:PATH to reward.functions, or set reward.judge.model",
     ),
     Rule(
         "distill.prompt",
@@ -329,6 +338,27 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.distill.teacher is not None and not c.distill.weight and not c.distill.rl_weight,
         "must be above 0 where distill.weight is 0: nothing would be trained on; raise one of the two",
     ),
+    Rule(
+        "reward.functions",
+        lambda c: (
+            c.reward.judge is not None
+            and "functions" in c.reward.model_fields_set
+            and JUDGE not in c.reward.functions
+        ),
+        "must have the entry judge, the weight of reward.judge; add judge: 1.0, or leave reward.judge out",
+    ),
+    Rule(
+        "reward.functions.judge",
+        lambda c: c.reward.judge is None and JUDGE in c.reward.functions,
+        "names the reward of a judge, which there is not; set reward.judge (self, model or base_url), "
+        "or leave it out",
+    ),
+    Rule(
+        "reward.judge",
+        lambda c: c.reward.judge is not None and c.reward.judge.self and c.rollout.in_flight,
+        "must not be self with rollout.in_flight: weights are exchanged while a batch is judged; set "
+        "rollout.in_flight to false, or name another model",
+    ),
     *no_effect(
         ["reward.overlong_limit", "reward.overlong_buffer"],
         lambda c: "overlong" in c.reward.functions,
@@ -340,6 +370,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: (c.reward.overlong_buffer or 0) > c.overlong_limit,
         "must be at most reward.overlong_limit ({c.overlong_limit} tokens); set a smaller number",
     ),
+    Rule(
+        "reward.truncated_factor",
+        lambda c: c.reward.truncated_factor is not None and c.reward.truncated_reward is not None,
+        "must be null if reward.truncated_reward ({c.reward.truncated_reward}) is set: the reward of a "
+        "completion that was cut is multiplied or replaced, not both; set one of the two to null",
+    ),
+    _of_total_rewards("reward.truncated_factor"),
+    _of_total_rewards("reward.truncated_reward"),
     Rule(
         "rollout.greedy_baseline",
         lambda c: _takes(c, "baseline_rewards") and c.rollout.greedy_baseline is False,
@@ -513,6 +551,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: _filters(c) and c.update.loss in LOSSES and LOSSES[c.update.loss].reads_sampler,
         f"reads the sampler's log-probabilities as those of the policy's own distribution, and {FILTERS} "
         "make the sampler draw from another; unset these, or take another loss",
+    ),
+    Rule(
+        "update.sampler_kl_coef",
+        lambda c: _filters(c) and c.update.sampler_kl_coef,
+        f"must be 0 with {FILTERS}: the sampler's log-probabilities are then those of another distribution "
+        "than the policy's, which the policy would be drawn to; unset these, or set 0",
     ),
     _of_other_engines("rollout.servers", "empty"),
     _of_other_engines("rollout.sampler", "null"),

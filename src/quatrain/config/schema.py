@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Annotated, Self, get_origin
+from typing import Annotated, Self, get_args, get_origin
 
 from pydantic import Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
@@ -178,7 +178,18 @@ def valid_keys() -> list[str]:
     return list(fields())
 
 
+def inner_section(key: str) -> type[Section] | None:
+    """The section that is the value of a dotted key (`reward.judge`), if it is one."""
+    field = fields().get(key)
+    kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
 def is_mapping(path: tuple[str, ...]) -> bool:
-    """Whether the value of the key at `path` is a mapping with arbitrary names (`reward.functions`)."""
-    field = fields().get(".".join(path))
-    return field is not None and get_origin(field.annotation) is dict
+    """Whether the value of the key at `path` has entries that can be set one by one.
+
+    A mapping with arbitrary names (`reward.functions`), or a section (`reward.judge`).
+    """
+    key = ".".join(path)
+    field = fields().get(key)
+    return field is not None and (get_origin(field.annotation) is dict or inner_section(key) is not None)

@@ -124,13 +124,23 @@ def check_variables(variables: Mapping[str, Any], template: Any, key: str) -> No
         )
     if taken := sorted(RESERVED & variables.keys()):
         raise ValueError(f"{key} must not have {listed(taken)}, which rendering sets itself; leave it out")
-    texts = template.values() if isinstance(template, dict) else [template]
-    read = set().union(*(_variables(text, "the tokenizer's chat template") for text in texts))
+    read = _read_by(template)
     if unknown := sorted(variables.keys() - read):
         raise ValueError(
             f"{key} must name variables that the chat template reads, which are "
             f"{listed(sorted(read - RESERVED))}; got {listed(unknown)}; correct the name or leave it out"
         )
+
+
+def reads_variable(template: Any, name: str) -> bool:
+    """Whether a tokenizer's chat template, if it has one, reads a variable."""
+    return bool(template) and name in _read_by(template)
+
+
+def _read_by(template: Any) -> set[str]:
+    """The variables that a tokenizer's chat template reads, or one of several."""
+    texts = template.values() if isinstance(template, dict) else [template]
+    return set().union(*(_variables(text, "the tokenizer's chat template") for text in texts))
 
 
 def _variables(template: str, name: str) -> set[str]:

@@ -47,7 +47,7 @@ _ORIENTATION = 0x0112
 
 
 class BadPicture(ValueError):
-    """A picture that cannot be used; `data.on_bad_image` says what becomes of its row."""
+    """A picture that cannot be used; `data.on_bad_image` says what becomes of a row of data with it."""
 
 
 @dataclass(frozen=True)
@@ -381,10 +381,7 @@ def _bad_picture(name: str) -> Iterator[None]:
             reason = f"it has more than {MAX_PIXELS} pixels"
         elif "cannot identify" in reason:
             reason = "it is none of PNG, JPEG, WebP, GIF and BMP"
-        raise BadPicture(
-            f"{name} must be a whole picture: {reason}; replace it, or set data.on_bad_image to skip, which "
-            "leaves its row out"
-        ) from error
+        raise BadPicture(f"{name} must be a whole picture: {reason}; replace it") from error
 
 
 def _checked(content: bytes, name: str) -> tuple[int, int]:

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.config.schema import DataConfig
+from quatrain.config.schema import Config, DataConfig
 from quatrain.data.pictures import decoded
+from quatrain.data.tokenizer import load_tokenizer
 from quatrain.models.vision import Vision
 from quatrain.types.pictures import Picture
+from quatrain.weights.load_model import BUILTIN, load_architecture
 
 _SETTINGS = (
     "do_rescale",
@@ -79,6 +81,21 @@ class Pixels:
             max_image_size={"longest_edge": vision.tile},
             do_image_splitting=vision.splits,
         )
+
+
+def seen_size(size: tuple[int, int], config: Config) -> tuple[int, int]:
+    """Width and height to which the model of `config` has a picture of `size` resized.
+
+    For reward functions and environments of models whose answers have coordinates: those in pixels are of
+    this size. Reads no weights. Raises ValueError for a model without a supported tower, and for a picture
+    whose sides are too different.
+    """
+    path = config.model.path
+    # Of a built-in model the vocabulary has its tokenizer's size; the picture does not depend on it.
+    own = len(load_tokenizer(config.model.tokenizer)) if path.startswith(BUILTIN) else None
+    vision = load_architecture(path, vocab_size=own, vision="all").vision
+    assert vision is not None, "a model without a tower is refused"
+    return with_limits(vision, config.data).seen_size(size)
 
 
 def with_limits(vision: Vision, data: DataConfig) -> Vision:

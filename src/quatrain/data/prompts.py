@@ -542,7 +542,9 @@ def with_pictures(
                     found.append(made(read.pop(number).result() if number in read else row, number))
                 except BadPicture as error:
                     if data.on_bad_image == "error":
-                        raise
+                        raise BadPicture(
+                            f"{error}; or set data.on_bad_image to skip, which leaves such rows out"
+                        ) from error
                     if not left_out:
                         logger.warning("%s, row %d is left out: %s", spec, number, error)
                     left_out += 1

@@ -19,7 +19,7 @@ import os.path
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from quatrain.config.errors import shown
 from quatrain.data.messages import unfit
@@ -102,6 +102,11 @@ class CallStream:
         certain = self._text[self._sent : self._end()].rstrip()
         self._sent += len(certain)
         return certain
+
+    def skip(self, text: str) -> None:
+        """Takes text that was said elsewhere, and may have calls; without calls, none of it is text."""
+        self._text += text
+        self._sent = len(self._text)
 
     def end(self) -> tuple[str, list[ToolCall]]:
         """The rest of the text outside of calls, and the calls, as `split_calls` finds them."""
@@ -214,7 +219,7 @@ def warn_of_unread(tokenizer: Any, *, has_tools: bool = True) -> None:
     """
     name = os.path.basename(os.path.normpath(getattr(tokenizer, "name_or_path", "") or "the tokenizer"))
     try:
-        written, before = _written_call(tokenizer, _ARGUMENTS)
+        written, before = written_call(tokenizer, _ARGUMENTS)
     except ValueError as error:
         if has_tools:
             logger.warning("the chat template of %s writes no past calls of tools: %s", name, error)
@@ -234,7 +239,7 @@ def warn_of_unread(tokenizer: Any, *, has_tools: bool = True) -> None:
         )
 
 
-def _written_call(
+def written_call(
     tokenizer: Any, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[str, str]:
     """What the chat template writes of an answer that calls a tool, and what stands before the answer."""
@@ -254,15 +259,28 @@ def _common(one: str, other: str) -> str:
     return one[: next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
 
-def begun_call(tokenizer: Any, tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
-    """The text with which a call of the tool `name` begins, up to its arguments; None: any, up to the name.
+class Beginning(NamedTuple):
+    """What calls begin with, in the form of a chat template: before the name of the tool, and behind it."""
 
-    It ends before white space, which vocabularies mostly join with what follows. Raises ValueError if the
-    chat template writes calls in a form that is not read.
-    """
+    before: str
+    after: str
+
+    def named(self, name: str) -> str:
+        """The beginning of a call of this tool, up to the end of its name."""
+        own = json.dumps(name, ensure_ascii=False)[1:-1] if self.before.endswith('"') else name
+        return self.before + own
+
+    def begun(self, name: str) -> str:
+        """The beginning of a call of this tool, up to its arguments, without white space at its end."""
+        return self.named(name) + self.after.rstrip(" \n{<")
+
+
+def beginning_of_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Beginning:
+    """What the chat template begins calls with; raises ValueError if it writes them in a form that is not
+    read."""
     try:
         # Two calls that differ in their arguments alone: what they begin with is what can be given.
-        pair = [_written_call(tokenizer, arguments, tools=tools)[0] for arguments in ({}, {"key": 1})]
+        pair = [written_call(tokenizer, arguments, tools)[0] for arguments in ({}, {"key": 1})]
         blocks = _blocks(pair[0], {STAND_IN: None})
     except ValueError as error:
         raise ValueError(_NOT_BEGUN.format(error)) from None
@@ -273,10 +291,17 @@ def begun_call(tokenizer: Any, tools: Sequence[Mapping[str, Any]], name: str | N
     if arguments_first := _ARGUMENTS_FIRST.match(common):  # a name must be known before them
         common = f'{arguments_first[1]}"name": "{STAND_IN}", {arguments_first[2]}'
     before, _, after = common.partition(STAND_IN)
-    if name is None:
-        return before
-    own = json.dumps(name, ensure_ascii=False)[1:-1] if before.endswith('"') else name
-    return before + own + after.rstrip(" \n{<")
+    return Beginning(before, after)
+
+
+def begun_call(tokenizer: Any, tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
+    """The text with which a call of the tool `name` begins, up to its arguments; None: any, up to the name.
+
+    It ends before white space, which vocabularies mostly join with what follows. Raises ValueError if the
+    chat template writes calls in a form that is not read.
+    """
+    beginning = beginning_of_calls(tokenizer, tools)
+    return beginning.before if name is None else beginning.begun(name)
 
 
 _ARGUMENTS_FIRST = re.compile(rf'((?:(?!{STAND_IN}).)*)("(?:arguments|parameters)":)', re.DOTALL)

@@ -6,7 +6,8 @@ preempted: they wait without keys and values, and are computed again when there 
 
 All slots are in one ring of positions, as long as the longest sequence, where all sequences fit into it.
 Elsewhere there are up to three, of RING_POSITIONS and of the longest; a sequence moves to the next one when
-its ring is full, and short sequences do not take the memory of long ones.
+its ring is full, and short sequences do not take the memory of long ones. Sequences with a grammar have a
+ring of their own behind these, as they take their steps one by one.
 
 All decisions depend on lengths, tickets and the memory alone, never on time: a run and its repetition, and
 all processes of a run, decide the same."""
@@ -22,8 +23,8 @@ from typing import NamedTuple
 from quatrain.engine.cache import CacheShape, Ring, Room
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.groups import Group
-from quatrain.engine.scheduler import Queued, Scheduler
-from quatrain.ops.shape_buckets import power_of_two, round_down, round_up
+from quatrain.engine.scheduler import FEWEST_SLOTS, SPARSE, Queued, Scheduler
+from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_down, round_up
 
 RING_POSITIONS = 2048, 8192
 """Positions of the rings before the last."""
@@ -73,6 +74,8 @@ class Admission:
         self.shape = CacheShape((), 0, self.room.context(1))
         """The sizes of this round."""
         self._bounds: tuple[int, ...] = (0,)
+        self._has_apart = False
+        """Whether the last of the bounds is that of sequences with a grammar."""
         self.scheduler.ring_of = self.ring_of
 
     def next_shape(self) -> CacheShape:
@@ -82,13 +85,18 @@ class Admission:
         self._choose_rings()
         self._preempt()
         self.shape = self._sizes(self._admit()) if len(self._bounds) == 1 else self._sizes_in_rings()
+        is_there = self._has_apart and len(self.shape.rings) == len(self._bounds)
+        self.scheduler.num_apart = self.shape.rings[-1].slots if is_there else 0
         return self.shape
 
     def ring_of(self, ticket: int, sample: int) -> int:
         """The ring for the next call of a sample; past all rings if none is long enough in this round."""
         positions, rings = self._positions(ticket, sample), self.shape.rings
-        ring = bisect_left(self._bounds, positions)
+        ring = len(self._bounds) - 1 if self._is_apart(ticket) else bisect_left(self._bounds, positions)
         return ring if ring < len(rings) and positions <= rings[ring].positions else len(rings)
+
+    def _is_apart(self, ticket: int) -> bool:
+        return self.groups[ticket].is_constrained
 
     def _positions(self, ticket: int, sample: int) -> int:
         """Positions of a slot that a sample needs in the next call."""
@@ -96,7 +104,7 @@ class Admission:
         return min(positions, self._bounds[-1])
 
     def _choose_rings(self) -> None:
-        """One ring, if all that are unfinished fit into it; else several."""
+        """One ring, if all that are unfinished fit into it, else several; grammars have one more."""
         unfinished = (self.groups[ticket].limit for ticket in self.scheduler.unfinished)
         limit = self.max_new_tokens or max(unfinished, default=1)
         longest = self.room.ring(limit, limit)
@@ -104,7 +112,9 @@ class Admission:
         if shorter:
             together = self._together(self._needed(), self.scheduler.queued)
             shorter = [] if self._fitting(together) >= self._wanted() else shorter
-        self._bounds = (*shorter, longest)
+        self._has_apart = any(map(self._is_apart, self.scheduler.unfinished))
+        # As long as the longest of the others: of two equal bounds, `bisect_left` finds the first.
+        self._bounds = (*shorter, longest, *[longest][: self._has_apart])
 
     def _wanted(self) -> int:
         """Slots of a replica for all that are unfinished; one may run more than its share of them."""
@@ -260,6 +270,7 @@ class Admission:
         """Positions of a slot: in a session of requests those of the round before, if they are enough, not
         too many, and fit; the length of what requests ask for changes all the time."""
         positions, before = self._ring(need), self.shape.rings
+        before = before[: len(before) - (self.scheduler.num_apart > 0)]
         if self.max_new_tokens is not None or len(before) != 1:
             return positions
         kept = before[0].positions
@@ -299,7 +310,8 @@ class Admission:
         slots = _Slots(self.room, self._bounds, margin, scheduler.num_replicas)
         for slot, who in enumerate(scheduler.slots):
             if who is not None:
-                slots.add(self._positions(who.ticket, who.sample), slot // scheduler.num_slots)
+                positions, apart = self._positions(who.ticket, who.sample), self._is_apart(who.ticket)
+                slots.add(positions, slot // scheduler.num_slots, apart=apart)
         return slots
 
     def _sizes_in_rings(self) -> CacheShape:
@@ -321,7 +333,8 @@ class Admission:
             has_tokens = not is_queued or scheduler.has_begun(ticket)
             positions = self._positions(*who) if has_tokens else TOKENS_PER_CALL
             longer = need.and_(self._need(ticket, ()))
-            more_now, more_ahead = now.with_(positions), ahead.with_(positions)
+            apart = self._is_apart(ticket)
+            more_now, more_ahead = (each.with_(positions, apart=apart) for each in (now, ahead))
             new = new_groups + (is_queued and ticket not in admitted)
             prefix_slots = in_use + -(-new // scheduler.num_replicas)
             fits = all(
@@ -343,7 +356,8 @@ class Admission:
             admitted.add(ticket)
         scheduler.barred = next((w.ticket for w in scheduler.queued if w.ticket not in admitted), None)
         scheduler.max_loads = [sum(counts) for counts in now.counts]
-        kept = tuple(map(_kept, now.rings, [*self.shape.rings, *[Ring(0, 0)] * len(now.rings)]))
+        keep = _kept_of_requests if self._has_apart else _kept
+        kept = tuple(map(keep, now.rings, [*self.shape.rings, *[Ring(0, 0)] * len(now.rings)]))
         prefix_slots = max(in_use + new_groups, 1)
         fits = self.room.fits(CacheShape(kept, prefix_slots, self.room.context(need.context)))
         rings = kept if fits else now.rings
@@ -357,6 +371,18 @@ def _kept(wanted: Ring, before: Ring) -> Ring:
     return wanted._replace(slots=slots)
 
 
+def _kept_of_requests(wanted: Ring, before: Ring) -> Ring:
+    """The ring as before, if it suffices and is not many times too large; else with slots of few numbers."""
+    if not wanted.slots:
+        return wanted
+    slots, positions = power_of_four(max(wanted.slots, FEWEST_SLOTS)), wanted.positions
+    if wanted.slots <= before.slots < SPARSE * wanted.slots:
+        slots = before.slots
+    if positions <= before.positions < MANY_TIMES * positions:
+        positions = before.positions
+    return Ring(slots, positions)
+
+
 class _Slots:
     """How many slots of each ring sequences need, with a `margin` of positions or without one."""
 
@@ -365,18 +391,19 @@ class _Slots:
         self.counts = [[0] * len(bounds) for _ in range(num_replicas)]
         self._longest = [0] * len(bounds)
 
-    def add(self, positions: int, replica: int) -> None:
-        """One more sequence."""
+    def add(self, positions: int, replica: int, *, apart: bool) -> None:
+        """One more sequence; `apart`: in the last ring."""
         positions = min(positions + self._margin * (positions // MARGIN), self._bounds[-1])
-        ring = bisect_left(self._bounds, positions)
+        ring = len(self._bounds) - 1 if apart else bisect_left(self._bounds, positions)
         self.counts[replica][ring] += 1
         self._longest[ring] = max(self._longest[ring], positions)
 
-    def with_(self, positions: int) -> _Slots:
+    def with_(self, positions: int, *, apart: bool) -> _Slots:
         """These and one more sequence, on the replica that has the fewest."""
         more = _Slots(self._room, self._bounds, self._margin, 0)
         more.counts, more._longest = list(map(list.copy, self.counts)), list(self._longest)
-        more.add(positions, min(range(len(self.counts)), key=lambda replica: sum(self.counts[replica])))
+        emptiest = min(range(len(self.counts)), key=lambda replica: sum(self.counts[replica]))
+        more.add(positions, emptiest, apart=apart)
         return more
 
     @property

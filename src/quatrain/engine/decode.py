@@ -37,7 +37,7 @@ from quatrain.models.kv_cache import CACHE_SPEC, CachePart, LayerCache, position
 from quatrain.models.params import partition
 from quatrain.models.prefix_tree import RowForms
 from quatrain.models.vision import Inserts
-from quatrain.ops.sampling import SamplingNumbers, sample, token_uniforms
+from quatrain.ops.sampling import SamplingNumbers, allowed, sample, token_uniforms
 from quatrain.ops.shape_buckets import power_of_four
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
@@ -75,6 +75,7 @@ class Packed(NamedTuple):
     inserts: Inserts | None = (
         None  # features of pictures [1, 1 + L, F, D], and which [1, T] of them tokens have
     )
+    masks: jax.Array | None = None  # [N, ceil(V / 32)] uint32, `allowed`; None: no sequence has a grammar
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,14 @@ class Program:
         steps: jax.Array,
         sequence_ids: jax.Array,
         positions: jax.Array,
+        masks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Samples tokens from logits [B, V]: (tokens, log-probabilities), each [B].
 
         `positions` [B] are the indices of the tokens in their completions, from which their randomness
-        derives.
+        derives. `masks` [B, ceil(V / 32)] are the words that may be drawn (`allowed`); None: all.
         """
+        token_logits = token_logits if masks is None else allowed(token_logits, masks)
         by_row = jax.vmap(token_uniforms)
         uniforms = by_row(sampling.seeds, steps, sequence_ids[:, None], positions[:, None])[:, 0]
         by_word = self.backend.vocabulary_first
@@ -224,6 +227,7 @@ class Extended(NamedTuple):
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
     sampling: SamplingNumbers  # [N]
+    masks: jax.Array | None = None  # as in `Packed`
 
 
 def _extend(
@@ -248,6 +252,7 @@ def _draw_samples(
         jnp.repeat(drawn.steps, n),
         drawn.sequence_ids.reshape(-1),
         jnp.repeat(drawn.offsets, n),
+        None if drawn.masks is None else jnp.repeat(drawn.masks, n, axis=0),
     )
     return all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
@@ -308,10 +313,12 @@ class Slots(NamedTuple):
     live: jax.Array  # bool
     sampling: SamplingNumbers
     shifts: jax.Array | None = None  # int32, rotary positions less positions, behind pictures
+    masks: jax.Array | None = None
+    """[B, ceil(V / 32)] uint32, as in `Packed`; those of one step, which is then all that a call runs."""
 
 
 class Decoded(NamedTuple):
-    """The result of a decode call: tokens and log-probabilities [B, TOKENS_PER_CALL].
+    """The result of a decode call: tokens and log-probabilities [B, TOKENS_PER_CALL], or [B, 1] with masks.
 
     Of each slot, the first `counts` [B] are valid. `num_steps` is the number of decode steps. `routes`
     [B, TOKENS_PER_CALL, L, k] are those of the inputs of the steps: of the token before each of `tokens`.
@@ -337,14 +344,15 @@ def _decode(
     ring_position: jax.Array,
     program: Program,
 ) -> tuple[CachePart, Decoded]:
-    """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot).
+    """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot, with masks one).
 
     With `Backend.decode_ends_early`, ends once no slot of any replica is live; otherwise slots whose sequence
     has ended compute on, and what they sample does not count. The first decode step writes `ring_position` of
     the ring buffer `generated`, which must have enough positions for the tokens that a slot has and will get.
     """
     arch = program.arch
-    shape = (len(slots.tokens), TOKENS_PER_CALL)
+    # The mask of a further token depends on this one.
+    shape = (len(slots.tokens), TOKENS_PER_CALL if slots.masks is None else 1)
     zeros = jnp.zeros(shape, jnp.int32)
     routes = arch.routes if program.records_routes else None
     form = routes and jnp.zeros((*shape, routes.layers, routes.experts_per_token), routes.dtype)
@@ -375,6 +383,7 @@ def _decode(
             slots.steps,
             slots.sequence_ids,
             slots.offsets + lengths.astype(jnp.uint32),
+            slots.masks,
         )
         own = decoded.routes
         if own is not None and routes is not None:
@@ -390,7 +399,7 @@ def _decode(
         return generated, tokens, live, decoded
 
     begin = (generated, slots.tokens, slots.live, empty)
-    generated, _, _, decoded = _repeated(advance, begin, program)
+    generated, _, _, decoded = _repeated(advance, begin, program) if shape[1] > 1 else advance(begin)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
     return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, program.recorded(decoded.routes))
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -23,6 +24,7 @@ from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import Config, RolloutConfig
 from quatrain.data.policy import Policy
 from quatrain.engine.decode import Program
+from quatrain.engine.masks import Guide, guide_of, why_not
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
 from quatrain.engine.session import EngineStats, Session, SessionSettings
 from quatrain.models.blocks.layer_run import keeps_dtype
@@ -82,7 +84,8 @@ class RolloutEngine:
     The tower is theirs: this engine has the text model.
 
     With `per_request_sampling`, turns that come one by one, each with a sampling of its own, share the slots;
-    otherwise all samples in flight have one sampling, and those of a prompt share its keys and values.
+    otherwise all samples in flight have one sampling, and those of a prompt share its keys and values, or
+    each has its own (`Request.own`).
 
     Adapters of `arch` are merged into their matrices by `copy_weights`, or computed beside them, as
     `config.lora` says.
@@ -238,32 +241,62 @@ class RolloutEngine:
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue the turns of `requests`; a ticket for each.
 
-        Raises ValueError if the KV cache has no room for one of them, if there are no weights, because
+        Raises ValueError if the KV cache has no room for one of them, or the engine does not follow the
+        grammar of one; if there are no weights, because
         `sync_weights` was not called since the last update of the parameters, and, without
         `per_request_sampling`, if their sampling differs from that of turns still in flight.
         """
         self._weights()
+        has_grammar = any(each.own is not None and each.own.grammar is not None for each in requests)
+        if has_grammar and self.cannot_constrain is not None:
+            raise ValueError(f"the answer would be any text: {self.cannot_constrain}")
         if self.per_request_sampling:
-            session = self._session = self._session or self._new_session(self.sampling)
-            owners = [request.own for request in requests if request.own is not None]
-            prompts = [replace(request.prompt, group_id=0) for request in requests]  # its place is in `own`
-            return [Ticket(session, group) for group in session.submit_own(prompts, owners)]
+            session = self._session = self._session or self._new_session(self.sampling, own=True)
+            return self._submit_own(session, requests)
         first = requests[0]
         if self._session is None or not self._session.num_groups:
             self._before = self.stats
             # Anew for each batch: sizes that one needed do not change the programs and sums of the next.
-            self._session = self._new_session(first.sampling)
-        if any(each.sampling != self._session.sampling for each in requests):
+            self._session = self._new_session(first.sampling, own=first.own is not None)
+        if not all(map(self.fits, requests)):
             raise ValueError(
                 f"all groups in flight must share one sampling: {self._session.num_groups} groups are "
                 f"sampled with {self._session.sampling}, got {first.sampling}; wait for these groups first"
             )
+        if first.own is not None:
+            return self._submit_own(self._session, requests)
         prompts = [request.prompt for request in requests]
         return [Ticket(self._session, group) for group in self._session.submit(prompts, first.step)]
+
+    def _submit_own(self, session: Session, requests: Sequence[Request]) -> list[Ticket]:
+        owners = [request.own for request in requests if request.own is not None]
+        prompts = [replace(request.prompt, group_id=0) for request in requests]  # its place is in `own`
+        return [Ticket(session, group) for group in session.submit_own(prompts, owners)]
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request may be sampled beside those in flight."""
+        session, own = self._session, request.own is not None
+        if session is None or not session.num_groups or own != session.per_request_sampling:
+            return session is None or not session.num_groups
+        return own or session.sampling == request.sampling
 
     def completions(self, ticket: Ticket) -> Sequence[Completion]:
         """The tokens so far of each turn of a request; not to be changed."""
         return ticket.session.completions(ticket.group)
+
+    def failure(self, ticket: Ticket) -> str | None:
+        """Why a request did not come to its end, though it is finished; None: it did."""
+        return ticket.session.failure(ticket.group)
+
+    @property
+    def cannot_constrain(self) -> str | None:
+        """Why it follows no grammar, and what to do about it; None: it does."""
+        return why_not(self.stop_ids)
+
+    @cached_property
+    def guide(self) -> Guide:
+        """What compiles grammars; any thread may ask it. Raises ValueError if there can be none."""
+        return guide_of(self.tokenizer, self.arch.vocab_size, self.stop_ids)
 
     def cancel(self, ticket: Ticket) -> None:
         """Forget a request, finished or not."""
@@ -319,7 +352,7 @@ class RolloutEngine:
         """Discard what is in flight, the KV cache and the weights."""
         self._session = self._params = None
 
-    def _new_session(self, sampling: Sampling) -> Session:
+    def _new_session(self, sampling: Sampling, *, own: bool) -> Session:
         if self._cache_bytes is None:
             # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
             version = self._weights() if self._copies_base else adapters_of(self._weights())
@@ -329,8 +362,7 @@ class RolloutEngine:
         settings = SessionSettings(*model, self._cache_bytes, self._usual_prompt)
         settings = replace(settings, records_routes=self._records_routes, backend=self._backend)
         settings = replace(settings, prefix_share=self._prefix_share, in_flight=self._in_flight)
-        settings = replace(settings, features=self._features)
-        own = self.per_request_sampling
+        settings = replace(settings, features=self._features, guide=lambda: self.guide)
         return Session(settings, sampling, self._max_concurrency, per_request_sampling=own)
 
     def _weights(self) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 
 from quatrain.data.expansion import BLIND
 from quatrain.engine.decode import Extended, Packed
+from quatrain.engine.masks import Matcher
 from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued, Restored
 from quatrain.models.feature_store import FeatureStore, inserts_of
@@ -28,7 +29,7 @@ from quatrain.ops.packing import common_tokens, useful_common_prefix
 from quatrain.ops.sampling import SamplingNumbers
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
-from quatrain.types.pictures import TEXT, Pictures, numbers_within
+from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.routes import ROUTES, live_of
 from quatrain.types.sampler import PerRequestSampling
@@ -93,7 +94,7 @@ def seen_by(prompt: Prompt, features: FeatureStore | None) -> Seen | None:
     if features is None:
         raise ValueError(BLIND)
     vision = features.vision
-    numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
+    numbers = vision.numbers_within(pictures)
     turned = rope_positions(vision, pictures, len(pictures)) if vision.has_grid else ()
     return Seen(pictures, numbers, *turned)
 
@@ -115,6 +116,8 @@ class Group:
     own: PerRequestSampling | None = None
     seen: Seen | None = None
     """None: the prompt is text alone."""
+    matcher: Matcher | None = None
+    """How far its only sample has come in its grammar; None: it has none."""
 
     @classmethod
     def alone(cls, prompt: Prompt, own: PerRequestSampling) -> Group:
@@ -143,6 +146,21 @@ class Group:
             if self.seen is None
             else np.where(self.seen.pictures.ids == TEXT, ids, -self.seen.pictures.ids)
         )
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its sample follows a grammar."""
+        return self.own is not None and self.own.grammar is not None
+
+    @property
+    def failure(self) -> str | None:
+        """Why its sample cannot go on; None: it can."""
+        return None if self.matcher is None else self.matcher.error
+
+    def consume(self, token: int, stop_ids: Sequence[int]) -> None:
+        """Notes a further token of its sample for the mask of the next; one of `stop_ids` ends the sample."""
+        if self.matcher is not None and token not in stop_ids:
+            self.matcher.consume(token)
 
     def sequence_ids(self, n: int) -> list[int]:
         """The ids that the randomness of its samples derives from, `n` for each prompt."""
@@ -258,7 +276,8 @@ def pack_prompts(
     routes = _packed_routes(packs, num_common, tokens)
     spans = list(map(_spans, packs, num_common))
     turns, inserts = _pictured(spans, positions, features)
-    return Packed._make([*as_jit_arguments(*arrays), sampling, layout, chunks, routes, turns, inserts])
+    masks = masks_of([[item.group for item in pack] for pack in packs], count)
+    return Packed._make([*as_jit_arguments(*arrays), sampling, layout, chunks, routes, turns, inserts, masks])
 
 
 class _Span(NamedTuple):
@@ -530,7 +549,8 @@ def extension(
     numbers, step, offset = as_jit_arguments(*arrays)
     own = sampling_numbers(list(chain.from_iterable(owners)), usual)
     continued = _continued(batch, contexts, width, most, num_prefix_slots)
-    return Extended(_with_pictures(continued, batch, features), numbers, step, offset, own)
+    masks = masks_of([[item.group for item in items] for items in batch], len(steps[0]))
+    return Extended(_with_pictures(continued, batch, features), numbers, step, offset, own, masks)
 
 
 def _with_pictures(
@@ -586,6 +606,17 @@ def sampling_numbers(owners: Sequence[PerRequestSampling | None], usual: UsualSa
         if own is not None:
             numbers = numbers.put(i, _numbers_of_one(own.sampling, own.seed))
     return numbers
+
+
+def masks_of(rows: Sequence[Sequence[Group | None]], count: int) -> jax.Array | None:
+    """[replicas x count, ceil(V / 32)] uint32: the words that may follow in each group's sample.
+
+    The groups of each replica are padded to `count`. None where no group has a grammar.
+    """
+    padded = [group for row in rows for group in (*row, *[None] * (count - len(row)))]
+    matchers = [None if group is None else group.matcher for group in padded]
+    first = next((matcher for matcher in matchers if matcher is not None), None)
+    return None if first is None else as_jit_arguments(first.guide.masks(matchers))[0]
 
 
 def _numbers(sampling: Sampling, seed: int, count: int) -> SamplingNumbers:

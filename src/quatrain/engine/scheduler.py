@@ -102,6 +102,8 @@ class Scheduler:
     ring_of: Callable[[int, int], int] = lambda ticket, sample: 0
     home: Callable[[int], int | None] = lambda ticket: None
     max_loads: Sequence[int] | None = None
+    num_apart: int = 0
+    """Slots of the last ring, if that is for samples of a kind alone: others cannot have them."""
 
     def __post_init__(self) -> None:
         self._queue: deque[_Group] = deque()
@@ -298,7 +300,7 @@ class Scheduler:
         """A power of four for a varying demand: as many as lately where there are too few, else those there
         are, or the next fewer where these are many times too many. So few pairs of sizes follow each other,
         each of which compiles programs."""
-        now, self._peak = self.num_slots, max(self._peak, demand)
+        now, self._peak = self.num_slots - self.num_apart, max(self._peak, demand)
         if demand > now:
             return max(FEWEST_SLOTS, power_of_four(max(self._peak, *self._peaks)))
         return min(max(FEWEST_SLOTS, power_of_four(now) // 4), now) if now >= SPARSE * demand else now
@@ -343,7 +345,7 @@ class Scheduler:
         if not rings:
             # Without rings nothing is left to do: one span of demand has ended.
             self._peaks.append(self._peak)
-            self._peak = 0
+            self._peak = self.num_apart = 0
         prefix_slots_before = self.num_prefix_slots
         from_slots = self._resize_rings(tuple(rings))
         if num_prefix_slots == prefix_slots_before:

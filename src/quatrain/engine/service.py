@@ -163,6 +163,16 @@ class EngineService(Sampler):
         return None if self.engine.sees else BLIND
 
     @property
+    def cannot_constrain(self) -> str | None:  # type: ignore[override]
+        """The engine must take a sampling for each turn, and llguidance be installed."""
+        return self.engine.cannot_constrain
+
+    def check_grammar(self, grammar: str) -> None:
+        """It must be one that llguidance takes, for the tokens of the model."""
+        super().check_grammar(grammar)
+        self.engine.guide.check(grammar)
+
+    @property
     def exchanges_in_flight(self) -> bool:
         """It may: between two rounds."""
         return True
@@ -423,7 +433,7 @@ class EngineService(Sampler):
         """Whether turns in flight must end first, which have another sampling."""
         if self.engine.per_request_sampling or not self._running:
             return False
-        return next(iter(self._running.values())).ticket.session.sampling != asked.requests[0].sampling
+        return not self.engine.fits(asked.requests[0])
 
     def _submit(self, asked: _Asked) -> None:
         if not asked.keys.set_running_or_notify_cancel():
@@ -474,6 +484,7 @@ class EngineService(Sampler):
         """
         for key, running in list(self._running.items()):
             finished = self.engine.finished(running.ticket)
+            failure = self.engine.failure(running.ticket) if finished else None
             metrics: Metrics = {}
             turns = self.engine.completions(running.ticket)
             if not finished and len(turns) > 1:
@@ -490,7 +501,7 @@ class EngineService(Sampler):
                 reason = turn.finish_reason if finished else None
                 if running.listener is not None:
                     last = number + 1 == running.number + len(turns)
-                    done = Progress(piece, reason, metrics=metrics if last else {}, cached=turn.cached)
+                    done = Progress(piece, reason, failure, metrics if last else {}, turn.cached)
                     running.listener(number, done)
             if len(turns) == 1:
                 running.reported = turns[0].mark

@@ -29,6 +29,7 @@ from quatrain.engine.cache import FEWEST_OF_REQUESTS, Cache, Room
 from quatrain.engine.contexts import EndedTurn, Found, KeptContexts
 from quatrain.engine.decode import (
     TOKENS_PER_CALL,
+    Decoded,
     Program,
     Slots,
     decode_program,
@@ -48,6 +49,7 @@ from quatrain.engine.groups import (
     as_jit_arguments,
     calls,
     extension,
+    masks_of,
     pack_prompts,
     prompt_positions,
     prompt_routes,
@@ -56,6 +58,8 @@ from quatrain.engine.groups import (
     seen_by,
     split_into_packs,
 )
+from quatrain.engine.masks import Guide
+from quatrain.engine.one_by_one import one_by_one
 from quatrain.engine.scheduler import Occupant, Scheduler
 from quatrain.engine.stop_strings import cut_at_stop_strings
 from quatrain.models.architecture import Architecture
@@ -92,6 +96,8 @@ class SessionSettings:
     in_flight: bool = False
     features: FeatureStore | None = None
     """Those of pictures; None: the sampler reads text alone."""
+    guide: Callable[[], Guide] | None = None
+    """Of grammars; made when one comes."""
 
     @property
     def num_replicas(self) -> int:
@@ -164,7 +170,7 @@ class Session:
         per_request_sampling: bool = False,
     ):
         self.sampling, self.stats = sampling, EngineStats()
-        self._per_request_sampling = per_request_sampling
+        self.per_request_sampling = per_request_sampling
         self._settings = settings
         self._program = settings.program
         self._usual = UsualSampling(None if per_request_sampling else sampling, settings.seed)
@@ -218,10 +224,13 @@ class Session:
     def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[PerRequestSampling]) -> tuple[int, ...]:
         """Queue a sample for each prompt, whose `group_id` is 0; their tickets.
 
-        Raises ValueError if the cache of one sequence does not fit.
+        Raises ValueError if the cache of one sequence does not fit, and for a grammar that is not taken.
         """
         groups = list(map(Group.alone, prompts, owners))
         for group in groups:
+            if group.own is not None and group.own.grammar is not None:
+                assert self._settings.guide is not None, "the engine takes grammars only with one"
+                group.matcher = self._settings.guide().matcher(group.own.grammar)
             self._check_fits(len(group.context), group.limit, "shorten the prompt or lower max_tokens")
         return self._submit(groups)
 
@@ -251,6 +260,10 @@ class Session:
     def completions(self, ticket: int) -> list[Completion]:
         """What there is of the samples of a group."""
         return self._groups[ticket].completions
+
+    def failure(self, ticket: int) -> str | None:
+        """Why the sample of a group did not come to its end; None: it did, or goes on."""
+        return self._groups[ticket].failure
 
     def cancel(self, ticket: int) -> None:
         """Forget a group of one sample, finished or not."""
@@ -374,7 +387,7 @@ class Session:
             if self._scheduler.has_begun(ticket):
                 self.stats = self.stats.plus(recomputed_tokens=len(group.context) - hit.length)
         # For each call one pack per replica, empty if a replica has fewer packs than others.
-        slots = self._scheduler.num_slots if self._per_request_sampling else 0
+        slots = self._scheduler.num_slots if self.per_request_sampling else 0
         split = partial(split_into_packs, slots_of_requests=slots)
         for packs in zip_longest(*map(split, items)):
             self._prefill_packs([pack or [] for pack in packs], params, version)
@@ -389,7 +402,7 @@ class Session:
 
     def _prefill_packs(self, packs: list[Pack], params: Any, version: int) -> None:
         sizes = self.sampling.n, self._scheduler.num_prefix_slots
-        forms, varying = self._program.forms, self._per_request_sampling
+        forms, varying = self._program.forms, self.per_request_sampling
         features = self._settings.features
         packed = pack_prompts(packs, *sizes, forms, self._usual, varying=varying, features=features)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
@@ -410,13 +423,14 @@ class Session:
             return
         for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
             completion.extend([token], [logprob], version)
+        group.consume(tokens[0], self._settings.stop_ids)
         for index in self._ended([(group, index) for index in range(len(group.completions))]):
             self._scheduler.finish_waiting(ticket, index)
         self.stats = self.stats.plus(decoded_tokens=len(group.completions))
 
     def _extend(self, left: list[list[Continuation]], params: Any, version: int) -> None:
         """Computes what is left of contexts of each replica, part after part, and draws the first tokens."""
-        split = partial(calls, varying=self._per_request_sampling, kept=self._kept is not None)
+        split = partial(calls, varying=self.per_request_sampling, kept=self._kept is not None)
         for batch, width, most in split(left):
             sizes = width, most, self._scheduler.num_prefix_slots
             extended = extension(batch, self.sampling.n, *sizes, self._usual, self._settings.features)
@@ -451,7 +465,7 @@ class Session:
                     prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
                     item = Restoration(group, who.sample, here, prefix_slot, position - count)
                     left[slot // scheduler.num_slots].append(item)
-            for batch, width, most in calls(left, varying=self._per_request_sampling):
+            for batch, width, most in calls(left, varying=self.per_request_sampling):
                 sizes = width, most, num_slots, scheduler.num_prefix_slots
                 restored = restoration(batch, *sizes, shifted=self._shifted)
                 self.stats = self.stats.plus(recomputed_tokens=int(np.sum(restored.continued.counts)))
@@ -481,19 +495,15 @@ class Session:
         rings = [list(chain.from_iterable(slots)) for slots in every]
         live = {slot: (slot, group, index) for slot, group, index in self._live()}
         running = [ring for ring, slots in enumerate(rings) if not live.keys().isdisjoint(slots)]
-        results = []
-        for ring in running:
-            generated, decoded = decode_program(self._program.backend)(
-                params,
-                cache.generated[ring],
-                cache.prompts,
-                self._slots(rings[ring]),
-                self._sharing(rings[ring]),
-                np.int32(cache.ring_positions[ring]),
-                program=self._program,
-            )
-            self._cache = self._cache.with_ring(ring, generated)
-            results.append(decoded)
+        begun = {ring: self._slots(rings[ring]) for ring in running}
+        # Those with masks first: the host makes their next ones while the devices compute the other rings.
+        running.sort(key=lambda ring: begun[ring].masks is None)
+        results = [self._call(ring, self._sharing(rings[ring]), params, begun[ring]) for ring in running]
+        for i, ring in enumerate(running):
+            if begun[ring].masks is not None:
+                call = partial(self._call, ring, self._sharing(rings[ring]), params)
+                groups, stop_ids = self._groups_in(rings[ring]), self._settings.stop_ids
+                results[i] = one_by_one(call, begun[ring], results[i], groups, stop_ids)
         results = jax.device_get(results)
         before = sum(group.turn_length(index) for _, group, index in live.values())
         begins, slot_steps, most_steps = {}, 0, 0
@@ -527,6 +537,16 @@ class Session:
             useful_slot_steps=useful,
             widest_slot_steps=most_steps * self._most_slots * replicas,
         )
+
+    def _call(self, ring: int, sharing: Sharing, params: Any, slots: Slots, step: int = 0) -> Decoded:
+        """What a decode call of a ring will give, of which the round has run `step` steps."""
+        assert self._cache is not None
+        generated = self._cache.generated[ring]
+        position = (self._cache.ring_positions[ring] + step) % generated.positions
+        arrays = params, generated, self._cache.prompts, slots, sharing, np.int32(position)
+        generated, decoded = decode_program(self._program.backend)(*arrays, program=self._program)
+        self._cache = self._cache.with_ring(ring, generated)
+        return decoded
 
     def _keep_turns(self, ended: list[_Live], begins: Mapping[int, int], written: Mapping[int, int]) -> None:
         """Keeps the contexts and turns of samples that have ended.
@@ -564,7 +584,7 @@ class Session:
             completion = group.completions[index]
             if completion.tokens[-1] in self._settings.stop_ids:
                 completion.finish_reason = "stop"
-            if completion.finish_reason == "stop" or group.left(index) <= 0:
+            if completion.finish_reason == "stop" or group.left(index) <= 0 or group.failure is not None:
                 ended.append(i)
         self.stats = self.stats.plus(completions=len(ended))
         return ended
@@ -577,13 +597,19 @@ class Session:
             if occupant is not None
         ]
 
+    def _groups_in(self, ring: Sequence[int]) -> list[Group | None]:
+        """The group of the sample in each slot."""
+        occupants = (self._scheduler.slots[slot] for slot in ring)
+        return [None if who is None else self._groups[who.ticket] for who in occupants]
+
     def _occupant(self, slot: int) -> Occupant:
         occupant = self._scheduler.slots[slot]
         assert occupant is not None
         return occupant
 
     def _slots(self, ring: Sequence[int]) -> Slots:
-        """The last token, lengths, sequence id and step of the sequence in each slot of a ring, as arrays."""
+        """The last token, lengths, sequence id and step of the sequence in each slot of a ring; masks if they
+        follow grammars."""
         count = len(ring)
         tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
         # 1 also where no sequence is: attention to no key at all would be NaN.
@@ -603,7 +629,8 @@ class Session:
             owners[i] = group.own
         arrays = as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
         [shift] = as_jit_arguments(shifts) if self._shifted else [None]
-        return Slots._make([*arrays, sampling_numbers(owners, self._usual), shift])
+        numbers = sampling_numbers(owners, self._usual)
+        return Slots._make([*arrays, numbers, shift, masks_of([self._groups_in(ring)], count)])
 
     def _sharing(self, ring: Sequence[int]) -> Sharing:
         """Which slots of a ring attend to which prefix slot, as indices on their replica."""

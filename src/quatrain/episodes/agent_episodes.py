@@ -403,8 +403,11 @@ def _as_urls(value: Any) -> Any:
 
 def _metrics(episodes: Sequence[Episode]) -> Metrics:
     """Numbers of turns and sequences, rewards, what agents returned, and what went wrong."""
-    names = ("tool_calls", "malformed_calls", "replayed", "overridden_fields", "refused_requests")
-    counts: Counter[str] = Counter(dict.fromkeys((*names, "branches", "roots", "abandoned_turns"), 0))
+    names = (
+        *("tool_calls", "malformed_calls", "replayed", "overridden_fields", "refused_requests"),
+        *("untrained_requests", "branches", "roots", "abandoned_turns"),
+    )
+    counts: Counter[str] = Counter(dict.fromkeys(names, 0))
     rows, turns, context, tokens = [], [], 0, 0
     again = asked = 0
     own: dict[str, list[float]] = {}

@@ -223,6 +223,27 @@ def _is_number(value: Any) -> bool:
         return False
 
 
+def _asking(client: Client) -> dict[str, str]:
+    """The variables by which clients of OpenAI's and of Anthropic's interfaces ask the policy.
+
+    Command-line agents write titles and summaries with a smaller model, which is the policy untrained here.
+    """
+    helper = f"{client.model}:untrained"
+    return {
+        "OPENAI_BASE_URL": client.base_url,
+        "OPENAI_API_KEY": client.api_key,
+        "OPENAI_MODEL": client.model,
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it would send each dialogue to OpenAI
+        "ANTHROPIC_BASE_URL": client.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": client.api_key,
+        "ANTHROPIC_AUTH_TOKEN": client.api_key,
+        "ANTHROPIC_MODEL": client.model,
+        "ANTHROPIC_SMALL_FAST_MODEL": helper,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": helper,
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with each request, and stands in the prompt
+    }
+
+
 async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any]) -> Any:
     """Runs a program that asks the policy; its last line may be a JSON object with `reward`.
 
@@ -233,9 +254,7 @@ async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any
         path.write_text(json.dumps({"client": asdict(client), **row}, default=str), encoding="utf-8")
         environment = {
             **os.environ,
-            "OPENAI_BASE_URL": client.base_url,
-            "OPENAI_API_KEY": client.api_key,
-            "OPENAI_MODEL": client.model,
+            **_asking(client),
             "QUATRAIN_ROW": str(path),
             "QUATRAIN_SEED": str(client.seed),
         }

@@ -29,7 +29,7 @@ from quatrain.models.rope_positions import rope_positions
 from quatrain.models.tower import Patches
 from quatrain.models.vision import Vision
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
-from quatrain.types.pictures import TEXT, Pictures, numbers_within
+from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.routes import live_of
 
 INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
@@ -208,7 +208,7 @@ class _OfTable(NamedTuple):
     all: Pictures
     store: FeatureStore
     numbers: dict[int, np.ndarray]
-    """[T] each: the numbers of placeholders within their pictures (`numbers_within`)."""
+    """[T] each: the numbers of placeholders within their pictures (`Vision.numbers_within`)."""
     turns: dict[int, np.ndarray] | None
     """[3, T] each, where pictures have rows and columns."""
 
@@ -228,7 +228,7 @@ def _pictures(cut: MicroBatchPlan, table: TokenTable, store: FeatureStore | None
     for row in sequences.tolist():
         here = Pictures(table.pictures.ids[row], table.pictures.by_id)
         _check_placeholders(here, vision)
-        numbers[row] = numbers_within(here, lambda picture: vision.num_placeholders(picture.size))
+        numbers[row] = vision.numbers_within(here)
         if vision.has_grid:
             turns[row], _ = rope_positions(vision, here, len(here))
     return _OfTable(table.pictures, store, numbers, turns if vision.has_grid else None)

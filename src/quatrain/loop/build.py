@@ -59,7 +59,9 @@ def rollout_run(inputs: Inputs) -> RolloutRun:
         ended(closing(each))
     reference = Reference(config, policy, learner, folder.reference)
     generation = Generation(evaluator, engine, batches.run, stages.teacher_kl)
-    evaluations = Evaluations(config, best, recorder, stop, steps=steps, generation=generation)
+    evaluations = Evaluations(
+        config, best, recorder, stop, steps=steps, generation=generation, store=policy.store
+    )
     kept = (policy.arch, reference, evaluations, recorder)
     checkpoints = Checkpoints(
         config, folder, inputs.store, *kept, steps=steps, identity=identity, stop_when=stop_when
@@ -102,7 +104,16 @@ def given_run(inputs: Inputs) -> GivenRun:
         generation = Generation.beside(evaluator, engine)
     best = best_of(config, folder, names)
     stop_when = StopWhen(config, names, functions)
-    evaluations = Evaluations(config, best, recorder, stop, steps=steps, generation=generation, course=course)
+    evaluations = Evaluations(
+        config,
+        best,
+        recorder,
+        stop,
+        steps=steps,
+        generation=generation,
+        course=course,
+        store=policy.store,
+    )
     kept = (policy.arch, None, evaluations, recorder)
     checkpoints = Checkpoints(
         config, folder, inputs.store, *kept, steps=steps, identity=identity, stop_when=stop_when

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from quatrain.config.tasks import EVALUATED
 from quatrain.loop.evaluate import Evaluation, Evaluator, TeacherKL, finite_numbers, result, results
 from quatrain.loop.given import Course
 from quatrain.loop.recorder import Recorder
+from quatrain.models.feature_store import FeatureStore
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.best import Best
 from quatrain.run.resume import differing
@@ -81,7 +83,10 @@ class Generation:
 
 
 class Evaluations:
-    """Evaluates a run of `steps` training steps: on given data by `course`, and by `generation`."""
+    """Evaluates a run of `steps` training steps: on given data by `course`, and by `generation`.
+
+    `store` has the features of pictures, of which evaluations keep none for training.
+    """
 
     def __init__(
         self,
@@ -93,9 +98,10 @@ class Evaluations:
         steps: int,
         generation: Generation | None = None,
         course: Course | None = None,
+        store: FeatureStore | None = None,
     ):
         self._config, self._generation, self._course = config, generation, course
-        self._recorder, self._stop, self._steps = recorder, stop, steps
+        self._recorder, self._stop, self._steps, self._store = recorder, stop, steps, store
         self._sets = [] if generation is None else generation.evaluator.sets
         self._done_as = self._what_decides()
         self.best = best
@@ -133,7 +139,8 @@ class Evaluations:
             return {}
         recorder.progress.stage(name)
         metrics: dict[str, Metric] = {}
-        with self._stop.interruptible(), recorder.timer.stage("eval"):
+        passing = nullcontext() if self._store is None else self._store.passing()
+        with self._stop.interruptible(), recorder.timer.stage("eval"), passing:
             if course is not None:
                 metrics |= course.evaluate(params)
             generated = self._generate(params, version, name, last=last)

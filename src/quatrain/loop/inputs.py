@@ -126,9 +126,10 @@ class Inputs:
         """The reward stage, of the functions that were imported."""
         stage("prompts and reward models" if self.weights and self.config.reward.models else "prompts")
         assert self.imported is not None
-        return RewardScorer.of(
-            self.config, policy, self._functions, imported=self.imported, weights=self.weights
-        )
+        given: dict[str, Any] = {"imported": self.imported, "weights": self.weights}
+        scorer = RewardScorer.of(self.config, policy, self._functions, folder=self.folder.path, **given)
+        self.parts.callback(scorer.close)
+        return scorer
 
     def prompts(self, policy: LoadedPolicy, scorer: RewardScorer, evaluator: Evaluator) -> PromptSource:
         """The training prompts, with the columns that reward functions, chat template and teacher need."""

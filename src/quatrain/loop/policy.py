@@ -103,6 +103,8 @@ class LoadedPolicy(Policy):
             )
         if models := config.reward.models:
             return f"reward models read texts: leave {', '.join(models)} out of reward.functions"
+        if config.reward.judges:
+            return "a judge reads texts: leave reward.judge out"
         for path in config.distill.models:
             if load_architecture(path, vocab_size=len(self.tokenizer), vision=None).vision is None:
                 return f"the teacher {path} has no tower: name one that has in distill.teacher"

@@ -21,6 +21,7 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.episodes.environment_episodes import EnvironmentPlayer
 from quatrain.episodes.episode_rules import episode_rules
+from quatrain.loop.judge import connect_judge
 from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -114,9 +115,16 @@ def build_engine(
         sampler.close()
         raise
     rollout = config.rollout
-    return Rollouts(
+    made = Rollouts(
         sampler, loaded.tokenizer, Sampling.of(rollout), player, rollout.greedy_baseline, on_progress
     )
+    if scorer is not None and scorer.judge is not None:
+        try:
+            connect_judge(config, loaded, made, scorer.judge)
+        except BaseException:
+            made.close()
+            raise
+    return made
 
 
 def keeping_environments(config: Config, loaded: LoadedPolicy, scorer: RewardScorer) -> LoadedPolicy:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -35,7 +36,7 @@ from quatrain.parallel.collectives import all_gather_shards, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import copy_if_aliased, data_sharding, device_put, mesh_shape, reshard, shardings
 from quatrain.types.metrics import Metric
-from quatrain.types.pictures import Picture, Pictures, numbers_within
+from quatrain.types.pictures import Picture, Pictures
 from quatrain.workers.loop_thread import map_in_threads
 
 Kept = Literal["features", "states", "pixels"]
@@ -44,6 +45,8 @@ KEPT: dict[str, Kept] = {"frozen": "features", "projector": "states", "all": "pi
 """What no training step changes, by what is trained (`Vision.trained`)."""
 Part = Literal["all", "states", "projector"]
 """Of a tower: from patches to features, from patches to states, or from states to features."""
+_NO_STEP = -2
+"""The last step that used what no step has used, so that it is not of the first step or the one before."""
 AT_ONCE = 16
 """Pictures that are decoded at the same time, each by a thread."""
 
@@ -104,7 +107,7 @@ class FeatureStore:
         self._found: OrderedDict[tuple[Kept, int], np.ndarray] = OrderedDict()
         self._last_use: dict[tuple[Kept, int], int] = {}
         self._step, self._asked = 0, set[int]()
-        self._follows_steps = False
+        self._follows_steps, self._passing = False, 0
         self._beside = WeakSet[FeatureStore]()
         self._lock = threading.RLock()
 
@@ -182,6 +185,15 @@ class FeatureStore:
         for store in (self, *self._beside):
             store._follows_steps = True
 
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within it nothing that is used is kept for a training step; for evaluations, which may be large."""
+        self._passing += 1
+        try:
+            yield
+        finally:
+            self._passing -= 1
+
     def end_step(self) -> dict[str, Metric]:
         """The metrics of a training step that ends, if it had pictures; of stores `beside` it, it ends too.
 
@@ -226,7 +238,7 @@ class FeatureStore:
         self._make(kind, missing)
         for picture in pictures:
             self._found.move_to_end((kind, picture.id))
-            self._last_use[kind, picture.id] = self._step
+            self._note_use((kind, picture.id))
         return [self._found[kind, picture.id] for picture in pictures]
 
     def _make(self, kind: Kept, missing: Sequence[Picture]) -> None:
@@ -307,7 +319,11 @@ class FeatureStore:
     def _add(self, kind: Kept, picture: Picture, array: np.ndarray) -> None:
         array.flags.writeable = False
         self._found[kind, picture.id] = array
-        self._last_use[kind, picture.id] = self._step
+        self._note_use((kind, picture.id))
+
+    def _note_use(self, key: tuple[Kept, int]) -> None:
+        used = _NO_STEP if self._passing else self._step
+        self._last_use[key] = max(used, self._last_use.get(key, _NO_STEP))
 
     def _forget(self, key: tuple[Kept, int]) -> None:
         del self._found[key], self._last_use[key]
@@ -317,8 +333,10 @@ class FeatureStore:
         kept = self.num_bytes
         for key, array in list(self._found.items()):
             in_use = self._follows_steps and self._last_use[key] >= self._step - 1
-            if kept <= self._num_bytes or in_use:
+            if kept <= self._num_bytes:
                 return
+            if in_use:
+                continue
             kept -= array.nbytes
             self._forget(key)
 
@@ -383,11 +401,11 @@ def feature_rows(
     """The different pictures of a row of T tokens, and [T] int32: which of their features a token has.
 
     Features are numbered one picture after another; -1: the token is text. `numbers` [T] are those of
-    placeholders within their pictures; None: the row is one whole sequence (`numbers_within`).
+    placeholders within their pictures; None: the row is one whole sequence (`Vision.numbers_within`).
     """
     used = pictures.used
     if numbers is None:
-        numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
+        numbers = vision.numbers_within(pictures)
     rows, before = np.full(len(pictures), -1, np.int32), 0
     for picture in used:
         here = pictures.ids == picture.id

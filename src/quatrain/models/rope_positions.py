@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from quatrain.models.vision import Vision
-from quatrain.types.pictures import TEXT, Pictures, numbers_within
+from quatrain.types.pictures import TEXT, Pictures
 
 
 def rope_positions(vision: Vision, pictures: Pictures, num_tokens: int) -> tuple[np.ndarray, int]:
@@ -19,7 +19,7 @@ def rope_positions(vision: Vision, pictures: Pictures, num_tokens: int) -> tuple
     picture at position p have (p, p + row, p + column) in its grid of cells, and what follows goes on at
     p + the longer side. So a token of index i behind all pictures has i + shift in all axes.
     """
-    numbers = numbers_within(pictures, lambda picture: vision.num_placeholders(picture.size))
+    numbers = vision.numbers_within(pictures)
     turns = np.empty((3, num_tokens), np.int32)
     position = done = 0
     for start in np.flatnonzero((pictures.ids != TEXT) & (numbers == 0)).tolist():

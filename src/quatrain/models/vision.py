@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from quatrain.models.blocks.vit import VisionBlock
 from quatrain.models.spec import LoRA, ParamSpec, TensorName, linear_tensors, require
+from quatrain.types.pictures import Pictures
 
 TrainedVision = Literal["frozen", "projector", "all"]
 VisionKind = Literal["idefics3", "qwen2_5_vl", "qwen3_vl"]
@@ -122,6 +124,14 @@ class Vision:
     def num_placeholders(self, size: tuple[int, int]) -> int:
         """Features of a picture of this width and height in pixels; raises ValueError for extreme ratios."""
         return self.num_patches(size) // self.merge**2
+
+    def numbers_within(self, pictures: Pictures) -> np.ndarray:
+        """[T] int32: of each placeholder of a sequence, its number among those of its picture; 0 for text."""
+        numbers = np.zeros(len(pictures), np.int32)
+        for picture in pictures.used:
+            places = np.flatnonzero(pictures.ids == picture.id)
+            numbers[places] = np.arange(len(places)) % self.num_placeholders(picture.size)
+        return numbers
 
     def num_patches(self, size: tuple[int, int]) -> int:
         """Patches of a picture that the tower reads."""

@@ -140,6 +140,20 @@ def sample(
     return _invert_cdf(logits, uniforms, greedy, axis, size)
 
 
+def allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """`logits` [B, V] with -inf for the words that `masks` [B, ceil(V / 32)] uint32 forbid.
+
+    Bit i of number w, counted from the lowest, is word 32 w + i; where it is 0, the word is forbidden. Before
+    `sample`, so that temperature and filters apply to the words that are left. Raises ValueError for shapes
+    that do not fit.
+    """
+    batch, width = logits.shape
+    if masks.shape != (batch, -(-width // 32)):
+        raise ValueError(f"expected masks [{batch}, {-(-width // 32)}], got {masks.shape}")
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=masks.dtype)) & 1
+    return jnp.where(bits.reshape(batch, -1)[:, :width] != 0, logits, -jnp.inf)
+
+
 def _when_any(
     rows: jax.Array, keep: Callable[[jax.Array], jax.Array], candidates: jax.Array, axis: int
 ) -> jax.Array:

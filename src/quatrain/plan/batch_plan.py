@@ -124,6 +124,7 @@ def plan(
         _logprob_rows(config, roles.train.mesh),
         _critic_rows(config, roles.critic.mesh) if config.critic.enabled else (),
         _reward_model_rows(config),
+        _judge_rows(config),
         _teacher_rows(config, roles.teacher.mesh) if config.distill.teacher else (),
     )
     return BatchPlan(tuple(rows), tuple(_warnings(config, shards, roles.rollout.mesh.num_data_shards)))
@@ -337,6 +338,18 @@ def _reward_model_rows(config: Config) -> Iterator[PlanRow]:
     if config.reward.models and budget is not None:
         why = f"reward.{key}: tokens of the reward model's own tokenizer in a micro-batch"
         yield PlanRow(f"reward_{key}", budget, "tokens", why)
+
+
+def _judge_rows(config: Config) -> Iterator[PlanRow]:
+    """How many judgements a training step asks for; nothing without a judge."""
+    judge = config.reward.judge
+    if config.reward.judges and judge is not None:
+        prompts, samples = config.data.batch_size, config.rollout.n
+        why = (
+            f"P x G x reward.judge.n = {prompts} x {samples} x {judge.n}; less what the "
+            "cache has; further attempts are more requests"
+        )
+        yield PlanRow("judgements", prompts * samples * judge.n, "judgements", why)
 
 
 def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:

@@ -279,7 +279,7 @@ class _Plan:
         yield from (replace(part, key=f"critic_{part.key}", role="critic") for part in parts)
 
     def _reward_model_parts(self) -> Iterator[MemoryPart]:
-        """The weights of each reward model."""
+        """The weights of each reward model, and of a judge that is another model."""
         dtype, mesh = self.config.model.param_dtype, self.roles.reward.mesh
         host = self.config.offload.reward_models
         phases = () if host and not self.config.rollout.max_staleness else PHASES
@@ -292,6 +292,15 @@ class _Plan:
             why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
             yield MemoryPart(key, size, why, phases, "reward")
+        judge = self.config.reward.judge
+        if judge is not None and judge.model is not None and self.config.reward.judges:
+            path = judge.model
+            size_of_vocabulary = self.arch.vocab_size if path.startswith(BUILTIN) else None
+            arch = load_architecture(path, vocab_size=size_of_vocabulary)
+            why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
+            yield MemoryPart(
+                "judge_weights", replace(self, arch=arch)._weights(mesh, dtype), why, phases, "reward"
+            )
 
     def _teacher_parts(self) -> Iterator[MemoryPart]:
         """The weights of each teacher; nothing without one."""

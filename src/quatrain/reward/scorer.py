@@ -20,6 +20,7 @@ import numpy as np
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, RewardConfig
+from quatrain.config.sections.judge import JUDGE
 from quatrain.data import chat_template
 from quatrain.data.gym_rows import check_installed
 from quatrain.data.messages import MESSAGES
@@ -48,6 +49,8 @@ from quatrain.reward.functions import (
     has_format,
     why_unjudged,
 )
+from quatrain.reward.judge.questions import Questions
+from quatrain.reward.totals import Totals
 from quatrain.types.batches import (
     DATA_SOURCE,
     ENVIRONMENT,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from quatrain.data.policy import Policy
     from quatrain.data.prompts import PromptSource
     from quatrain.data.token_table import TokenRow
+    from quatrain.reward.judge.judge import Judge
     from quatrain.reward.reward_model import RewardModel
 
 logger = logging.getLogger(__name__)
@@ -92,7 +96,8 @@ class RewardScorer:
 
     Args:
         models: the loaded reward models, one for each entry `model:PATH` (`reward_model.py`); scoring with
-            them needs all processes of a run. None: these entries are left out.
+            them needs all processes of a run. None: these entries are left out, and the judge too.
+        judge: the model of `reward.judge`, for the entry `judge`; scoring needs all processes of a run.
         functions: Python functions for entries of `reward.functions`, by their names there; they are called
             in this process.
         decide: calls its argument and returns the result; in a run of several processes in one of them, and
@@ -113,6 +118,7 @@ class RewardScorer:
         config: RewardConfig,
         *,
         models: Mapping[str, RewardModel] | None = MappingProxyType({}),
+        judge: Judge | None = None,
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         decide: Decide = lambda f: f(),
         episodes: bool = False,
@@ -127,7 +133,8 @@ class RewardScorer:
         self._logged: dict[str, None] = {}  # names of the columns that functions logged
         self._told: set[str] = set()
         self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
-        left_out = config.models if models is None else {}
+        judged = () if JUDGE not in config.functions else (JUDGE,)
+        left_out = {*config.models, *judged} if models is None else set()
         entries = {spec: entry for spec, entry in config.entries.items() if spec not in left_out}
         if models is None:
             models = {}
@@ -137,10 +144,20 @@ class RewardScorer:
                 "not; pass models=quatrain.reward.reward_model.load_reward_models(…), or use "
                 "quatrain.build_stages"
             )
+        elif judged and judge is None:
+            raise ValueError(
+                "the judge must be made before the scorer is; pass judge=reward.judge.judge.Judge(…) "
+                "or use quatrain.build_stages; eval.accuracy may be `judge` if it is in reward.functions too"
+            )
         _check_functions(config, functions)
         names = short_names(config)
-        self._weights = {names[spec]: entry.weight for spec, entry in entries.items()}
+        self.function_names = tuple(names[spec] for spec in entries)
+        """The names that reward functions and reward models have in metrics."""
+        # An accuracy is what was answered, however the completion ended.
+        self._totals = Totals.of(config, tuple(entries), penalises=accuracy_beside is None)
         self._models = {names[spec]: model for spec, model in models.items() if spec in config.models}
+        self.judge = judge if judged else None
+        self._computed = {*config.models, *judged}
         self._sources = {
             names[spec]: frozenset(entry.data_source)
             for spec, entry in entries.items()
@@ -155,7 +172,7 @@ class RewardScorer:
             self._functions = [
                 self._function(spec, names[spec], config, functions.get(spec))
                 for spec in entries
-                if spec not in config.models
+                if spec not in self._computed
             ]
         except BaseException:  # also a signal while a module is being imported
             self.close()
@@ -170,12 +187,11 @@ class RewardScorer:
         )
         unread = not (self.asks_for_environments or reads)
         self._warns_of_unused = episodes and accuracy_beside is None and unread
-        needs = {
-            column: f"the reward `{f.name}`"
-            for f in self._functions
-            for column in f.required_columns
-            if not (episodes and column in (*EPISODE_COLUMNS, ENVIRONMENTS))
-        }
+        needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
+        if judged and config.judge is not None:
+            needs |= dict.fromkeys(Questions(config.judge).required_columns, "the question of reward.judge")
+        brought = (*EPISODE_COLUMNS, ENVIRONMENTS) if episodes else ()
+        needs = {column: what for column, what in needs.items() if column not in brought}
         if self._sources:
             needs[DATA_SOURCE] = f"data_source of the reward `{next(iter(self._sources))}`"
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
@@ -192,8 +208,12 @@ class RewardScorer:
         *,
         imported: RewardScorer | None = None,
         weights: bool = True,
+        folder: Path | None = None,
     ) -> Self:
-        """The reward stage of `config`, with its reward models loaded on their mesh.
+        """The reward stage of `config`, with its reward models loaded on their mesh, and its judge.
+
+        `folder` is that of the run, for what the judge keeps. A judge on this run's devices is connected
+        where the rollout is made (`loop/stages.py`).
 
         `functions` as in the constructor; `imported` is a scorer of them without reward models, whose worker
         processes are used. In a run of several processes, only the main process calls the functions, and all
@@ -202,10 +222,16 @@ class RewardScorer:
         damaged or of an unsupported kind.
         """
         # They bring JAX, which hints on a run do without.
-        from quatrain.cluster.processes import decided_by_main
+        from quatrain.cluster.processes import decided_by_main, is_main_process
+        from quatrain.reward.judge.judge import Judge
+        from quatrain.reward.judge.on_server import ServerJudge
         from quatrain.reward.reward_model import load_reward_models
 
-        models = None
+        models, judge, judging = None, None, config.reward.judge
+        if weights and config.reward.judges and judging is not None:
+            judge = Judge(judging, folder=folder, decide=decided_by_main, writes=is_main_process())
+            if judging.base_url is not None:
+                judge.connect(ServerJudge(judging, judge.spending))
         if weights:
             models = load_reward_models(
                 config.reward,
@@ -217,6 +243,7 @@ class RewardScorer:
         return cls(
             config.reward,
             models=models,
+            judge=judge,
             functions=functions,
             decide=decided_by_main,
             episodes=config.rollout.has_episodes,
@@ -275,14 +302,11 @@ class RewardScorer:
         return Function(spec, name, submit, accepts, hidden, required, bound, sources, most_timeouts)
 
     def close(self) -> None:
-        """Ends the worker processes; the scorer must not be used afterwards."""
+        """Ends the worker processes and the judge's connections; the scorer must not be used afterwards."""
+        if self.judge is not None:
+            self.judge.close()
         if self._pool is not None and self._owns_pool:
             self._pool.close()
-
-    @property
-    def function_names(self) -> tuple[str, ...]:
-        """The names that reward functions and reward models have in metrics."""
-        return tuple(self._weights)
 
     @property
     def routes(self) -> bool:
@@ -392,6 +416,12 @@ class RewardScorer:
                     )
 
         warnings: list[str] = self._decide(lambda: list(tried()))
+        sources = self._sources.get(JUDGE)
+        judged = next((each for name, each in prompts.items() if sources is None or name in sources), None)
+        if self.judge is not None and judged is not None:
+            about = {**judged.columns, **({"messages": []} if self._episodes else {})}
+            if problem := self.judge.try_on(about, plain_prompt(judged.text), MADE_UP):
+                warnings.append(f"the judge fails on a made-up completion of a training prompt: {problem}")
         return warnings
 
     def check_prompt(self, prompt: PromptText) -> None:
@@ -438,19 +468,21 @@ class RewardScorer:
             rollouts = replace(rollouts, columns=columns)
         scores = {name: FunctionScores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
+        if self.judge is not None:
+            scores[JUDGE] = self.judge.score(rollouts, self._sources.get(JUDGE))
         rollouts = self._with_columns(rollouts, scores)
         of_row, first_rows = rollouts.episodes
-        raw = np.array([scores[name].values for name in self._weights], np.float32)
-        raw = raw.reshape(len(self._weights), len(first_rows))
+        raw = np.array([scores[name].values for name in self.function_names], np.float32)
+        raw = raw.reshape(len(self.function_names), len(first_rows))
         faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
         raw[:, faults] = self._fault_reward
         metrics = _described(raw, scores, self.function_names)
-        weights = np.array(list(self._weights.values()), np.float64)
-        # In float64, rounded once. A function that abstains takes no part; where all do there is no reward.
-        rewards = np.nansum(weights[:, None] * raw, axis=0).astype(np.float32)
-        rewards[np.isnan(raw).all(axis=0)] = np.nan
+        rewards, taken = self._totals(raw, rollouts.finish_reason[first_rows] == "length")
         rewards[faults] = self._fault_reward
         metrics |= describe("reward", rewards, STATS)
+        if self._totals.has_penalty:
+            has_reward = ~np.isnan(rewards)
+            metrics["reward/stop_penalty"] = Metric(float(taken[has_reward].sum()), int(has_reward.sum()))
         self._check_environment_rewards(rollouts, raw[:, ~faults])
         if self._models:
             seconds = sum(scores[name].seconds for name in self._models)
@@ -472,7 +504,7 @@ class RewardScorer:
             metrics,
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
-            function_weights=weights.astype(np.float32),
+            function_weights=self._totals.weights.astype(np.float32),
         )
 
     def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:
@@ -597,7 +629,8 @@ def _pool(
 ) -> Pool | None:
     """Workers for users' functions; None if there are none, or if `reward.workers` is 0."""
     num_workers = default_workers() if config.workers is None else config.workers
-    users = config.functions.keys() - config.models.keys() - BUILTIN_FUNCTIONS.keys() - functions.keys()
+    computed = config.models.keys() | BUILTIN_FUNCTIONS.keys() | {JUDGE}
+    users = config.functions.keys() - computed - functions.keys()
     if not (users and num_workers):
         return None
     called = {IN_WORKERS.get(spec, spec): name for spec, name in names.items()}

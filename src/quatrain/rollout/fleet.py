@@ -69,6 +69,11 @@ class Fleet(Sampler):
     often, and `WorkersLost` if there was no worker for `timeout_s`.
     """
 
+    cannot_constrain = (
+        "the workers of a fleet follow no grammar; sample on the devices of this run (rollout.servers empty, "
+        "rollout.workers 0), or leave the grammar out"
+    )
+
     def __init__(
         self,
         factories: Sequence[WorkerFactory],
@@ -295,6 +300,8 @@ class Fleet(Sampler):
 
 class OneWorker(Sampler):
     """One worker of `fleet`, by the number of its factory: also if it has to be started again."""
+
+    cannot_constrain = Fleet.cannot_constrain
 
     def __init__(self, fleet: Fleet, worker: int):
         self._fleet, self._worker, self.cannot_see = fleet, worker, fleet.cannot_see

@@ -75,6 +75,15 @@ class _Checked(Sampler):
         return self._own.cannot_see
 
     @property
+    def cannot_constrain(self) -> str | None:  # type: ignore[override]
+        """As the user's."""
+        return self._own.cannot_constrain
+
+    def check_grammar(self, grammar: str) -> None:
+        """As the user's."""
+        self._own.check_grammar(grammar)
+
+    @property
     def exchanges_in_flight(self) -> bool:
         """As the user's."""
         return self._own.exchanges_in_flight

@@ -10,7 +10,7 @@ or a player is in the main process alone, that plays, and the others get what ca
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,16 +29,27 @@ from quatrain.types.sampler import AtOnce, Request, Sampler, ServiceFailed, Work
 
 @dataclass(frozen=True)
 class SingleTurns(Player):
-    """Each episode is one turn of the policy after the prompt; `at_once` bounds how many are sampled."""
+    """Each episode is one turn of the policy after the prompt; `at_once` bounds how many are sampled.
+
+    With a `grammar`, which the sampler must follow, each turn has a sampling of its own, of the run's `seed`.
+    """
 
     at_once: AtOnce | None = None
-    is_everywhere = True
+    grammar: str | None = None
+    seed: int = 0
+    is_everywhere: bool = True
 
     def begin(self, prompts: Sequence[Prompt], step: int, sampling: Sampling, sampler: Sampler) -> Playing:
         """Asks for all samples of each prompt together, which then share its keys and values."""
         requests = [Request(prompt, step, sampling) for prompt in prompts]
+        if self.grammar is not None:
+            requests = [self._grammatical(one) for each in requests for one in each.singly(self.seed)]
         turns = sampled(sampler, requests) if self.at_once is None else self.at_once.sampled(requests)
         return _Turns([prompt for prompt in prompts for _ in range(sampling.n)], turns)
+
+    def _grammatical(self, request: Request) -> Request:
+        assert request.own is not None
+        return replace(request, own=replace(request.own, grammar=self.grammar))
 
 
 @dataclass
@@ -87,6 +98,8 @@ class Rollouts:
     player: Player = field(default_factory=SingleTurns)
     greedy_baseline: bool = False
     on_progress: OnProgress | None = None
+    on_weights: Callable[[Any], None] = lambda params: None
+    """Called with the parameters that are sampled from, each time that they change."""
 
     def __post_init__(self) -> None:
         self._last = 0.0, self.sampler.work()
@@ -116,6 +129,7 @@ class Rollouts:
         Other parameters have another version.
         """
         self.sampler.load(params, version)
+        self.on_weights(params)
 
     def generate(
         self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None

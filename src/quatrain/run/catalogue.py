@@ -28,6 +28,12 @@ loss | nats | mean |
     weighted by `update.loss_aggregation`.
 update/policy_loss | nats | mean | Policy loss without KL and entropy terms, mean over tokens.
 update/kl | nats | mean | KL to the frozen reference, mean over tokens; logged if `update.kl_coef` is above 0.
+update/sampler_kl | nats | mean |
+    Half the squared difference of a token's log-probabilities by policy and sampler (k2), mean over tokens;
+    logged if `update.sampler_kl_coef` is above 0, and with `dro`.
+update/binary_kl | nats | mean |
+    KL of the sampler's distribution to the policy's, of the sampled token against all others, mean over
+    tokens; logged with `dppo_kl`, which bounds it.
 update/entropy | nats | mean | Entropy of the policy at the sampling temperature, mean over tokens.
 update/ratio_mean | 1 | mean | Probability ratio of the current to the old policy, mean over tokens.
 update/ratio_max | 1 | max | Maximum of the probability ratio over tokens.
@@ -131,7 +137,8 @@ vision/pictures | pictures | sum |
 vision/tower_pictures | pictures | sum |
     Pictures that went through the tower, as often as they did. With `model.vision: frozen` each picture once,
     as long as `model.vision_cache_bytes` holds its features; with `all` once for each version of the weights
-    that sampled, and once for each micro-batch that has the picture.
+    that sampled, and once for each micro-batch that has the picture; in the first step also for those of
+    `vision/blind_gap`, without the grey ones.
 vision/patches | patches | sum | Patches that the tower computed, with padding.
 vision/padding_fraction | fraction | mean | Fraction of these patches that is padding.
 vision/store_bytes | bytes | max |
@@ -174,6 +181,9 @@ reward/kl | nats | mean |
     `reward.kl_coef` is above 0.
 reward/kl_coef | 1 | mean | Coefficient of the KL in the reward.
 reward/kl_penalty | reward | mean | Reward subtracted from a sequence for its KL.
+reward/stop_penalty | reward | mean |
+    Reward that `reward.truncated_factor` or `reward.truncated_reward` takes from a sequence, mean over
+    sequences with a reward, 0 for those that were not cut; below 0 where more is given than taken.
 reward/<name>/errors | sequences | sum |
     Sequences on which this reward function failed, each scored -1; of a reward model: sequences whose score
     is not finite, which get none.
@@ -202,6 +212,28 @@ reward/<name>/too_long | sequences | sum |
     `reward.model_max_tokens_per_device`.
 reward/<name>/tokens | tokens | sum |
     Tokens of the sequences that this reward model scored, by its own tokenizer.
+reward/judge/requests | requests | sum |
+    Requests to the judge (`reward.judge`) in this step, further attempts included; on this run's engine:
+    judgements that were sampled.
+reward/judge/cached | judgements | sum | Judgements that were there already, of this run or a shared folder.
+reward/judge/failed | judgements | sum |
+    Judgements that failed; a sequence without any judgement has no reward of the judge and is in `errors`.
+reward/judge/failed/timeout | judgements | sum | Of these, those whose last attempt took too long.
+reward/judge/failed/lost | judgements | sum |
+    Of these, those that the server did not answer, or not asked because it failed many times in a row.
+reward/judge/failed/refused | judgements | sum | Of these, those that the server or its model refused.
+reward/judge/failed/unreadable | judgements | sum | Of these, answers without a score in the scale.
+reward/judge/failed/too_long | judgements | sum | Of these, questions without room in the judge's positions.
+reward/judge/failed/no_question | judgements | sum |
+    Of these, those of rows in which a column that the question names is null, or with pictures.
+reward/judge/failed/budget | judgements | sum |
+    Of these, those for which nothing was left of `reward.judge.budget`.
+reward/judge/retries | requests | sum | Further attempts at a judgement.
+reward/judge/tokens_in | tokens | sum |
+    Tokens of the requests, as the server counts them; where it does not, estimated at three characters each.
+reward/judge/tokens_out | tokens | sum | Tokens of the judge's answers.
+reward/judge/damaged | judgements | sum |
+    Judgements in the cache that were damaged, and were asked for again.
 reward/<name>/<key> | 1 | mean |
     What this reward function logs with `log_metric`, or in verl's form beside `score`; mean over values.
 source/<source>/reward | reward | mean |
@@ -271,6 +303,9 @@ agent/overridden_fields | fields | sum |
     Sampling parameters that requests gave; those of the run were used.
 agent/refused_requests | requests | sum |
     Requests beyond a limit of the episode (`rollout.max_turns`, `rollout.max_new_tokens`, its length).
+agent/untrained_requests | requests | sum |
+    Requests of episodes whose answers are not trained: by `untrained_base_url`, or by the name of a model
+    that ends in `:untrained`.
 agent/tool_calls | calls | sum | Calls of tools in the answers.
 agent/malformed_calls | calls | sum | Calls that could not be read, and stayed text.
 agent/errors | episodes | sum | Episodes that an error of their agent ended, or the end of its process.
@@ -389,6 +424,8 @@ eval/reward/<name>/errors/<kind> | completions | sum |
     Greedy completions on which this reward function failed in this way.
 eval/reward/<name>/abstained | completions | sum | Greedy completions on which this reward function abstained.
 eval/reward/<name>/unlogged | values | sum | Values that this reward function logs and that are nowhere.
+eval/reward/judge/<count> | 1 | sum |
+    Of the judge on greedy completions: requests, tokens and so on, as `reward/judge/…`.
 eval/reward/<name>/<key> | 1 | mean | What this reward function logs of greedy completions; mean over values.
 eval/reward/<name> | reward | mean | Mean unweighted value of this reward function, without abstentions.
 eval/teacher_kl | nats | mean |

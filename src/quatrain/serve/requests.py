@@ -13,12 +13,22 @@ import secrets
 import uuid
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from quatrain.config.errors import listed, shown
+from quatrain.data.grammars import JSON_OBJECT
 from quatrain.data.messages import checked_tools
 from quatrain.engine.scoring import MOST_LIKELIEST, MOST_OF_PROMPT
 from quatrain.types.rollouts import Sampling
@@ -90,12 +100,26 @@ Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 class BadRequest(ValueError):
     """A request that cannot be answered; `field` is the field at fault, `status` the HTTP status.
 
-    `code` is a word that clients look at, if there is one.
+    `code` is a word that clients look at, if there is one. `too_long`: (tokens of the prompt, most that it
+    may have), if it has too many.
     """
 
-    def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.field, self.status, self.code = field, status, code
+    def __init__(
+        self,
+        message: str,
+        field: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        too_long: tuple[int, int] | None = None,
+    ):
+        super().__init__(_writable(message))
+        self.field = None if field is None else _writable(field)
+        self.status, self.code, self.too_long = status, code, too_long
+
+
+def _writable(text: str) -> str:
+    """`text`, which may repeat what came, without halves of surrogate pairs: no answer can have them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def no_tiny_temperature(value: float | None) -> float | None:
@@ -103,6 +127,20 @@ def no_tiny_temperature(value: float | None) -> float | None:
     if value is not None and 0 < value < 0.01:
         raise ValueError("must be 0, which takes the likeliest token, or at least 0.01")
     return value
+
+
+def checked_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A `response_format`, None for any text; raises ValueError if it is none."""
+    kind = None if value is None else value.get("type")
+    if value is None or kind == "text":
+        return None
+    schema = value["json_schema"].get("schema") if isinstance(value.get("json_schema"), dict) else None
+    if kind == "json_object" or (kind == "json_schema" and isinstance(schema, dict | bool)):
+        return value
+    raise ValueError(
+        'must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
+        '{"name": …, "schema": a JSON schema}}'
+    )
 
 
 class _Strict(BaseModel):
@@ -245,6 +283,7 @@ class _Request(_Strict):
                 f"{length + room} positions; it has {length} tokens; shorten it",
                 self.prompt_field,
                 code=NO_ROOM,
+                too_long=(length, max(length + room - 1, 0)),
             )
 
     def _sampling(self, room: int) -> Sampling:
@@ -347,6 +386,24 @@ class ChatRequest(_Request):
     tools: list[dict[str, Any]] = []
     tool_choice: Annotated[Any, Field(validate_default=True)] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
+    response_format: dict[str, Any] | None = None
+    """`json_object`, or `json_schema` with a schema; None: any text."""
+    _hints: frozenset[str] = PrivateAttr(frozenset())
+
+    @field_validator("response_format")
+    @classmethod
+    def _is_a_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return checked_format(value)
+
+    def with_hints(self, hints: Iterable[str]) -> ChatRequest:
+        """This request, with signatures of answers (`Turn.signature`) that came with its messages."""
+        self._hints = frozenset(hints)
+        return self
+
+    @property
+    def hints(self) -> frozenset[str]:
+        """Signatures of answers, which choose among those with equal messages."""
+        return self._hints
 
     @field_validator("tools")
     @classmethod
@@ -376,6 +433,15 @@ class ChatRequest(_Request):
     def must_call(self) -> bool:
         """Whether the answer begins with a call: of `called`, or of any tool."""
         return self.tool_choice not in ("none", "auto")
+
+    @property
+    def json_schema(self) -> Mapping[str, Any] | bool | None:
+        """The schema of an answer, where `response_format` says one; None: any text, or a call."""
+        if self.response_format is None or self.must_call:
+            return None
+        if self.response_format["type"] == "json_object":
+            return JSON_OBJECT
+        return self.response_format["json_schema"]["schema"]
 
     @property
     def called(self) -> str | None:
@@ -438,24 +504,38 @@ def parsed(kind: type[_Parsed], body: bytes, overridden: Counter[str] | None = N
 
     With `overridden`, those of a session, fields in OVERRIDDEN are left out, and counted there.
     """
+    return checked(kind, fields_of(body), overridden)
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """The fields of a body that are not null; raises BadRequest if it is no JSON object."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body of a request must be JSON: {error}") from error
     if not isinstance(value, dict):
         raise BadRequest(f"the body of a request must be a JSON object; got {type(value).__name__}")
-    value = {name: given for name, given in value.items() if given is not None}
+    return {name: given for name, given in value.items() if given is not None}
+
+
+def checked(
+    kind: type[_Parsed],
+    value: dict[str, Any],
+    overridden: Counter[str] | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> _Parsed:
+    """The request with these fields, as `parsed` has it; `names` are those that errors have for fields."""
     if kind is GenerateRequest:
         value = _flat(value)
     if overridden is not None:
         overridden["overridden_fields"] += len(value.keys() & OVERRIDDEN)
         value = {name: given for name, given in value.items() if name not in OVERRIDDEN}
     if issubclass(kind, _Request):
-        value = {name: given for name, given in value.items() if _changes_something(kind, name, given)}
+        value = {name: given for name, given in value.items() if _changes_something(kind, name, given, names)}
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise BadRequest(*first_fault(error)) from error
+        raise BadRequest(*first_fault(error, names)) from error
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:
@@ -469,7 +549,7 @@ def _flat(value: dict[str, Any]) -> dict[str, Any]:
     return {**value, **{name: given for name, given in sampling.items() if given is not None}}
 
 
-def _changes_something(kind: type[_Request], name: str, given: Any) -> bool:
+def _changes_something(kind: type[_Request], name: str, given: Any, names: Mapping[str, str]) -> bool:
     """Whether a field matters; raises BadRequest if it would, but is not supported."""
     if name in kind.model_fields:
         return True
@@ -477,14 +557,16 @@ def _changes_something(kind: type[_Request], name: str, given: Any) -> bool:
         return name not in UNCHANGING and name not in IGNORED
     allowed = " or ".join(map(json.dumps, UNCHANGING[name]))
     what = f"must be {allowed}, as no other value is supported" if allowed else "is not supported"
+    name = names.get(name, name)
     raise BadRequest(f"{name} {what}; got {shown(given)}; leave it out", name)
 
 
-def first_fault(error: ValidationError) -> tuple[str, str]:
+def first_fault(error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
     """(message, field) of the first fault."""
     fault = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(map(str, fault["loc"]))
-    field = str(fault["loc"][0]) if fault["loc"] else ""
+    first, *inner = fault["loc"] or ("",)
+    field = names.get(str(first), str(first))
+    place = ".".join(map(str, [field, *inner]))
     what = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         return f"{place} is not supported; leave it out", field

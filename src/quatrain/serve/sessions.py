@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from quatrain.data.messages import as_messages
 from quatrain.serve.requests import NO_ROOM, AnyRequest, BadRequest, ChatRequest, CompletionRequest
-from quatrain.serve.turn_tree import Found, Turn, TurnTree
+from quatrain.serve.turn_tree import Found, Messages, Turn, TurnTree
 from quatrain.types.batches import Prompt
 from quatrain.types.pictures import Tokens
 from quatrain.types.rollouts import Sampling
@@ -91,6 +91,8 @@ class Session:
     """The limit that the last request met; None once another was taken."""
     replies: dict[bytes, list[Reply]] = field(default_factory=dict)
     """Answers that are sampled or were given, by digests of their requests."""
+    named_answers: dict[str, Messages] = field(default_factory=dict)
+    """By the ids of answers that requests may go on with: the messages up to and with the answer."""
     idempotency_keys: set[str] = field(default_factory=set)
     """Of the requests that came."""
     is_open: bool = True
@@ -178,6 +180,12 @@ class Session:
             raise BadRequest(
                 "`quatrain` is the place of a sequence, as a session has; leave it out", "quatrain"
             )
+        if isinstance(asked, ChatRequest) and asked.response_format is not None:
+            raise BadRequest(
+                'response_format must be {"type": "text"} in an answer that is trained: a grammar\'s set of '
+                "words is not recorded; ask the untrained model (docs/agents.md), or leave it out",
+                "response_format",
+            )
         if not isinstance(asked, CompletionRequest):
             return
         if asked.echo or asked.num_scored is not None or len(asked.prompts) != 1 or not asked.wanted_tokens:
@@ -205,6 +213,7 @@ class Session:
         if room < 1:
             self.refused = "length"
             self.counts["refused_requests"] += 1
+            longest = rules.max_tokens - 1
             held = "; give requests at the same time `max_tokens`" if reserved else ""
             raise BadRequest(
                 f"maximum context length: a sequence has at most {rules.max_tokens} tokens, and an episode "
@@ -213,6 +222,7 @@ class Session:
                 f"shorten the messages, or end the episode{held}",
                 asked.prompt_field,
                 code=NO_ROOM,
+                too_long=(len(found.ids), longest) if len(found.ids) > longest else None,
             )
         wanted = asked.wanted_tokens
         sampling = replace(

@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from quatrain.types.answer_text import Marker
+from quatrain.types.answer_text import Marker, Said
+from quatrain.types.call_forms import THOUGHT, THOUGHT_END
 
 _NO_MARKERS: Mapping[int, Marker] = MappingProxyType({})
 REPLACEMENT = "\ufffd"
@@ -31,8 +32,8 @@ class TextStream:
     """Tokens in, text out, without special tokens; the text ends before the first of the `stop` strings.
 
     Each push decodes the new tokens after those of the push before, so that a whole completion takes time in
-    proportion to its length. `length` is the number of characters returned so far; `stopped` says whether a
-    stop string came. `markers` are special tokens that stay (`AnswerTokens.markers`).
+    proportion to its length. `length` is the number of characters returned so far; `ended_by` the stop string
+    that came, if one did. `markers` are special tokens that stay (`AnswerTokens.markers`).
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], markers: Mapping[int, Marker] = _NO_MARKERS):
@@ -41,7 +42,13 @@ class TextStream:
         self._context: list[int] = []
         self._new: list[int] = []
         self._held = ""
-        self.length, self.stopped = 0, False
+        self.length = 0
+        self.ended_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self.ended_by is not None
 
     def pieces(self, tokens: Sequence[int], *, finished: bool) -> list[str]:
         """The markers since the last call, and the texts between them that are certain."""
@@ -51,7 +58,7 @@ class TextStream:
             if marker is not None and not self.stopped:
                 pieces.append(self.push(tokens[begin:at], finished=True))
                 self._context, self._new, begin = [], [], at + 1
-                self.stopped = self.stopped or any(stop in marker for stop in self._stop)
+                self.ended_by = self.ended_by or next((stop for stop in self._stop if stop in marker), None)
                 if not self.stopped:
                     pieces.append(marker)
                     self.length += len(marker)
@@ -62,9 +69,13 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + self._decoded(tokens, finished)
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        self.stopped = bool(ends)
-        certain = text[: min(ends)] if ends else text if finished else self._certain(text)
+        # Of two that begin at one place, the first that was asked for.
+        ends = [(place, number) for number, stop in enumerate(self._stop) if (place := text.find(stop)) >= 0]
+        if ends:
+            end, number = min(ends)
+            certain, self.ended_by = text[:end], self._stop[number]
+        else:
+            certain = text if finished else self._certain(text)
         self._held = text[len(certain) :]
         self.length += len(certain)
         return certain
@@ -92,6 +103,78 @@ class TextStream:
             if any(stop.startswith(text[-size:]) for stop in self._stop):
                 return text[:-size]
         return text
+
+
+class ThoughtStream:
+    """Text in, thoughts and text out: the thoughts with which an answer begins, up to the first `</think>`.
+
+    They begin at `<think>`, or with the answer if the prompt has written it (`begun`). White space around
+    both is left out, but for that at the end of the text.
+    """
+
+    def __init__(self, *, begun: bool = False):
+        self._begun, self._held = begun, ""
+        self._is_in: Literal["opening", "thoughts", "text"] = "opening"
+        self._is_first = True
+        """Whether no thought, or no text after thoughts, has come."""
+
+    @property
+    def never_closed(self) -> bool:
+        """Whether the prompt has begun thoughts that have not ended, so that their calls are calls."""
+        return self._begun and self._is_in != "text"
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether further text is a thought."""
+        return self._is_in == "thoughts" or (self._begun and self._is_in == "opening")
+
+    @property
+    def may_think(self) -> bool:
+        """Whether further text may be a thought."""
+        return self._is_in != "text"
+
+    def push(self, text: str) -> Said:
+        """What became certain."""
+        text, self._held = self._held + text, ""
+        thoughts = ""
+        if self._is_in == "opening":
+            start = text.lstrip()
+            if THOUGHT.startswith(start):
+                self._held = text
+                return Said()
+            opened = start.startswith(THOUGHT)
+            self._is_in = "thoughts" if opened or self._begun else "text"
+            self._is_first = self._is_in == "thoughts"
+            text = start.removeprefix(THOUGHT) if self._is_in == "thoughts" else text
+        if self._is_in == "thoughts":
+            thought, closed, rest = text.partition(THOUGHT_END)
+            kept = _without_part_of(THOUGHT_END, thought) if not closed else thought
+            thoughts = self._begins(kept).rstrip()
+            if not closed:
+                self._held = self._begins(text)[len(thoughts) :]
+            self._is_first = self._is_first and not thoughts
+            if not closed:
+                return Said(thoughts)
+            self._is_in, self._is_first, text = "text", True, rest
+        text = self._begins(text)
+        self._is_first = self._is_first and not text
+        return Said(thoughts, text)
+
+    def end(self) -> Said:
+        """What is left at the end of the answer."""
+        held, self._held = self._held, ""
+        if self._is_in == "opening" and not self._begun:
+            return Said(text=held)
+        return Said(thoughts=held.rstrip() if held.strip() else "")
+
+    def _begins(self, text: str) -> str:
+        return text.lstrip() if self._is_first else text
+
+
+def _without_part_of(tag: str, text: str) -> str:
+    """`text` without the beginning of `tag` with which it ends."""
+    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((text[:-size] for size in sizes if tag.startswith(text[-size:])), text)
 
 
 class Vocabulary:

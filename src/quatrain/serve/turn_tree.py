@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ class Turn:
     """Tokens of its context that were not computed, as a kept context had them."""
     pictures: Pictures | None = None
     """Which picture each of `prompt_ids` stands for; None: all are text."""
+    signature: str = ""
+    """Names it to clients that give signatures back: derives from the sample, the context and `twin`."""
 
     @property
     def tokens(self) -> list[int]:
@@ -135,19 +138,20 @@ class TurnTree:
         tools: Sequence[Mapping[str, Any]],
         render: Callable[[], Tokens],
         suffix: Callable[[Messages, Sequence[int], Messages], Tokens],
+        hints: Collection[str] = (),
     ) -> Found:
         """What a request with these messages continues: the longest part of them that ends with an answer.
 
-        The answer is one of this tree, with the same tools; of several with equal messages, the one with the
-        calls' ids, else the last. `suffix(opening, sampled, new messages)` are the tokens between an answer
-        and the next, `render` those of all messages. Messages are as `data.messages.checked_messages` has
-        them.
+        The answer is one of this tree, with the same tools; of several with equal messages, the one whose
+        signature is in `hints`, else that with the calls' ids, else the last. `suffix(opening, sampled, new
+        messages)` are the tokens between an answer and the next, `render` those of all messages. Messages
+        are as `data.messages.checked_messages` has them.
         """
         forms = _forms(messages)
         found: tuple[int, Turn] | None = None
         for place, key in enumerate(_keys(tools, forms)):
             if key in self._answers:
-                found = place, _with_calls(self._answers[key], messages[place])
+                found = place, _chosen(self._answers[key], messages[place], hints)
         if found is None:
             whole = render()
             return Found(whole.ids, None, forms == self._prompt, self._why_anew(forms), whole.pictures)
@@ -187,14 +191,15 @@ class TurnTree:
         twin = self._twins.get(context, 0)
         self._twins[context] = twin + 1
         sequence_id, offset = self._sequence_id, 0
+        own = _digest(self._sequence_id.to_bytes(8), context, twin.to_bytes(8))
         if twin or not (found.is_prompt or parent):
-            own = _digest(self._sequence_id.to_bytes(8), context, twin.to_bytes(8))
             sequence_id = int.from_bytes(own[:4])
         elif parent is not None:
             sequence_id, offset = parent.sequence_id, parent.offset + len(ids) - len(parent.prompt_ids)
         if parent is not None:
             parent.is_known = True
         turn = Turn(parent, ids, twin, sequence_id, offset, reason=found.reason, pictures=found.pictures)
+        turn.signature = f"q1.{own.hex()}"
         self.turns.append(turn)
         return turn
 
@@ -239,7 +244,7 @@ def _forms(messages: Messages) -> list[bytes]:
     """The messages of a dialogue in a form that does not depend on the client.
 
     They have the role, the text without outer white space and the names of pictures in their places, and
-    calls by name and arguments. Left out is what
+    calls by name and arguments, whose numbers are as a client in JavaScript has them. Left out is what
     clients drop or write anew: the ids of calls, thoughts in a field of their own, null fields. The result of
     a tool has the place of its call among the last ones.
     """
@@ -248,7 +253,7 @@ def _forms(messages: Messages) -> list[bytes]:
         role = "system" if message["role"] == "developer" else message["role"]
         form: dict[str, Any] = {"role": role, "content": _content(message["content"])}
         if calls := message.get("tool_calls"):
-            form["calls"] = [[call_of(call)["name"], call_of(call)["arguments"]] for call in calls]
+            form["calls"] = [[call_of(call)["name"], _plain(call_of(call)["arguments"])] for call in calls]
             places = {str(call.get("id")): place for place, call in enumerate(calls)}
         if role == "tool":
             form["call"] = places.get(str(message.get("tool_call_id")))
@@ -280,8 +285,25 @@ def _keys(tools: Sequence[Mapping[str, Any]], forms: Sequence[bytes]) -> Iterato
         yield key
 
 
-def _with_calls(turns: Sequence[Turn], message: Mapping[str, Any]) -> Turn:
-    """The turn whose answer has the ids of the calls of `message`, else the last."""
+def _plain(value: Any) -> Any:
+    """JSON with each number in one form: 1.0 as 1, and an integer beyond 2**53 rounded to a double."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**53:
+        with suppress(OverflowError):
+            return int(float(value))
+    return value
+
+
+def _chosen(turns: Sequence[Turn], message: Mapping[str, Any], hints: Collection[str]) -> Turn:
+    """The turn with a signature of `hints`, else that with the ids of the calls of `message`, or the last."""
+    signed = [turn for turn in turns if turn.signature in hints]
+    if signed:
+        return signed[-1]
     ids = [call.get("id") for call in message.get("tool_calls", ())]
     same = [
         turn for turn in turns if [call.get("id") for call in turn.messages[-1].get("tool_calls", ())] == ids

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, TypeVar
 
@@ -38,6 +39,11 @@ Found = TypeVar("Found")
 class ServerLost(Exception):
     """A server did not answer, or not as it may later: with a status of 500 or more, or of TRY_AGAIN."""
 
+    timed_out = False
+    """Whether an answer did not come in time."""
+    retry_after_s: float | None = None
+    """Seconds after which the server wants to be asked again, if it said so (`Retry-After`)."""
+
 
 class ServerError(ServerLost):
     """A server answered with status 500: it failed at what it was asked, or does not know it."""
@@ -59,19 +65,32 @@ class ServerClient:
     """Asks the server at `address`. `room` lets `at_once` samples through at a time (None: any number).
 
     Other questions do not wait for `room`, so that a server whose queue is full is still asked for its
-    version. `timeout_s`: longest wait for an answer. Raises Unfit for an address that is none.
+    version. `timeout_s`: longest wait for an answer. `token`: what the server is sent as its key; None:
+    SERVE_TOKEN, if that is set. `by_proxy`: a proxy of the environment is used. Raises Unfit for an address
+    that is none.
     """
 
-    def __init__(self, address: str, *, timeout_s: float, at_once: int | None = None):
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        at_once: int | None = None,
+        token: str | None = None,
+        by_proxy: bool = False,
+    ):
         self.address, self.timeout_s = address, timeout_s
         self.name = address
         """What messages call the server; its probe puts the kind of server before the address."""
         self.room = asyncio.Semaphore(at_once or sys.maxsize)
-        headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(SERVE_TOKEN)) else {}
-        # `room` is the limit of connections. No proxy of the environment: it would cut long requests off.
+        token = token or os.environ.get(SERVE_TOKEN)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # `room` is the limit of connections. Usually no proxy of the environment: it would cut long requests
+        # off.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        given: dict[str, Any] = {"headers": headers, "limits": limits, "trust_env": by_proxy}
         try:
-            self._http = httpx.AsyncClient(base_url=address, headers=headers, limits=limits, trust_env=False)
+            self._http = httpx.AsyncClient(base_url=address, **given)
         except httpx.InvalidURL as error:
             raise Unfit(f"its address must be one such as http://host:8000; {error}; correct it") from error
         self._loop = _loop()
@@ -118,7 +137,9 @@ class ServerClient:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             if _is_unknown_host(error):  # a misspelt name would be asked for until rollout.timeout_s is over
                 raise Unfit(f"its host has no address ({reason}); correct its name") from error
-            raise ServerLost(f"{method} {path} failed: {reason}") from error
+            lost = ServerLost(f"{method} {path} failed: {reason}")
+            lost.timed_out = isinstance(error, httpx.TimeoutException)
+            raise lost from error
         return _value(response)
 
     async def ask_patiently(self, path: str, body: Any = None) -> Any:
@@ -183,8 +204,10 @@ def _value(response: httpx.Response) -> Any:
     status = response.status_code
     if status >= 500 or status in TRY_AGAIN:
         # As a server that is gone: its groups are given to others meanwhile, and it is asked again later.
-        lost = ServerError if status == 500 else ServerLost
-        raise lost(f"status {status}, {shortened(response.text)}")
+        kind = ServerError if status == 500 else ServerLost
+        lost = kind(f"status {status}, {shortened(response.text)}")
+        lost.retry_after_s = _retry_after_s(response.headers.get("Retry-After", ""))
+        raise lost
     if status >= 400:
         try:  # the message of an error in OpenAI's form
             message = str(response.json()["error"]["message"])
@@ -198,6 +221,18 @@ def _value(response: httpx.Response) -> Any:
         return response.json()
     except ValueError:
         return response.text
+
+
+def _retry_after_s(header: str) -> float | None:
+    """The seconds of a header `Retry-After`, which has a number or a date; None for none of them."""
+    try:
+        seconds = float(header) if header else math.nan
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
 def _is_unknown_host(error: BaseException | None) -> bool:

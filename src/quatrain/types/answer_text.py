@@ -108,6 +108,16 @@ class Channels:
             self._resume(tokens.pieces(context[-CONTEXT:]))
         self._given = len(self._header or "")
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether further text is a thought."""
+        return self._kind == "thoughts"
+
+    @property
+    def may_think(self) -> bool:
+        """Whether further text may be a thought."""
+        return self._is_harmony or self._pair is not None
+
     def _resume(self, pieces: Sequence[str]) -> None:
         """Takes up what the prompt has begun: in Harmony its last message, else thoughts at its very end."""
         openings = (START,) if self._is_harmony else (self._pair or ())

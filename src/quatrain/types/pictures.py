@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,15 +171,3 @@ class PicturesInJson:
             picture = Picture.of(base64.b64decode(values["content"]), tuple(values["size"]))
             self._known[picture.id] = picture
         return self._known[int(values[IN_JSON], 16)]
-
-
-def numbers_within(pictures: Pictures, count: Callable[[Picture], int]) -> np.ndarray:
-    """[T] int32: of each placeholder of a sequence, its number among those of its picture; 0 for text.
-
-    `count` says how many placeholders a picture has.
-    """
-    numbers = np.zeros(len(pictures), np.int32)
-    for picture in pictures.used:
-        places = np.flatnonzero(pictures.ids == picture.id)
-        numbers[places] = np.arange(len(places)) % count(picture)
-    return numbers

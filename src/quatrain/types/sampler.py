@@ -45,6 +45,8 @@ class PerRequestSampling:
     """Kept contexts are shared with requests of the same salt alone."""
     stop_ids: tuple[int, ...] | None = None
     """The tokens that end it, of an engine that has none of its own; None: the engine's."""
+    grammar: str | None = None
+    """The grammar that its text follows (`data/grammars.py`); None: any text."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,11 @@ class Sampler(ABC):
         "`cannot_see = None`"
     )
     """Why it samples after no prompt with pictures, and what to do about it; None: it does."""
+    cannot_constrain: str | None = (
+        "rollout.sampler must follow the grammar of a request; a class that reads `own.grammar` says so with "
+        "`cannot_constrain = None`"
+    )
+    """Why it follows no grammar (`PerRequestSampling.grammar`), and what to do about it; None: it does."""
 
     @property
     def exchanges_in_flight(self) -> bool:
@@ -193,6 +200,14 @@ class Sampler(ABC):
 
         Their tokens are recorded with `version`. Returns when they are in use.
         """
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raises ValueError, with the reason, if it does not follow this grammar.
+
+        Without this, `start` refuses it. A grammar that was checked begins sooner.
+        """
+        if self.cannot_constrain is not None:
+            raise ValueError(f"the answer would be any text: {self.cannot_constrain}")
 
     def drop(self, keys: Sequence[int]) -> None:  # noqa: B027 - may stay as it is
         """Forget requests, whose listeners are called no more; those that have finished are ignored."""
@@ -245,11 +260,19 @@ def check_seen(sampler: Sampler, prompts: Iterable[Prompt]) -> None:
         raise ValueError(f"pictures would be lost: {sampler.cannot_see}")
 
 
+def check_followed(sampler: Sampler, requests: Iterable[Request]) -> None:
+    """Raises ValueError if one of `requests` has a grammar that `sampler` does not follow."""
+    grammars = {each.own.grammar for each in requests if each.own is not None}
+    for grammar in grammars:
+        if grammar is not None:
+            sampler.check_grammar(grammar)
+
+
 def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Completion]]:
     """The completion of each turn of `requests`, once it is whole.
 
     The futures have ValueError if there is no room for a request, or it has pictures and the sampler cannot
-    see; TurnFailed, or ServiceFailed.
+    see, or a grammar that it does not follow; TurnFailed, or ServiceFailed.
     """
     turns = [Completion() for request in requests for _ in range(request.sampling.n)]
     futures: list[Future[Completion]] = [Future() for _ in turns]
@@ -279,6 +302,7 @@ def sampled(sampler: Sampler, requests: Sequence[Request]) -> list[Future[Comple
 
     try:
         check_seen(sampler, [request.prompt for request in requests])
+        check_followed(sampler, requests)
         sampler.start(requests, listen).add_done_callback(queued)
     except Exception as error:  # of a sampler of one's own: whoever waits for the turns is told
         fail(error)

@@ -146,8 +146,9 @@ class Learner:
         read = self.objective.check()
         self.reads_sampler = "rollout_logprobs" in read
         """Whether the policy loss itself reads the sampler's log-probabilities."""
-        ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in read
-        self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
+        compares = "old_logprobs" in read or self.objective.penalises
+        to_sampler = update.old_logprobs == "rollout" and compares
+        self.corrects_staleness = to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
         shared: dict[str, Any] = {"share_prompts": update.shares_prompts, "store": store}
@@ -373,7 +374,7 @@ class Learner:
         for place, rows in mini_batches:
             mini = table.take(rows)
             signal = self._signal(mini)[mini.completion_mask].any()
-            signal = signal or self.config.kl_coef or self.config.entropy_coef or self.config.router_aux_coef
+            signal = signal or objective.without_signal or self.config.router_aux_coef
             # A step without signal would still move the weights by momentum and weight decay.
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1

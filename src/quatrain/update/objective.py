@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quatrain.config.algorithms import LOSSES
 from quatrain.config.sections.update import SHARED_LOSS_ARGUMENTS, UpdateConfig
 from quatrain.forward.table import TokenTable
 from quatrain.ops.corrections import Correction, Rejections, behaviour_weights, rejected_tokens
-from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
+from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k2, k3
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.tokens import DistilledTokens, MiniBatchColumns, ScoredTokens, TokenLoss
 from quatrain.update.distillation import Distillation
@@ -30,7 +31,7 @@ SQUARES = "behaviour_weight_squares"
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Policy loss + KL to the reference - entropy bonus, per token: a `gradient.Objective`."""
+    """Policy loss + KL to reference and sampler - entropy bonus, per token: a `gradient.Objective`."""
 
     name: str
     """The loss as the configuration has it, for errors."""
@@ -48,6 +49,9 @@ class PolicyObjective:
     rejections: Rejections = ()
     rejected: str = "keep"
     distillation: Distillation | None = None
+    sampler_kl_coef: float = 0.0
+    penalises: bool = False
+    """Whether the loss draws tokens to the sampler's log-probabilities, also those whose advantage is 0."""
 
     @classmethod
     def of(
@@ -84,7 +88,14 @@ class PolicyObjective:
             tuple((name, tuple(b) if isinstance(b, list | tuple) else (b,)) for name, b in rules),
             config.rejected,
             distillation,
+            config.sampler_kl_coef,
+            config.loss in LOSSES and LOSSES[config.loss].without_signal,
         )
+
+    @property
+    def without_signal(self) -> bool:
+        """Whether tokens whose advantage is 0 have a gradient too."""
+        return bool(self.kl_coef or self.sampler_kl_coef or self.entropy_coef or self.penalises)
 
     @property
     def mini_batch_columns(self) -> MiniBatchColumns | None:
@@ -136,6 +147,9 @@ class PolicyObjective:
             kl = KL_ESTIMATORS[self.kl_estimator](logprobs, tokens.ref_logprobs)
             loss = loss + self.kl_coef * kl
             means["update/kl"] = kl
+        if self.sampler_kl_coef:
+            means["update/sampler_kl"] = sampler_kl = k2(logprobs, tokens.rollout_logprobs)
+            loss = loss + self.sampler_kl_coef * sampler_kl
         return TokenLoss(loss, means, peaks, weighted)
 
     def advantages_on_host(self, table: TokenTable, old_logprobs: np.ndarray) -> np.ndarray:

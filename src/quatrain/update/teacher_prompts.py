@@ -13,11 +13,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from quatrain.config.errors import listed, shown
+from quatrain.config.errors import shown
 from quatrain.config.schema import DistillConfig
 from quatrain.data.messages import INSTRUCTIONS, checked_messages, tools_of
 from quatrain.data.policy import Policy
 from quatrain.data.prompts import PromptSource
+from quatrain.data.row_text import RowText
 from quatrain.data.token_table import TokenRow
 from quatrain.data.tokenizer import encode_further, fill_template, render
 from quatrain.data.turns import TurnsOfRow
@@ -27,8 +28,7 @@ from quatrain.types.pictures import Pictures, Tokens, joined, stacked
 from quatrain.workers.user_code import find_function
 
 _FUNCTION = re.compile(r".+\.py:\w+|[\w.]+:\w+")
-_BRACES = re.compile(r"{{|}}|{(\w+)}|[{}]")
-"""In a text: a literal brace, written twice, the name of a column, or a brace that is neither."""
+OTHERWISE = ", or give a function as path/file.py:function"
 
 
 class TeacherPrompts:
@@ -46,12 +46,8 @@ class TeacherPrompts:
         self._function: Callable[..., Any] | None = None
         if _FUNCTION.fullmatch(spec):
             self._function = find_function(spec, MappingProxyType({}), "teacher's prompt (distill.prompt)")
-        elif wrong := next((found for found in _BRACES.finditer(spec) if found[0] in ("{", "}")), None):
-            raise ValueError(
-                "distill.prompt must have braces around the names of data columns alone, as {answer}; got "
-                f"{shown(spec[wrong.start() :])}; name a column, write a literal brace twice, or give a "
-                "function as path/file.py:function"
-            )
+        else:
+            self._text = RowText(spec, "distill.prompt", otherwise=OTHERWISE)
         self._generation: list[int] | None = None
 
     @classmethod
@@ -62,7 +58,7 @@ class TeacherPrompts:
     @property
     def columns(self) -> tuple[str, ...]:
         """The data columns that the text names."""
-        return () if self._function else tuple(dict.fromkeys(filter(None, _BRACES.findall(self._spec))))
+        return () if self._function else self._text.columns
 
     def text(self, prompt: PromptText, columns: Mapping[str, Any]) -> PromptText:
         """The teacher's prompt in place of `prompt`, of a row with `columns`.
@@ -71,16 +67,7 @@ class TeacherPrompts:
         """
         if self._function is not None:
             return self._written(self._function, {**columns, "prompt": prompt})
-        if missing := [name for name in self.columns if name not in columns]:
-            raise ValueError(
-                f"distill.prompt names the column {missing[0]!r}; the data has {listed(columns) or 'none'}"
-            )
-        if null := [name for name in self.columns if columns[name] is None]:
-            raise ValueError(
-                f"distill.prompt names the column {null[0]!r}, which must not be null; give a value, remove "
-                "the row, or give a function as path/file.py:function"
-            )
-        own = _BRACES.sub(lambda found: str(columns[found[1]]) if found[1] else found[0][0], self._spec)
+        own = self._text.filled(columns)
         if isinstance(prompt, str):
             return f"{own}\n{prompt}"
         first, *rest = prompt

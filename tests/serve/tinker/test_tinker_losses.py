@@ -84,7 +84,7 @@ def formula(loss: str, l, old, A, low, high, beta, mask) -> tuple[np.ndarray, np
         r = np.full(len(l), np.exp(np.clip((l - old)[inside].mean(), -20, 20)) if inside.any() else 1.0)
         A, moves = np.where(inside, A, 0), True
     if loss == "dro":
-        losses, pull = -(A * l - 0.5 * beta * d**2), A - beta * d * moves
+        losses, pull = -(A * l - 0.5 * beta * (l - old) ** 2), A - beta * (l - old)
         clipped = np.zeros(len(l), bool)
     elif loss == "cispo":
         used = np.clip(r, low, high)
@@ -172,7 +172,7 @@ def test_rows_without_advantage_count_nothing_whatever_their_ratio(loss):
 
 
 def test_log_ratios_end_at_20():
-    """Far from its sampler a row has the ratio exp(20), and no gradient."""
+    """Far from its sampler a row has the ratio exp(20), and no gradient but that of DRO's penalty."""
     for sign in (1, -1):
         data = Datum(
             np.zeros(2, np.int32),
@@ -185,8 +185,9 @@ def test_log_ratios_end_at_20():
         assert metrics["ratio:max"] == pytest.approx(np.exp(20) if sign > 0 else 1, rel=1e-5)
         asked = Pass((data,), "dro", {"beta": 0.1})
         value, [pull], _ = computed(asked, [np.float32([-1, -1])])
-        assert value == pytest.approx(2 + 0.05 * 400, rel=1e-5)
-        np.testing.assert_allclose(pull, [1, 1], rtol=1e-5)
+        # A penalty is no ratio: it pulls back, however far a row is.
+        assert value == pytest.approx(2 + 0.05 * (40 * sign - 1) ** 2, rel=1e-5)
+        np.testing.assert_allclose(pull, [1 - 0.1 * (40 * sign - 1), 1], rtol=1e-5)
 
 
 def test_cross_entropy_has_weights_of_any_sign_and_one_by_default():

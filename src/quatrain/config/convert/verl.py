@@ -183,6 +183,7 @@ def _policy_loss(t: Translation) -> str:
         **{name: f"{policy}.{name}" for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
         **{name: f"{policy}.{name}" for name in ("kl_cov_ratio", "ppo_kl_coef")},
         **{name: f"{ACTOR}.{name}" for name in ("tau_pos", "tau_neg")},
+        "beta": f"{policy}.dro_beta",
     }
     known = LOSSES[loss].parameters if loss in LOSSES else ()
     args = {name: t.given[place] for name, place in places.items() if name in known and place in t.given}

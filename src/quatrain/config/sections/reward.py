@@ -23,6 +23,7 @@ from quatrain.config.fields import (
     function_name,
     must,
 )
+from quatrain.config.sections.judge import JUDGE, Judge
 
 
 class RewardEntry(Section):
@@ -45,7 +46,7 @@ def _models_with_args(functions: Any) -> list[str]:
     return [
         name
         for name, entry in functions.items()
-        if name.startswith(REWARD_MODEL) and isinstance(entry, RewardEntry) and entry.args
+        if (name.startswith(REWARD_MODEL) or name == JUDGE) and isinstance(entry, RewardEntry) and entry.args
     ]
 
 
@@ -78,7 +79,9 @@ Functions = Annotated[
         lambda functions: REWARD_MODEL not in functions,
     ),
     must(
-        lambda functions: f"have no args for a reward model; {_models_with_args(functions)[0]} has some",
+        lambda functions: (
+            f"have no args for a reward model or the judge; {_models_with_args(functions)[0]} has some"
+        ),
         lambda functions: not _models_with_args(functions),
     ),
 ]
@@ -89,19 +92,30 @@ class RewardConfig(Section):
 
     functions: Functions = Field({"correct": 1.0, "format": 0.5, "tag_count": 0.5})
     """Mapping from reward functions to their weights. A function is a built-in name,
-    `package.module:function`, `path/file.py:function`, or `model:PATH`, the reward model in a local Hugging
-    Face folder or on the Hub. Instead of a weight, a mapping gives `weight` (default 1.0), `args` (arguments
-    by name) and `data_source` (the values of this column whose rows are scored):
+    `package.module:function`, `path/file.py:function`, `model:PATH`, the reward model in a local Hugging Face
+    folder or on the Hub, or `judge`, the model of `reward.judge`. Instead of a weight, a mapping gives
+    `weight` (default 1.0), `args` (arguments by name) and `data_source` (the values of this column whose rows
+    are scored):
     [reward.md](reward.md#arguments-and-data-sources). A configuration layer that sets the mapping replaces
     the whole mapping; with a teacher (`distill.teacher`) it may be empty. If no layer sets it, it is
-    `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym, else `{environment: 1.0}` with
-    `rollout.agent`."""
+    `{judge: 1.0}` with `reward.judge`, else `{reasoning_gym: 1.0}` where `data.train` is of reasoning-gym,
+    else `{environment: 1.0}` with `rollout.agent`."""
+    judge: Judge = None
+    """A model that judges completions: `self`, or a mapping with [these keys](#rewardjudge), of which each
+    may be set alone, as `reward.judge.n`. The entry `judge` of `reward.functions` has its weight."""
     overlong_limit: Derived[Count] = NOT_SET
     """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
     `overlong`: `rollout.max_new_tokens`."""
     overlong_buffer: Derived[Count] = NOT_SET
     """Tokens before `reward.overlong_limit` over which the function `overlong` falls from 0 to -1; derived if
     `reward.functions` has `overlong`: a fifth of the limit."""
+    truncated_factor: Fraction | None = None
+    """Penalty on completions that were cut at `rollout.max_new_tokens`: their reward is multiplied by this
+    factor. The function `overlong` is not part of what is multiplied, and a reward below 0 stays as it is.
+    null: no factor."""
+    truncated_reward: float | None = None
+    """The same penalty in another form: the reward of a completion that was cut, whatever the functions but
+    `overlong` gave it; null: theirs."""
     per_call: Literal["batch", "group", "sample"] = "batch"
     """Samples that a reward function gets in one call: the whole batch, the samples of one prompt, or one.
     Calls on groups or samples run in parallel, and a function that compares samples sees those of its call
@@ -134,6 +148,11 @@ class RewardConfig(Section):
         """The reward models: entry of `functions` -> path of the model."""
         entries = (name for name in self.functions if name.startswith(REWARD_MODEL))
         return {name: name.removeprefix(REWARD_MODEL) for name in entries}
+
+    @property
+    def judges(self) -> bool:
+        """Whether a judge gives a reward."""
+        return self.judge is not None and JUDGE in self.functions
 
     @property
     def entries(self) -> dict[str, RewardEntry]:

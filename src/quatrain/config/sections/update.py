@@ -119,6 +119,9 @@ class UpdateConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "k3_straight"] = "k3"
     """Estimator of the KL to the reference; its value and gradient:
     [algorithms.md](algorithms.md#kl-to-the-reference)."""
+    sampler_kl_coef: float = Field(0.0, ge=0)
+    """Weight of the quadratic distance from the sampler in the loss: half the square of a token's
+    log-probability minus the sampler's; 0: none."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     router_aux_coef: float = Field(0.0, ge=0)
@@ -223,11 +226,11 @@ class OptimizerConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic, which predicts returns for `advantage.estimator: gae`."""
+    """The critic, which predicts returns for `advantage.estimator` `gae` or `length_adaptive_gae`."""
 
     enabled: Derived[bool] = NOT_SET
-    """Whether a critic is trained; derived: true for `advantage.estimator: gae`, else false. An estimator of
-    your own that takes `values` needs true."""
+    """Whether a critic is trained; derived: true for `advantage.estimator` `gae` or `length_adaptive_gae`,
+    else false. An estimator of your own that takes `values` needs true."""
     path: Text | None = None
     """The critic's model, in the forms of `model.path`; its tokenizer must be the policy's. null: the
     policy's weights at the start of training, with a new output head of zeros."""

@@ -91,9 +91,12 @@ def rewards_of_tokens(
 
 
 def generalised_advantages(
-    rho: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float
+    rho: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float | np.ndarray
 ) -> np.ndarray:
-    """`gae` before whitening, [B, T] float64: each row alone, from its last completion token to its first."""
+    """`gae` before whitening, [B, T] float64: each row alone, from its last completion token to its first.
+
+    `lam` is one number, or [B]: one for each row.
+    """
     advantages = np.zeros(mask.shape)
     advantage, next_value = np.zeros(len(mask)), np.zeros(len(mask))
     for t in reversed(range(mask.shape[1])):
@@ -102,6 +105,33 @@ def generalised_advantages(
         next_value = np.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = advantage
     return np.where(mask, advantages, 0.0)
+
+
+def with_critic(
+    rewards: np.ndarray,
+    completion_mask: np.ndarray,
+    token_rewards: np.ndarray,
+    values: np.ndarray,
+    *,
+    gamma: float,
+    lam: float | np.ndarray,
+    critic_lam: float | None = None,
+    scale: str,
+) -> TokenAdvantages:
+    """Generalised advantages with `lam`, `scaled`, and the returns A + v before that, with `critic_lam`.
+
+    `critic_lam` None: the returns are those of `lam`. A row without a reward has advantage 0 and returns v.
+    """
+    rho = rewards_of_tokens(rewards, completion_mask, token_rewards)
+    counted = counted_tokens(rewards, completion_mask)
+    values = np.where(completion_mask, values, 0.0)
+
+    def raw(lam: float | np.ndarray) -> np.ndarray:
+        return np.where(counted, generalised_advantages(rho, values, completion_mask, gamma, lam), 0.0)
+
+    advantages = raw(lam)
+    returns = values + (advantages if critic_lam is None else raw(critic_lam))
+    return TokenAdvantages(scaled(advantages, counted, scale).astype(np.float32), returns.astype(np.float32))
 
 
 def counted_tokens(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:

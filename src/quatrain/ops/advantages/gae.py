@@ -2,15 +2,7 @@
 
 import numpy as np
 
-from quatrain.ops.advantages._shared import (
-    TokenAdvantages,
-    check_fraction,
-    check_scale,
-    counted_tokens,
-    generalised_advantages,
-    rewards_of_tokens,
-    scaled,
-)
+from quatrain.ops.advantages._shared import TokenAdvantages, check_fraction, check_scale, with_critic
 
 SCALES = ("batch", "none")
 
@@ -36,10 +28,4 @@ def gae(
     check_scale("gae", scale, SCALES)
     check_fraction("gamma", gamma)
     check_fraction("lam", lam)
-    rho = rewards_of_tokens(rewards, completion_mask, token_rewards)
-    counted = counted_tokens(rewards, completion_mask)
-    values = np.where(completion_mask, values, 0.0)
-    advantages = np.where(counted, generalised_advantages(rho, values, completion_mask, gamma, lam), 0.0)
-    return TokenAdvantages(
-        scaled(advantages, counted, scale).astype(np.float32), (advantages + values).astype(np.float32)
-    )
+    return with_critic(rewards, completion_mask, token_rewards, values, gamma=gamma, lam=lam, scale=scale)

@@ -25,6 +25,13 @@ def surrogate(
     return TokenLoss(-used * advantages, fractions(clip_low=low, clip_high=high, clip_dual=dual))
 
 
+def trust_region(tokens: ScoredTokens, low: jax.Array, high: jax.Array) -> TokenLoss:
+    """-r A, and 0 on the tokens that have left a trust region: `low` where A < 0, `high` where A > 0."""
+    low, high = (tokens.advantages < 0) & low, (tokens.advantages > 0) & high
+    loss = jnp.where(low | high, 0.0, -jnp.exp(log_ratio(tokens)) * tokens.advantages)
+    return TokenLoss(loss, fractions(clip_low=low, clip_high=high))
+
+
 def selected(
     values: jax.Array, low: jax.Array, lower_bound: float, high: jax.Array, upper_bound: float
 ) -> jax.Array:

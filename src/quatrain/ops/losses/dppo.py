@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from quatrain.ops.losses._shared import fractions, log_ratio
+from quatrain.ops.losses._shared import trust_region
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 
@@ -25,7 +25,4 @@ def dppo(tokens: ScoredTokens, *, clip_low: float = 0.2, clip_high: float = 0.2)
         `clip_high_fraction` (A > 0) and their sum, `clip_fraction`.
     """
     moved = jax.lax.stop_gradient(jnp.exp(tokens.logprobs) - jnp.exp(tokens.rollout_logprobs))
-    low = (tokens.advantages < 0) & (moved < -clip_low)
-    high = (tokens.advantages > 0) & (moved > clip_high)
-    loss = jnp.where(low | high, 0.0, -jnp.exp(log_ratio(tokens)) * tokens.advantages)
-    return TokenLoss(loss, fractions(clip_low=low, clip_high=high))
+    return trust_region(tokens, moved < -clip_low, moved > clip_high)

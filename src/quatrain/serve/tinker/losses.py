@@ -18,6 +18,7 @@ import numpy as np
 from quatrain.forward.table import TokenTable, padded
 from quatrain.ops.kl import MAX_LOG_RATIO
 from quatrain.ops.losses.cispo import cispo as clipped_weight
+from quatrain.ops.losses.dro import dro as quadratic_penalty
 from quatrain.ops.losses.gspo import gspo as sequence_ratio
 from quatrain.ops.losses.ppo_clip import ppo_clip
 from quatrain.ops.tokens import LISTED_WORDS, ListedTokens, ScoredTokens, TokenLoss
@@ -54,9 +55,14 @@ def cispo(tokens: ScoredTokens) -> TokenLoss:
 
 
 def dro(tokens: ScoredTokens) -> TokenLoss:
-    """-(A logprobs - β d² / 2) with d = clamp(logprobs - old_logprobs, -20, 20) (arXiv 2405.19107)."""
-    penalty = 0.5 * tokens.column(BETA) * jnp.square(_log_ratio(tokens))
-    return _of_ratio(tokens, TokenLoss(penalty - tokens.advantages * tokens.logprobs))
+    """-(A logprobs - β (logprobs - old_logprobs)² / 2)."""
+    # Where no row counts the square may overflow, and its gradient would be NaN times 0.
+    counted, own = tokens.advantages != 0, jax.lax.stop_gradient(tokens.logprobs)
+    sampler = jnp.where(counted, tokens.old_logprobs, own)
+    given = replace(tokens, columns={**tokens.columns, "rollout_logprobs": sampler})
+    # `_of_ratio` has the metrics of all losses of ratios, and no other.
+    beta: Any = tokens.column(BETA)
+    return _of_ratio(tokens, TokenLoss(quadratic_penalty(given, beta=beta).loss))
 
 
 def gspo(tokens: ScoredTokens) -> TokenLoss:

@@ -1,0 +1,86 @@
+"""Judgements on disk, by the content of the question: each is asked for once, also by a run that is resumed.
+
+A file for each judgement, written at once (a draft that takes its place), so that several processes may use
+a folder, and a run that is killed leaves whole ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from quatrain.reward.judge.judgements import Judgement
+
+logger = logging.getLogger(__name__)
+
+
+def key_of(*content: Any) -> str:
+    """What a judgement is kept under: a digest of JSON values."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class JudgementCache:
+    """The judgements in `folder`; None: in this process. Not `keeps`: nothing is kept."""
+
+    def __init__(self, folder: Path | None = None, *, keeps: bool = True):
+        self.folder, self._keeps = folder, keeps
+        self._here: dict[str, Judgement] = {}
+        self.damaged = 0
+        """Entries that were damaged, and are asked for again."""
+
+    def get(self, key: str) -> Judgement | None:
+        """What was put under `key`; None for nothing, and for an entry that is damaged, which is reported."""
+        if self.folder is None:
+            return self._here.get(key)
+        path = self._path(key)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            entry = json.loads(content)
+            found, digest = Judgement(entry["score"], entry["reason"]), entry["sha256"]
+            if type(found.score) is not float or digest != _digest(key, found):
+                raise ValueError("its digest is that of other content")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            self.damaged += 1
+            logger.warning(
+                "the judgement in %s is damaged (%s: %s); it is asked for again and replaced",
+                *(path, type(error).__name__, error),
+            )
+            return None
+        return found
+
+    def put(self, key: str, judgement: Judgement) -> None:
+        """Keep a judgement; raises OSError if it cannot be written."""
+        if not self._keeps:
+            return
+        if self.folder is None:
+            self._here[key] = judgement
+            return
+        entry = {**judgement._asdict(), "sha256": _digest(key, judgement)}
+        write_at_once(self._path(key), json.dumps(entry, ensure_ascii=True))
+
+    def _path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / key[:2] / f"{key}.json"
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Replaces a file whole, so that nobody reads a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _digest(key: str, judgement: Judgement) -> str:
+    return key_of(key, judgement.score, judgement.reason)

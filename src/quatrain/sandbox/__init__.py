@@ -1,0 +1,1 @@
+"""Programs that a policy wrote, run with limits in namespaces of their own or in containers."""

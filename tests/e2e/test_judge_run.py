@@ -1,0 +1,86 @@
+"""Whole runs whose reward is a judge: the policy, another model, or a server; also killed and resumed."""
+
+import json
+
+import pytest
+from judge_server import JudgeServer, said
+from resumed_runs import killed_copy
+from runs import small_run
+
+from quatrain.loop.train import train
+from quatrain.run.catalogue import unknown_metrics
+from quatrain.run.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+TEMPLATE = "{completion}\n{rubric}\n"
+STEPS = ("run.steps=2", "checkpoint.every_steps=1", "checkpoint.keep=2", "sft.steps=0", "update.kl_coef=0")
+LITTLE = ("eval.before=false", "eval.every_steps=0", "eval.num_prompts=1", "eval.final_num_prompts=1")
+
+
+def _options(folder, judge):
+    template = folder / "template.txt"
+    template.write_text(TEMPLATE)
+    keys = f"{judge}, template: {template}, rubric: ok, max_tokens: 128, temperature: 1.0"
+    return (*STEPS, *LITTLE, f"reward.judge={{{keys}}}")
+
+
+def _by_step(run):
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "reward/judge/requests" in row]
+    return {row["step"]: row for row in rows}
+
+
+def _resumed(run, folder, options):
+    copy = killed_copy(run, folder, step=1)
+    return train(small_run(folder, run.name, *options), resume=copy.name).run
+
+
+def test_the_policy_judges_itself(tmp_path):
+    """Catches judgements that do not follow the grammar, are unnamed in the catalogue, or asked twice.
+
+    A run that was killed after its first checkpoint finds those of its second step.
+    """
+    options = _options(tmp_path, "self: true")
+    run = train(small_run(tmp_path / "first", "run", *options)).run
+    steps = _by_step(run)
+    names = {name for row in read_metrics(run / "metrics.jsonl") for name in row} - {"step", "non_finite"}
+    assert not unknown_metrics(names)
+    for row in steps.values():
+        asked = row["reward/judge/requests"] + row["reward/judge/cached"]
+        # Random weights may fill an answer with blanks, which the grammar allows.
+        assert row["reward/judge/failed"] < asked
+        assert 0 <= row["reward/judge/min"] <= row["reward/judge/max"] <= 1
+        assert row["reward/mean"] == pytest.approx(row["reward/judge/mean"])
+    samples = map(json.loads, (run / "samples" / "step_000001.jsonl").read_text().splitlines())
+    assert any(isinstance(sample["columns"]["judge/reason"], str) for sample in samples)
+    again = _by_step(_resumed(run, tmp_path / "again", options))
+    assert again[2]["reward/judge/requests"] <= steps[2]["reward/judge/failed"]
+    assert again[2]["reward/judge/cached"] > 0
+    assert again[2]["reward/judge/mean"] == steps[2]["reward/judge/mean"]
+
+
+def test_another_model_judges(tmp_path):
+    """Catches another model whose weights or tokenizer are those of the policy, or that is not asked."""
+    options = _options(tmp_path, "model: builtin:tiny")
+    run = train(small_run(tmp_path, "run", *options, "run.steps=1")).run
+    row = _by_step(run)[1]
+    assert row["reward/judge/requests"] > 0
+    assert row["reward/judge/failed"] < row["reward/judge/requests"]
+    assert row["reward/judge/tokens_out"] > 0
+
+
+def test_a_resumed_run_asks_a_server_nothing_twice(tmp_path):
+    """Catches questions of steps after the checkpoint, and of the start, that are asked again."""
+    server = JudgeServer(lambda number, _: said(f'{{"reason": "r", "score": {number % 10 / 10}}}'))
+    with server.running() as address:
+        options = _options(tmp_path, f"base_url: {address}")
+        run = train(small_run(tmp_path / "first", "run", *options)).run
+        texts = server.texts
+        assert len(texts) == len(set(texts)) > 2
+        again = _resumed(run, tmp_path / "again", options)
+        assert server.texts == texts
+    before, after = _by_step(run)[2], _by_step(again)[2]
+    assert after["reward/judge/requests"] == 0
+    assert after["reward/judge/mean"] == before["reward/judge/mean"]
+    spent = [json.loads((each / "judge_spent.json").read_text())["requests"] for each in (run, again)]
+    assert spent[0] == spent[1] >= len(texts)  # more, if a connection was lost
