@@ -41,12 +41,30 @@ ADD_SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+ASK = [{"role": "user", "content": QUESTION}]
+ADD = {"name": "add", "description": "Adds two numbers.", "parameters": ADD_SCHEMA}
+ADD_TOOL = {"type": "function", "function": ADD}
+"""In the form of a chat's."""
 LONGEST_S = 60.0
 
 
 def sum_of(arguments: dict[str, int]) -> str:
     """The result of the tool `add`."""
     return str(arguments["a"] + arguments["b"])
+
+
+def chat_round_trip(create: Callable[..., Any]) -> dict[str, Any]:
+    """The calls of `add` in a dialogue of chats, and the text that ends it; `create` asks for an answer."""
+    messages, calls = list(ASK), []
+    while True:
+        said = create(messages=messages, tools=[ADD_TOOL]).choices[0].message
+        messages.append(said)
+        if not said.tool_calls:
+            return {"calls": calls, "text": said.content}
+        for call in said.tool_calls:
+            calls.append(json.loads(call.function.arguments))
+            result = {"role": "tool", "tool_call_id": call.id, "content": sum_of(calls[-1])}
+            messages.append(result)
 
 
 def num_running() -> int:

@@ -6,12 +6,12 @@ import json
 import anthropic
 from checks import (
     ADD_SCHEMA,
+    ASK,
     CITY,
     CITY_SCHEMA,
     ENDLESS,
     KEY,
     MODEL,
-    QUESTION,
     URL,
     cancelled,
     error_of,
@@ -20,7 +20,6 @@ from checks import (
 )
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
-ASK = [{"role": "user", "content": QUESTION}]
 ADD_TOOL = {"name": "add", "description": "Adds two numbers.", "input_schema": ADD_SCHEMA}
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import instructor
 import openai
-from checks import BASE, CITY, ENDLESS, KEY, MODEL, QUESTION, cancelled, error_of, main
+from checks import ASK, BASE, CITY, ENDLESS, KEY, MODEL, cancelled, error_of, main
 from instructor import Mode
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,7 +27,6 @@ class Add(BaseModel):
 
 
 plain = openai.OpenAI(base_url=BASE, api_key=KEY, max_retries=0)
-ASK = [{"role": "user", "content": QUESTION}]
 ASK_CITY = [{"role": "user", "content": CITY}]
 
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+from functools import partial
 
 import litellm
 from checks import (
-    ADD_SCHEMA,
+    ASK,
     BASE,
     CITY,
     CITY_SCHEMA,
@@ -15,16 +16,13 @@ from checks import (
     QUESTION,
     URL,
     cancelled,
+    chat_round_trip,
     error_of,
     main,
-    sum_of,
 )
 
 OPENAI = {"model": f"openai/{MODEL}", "api_base": BASE, "api_key": KEY, "num_retries": 0}
 ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": KEY, "num_retries": 0}
-ASK = [{"role": "user", "content": QUESTION}]
-ADD = {"name": "add", "description": "Adds two numbers.", "parameters": ADD_SCHEMA}
-ADD_TOOL = {"type": "function", "function": ADD}
 litellm.suppress_debug_info = True
 
 
@@ -38,16 +36,7 @@ def stream():
 
 
 def round_trip(**provider):
-    messages, calls = list(ASK), []
-    while True:
-        said = litellm.completion(**provider, messages=messages, tools=[ADD_TOOL]).choices[0].message
-        messages.append(said)
-        if not said.tool_calls:
-            return {"calls": calls, "text": said.content}
-        for call in said.tool_calls:
-            calls.append(json.loads(call.function.arguments))
-            result = {"role": "tool", "tool_call_id": call.id, "content": sum_of(calls[-1])}
-            messages.append(result)
+    return chat_round_trip(partial(litellm.completion, **provider))
 
 
 def tools():

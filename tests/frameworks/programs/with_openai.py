@@ -5,7 +5,9 @@ import json
 
 import openai
 from checks import (
-    ADD_SCHEMA,
+    ADD,
+    ADD_TOOL,
+    ASK,
     BASE,
     CITY,
     CITY_SCHEMA,
@@ -14,6 +16,7 @@ from checks import (
     MODEL,
     QUESTION,
     cancelled,
+    chat_round_trip,
     error_of,
     left,
     main,
@@ -21,9 +24,6 @@ from checks import (
 )
 
 client = openai.OpenAI(base_url=BASE, api_key=KEY, max_retries=0)
-ASK = [{"role": "user", "content": QUESTION}]
-ADD = {"name": "add", "description": "Adds two numbers.", "parameters": ADD_SCHEMA}
-ADD_TOOL = {"type": "function", "function": ADD}
 ADD_OF_RESPONSES = {"type": "function", **ADD, "strict": True}
 FORMAT = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
 
@@ -41,16 +41,7 @@ def stream():
 
 
 def tools():
-    messages, calls = list(ASK), []
-    while True:
-        said = create(messages, tools=[ADD_TOOL]).choices[0].message
-        messages.append(said)
-        if not said.tool_calls:
-            return {"calls": calls, "text": said.content}
-        for call in said.tool_calls:
-            calls.append(json.loads(call.function.arguments))
-            result = {"role": "tool", "tool_call_id": call.id, "content": sum_of(calls[-1])}
-            messages.append(result)
+    return chat_round_trip(create)
 
 
 def required():

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from quatrain.config.errors import listed
 from quatrain.serve.choice import Choice
 from quatrain.serve.protocols.fields import fault, list_at, object_at, one_of, only, text_at
-from quatrain.serve.protocols.protocol import AnswerForm, ChatProtocol, as_json
+from quatrain.serve.protocols.protocol import AnswerForm, ChatProtocol
 from quatrain.serve.requests import NO_ROOM, BadRequest, ChatRequest, checked, fields_of
 from quatrain.serve.sessions import Session
 from quatrain.serve.text import Vocabulary
@@ -78,7 +78,7 @@ _TYPES = {
 class Messages(ChatProtocol):
     """Anthropic's Messages. `reads_thinking`: whether the chat template reads `enable_thinking`."""
 
-    splits_thoughts = True
+    splits_thoughts = names_events = True
     idle: ClassVar[Mapping[str, Any] | None] = MappingProxyType({"type": "ping"})
 
     def __init__(self, *, reads_thinking: bool):
@@ -119,10 +119,6 @@ class Messages(ChatProtocol):
             message = f"prompt is too long{numbers} ({message})"
         inner = {"type": _TYPES.get(error.status, other), "message": message}
         return {"type": "error", "error": inner, "request_id": f"req_{secrets.token_hex(12)}"}
-
-    def event(self, value: Mapping[str, Any]) -> str:
-        """As in every protocol; its type has a line of its own."""
-        return f"event: {value['type']}\ndata: {as_json(dict(value))}\n\n"
 
     def _chat(self, fields: dict[str, Any], changed: Counter[str] | None) -> ChatRequest:
         for name, why in REFUSED.items():

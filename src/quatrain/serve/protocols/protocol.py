@@ -63,6 +63,8 @@ class Protocol(ABC, Generic[Asked]):
     """What ends a stream that did not fail."""
     splits_thoughts = False
     """Whether thoughts up to `</think>` have a place of their own in an answer, and are no text."""
+    names_events = False
+    """Whether the type of an event has a line of its own in a stream."""
     idle: ClassVar[Mapping[str, Any] | None] = None
     """The event by which a stream shows that it goes on, after PING_S without another; None: nothing."""
 
@@ -91,7 +93,8 @@ class Protocol(ABC, Generic[Asked]):
 
     def event(self, value: Mapping[str, Any]) -> str:
         """The text of an event in a stream."""
-        return f"data: {as_json(value)}\n\n"
+        named = f"event: {value['type']}\n" if self.names_events else ""
+        return f"{named}data: {json.dumps(dict(value), ensure_ascii=False, allow_nan=False)}\n\n"
 
 
 class ChatProtocol(Protocol[ChatRequest]):
@@ -104,8 +107,3 @@ class ChatProtocol(Protocol[ChatRequest]):
     @abstractmethod
     def count(self, number: int) -> dict[str, Any]:
         """The answer: so many tokens."""
-
-
-def as_json(value: Any) -> str:
-    """The text of an event's JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -22,7 +22,7 @@ from quatrain.data.messages import unfit
 from quatrain.serve.choice import Choice, finite_logprobs, usage_of
 from quatrain.serve.protocols.fields import fault, list_at, object_at, one_of, only, text_at
 from quatrain.serve.protocols.openai import openai_error
-from quatrain.serve.protocols.protocol import AnswerForm, ChatProtocol, as_json
+from quatrain.serve.protocols.protocol import AnswerForm, ChatProtocol
 from quatrain.serve.requests import IGNORED, BadRequest, ChatRequest, checked, fields_of
 from quatrain.serve.sessions import Session
 from quatrain.serve.text import TokenText, Vocabulary
@@ -108,7 +108,7 @@ class ResponsesRequest(ChatRequest):
 class Responses(ChatProtocol):
     """OpenAI's Responses. `reads_thinking`: whether the chat template has the variable `enable_thinking`."""
 
-    splits_thoughts = True
+    splits_thoughts = names_events = True
 
     def __init__(self, *, reads_thinking: bool):
         self._reads_thinking = reads_thinking
@@ -172,10 +172,6 @@ class Responses(ChatProtocol):
         field, is_own = error.field or "", str(error).startswith(f"{error.field} is not supported")
         field = field if is_own else OF_CHAT.get(field, field)
         return openai_error(BadRequest(str(error), field or None, error.status, error.code))
-
-    def event(self, value: Mapping[str, Any]) -> str:
-        """As in every protocol; its type has a line of its own."""
-        return f"event: {value['type']}\ndata: {as_json(value)}\n\n"
 
 
 # ------------------------------------------------------------------------------------------------ requests
