@@ -271,7 +271,10 @@ BAD = {
         {
             "input": [
                 {
-                    **{"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
+                    "type": "function_call",
+                    "call_id": "a",
+                    "name": "add",
+                    "arguments": "{}",
                     "caller": {"type": "program", "caller_id": "p"},
                 },
                 user("a"),
@@ -284,7 +287,9 @@ BAD = {
         {
             "input": [
                 {
-                    **{"type": "function_call_output", "call_id": "a", "output": "1"},
+                    "type": "function_call_output",
+                    "call_id": "a",
+                    "output": "1",
                     "caller": {"type": "program", "caller_id": "p"},
                 },
                 user("a"),

@@ -48,7 +48,7 @@ def only(path: str, fields: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def check_callers(path: str, fields: Mapping[str, Any]) -> None:
-    """Raises BadRequest for a tool that the model may not call itself, and for a call that it did not make."""
+    """Raises BadRequest for a tool that the model may not call itself, or a call that it did not make."""
     callers = list_at(f"{path}.allowed_callers", fields.get("allowed_callers", ["direct"]))
     if "direct" not in callers:
         raise fault(f"{path}.allowed_callers", "must have `direct`, as no programs call tools here", callers)
