@@ -55,7 +55,7 @@ test-vllm: $(STAMP) ## train with a real vLLM on this CPU (installs 4 GB into .v
 	$(BIN)/python scripts/install_vllm.py
 	$(BIN)/python -m pytest -m vllm tests/vllm -rs -s --durations=5 -o faulthandler_timeout=3600
 
-test-hubs: $(STAMP) ## real environments of verifiers and openenv, frameworks and agents of others (installs 2.6 GB into .hubs/)
+test-hubs: $(STAMP) ## real environments of verifiers and openenv, frameworks and agents of others (installs 3.1 GB into .hubs/)
 	$(BIN)/python scripts/install_hubs.py
 	$(BIN)/python -m pytest -m hubs tests/hubs tests/frameworks -rs --durations=5
 

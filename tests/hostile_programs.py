@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 TRY = """
-import ctypes, errno, fcntl, mmap, os, signal, socket, stat, sys, time
+import ctypes, errno, fcntl, mmap, os, signal, socket, stat, struct, sys, time
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -351,6 +351,17 @@ HOSTILE: dict[str, Hostile] = {
         print(sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1])
         """,
         prints=r"\[0, 1, 2\]\n",
+    ),
+    "lists of access that no limit counts": Hostile(
+        """
+        open("file", "w").close()
+        entries = [(1, 6, 0)] + [(2, 7, user) for user in range(8000)] + [(4, 4, 0), (16, 7, 0), (32, 4, 0)]
+        accesses = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+        for name in ("access", "default"):
+            where = "file" if name == "access" else "."
+            attempt(name, lambda: os.setxattr(where, "system.posix_acl_" + name, accesses))
+        attempt("own", lambda: os.setxattr("file", "user.own", bytes(1000)))
+        """
     ),
     "larger files than the limit": Hostile(
         """

@@ -16,6 +16,12 @@ def said(text, **changes):
     return 200, {}, {"choices": [choice | changes], "usage": USAGE}
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    """More connections than a judge makes at once: none waits until it is given up."""
+
+
 class JudgeServer:
     """Answers request number k (from 0) with `answer(k, body)`: a status, headers, and JSON or a text."""
 
@@ -69,8 +75,7 @@ class JudgeServer:
                 self.end_headers()
                 self.wfile.write(content)
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
+        server = _Server(("127.0.0.1", 0), Handler)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

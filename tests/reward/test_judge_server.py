@@ -1,7 +1,9 @@
 """Judges behind a server: what is asked, how often, and what becomes of a server that fails."""
 
 import contextlib
+import json
 import logging
+import socket
 import threading
 
 import numpy as np
@@ -304,6 +306,27 @@ def test_a_budget_that_is_used_up_ends_the_run_or_abstains(tmp_path):
     assert sorted(map(str, found.values)) == ["0.75", "nan"]
     assert found.counts["failed/budget"] == 1
     assert len(server.requests) == 4
+
+
+def test_what_was_not_sent_is_not_counted(tmp_path):
+    """Catches a budget that counts attempts without a connection, or requests that waited for their turn."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        config = JudgeConfig(base_url=address, served_model="one", retries=2, budget={"requests": 1})
+        judge = Judge(config, folder=tmp_path)
+        judge.connect(ServerJudge(config, judge.spending, pause=no_pause))
+        found = score(judge, "a")
+        judge.close()
+    assert (found.counts["requests"], found.counts["retries"], found.counts["failed/lost"]) == (0, 2, 1)
+    server = JudgeServer(lambda number, _: (401, {}, "wrong key") if number else said(GOOD))
+    with judging(server, tmp_path, rpm=2, budget={"requests": 9}) as judge:
+        score(judge, "b")
+        with pytest.raises(ValueError, match="status 401"):
+            score(judge, "c", "d", "e")
+        assert len(server.requests) == 2
+        assert str(judge.spending) == "2 of 9 requests"
+    assert json.loads((tmp_path / SPENT).read_text()) == {"requests": 2, "tokens": 110}
 
 
 def test_a_damaged_judgement_is_counted_and_asked_again(tmp_path):

@@ -13,7 +13,7 @@ from sandboxes import needs_bubblewrap
 
 import quatrain
 from quatrain.sandbox import bubblewrap
-from quatrain.sandbox.limits import Limits, Program, Result, SandboxUnavailable
+from quatrain.sandbox.limits import Limits, Program, Result, SandboxError, SandboxUnavailable
 from quatrain.sandbox.sandbox import Sandbox
 from quatrain.sandbox.usage import descendants
 
@@ -75,6 +75,57 @@ def test_a_program_has_the_packages_of_this_python_and_nothing_else():
     assert not sandbox.run(["ls", here]).succeeded
     assert "test_sandbox.py" in Sandbox("bubblewrap", readable=[here]).run(["ls", here]).stdout
     assert not Sandbox("bubblewrap", readable=[here]).run(["touch", f"{here}/x"]).succeeded
+
+
+@needs_bubblewrap
+def test_a_python_that_programs_cannot_start_is_refused(unchecked, monkeypatch, tmp_path):
+    """Catches a check without Python: each program would fail as if it were wrong, and have reward 0."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho started\n")
+    python.chmod(0o644)  # nobody may execute it, not the user of a sandbox that is not root either
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(SandboxUnavailable, match=rf"{python} did not start .*chmod -R a\+rX FOLDER"):
+        Sandbox("bubblewrap", readable=[tmp_path])
+
+
+@needs_bubblewrap
+def test_folders_below_tmp_are_readable(tmp_path):
+    """Catches folders made before the file system of /tmp, or for one user: programs would not see them."""
+    for place in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
+        place.mkdir(exist_ok=True)
+        place.chmod(0o755)
+    (tmp_path / "a" / "b" / "data").write_text("1\n")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    for place in (tmp_path / "a" / "b", tmp_path / "link"):
+        shown = Sandbox("bubblewrap", readable=[place]).run(["cat", f"{place}/data"])
+        assert (shown.stdout, shown.stderr) == ("1\n", "")
+    for place in ("/tmp", "/dev", "/proc"):
+        with pytest.raises(ValueError, match=f"{place} cannot be readable: a sandbox has its own"):
+            Sandbox("bubblewrap", readable=[place])
+
+
+@needs_bubblewrap
+def test_a_shell_that_ends_before_its_program_is_an_error_of_the_sandbox(monkeypatch):
+    """Catches a sandbox that was killed at its start, and an error that does not say so."""
+    sandbox = Sandbox("bubblewrap")
+    put = bubblewrap._Box.put
+
+    def killed(box, *given):
+        box.kill()
+        box.monitor.wait(10)
+        put(box, *given)
+
+    monkeypatch.setattr(bubblewrap._Box, "put", killed)
+    with pytest.raises(SandboxError, match=r"the shell of a sandbox ended before it was a program \("):
+        sandbox.run(["true"])
+
+
+@needs_bubblewrap
+def test_a_crash_starts_no_program_for_core_files():
+    """Catches a limit of 0, at which Linux still starts the program of core_pattern, as root."""
+    limits = Sandbox("bubblewrap").run(["cat", "/proc/self/limits"]).stdout
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max core file size")]
+    assert line.split()[4:6] == ["1", "1"]
 
 
 @needs_bubblewrap
@@ -181,6 +232,16 @@ def test_folders_with_secrets_are_not_readable(place):
     """Catches a home folder, with its keys, that programs could read."""
     with pytest.raises(ValueError, match="holds the home folder or the system's settings"):
         Sandbox("bubblewrap", readable=[place])
+
+
+def test_a_home_folder_behind_a_link_is_not_readable(monkeypatch, tmp_path):
+    """Catches a home folder whose keys could be read under the name that the link leads to."""
+    (tmp_path / "data" / "me").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "data")
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    for place in ("data", "data/me", "home", "home/me"):
+        with pytest.raises(ValueError, match="holds the home folder or the system's settings"):
+            Sandbox("bubblewrap", readable=[tmp_path / place])
 
 
 def test_wrong_arguments_are_refused():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.sandbox.seccomp import DENIED, seccomp_filter
+from quatrain.sandbox.seccomp import ATTRIBUTES, DENIED, seccomp_filter
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 OTHERS = {
@@ -48,6 +48,8 @@ def test_denied_calls_fail_and_others_pass(column):
     for numbers in DENIED.values():
         if numbers[column] is not None:
             assert verdict(name, numbers[column]) == DENY | errno.EPERM
+    for numbers in ATTRIBUTES.values():
+        assert verdict(name, numbers[column]) == DENY | errno.EOPNOTSUPP
     for number in OTHERS[name].values():
         assert verdict(name, number) == ALLOW
     for call in (SOCKET, PAIR):
@@ -73,8 +75,9 @@ def test_numbers_are_those_of_the_headers(column):
         pytest.skip(f"{header} is not here (Debian: linux-libc-dev)")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
     numbers = {name: int(number) for name, number in found}
+    denied = DENIED | ATTRIBUTES
     known = {
-        name: pair[column] for name, pair in DENIED.items() if pair[column] is not None and name in numbers
+        name: pair[column] for name, pair in denied.items() if pair[column] is not None and name in numbers
     }
     assert len(known) > 50
     assert known == {name: numbers[name] for name in known}

@@ -122,6 +122,19 @@ def test_every_field_of_an_item_is_read_ignored_or_refused_by_its_path(kind, typ
     )
 
 
+def test_every_field_of_a_tool_is_read_ignored_or_refused_by_its_path():
+    """Catches a field that is accepted in silence because it is false, and one that a client always sends."""
+    fields = set(get_type_hints(sdk.FunctionToolParam))
+    assert fields - responses._TOOL == set()
+    own = {"async": False, "defer_loading": False, "allowed_callers": ["direct", "programmatic"]}
+    own |= {"output_schema": {"type": "integer"}}
+    told = {**dict.fromkeys(fields), **FUNCTIONS[0], **own}
+    assert given(tools=[told]).tools == given(tools=FUNCTIONS[:1]).tools
+    call = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"}
+    by_model = {**call, "caller": {"type": "direct", "caller_id": None}}
+    assert given(input=[by_model, user("a")]).messages == given(input=[call, user("a")]).messages
+
+
 def test_what_a_request_becomes():
     """Each field of the table has the meaning that a chat's has."""
     asked = given(
@@ -237,7 +250,53 @@ BAD = {
     "loading": (
         {"tools": [{**FUNCTIONS[0], "defer_loading": True}]},
         "tools[0].defer_loading",
+        "must be false",
+    ),
+    "a field that is false": (
+        {"tools": [{**FUNCTIONS[0], "cached": False}]},
+        "tools[0].cached",
         "leave it out",
+    ),
+    "a tool of programs": (
+        {"tools": [{**FUNCTIONS[0], "allowed_callers": ["programmatic"]}]},
+        "tools[0].allowed_callers",
+        "must have `direct`",
+    ),
+    "no callers": (
+        {"tools": [{**FUNCTIONS[0], "allowed_callers": "direct"}]},
+        "tools[0].allowed_callers",
+        "a list",
+    ),
+    "a call by a program": (
+        {
+            "input": [
+                {
+                    "type": "function_call",
+                    "call_id": "a",
+                    "name": "add",
+                    "arguments": "{}",
+                    "caller": {"type": "program", "caller_id": "p"},
+                },
+                user("a"),
+            ]
+        },
+        "input[0].caller",
+        "no programs call tools",
+    ),
+    "a result for a program": (
+        {
+            "input": [
+                {
+                    "type": "function_call_output",
+                    "call_id": "a",
+                    "output": "1",
+                    "caller": {"type": "program", "caller_id": "p"},
+                },
+                user("a"),
+            ]
+        },
+        "input[0].caller",
+        "no programs call tools",
     ),
     "a tool's schema": ({"tools": [{**FUNCTIONS[0], "parameters": 3}]}, "tools", "a tool must be"),
     "a choice": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "function"),

@@ -37,8 +37,9 @@ class Dialogue:
         self.tree, self.log = TurnTree(sequence_id, prompt, Tokens(PROMPT_IDS)), []
         self.next_id = 1000
 
-    def ask(self, messages, tools=(), *, calls=(), size=2, ended=True):
+    def ask(self, messages, tools=(), *, calls=(), size=2, ended=True, variables=()):
         """(the answer's message, its turn)."""
+        tools = [*tools, dict(variables)]
         suffixes = []
 
         def suffix(opening, sampled, new):
@@ -130,6 +131,17 @@ def test_an_edited_history_begins_anew_and_says_why(edit, reason):
     agent.check()
 
 
+def test_other_variables_of_the_template_are_named():
+    """Catches a reason that blames the tools, where thinking was switched on or off."""
+    agent = Dialogue()
+    answer, _ = agent.ask(PROMPT, TOOLS, variables={"enable_thinking": True})
+    messages = [*PROMPT, answer, {"role": "user", "content": "more"}]
+    _, turn = agent.ask(messages, TOOLS, variables={"enable_thinking": False})
+    assert turn.reason == "other variables of the template"
+    _, turn = agent.ask(messages, [], variables={"enable_thinking": False})
+    assert turn.reason == "asked again"
+
+
 def test_of_equal_answers_the_ids_of_calls_say_which():
     agent = Dialogue()
     turns = []
@@ -142,7 +154,7 @@ def test_of_equal_answers_the_ids_of_calls_say_which():
         ]
     agent.tree._answers = {}
     for turn in turns:
-        agent.tree.end(turn, turn.messages, ())
+        agent.tree.end(turn, turn.messages, [{}])
     for number in (0, 1):
         _, third = agent.ask([*turns[number].messages, {"role": "user", "content": "x"}])
         assert third.parent is turns[number]

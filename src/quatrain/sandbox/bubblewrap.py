@@ -20,8 +20,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -47,6 +47,7 @@ _SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives")
 _INPUT = "/tmp/.input"
 # It waits for its limits and its input; without an answer, the run has ended.
 _SHELL = f'printf r; IFS= read -r go || exit 125; cd {WORK} || exit 125; unset OLDPWD; exec "$@" <{_INPUT}'
+_STARTED = "started"
 _END_S = 10.0
 _OWN_UIDS = range(60_000, 65_000)
 _HIGH_UIDS = range(0x70000000, 0x7FFFFFFF)
@@ -54,6 +55,9 @@ _HIGH_UIDS = range(0x70000000, 0x7FFFFFFF)
 _NAMESPACE_COUNTS = (5, 14)
 """The version of Linux since which processes are counted for each user namespace."""
 _NEEDS_SIZE = (0, 7)
+_NO_CORE = 1
+"""Bytes of a core file. Where /proc/sys/kernel/core_pattern names a program, 0 does not keep the kernel from
+starting it, as root and outside; 1 does, and is less than any core file (fs/coredump.c)."""
 
 
 def run(program: Program, limits: Limits, readable: Sequence[str]) -> Result:
@@ -83,8 +87,8 @@ def run(program: Program, limits: Limits, readable: Sequence[str]) -> Result:
 
 
 @cache
-def check(readable: tuple[str, ...]) -> None:
-    """Raises SandboxUnavailable unless a program can be run here as `run` promises."""
+def check(python: str, readable: tuple[str, ...]) -> None:
+    """Raises SandboxUnavailable unless a program can be run here as `run` promises, and `python` starts."""
     if sys.platform != "linux":
         raise SandboxUnavailable("bubblewrap needs Linux")
     if _bwrap() is None:
@@ -112,6 +116,7 @@ def check(readable: tuple[str, ...]) -> None:
     shown = ("cat", "/proc/self/status", "/proc/self/limits")
     try:
         result = run(Program(shown), limits, readable)
+        started = run(Program((python, "-c", f"print({_STARTED!r})")), limits, readable)
     except SandboxError as error:
         raise SandboxUnavailable(str(error)) from None
     # What the kernel says of the process, not what was asked for.
@@ -122,10 +127,21 @@ def check(readable: tuple[str, ...]) -> None:
         ("a limit on processes", r"Max processes +(\d+) ", _processes(limits)),
         ("a limit on memory", r"Max data size +(\d+) ", limits.memory_mb << 20),
         ("a limit on files", r"Max file size +(\d+) ", limits.files_mb << 20),
+        ("a limit on core files", r"Max core file size +(\d+) ", _NO_CORE),
     ):
         found = re.search(pattern, result.stdout)
         if not result.succeeded or found is None or int(found[1]) > most:
             raise SandboxUnavailable(f"a program in bubblewrap does not have {promise}: {result}")
+    # Every program would fail as if it were wrong.
+    if started.stdout != f"{_STARTED}\n":
+        who = "this user" if _own_uid() is None else "a user of its own"
+        said = "; ".join(str(started).splitlines())
+        raise SandboxUnavailable(
+            f"programs must be able to start this Python, and {python} did not start ({said}); they run as "
+            f"{who} and see {', '.join(('/usr', *readable))}; let every user read and execute these "
+            "(chmod -R a+rX FOLDER), name in `readable` where their links lead, or use a Python that is "
+            "installed elsewhere"
+        )
 
 
 @dataclass
@@ -145,22 +161,8 @@ class _Box:
 
     def put(self, program: Program, limits: Limits) -> None:
         """Gives the waiting shell its limits, its input and its files."""
-        (shell,) = descendants(self.init)
-        data, processes = limits.memory_mb << 20, _processes(limits)
-        for what, limit in (
-            (resource.RLIMIT_DATA, data),
-            (resource.RLIMIT_NPROC, processes),
-            (resource.RLIMIT_FSIZE, limits.files_mb << 20),
-            (resource.RLIMIT_NOFILE, OPEN_FILES),
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_MEMLOCK, 0),
-            (resource.RLIMIT_MSGQUEUE, 0),
-            # Of a sandbox that has lost its run at the only moment at which it could outlive it.
-            (resource.RLIMIT_CPU, int(limits.timeout_s * (os.cpu_count() or 1)) + 2),
-        ):
-            hard = resource.prlimit(shell, what)[1]
-            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.prlimit(shell, what, (limit, limit))
+        with _waiting(self.pipes):
+            self._limit(limits)
         files = {PurePosixPath(_INPUT).name: program.stdin}
         folder = PurePosixPath(WORK).name
         files |= {f"{folder}/{name}": content for name, content in program.files.items()}
@@ -175,6 +177,27 @@ class _Box:
                 f"the input and {len(program.files)} files of a program, {size} bytes, do not fit into "
                 f"files_mb={limits.files_mb}, or cannot be written: {error.strerror}"
             ) from None
+
+    def _limit(self, limits: Limits) -> None:
+        """Gives the waiting shell its limits, which the program keeps; raises OSError if it has ended."""
+        shell = next(iter(descendants(self.init)), None)
+        if shell is None:
+            raise ProcessLookupError("process 1 of its namespace has no other")
+        data, processes = limits.memory_mb << 20, _processes(limits)
+        for what, limit in (
+            (resource.RLIMIT_DATA, data),
+            (resource.RLIMIT_NPROC, processes),
+            (resource.RLIMIT_FSIZE, limits.files_mb << 20),
+            (resource.RLIMIT_NOFILE, OPEN_FILES),
+            (resource.RLIMIT_CORE, _NO_CORE),
+            (resource.RLIMIT_MEMLOCK, 0),
+            (resource.RLIMIT_MSGQUEUE, 0),
+            # Of a sandbox that has lost its run at the only moment at which it could outlive it.
+            (resource.RLIMIT_CPU, int(limits.timeout_s * (os.cpu_count() or 1)) + 2),
+        ):
+            hard = resource.prlimit(shell, what)[1]
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.prlimit(shell, what, (limit, limit))
 
     def go(self) -> None:
         """Lets the shell become the program."""
@@ -286,12 +309,28 @@ def _start(command: Sequence[str], limits: Limits, readable: Sequence[str], stac
     # bwrap has written it before the shell starts. Not to its end: a process that was forked meanwhile may
     # have the other side open.
     init = json.loads(os.read(told, 4096))["child-pid"]
-    init_file = os.pidfd_open(init)
-    stack.callback(os.close, init_file)
-    work, shared = (os.open(f"/proc/{init}/root/{name}", os.O_RDONLY) for name in ("tmp", "dev/shm"))
-    stack.callback(os.close, work)
-    stack.callback(os.close, shared)
+    with _waiting(pipes):
+        init_file = os.pidfd_open(init)
+        stack.callback(os.close, init_file)
+        work = os.open(f"/proc/{init}/root/tmp", os.O_RDONLY)
+        stack.callback(os.close, work)
+        shared = os.open(f"/proc/{init}/root/dev/shm", os.O_RDONLY)
+        stack.callback(os.close, shared)
     return _Box(monitor, init, init_file, work, shared, owner, pipes)
+
+
+@contextmanager
+def _waiting(pipes: Pipes) -> Iterator[None]:
+    """Raises SandboxError where the shell that waits turns out to have ended."""
+    try:
+        yield
+    except OSError as error:
+        pipes.drain()
+        said = pipes.stderr.decode(errors="replace").strip()
+        raise SandboxError(
+            f"the shell of a sandbox ended before it was a program ({error}); it said {said or 'nothing'}; "
+            "if the machine had no memory left, run fewer programs at once"
+        ) from None
 
 
 def _arguments(limits: Limits, readable: Sequence[str], is_user: bool) -> list[str]:
@@ -305,21 +344,21 @@ def _arguments(limits: Limits, readable: Sequence[str], is_user: bool) -> list[s
         options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     for name, value in ENVIRONMENT.items():
         options += ["--setenv", name, value]
-    # Else bwrap makes them for the user that it runs as alone.
-    for folder in sorted({parent for path in (*_SETTINGS, *readable) for parent in Path(path).parents}):
-        if folder != Path("/"):
-            options += ["--perms", "0755", "--dir", str(folder)]
     options += ["--ro-bind", "/usr", "/usr"]
     for path in _SYSTEM:
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             options += ["--ro-bind", path, path]
-    for path in _SETTINGS:
-        options += ["--ro-bind-try", path, path]
     options += ["--proc", "/proc", "--dev", "/dev"]
     for path in ("/dev/shm", "/tmp"):
         options += ["--size", bytes_, "--perms", "1777", "--tmpfs", path]
+    # Those below /tmp are in its file system. Else bwrap makes them for the user that it runs as alone.
+    for folder in sorted({parent for path in (*_SETTINGS, *readable) for parent in Path(path).parents}):
+        if folder != Path("/"):
+            options += ["--perms", "0755", "--dir", str(folder)]
+    for path in _SETTINGS:
+        options += ["--ro-bind-try", path, path]
     for path in readable:
         options += ["--ro-bind", path, path]
     # bwrap makes / and /dev file systems in memory, without a limit on their sizes.

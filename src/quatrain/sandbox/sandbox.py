@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from quatrain.sandbox import bubblewrap, container
-from quatrain.sandbox.limits import Limits, Program, Result, SandboxUnavailable
+from quatrain.sandbox.limits import WORK, Limits, Program, Result, SandboxUnavailable
 
 Kind = Literal["auto", "bubblewrap", "docker", "podman"]
 _SOURCE = "main.py"
+_OF_SANDBOX = ("/proc", "/dev", "/dev/shm", "/tmp")
+"""Folders of which a sandbox has its own."""
 
 
 class Sandbox:
@@ -118,25 +120,36 @@ class Sandbox:
 
     def _check(self, kind: str) -> None:
         if kind == "bubblewrap":
-            bubblewrap.check(self._readable)
+            bubblewrap.check(sys.executable, self._readable)
         else:
             container.check(kind, self.image)
 
 
 def _readable(more: Sequence[str | Path]) -> tuple[str, ...]:
     """The folders that hold this Python with its packages, and `more`."""
+    home = Path(os.path.expanduser("~")).absolute()
     found: list[Path] = []
     for path in (sys.base_prefix, sys.prefix, *more):
         place = Path(path).absolute()
+        target = place.resolve()
         if not place.exists():
             raise ValueError(f"what programs may read must exist, and {place} does not")
-        if any(Path(each).is_relative_to(place.resolve()) for each in (os.path.expanduser("~"), "/etc")):
+        # The home folder may be a link, and so may the folders above it.
+        if any(each.is_relative_to(target) for each in (home, home.resolve(), Path("/etc"))):
             raise ValueError(
                 f"programs of a policy would read {place}, which holds the home folder or the system's "
                 "settings; run quatrain in a virtual environment, or name a smaller folder"
             )
-        if not any(place.is_relative_to(other) for other in (Path("/usr"), *found)):
-            found.append(place)
+        if place.is_relative_to(WORK) or any(Path(each).is_relative_to(place) for each in _OF_SANDBOX):
+            raise ValueError(
+                f"{place} cannot be readable: a sandbox has its own {', '.join(_OF_SANDBOX)} and {WORK}; "
+                "move what programs may read to another folder, which may be below /tmp"
+            )
+        # Through a link, a folder below another is not there.
+        for each in (place, target):
+            if not any(each.is_relative_to(other) for other in (Path("/usr"), *found)):
+                found.append(each)
+                break
     return tuple(map(str, found))
 
 

@@ -93,6 +93,14 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "io_uring_register": (427, 427),
     "lookup_dcookie": (212, 18),
 }
+ATTRIBUTES: dict[str, tuple[int, int | None]] = {
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+}
+"""Calls that give a file in memory attributes and lists of access, up to 128 KiB each, which count neither as
+its size nor as a file. Denied as by a file system without them, for which programs that copy are prepared."""
 # Denied as if the kernel had no such call, upon which libraries take another: the arguments of clone3 cannot
 # be read by a filter.
 _MISSING: dict[str, tuple[int, int | None]] = {"clone3": (435, 435), "memfd_create": (319, 279)}
@@ -115,7 +123,11 @@ def seccomp_filter(architecture: str) -> bytes:
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
     ]
-    for table, error in ((DENIED, errno.EPERM), (_MISSING, errno.ENOSYS)):
+    for table, error in (
+        (DENIED, errno.EPERM),
+        (ATTRIBUTES, errno.EOPNOTSUPP),
+        (_MISSING, errno.ENOSYS),
+    ):
         for numbers in table.values():
             if (number := numbers[column]) is not None:
                 code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]

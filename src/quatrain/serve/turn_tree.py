@@ -22,6 +22,8 @@ from quatrain.types.pictures import Pictures, Tokens, joined
 from quatrain.types.piece import Piece
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""Tools, and behind them the variables of the template, as `prompts.key_of` has them."""
 
 
 @dataclass(eq=False)
@@ -31,7 +33,7 @@ class Turn:
     `prompt_ids` is the whole context, which begins with the ids of `parent`, and `pictures` are those of it.
     The randomness of its tokens derives from `sequence_id` and their positions from `offset` on. `twin` is
     its number among the turns with the same context. `messages` are those of the dialogue up to and with the
-    answer.
+    answer, once it has ended, and `tools` what was offered.
     """
 
     parent: Turn | None
@@ -40,6 +42,7 @@ class Turn:
     sequence_id: int
     offset: int
     messages: Messages = ()
+    tools: Tools = ()
     sampled: Piece = field(default_factory=Piece)
     """The answer; its columns begin with token `first_of_columns` of the context."""
     finish_reason: str = "length"
@@ -135,7 +138,7 @@ class TurnTree:
     def find(
         self,
         messages: Messages,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         render: Callable[[], Tokens],
         suffix: Callable[[Messages, Sequence[int], Messages], Tokens],
         hints: Collection[str] = (),
@@ -154,7 +157,7 @@ class TurnTree:
                 found = place, _chosen(self._answers[key], messages[place], hints)
         if found is None:
             whole = render()
-            return Found(whole.ids, None, forms == self._prompt, self._why_anew(forms), whole.pictures)
+            return Found(whole.ids, None, forms == self._prompt, self._why_anew(tools, forms), whole.pictures)
         place, turn = found
         opening = messages[: len(turn.path[0].messages) - 1]  # up to the first sampled answer
         new = suffix(opening, turn.tokens, messages[place + 1 :])
@@ -203,9 +206,9 @@ class TurnTree:
         self.turns.append(turn)
         return turn
 
-    def end(self, turn: Turn, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> None:
+    def end(self, turn: Turn, messages: Messages, tools: Tools) -> None:
         """Its answer, the last of `messages`, may be continued from now on."""
-        turn.messages = messages
+        turn.messages, turn.tools = messages, tools
         *_, key = _keys(tools, _forms(messages))
         self._answers.setdefault(key, []).append(turn)
 
@@ -229,15 +232,19 @@ class TurnTree:
             for leaf in (*last, *(leaf for leaf in leaves if leaf not in last))
         ]
 
-    def _why_anew(self, forms: Sequence[bytes]) -> str | None:
-        """Where the messages of a root first differ from the dialogue before it."""
-        before = next((_forms(turn.messages) for turn in reversed(self.turns) if turn.messages), None)
-        if before is None:
+    def _why_anew(self, tools: Tools, forms: Sequence[bytes]) -> str | None:
+        """Where a root first differs from the dialogue before it: in its messages, tools or variables."""
+        last = next((turn for turn in reversed(self.turns) if turn.messages), None)
+        if last is None:
             return None
+        before = _forms(last.messages)
         differs = [old != new for old, new in zip(before, forms, strict=False)]
         if any(differs):
             return f"message {differs.index(True)} changed"
-        return "asked again" if len(forms) < len(before) else "other tools"
+        if len(forms) < len(before):
+            return "asked again"
+        offered = [_as_json(list(each[:-1])) for each in (last.tools, tools)]
+        return "other tools" if offered[0] != offered[1] else "other variables of the template"
 
 
 def _forms(messages: Messages) -> list[bytes]:
@@ -277,8 +284,8 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Any]:
     return [part for part in each if part]
 
 
-def _keys(tools: Sequence[Mapping[str, Any]], forms: Sequence[bytes]) -> Iterator[bytes]:
-    """Of each message a digest of the dialogue up to it, and of the tools."""
+def _keys(tools: Tools, forms: Sequence[bytes]) -> Iterator[bytes]:
+    """Of each message a digest of the dialogue up to it, of the tools and of the variables."""
     key = _digest(_as_json(list(tools)))
     for form in forms:
         key = _digest(key, form)

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -117,13 +117,20 @@ class ServerClient:
         return asyncio.run_coroutine_threadsafe(counted(), self._loop)
 
     async def ask(
-        self, path: str, body: Any = None, *, timeout_s: float | None = None, session: str = ""
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float | None = None,
+        session: str = "",
+        on_sent: Callable[[], None] | None = None,
     ) -> Any:
         """The JSON of an answer, or its text if it is none; without `body`, nothing is sent.
 
         `timeout_s`: seconds in which it must come, math.inf for a sample, which may wait in the server's
-        queue. A proxy may send all requests of a `session` to the same server. Raises ServerLost, Refusal,
-        and Unfit for a host that has no address.
+        queue. A proxy may send all requests of a `session` to the same server. `on_sent` is called when there
+        is a connection and the request goes out on it. Raises ServerLost, Refusal, and Unfit for a host that
+        has no address.
         """
         method = "GET" if body is None else "POST"
         # Short for questions that cost nothing: a server that hangs is found out before a step is lost.
@@ -131,8 +138,11 @@ class ServerClient:
         # No limit for `pool`: to wait for a connection here is no sign that the server is lost.
         wait = httpx.Timeout(None if limit == math.inf else limit, connect=min(CONNECT_S, limit), pool=None)
         headers = {"X-Session-ID": session} if session else {}
+        told = {} if on_sent is None else {"trace": _when_sent(on_sent)}
         try:
-            response = await self._http.request(method, path, json=body, headers=headers, timeout=wait)
+            response = await self._http.request(
+                method, path, json=body, headers=headers, timeout=wait, extensions=told
+            )
         except (httpx.HTTPError, OSError) as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             if _is_unknown_host(error):  # a misspelt name would be asked for until rollout.timeout_s is over
@@ -165,6 +175,16 @@ class ServerClient:
         # What `run` does is waited for: a server that loads weights must be told to go on afterwards.
         await asyncio.gather(*self._works, return_exceptions=True)
         await self._http.aclose()
+
+
+def _when_sent(call: Callable[[], None]) -> Callable[[str, Mapping[str, Any]], Coroutine[Any, Any, None]]:
+    """An httpx extension `trace` that calls `call` when a request is sent, not one to a proxy before it."""
+
+    async def trace(event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith(".send_request_headers.started") and info["request"].method != b"CONNECT":
+            call()
+
+    return trace
 
 
 @cache

@@ -78,12 +78,15 @@ class Limits:
 
 
 class Spending:
-    """Requests and tokens that a judge has used in a run; `path` keeps them for a run that is resumed."""
+    """Requests and tokens that a judge has used in a run; `path` keeps them for a run that is resumed.
+
+    Each request is reserved, then sent unless that fails, then settled.
+    """
 
     def __init__(self, budget: JudgeBudget, path: Path | None = None):
         self._budget, self._path = budget, path
         self.requests = self.tokens = 0
-        self._asked_requests = self._asked_tokens = 0  # not answered yet
+        self._unsent_requests = self._asked_tokens = 0  # that are reserved
         if path is not None and path.is_file():
             try:
                 used = json.loads(path.read_bytes())
@@ -107,21 +110,29 @@ class Spending:
         return " and ".join(parts)
 
     def reserve(self, tokens: int) -> bool:
-        """Whether the budget has a request of so many tokens left, beside those that are being asked."""
+        """Whether the budget has a request of so many tokens left, beside those that are reserved."""
         most, budget = self._budget.tokens, self._budget
-        if budget.requests is not None and self.requests + self._asked_requests >= budget.requests:
+        if budget.requests is not None and self.requests + self._unsent_requests >= budget.requests:
             return False
         if most is not None and self.tokens + self._asked_tokens + tokens > most:
             return False
-        self._asked_requests += 1
+        self._unsent_requests += 1
         self._asked_tokens += tokens
         return True
 
-    def settle(self, reserved: int, used: int) -> None:
-        """A request for which `reserved` tokens were reserved has used so many."""
-        self._asked_requests -= 1
-        self._asked_tokens -= reserved
+    def send(self) -> None:
+        """A reserved request goes out: it counts from now on, also if the run is killed before its answer."""
+        self._unsent_requests -= 1
         self.requests += 1
+        self._write()
+
+    def settle(self, reserved: int, used: int, *, sent: bool) -> None:
+        """A request for which `reserved` tokens were reserved has used so many, or was not `sent`."""
+        self._unsent_requests -= not sent
+        self._asked_tokens -= reserved
         self.tokens += used
+        self._write()
+
+    def _write(self) -> None:
         if self._path is not None:
             write_at_once(self._path, json.dumps({"requests": self.requests, "tokens": self.tokens}))

@@ -72,7 +72,8 @@ class EngineJudge:
                 assert answers is not None
                 row, new = rows[at], int(answers.completion_lengths[rows[at]])
                 counts.update(requests=1, tokens_in=len(own), tokens_out=new)
-                self.spending.settle(len(own) + config.max_tokens, len(own) + new)
+                self.spending.send()
+                self.spending.settle(len(own) + config.max_tokens, len(own) + new, sent=True)
                 outcome = judgement_in(answers.completions[row], config.scale)
                 if isinstance(outcome, NoJudgement) and answers.finish_reason[row] == "length":
                     cut = f"it was cut at {config.max_tokens} tokens (reward.judge.max_tokens)"

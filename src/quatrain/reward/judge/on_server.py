@@ -184,21 +184,29 @@ class ServerJudge:
         if not self._spending.reserve(estimate):
             raise _UsedUp
         answer: Any = None
-        used = [0, 0]
-        try:
-            sent = await self._limits.admit(estimate)
+        used, was_sent = [0, 0], False
+
+        def on_sent() -> None:
+            nonlocal was_sent
+            was_sent = True
             counts["requests"] += 1
+            self._spending.send()
+
+        try:
+            admitted = await self._limits.admit(estimate)
             async with asyncio.timeout(config.timeout_s):  # of the whole answer; httpx limits each read
-                body = self._body(text, with_schema)
-                answer = await self._client.ask("/chat/completions", body, timeout_s=config.timeout_s)
+                body, timeout_s = self._body(text, with_schema), config.timeout_s
+                answer = await self._client.ask(
+                    "/chat/completions", body, timeout_s=timeout_s, on_sent=on_sent
+                )
             used = _usage(answer, text)
-            sent.tokens = sum(used)
+            admitted.tokens = sum(used)
         except TimeoutError as error:
             late = ServerLost(f"it did not answer within {config.timeout_s:g} s (reward.judge.timeout_s)")
             late.timed_out = True
             raise late from error
         finally:
-            self._spending.settle(estimate, sum(used))
+            self._spending.settle(estimate, sum(used), sent=was_sent)
             counts.update(tokens_in=used[0], tokens_out=used[1])
         return answer
 

@@ -47,6 +47,16 @@ def only(path: str, fields: Mapping[str, Any], known: Collection[str]) -> None:
             raise BadRequest(f"{place} is not supported; leave it out", place)
 
 
+def check_callers(path: str, fields: Mapping[str, Any]) -> None:
+    """Raises BadRequest for a tool that the model may not call itself, or a call that it did not make."""
+    callers = list_at(f"{path}.allowed_callers", fields.get("allowed_callers", ["direct"]))
+    if "direct" not in callers:
+        raise fault(f"{path}.allowed_callers", "must have `direct`, as no programs call tools here", callers)
+    caller = object_at(f"{path}.caller", fields.get("caller", {"type": "direct"}))
+    if caller != {"type": "direct"}:
+        raise fault(f"{path}.caller", 'must be {"type": "direct"}, as no programs call tools here', caller)
+
+
 def one_of(path: str, value: Any, known: Collection[str], remedy: str = "correct it") -> str:
     """One of the texts `known`."""
     if not isinstance(value, str) or value not in known:

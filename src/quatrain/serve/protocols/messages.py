@@ -17,7 +17,15 @@ from typing import Any, ClassVar
 
 from quatrain.config.errors import listed
 from quatrain.serve.choice import Choice
-from quatrain.serve.protocols.fields import fault, list_at, object_at, one_of, only, text_at
+from quatrain.serve.protocols.fields import (
+    check_callers,
+    fault,
+    list_at,
+    object_at,
+    one_of,
+    only,
+    text_at,
+)
 from quatrain.serve.protocols.protocol import AnswerForm, ChatProtocol
 from quatrain.serve.requests import NO_ROOM, BadRequest, ChatRequest, checked, fields_of
 from quatrain.serve.sessions import Session
@@ -335,8 +343,7 @@ def _assistant(blocks: Sequence[tuple[str, dict[str, Any]]], hints: list[str]) -
             hints.append(text_at(f"{path}.signature", block.get("signature", "")))
         else:
             only(path, block, ("type", "id", "name", "input", "cache_control", "caller"))
-            if (caller := block.get("caller", {"type": "direct"})) != {"type": "direct"}:
-                raise fault(f"{path}.caller", 'must be {"type": "direct"}', caller)
+            check_callers(path, block)
             arguments = block.get("input", {})
             if not isinstance(arguments, dict):
                 raise fault(f"{path}.input", "must be an object", arguments)
@@ -402,8 +409,7 @@ def _tools(fields: Mapping[str, Any]) -> dict[str, Any]:
         only(path, tool, (*known, *ignored, "defer_loading", "allowed_callers"))
         if tool.get("defer_loading"):
             raise fault(f"{path}.defer_loading", "must be false, as there is no search of tools", True)
-        if "direct" not in (callers := tool.get("allowed_callers", ["direct"])):
-            raise fault(f"{path}.allowed_callers", "must have `direct`", callers)
+        check_callers(path, tool)
         function: dict[str, Any] = {"name": text_at(f"{path}.name", tool.get("name"))}
         if "description" in tool:
             function["description"] = text_at(f"{path}.description", tool["description"])

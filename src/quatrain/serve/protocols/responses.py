@@ -20,7 +20,15 @@ from pydantic import Field
 from quatrain.config.errors import shown
 from quatrain.data.messages import unfit
 from quatrain.serve.choice import Choice, finite_logprobs, usage_of
-from quatrain.serve.protocols.fields import fault, list_at, object_at, one_of, only, text_at
+from quatrain.serve.protocols.fields import (
+    check_callers,
+    fault,
+    list_at,
+    object_at,
+    one_of,
+    only,
+    text_at,
+)
 from quatrain.serve.protocols.openai import openai_error
 from quatrain.serve.protocols.protocol import AnswerForm, ChatProtocol
 from quatrain.serve.requests import IGNORED, BadRequest, ChatRequest, checked, fields_of
@@ -83,7 +91,12 @@ _PARTS = {
     "input_image": {"type", "image_url", "detail", "prompt_cache_breakpoint"},
 }
 """Types of the parts of a content -> their fields."""
-_TOOL = {"type", "name", "description", "parameters", "strict", "allowed_callers", "output_schema"}
+_FALSE = {"defer_loading", "async"}
+"""Fields of a tool that must be false."""
+_TOOL = {
+    *("type", "name", "description", "parameters", "strict", "allowed_callers", "output_schema"),
+    *_FALSE,
+}
 _PART_OF = {"reasoning": "reasoning_text", "message": "output_text"}
 """Items that come in parts -> the type of their one part."""
 CALL = "call_"
@@ -222,6 +235,7 @@ def _messages(given: Any, answers: Mapping[str, int]) -> tuple[list[dict[str, An
         item = object_at(path, each)
         kind = one_of(f"{path}.type", item.get("type", "message"), _ITEMS, "leave the item out")
         only(path, item, _ITEMS[kind])
+        check_callers(path, item)
         said = _said(item, kind, path)
         if said is None:
             messages.append(_of_others(item, kind, path))
@@ -309,7 +323,11 @@ def _tools(fields: Mapping[str, Any]) -> dict[str, Any]:
         path = f"tools[{at}]"
         tool = object_at(path, each)
         one_of(f"{path}.type", tool.get("type"), ("function",), "leave the tool out")
-        only(path, {name: value for name, value in tool.items() if value is not False}, _TOOL)
+        only(path, tool, _TOOL)
+        check_callers(path, tool)
+        for name in _FALSE & tool.keys():
+            if tool[name] is not False:
+                raise fault(f"{path}.{name}", "must be false, as the server has no such tools", tool[name])
         # Without `strict`, as a template would write it into the prompt.
         function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
         tools.append({"type": "function", "function": function})
