@@ -123,7 +123,11 @@ def test_parts_of_the_vocabulary_keep_their_own_words():
 
 def test_bits_are_those_of_the_words():
     sets = np.array([[0, 31, 32, 74], [74, NO_WORD, NO_WORD, NO_WORD], [NO_WORD] * 4], np.int32)
-    assert kept_bits(jnp.asarray(sets), WORDS).tolist() == [[2**31 + 1, 1, 2**10], [0, 0, 2**10], [2**32 - 1] * 3]
+    assert kept_bits(jnp.asarray(sets), WORDS).tolist() == [
+        [2**31 + 1, 1, 2**10],
+        [0, 0, 2**10],
+        [2**32 - 1] * 3,
+    ]
     assert kept_bits(jnp.asarray(sets), 32, 32).tolist() == [[1], [0], [2**32 - 1]]
 
 

@@ -11,8 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 
 NO_WORD = -1
-"""In the place of a word, where a list of kept words has no more."""
+"""Stands where a token has fewer words than others."""
 BITS = 32
+LIST_WIDTHS = 16, 64, 512
+"""Words of the lists of a micro-batch, or of a decode call: few, as each is a program."""
+
+
+def list_width(most: int) -> int:
+    """The number of places for lists of at most so many words."""
+    return next((width for width in LIST_WIDTHS if width >= most), most)
 
 
 def kept_bits(words: jax.Array, num_words: int, first: jax.Array | int = 0) -> jax.Array:
