@@ -1,12 +1,13 @@
 """Whole runs with filters: what the sampler kept is recorded and replayed wherever tokens come from."""
 
+import json
+
 import numpy as np
 import pytest
 from runs import interrupted_after, small_run, steady_metrics
 from safetensors.numpy import load_file
 from test_agent_run import AGENT
 
-from quatrain.data.builtin import builtin_rows
 from quatrain.loop.train import train
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
@@ -44,7 +45,7 @@ def check_replayed(batches, run):
     "more", [(), pytest.param(("rollout.max_staleness=1", "eval.num_prompts=4"), marks=pytest.mark.slow)]
 )
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, trained_batches, more):
-    """P18. Would fail if a set were not part of what a resumed run samples again, or a batch ahead lost it."""
+    """P18. Would fail if a resumed run sampled other sets again, or a batch ahead lost its own."""
     whole = train(small_run(tmp_path, "whole", *FILTERED, *more)).run
     check_replayed(trained_batches, whole)
     with interrupted_after(3), pytest.raises(KeyboardInterrupt):
@@ -60,11 +61,18 @@ def test_resumed_is_uninterrupted_to_the_bit(tmp_path, trained_batches, more):
 def test_agents_turns_keep_the_sets_of_their_tokens(tmp_path, trained_batches):
     """Of an agent that branches and edits its history, whose turns are rows of several lengths."""
     (tmp_path / "agent.py").write_text(AGENT)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{name} has {thing}. How many now?"}], "answer": "2"}
+        for name in ("Tom", "Ann", "Ben")
+        for thing in ("apples", "books")
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = (
-        *FILTERED, "sft.steps=0", "run.steps=2", f"rollout.agent={tmp_path}/agent.py:agent",
-        "reward.functions={environment: 1.0}", "data.train=mine", "data.eval=null",
+        f"data.train={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/rows.jsonl",
+        "sft.data=builtin:arithmetic", f"rollout.agent={tmp_path}/agent.py:agent",
+        "rollout.max_new_tokens=40", "rollout.agent_workers=2", "eval.accuracy=null", "run.steps=2",
     )  # fmt: skip
-    run = train(small_run(tmp_path, "agents", *options), rows={"mine": builtin_rows("arithmetic")}).run
+    run = train(small_run(tmp_path / "runs", "agents", *FILTERED, *options)).run
     check_replayed(trained_batches, run)
 
 

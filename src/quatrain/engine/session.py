@@ -511,15 +511,15 @@ class Session:
         running.sort(key=lambda ring: begun[ring].masks is None)
         of_ring = {}
         for ring in running:
-            given = self._program_of(self._groups_in(rings[ring])), self._sharing(rings[ring]), params
-            of_ring[ring] = partial(self._call, ring, *given)
+            program = self._program_of(self._groups_in(rings[ring]))
+            of_ring[ring] = partial(self._call, ring, program, self._sharing(rings[ring]), params)
         results = [of_ring[ring](begun[ring]) for ring in running]
         masks = dict[int, np.ndarray]()  # [B, steps, ceil(V / 32)] of each ring with grammars
         for i, ring in enumerate(running):
             if begun[ring].masks is not None:
                 groups, stop_ids = self._groups_in(rings[ring]), self._settings.stop_ids
-                call, first = of_ring[ring], results[i]
-                results[i], masks[ring] = one_by_one(call, begun[ring], first, groups, stop_ids)
+                given = begun[ring], results[i], groups, stop_ids
+                results[i], masks[ring] = one_by_one(of_ring[ring], *given)
         results = jax.device_get(results)
         before = sum(group.turn_length(index) for _, group, index in live.values())
         begins, slot_steps, most_steps = {}, 0, 0
