@@ -37,7 +37,7 @@ def test_the_bits_of_kept_words_are_counted(final):
     sizes = (*SIZES, "update.max_tokens_per_device=1000", "rollout.top_p=0.9")
 
     def counted(*settings):
-        return placement(final(SMALL, *sizes, *settings)).to_dict()["bytes"].get("sampling_mask")
+        return placement(final(SMALL, *sizes, *settings)).to_dict()["bytes_per_device"].get("sampling_mask")
 
     words = -(-SMALL["vocab_size"] // 32)
     assert counted() == 4 * 1000 * (words + 512)
