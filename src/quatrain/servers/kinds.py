@@ -284,8 +284,10 @@ class Vllm(Quatrain):
         """The label comes last: after a load that fails half way, the old one says to load again."""
         body = {"method": "load_quatrain_weights", "kwargs": {"path": path}, "timeout": timeout_s}
         label = {"new_version": str(version)}
-        # Without the reset, prompts that it had computed would go on with keys and values of old weights.
-        return [("/collective_rpc", body), ("/reset_prefix_cache", {}), ("/update_weight_version", label)]
+        # Without the resets, prompts that it had computed would go on with keys and values of old weights,
+        # and pictures that it had seen with features of an old tower.
+        resets: list[Question] = [("/reset_prefix_cache", {}), ("/reset_encoder_cache", {})]
+        return [("/collective_rpc", body), *resets, ("/update_weight_version", label)]
 
 
 class Sglang:

@@ -31,8 +31,10 @@ class Reload:
             if experts is not None and experts.device.type == "cpu":
                 layer.quant_method.moe_kernel = None
         self.reload_weights(weights_path=path)
-        head = getattr(model, "lm_head", None)
-        embeddings = getattr(getattr(model, "model", None), "embed_tokens", None)
+        # Of a model that reads pictures too, the text model is a part.
+        text = getattr(model, "language_model", model)
+        head = getattr(text, "lm_head", None)
+        embeddings = getattr(getattr(text, "model", None), "embed_tokens", None)
         tied = getattr(model.config, "tie_word_embeddings", False)
         if tied and head is not None and embeddings is not None and head is not embeddings:
             head.weight = embeddings.weight
