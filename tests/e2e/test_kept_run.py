@@ -76,6 +76,44 @@ def test_agents_turns_keep_the_sets_of_their_tokens(tmp_path, trained_batches):
     check_replayed(trained_batches, run)
 
 
+STRUCTURED = """
+SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"enum": [1, 2, 3]}, "sure": {"type": "boolean"}},
+    "required": ["count", "sure"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+async def agent(client, row):
+    answer = await client.chat(row["prompt"], response_format=FORMAT)
+    return float('"sure":true' in answer["content"].replace(" ", ""))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filtered", [False, True])
+def test_answers_by_a_schema_are_trained_in_their_distribution(tmp_path, trained_batches, filtered):
+    """Without filters masks alone are recorded; sampler and trainer agree in both. Would fail if the first
+    token, which a prefill draws, had no mask, or the masks of a call were those of a step before."""
+    pytest.importorskip("llguidance")
+    (tmp_path / "agent.py").write_text(STRUCTURED)
+    row = {"prompt": [{"role": "user", "content": "How many?"}], "answer": "2"}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+    options = (
+        f"data.train={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/rows.jsonl",
+        "sft.steps=0", f"rollout.agent={tmp_path}/agent.py:agent", "rollout.max_new_tokens=60",
+        "eval.accuracy=null", "run.steps=2", "eval.every_steps=0", "rollout.agent_workers=1",
+    )  # fmt: skip
+    more = FILTERED if filtered else ()
+    run = train(small_run(tmp_path / "runs", "structured", *more, *options)).run
+    check_replayed(trained_batches, run)
+    for batch in trained_batches:
+        assert bool(len(batch.kept.masks)) != filtered
+        assert batch.kept.counts.any() == filtered
+
+
 @pytest.mark.slow
 def test_dynamic_sampling_joins_sets(tmp_path, trained_batches):
     more = ("rollout.dynamic_sampling_rounds=3", "run.steps=2")
