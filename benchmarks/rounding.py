@@ -33,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from quatrain.backend import Backend, BlockSizes, this_backend
-from quatrain.config.schema import LogprobConfig, RolloutConfig
+from quatrain.backend import Backend, this_backend
+from quatrain.config.schema import LogprobConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.decode import Program, _prefill
 from quatrain.engine.engine import RolloutEngine
@@ -59,6 +59,8 @@ from quatrain.parallel.mesh import one_device
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.rollouts import Sampling
+from quatrain.update.objective import PolicyObjective
+from quatrain.update.trainer import StepTotals, Trainer
 from quatrain.weights.load_model import load_model
 
 PRODUCTS = "qkv", "o", "gate_up", "down", "logits"
@@ -292,9 +294,7 @@ def read(state: Attended, q: jax.Array, keys: jax.Array, values: jax.Array, mask
     padded = jnp.pad(values, ((0, 0),) * 3 + ((0, max(BLOCK - values.shape[-1], 0)),)).astype(jnp.float32)
     rounded = weights.astype(values.dtype).astype(jnp.float32)
     product = jnp.einsum("AKXY,AKYH->AKXH", rounded, padded)[..., : values.shape[-1]]
-    return Attended(
-        peak, state.total * shrink + ordered_sum(weights), state.y * shrink[..., None] + product
-    )
+    return Attended(peak, state.total * shrink + ordered_sum(weights), state.y * shrink[..., None] + product)
 
 
 def in_blocks(q: jax.Array, cache: Any, mask: jax.Array, state: Attended) -> Attended:
@@ -395,10 +395,7 @@ def decode_program(case: Case, as_decode: set[str], tapped: set[int]) -> Callabl
     prompt_tokens, B = len(case.prompts[0].input_ids), tokens.shape[1]
     sequences = jnp.arange(B)
     R = len(case.prompts)
-    sharing = Sharing(
-        sequences.reshape(R, -1), sequences, jnp.full(R, prompt_tokens, jnp.int32)
-    )
-    usual = case.backend.few_rows
+    sharing = Sharing(sequences.reshape(R, -1), sequences, jnp.full(R, prompt_tokens, jnp.int32))
 
     def rows_of(name: str, few: int) -> int:
         return few if name in as_decode else 0
@@ -510,6 +507,21 @@ def shifted(case: Case, tokens: int) -> Case:
     return case._replace(batch=replace(batch, **cut))
 
 
+def of_gradient(case: Case) -> np.ndarray:
+    """[B, C]: the log-probabilities that the programs of the gradient compute on their way."""
+    planner = case.spec.planner(LogprobConfig(max_tokens_per_device=UPDATE_TOKENS), share_prompts=True)
+    trainer = Trainer(case.spec, planner, OptimizerConfig(), total_steps=1, seed=0)
+    state = trainer.init(jax.tree.map(jnp.copy, case.params))
+    mask = case.batch.completion_mask
+    columns = {"advantages": mask.astype(np.float32), "rollout_logprobs": case.batch.rollout_logprobs}
+    table = TokenTable.of_policy(case.batch, case.arch).with_columns(**columns)
+    objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
+    given = state, table.weighted("token_mean", case.tokens.shape[1]), objective, StepTotals()
+    predictions = trainer.forward_backward(*given, want=True).predictions
+    assert predictions is not None
+    return case.completions(predictions)
+
+
 def seconds_of(runs: Runs, rounds: int) -> dict[str, float]:
     """Decode steps and the update's forward pass with sums in one order, over those as they are now."""
     ways: dict[str, list[Callable[[], Any]]] = {"decode": [], "update": []}
@@ -548,8 +560,9 @@ def measured(args: Any, model: Any, tokenizer: Any, dtype: str) -> dict[str, Any
     of_engine, of_update = case.completions(case.batch.rollout_logprobs), case.update()
     report: dict[str, Any] = {"engine": gap(of_engine, of_update)}
     report["engine, first tokens"] = gap(of_engine[:, :1], of_update[:, :1])
+    report["update"] = {"gradient's own pass": gap(of_gradient(case), of_update)}
     other = {"rows of one sequence": {"rows": 4}, "remat: layer": {"remat": "layer"}}
-    report["update"] = {name: gap(case.update(**how), of_update) for name, how in other.items()}
+    report["update"] |= {name: gap(case.update(**how), of_update) for name, how in other.items()}
     cut = shifted(case, 5)
     report["update"]["another place in a packed row"] = gap(cut.update(), cut.update(rows=4))
     exact = case
