@@ -3,15 +3,18 @@
     python benchmarks/rounding.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--dtype float32 bfloat16] \\
         [--small] [--json rounding.json]
 
-The engine samples `--n` completions of each of `--prompts` prompts, and the update's programs compute the
-log-probabilities of the same tokens: the gap is the absolute difference, in nats. Then the decode steps are
-computed again, with these tokens, by a program that has each operation in two forms: as decode computes it,
-and as the update does. With all of them as in the update the gap is to be 0.0 to the bit; with one of them as
-in decode it is this operation's own. The share is its mean square over the sum of those of all operations.
+The engine samples `--n` completions of each of `--prompts` prompts, and the update's pass computes the
+log-probabilities of the same tokens: the gap is the absolute difference, in nats. Then prefill, decode steps
+and the update's pass are computed with each operation in two forms: as it is now, and with its sums in one
+order for all three. With all in one order the gap is to be 0.0; with one as it is now it is this operation's.
+A share is its mean square over the sum of those of all operations. In bfloat16 programs in one order keep
+all casts, which XLA leaves out within fused loops (`casts`).
 
-Prompts and completions are whole blocks of attention, so that blocks of the update's packed rows begin with a
-sequence. What the place in a packed row changes, and what other programs of the update change, is measured
-beside it. Figures do not depend on other load, except for `seconds`.
+All sequences have sampled equally many tokens, and the first one, which the prefill draws, is left out.
+Prompts and completions are whole blocks of attention, so that blocks of packed rows begin with a sequence.
+What another place in a packed row and other programs of the update change is measured beside it. Only
+`seconds` depend on other load: forward passes with all sums in one order, over those as they are now, in the
+same treatment of casts.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ from quatrain.weights.load_model import load_model
 
 PRODUCTS = "qkv", "o", "gate_up", "down", "logits"
 OPERATIONS = "norm", *PRODUCTS, "attention", "logsumexp"
-"""Those that have two forms. The others are the same expressions in decode and update."""
+"""Those that have two forms. The others have no sums, and the same expressions in decode and update."""
 
 UPDATE_TOKENS = 4096
 BLOCK = 64
@@ -553,6 +556,17 @@ def update_pass(case: Case, as_now: set[str]) -> Callable[[], Any]:
     return partial(compiled(case, predict), case.params, batch)
 
 
+def other_programs(case: Case, of_update: np.ndarray) -> dict[str, Any]:
+    """The gaps between programs of the update."""
+    other = {"rows of one sequence": {"rows": 4}, "remat: layer": {"remat": "layer"}}
+    cut = shifted(case, 5)
+    return {
+        "gradient's own pass": gap(of_gradient(case), of_update),
+        **{name: gap(case.update(**how), of_update) for name, how in other.items()},
+        "another place in a packed row": gap(cut.update(), cut.update(rows=4)),
+    }
+
+
 def measured(args: Any, model: Any, tokenizer: Any, dtype: str) -> dict[str, Any]:
     """The figures of one dtype."""
     usual = this_backend()
@@ -560,11 +574,8 @@ def measured(args: Any, model: Any, tokenizer: Any, dtype: str) -> dict[str, Any
     of_engine, of_update = case.completions(case.batch.rollout_logprobs), case.update()
     report: dict[str, Any] = {"engine": gap(of_engine, of_update)}
     report["engine, first tokens"] = gap(of_engine[:, :1], of_update[:, :1])
-    report["update"] = {"gradient's own pass": gap(of_gradient(case), of_update)}
-    other = {"rows of one sequence": {"rows": 4}, "remat: layer": {"remat": "layer"}}
-    report["update"] |= {name: gap(case.update(**how), of_update) for name, how in other.items()}
-    cut = shifted(case, 5)
-    report["update"]["another place in a packed row"] = gap(cut.update(), cut.update(rows=4))
+    if not args.small:
+        report["update"] = other_programs(case, of_update)
     exact = case
     if dtype != "float32":
         options = (*usual.compiler_options, EXACT_CASTS)
@@ -613,7 +624,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=OPERATIONS, help="operations; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="of the timed programs; 0: none")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="float32 and two operations, nothing timed")
+    parser.add_argument(
+        "--small", action="store_true", help="float32, two operations, no other programs, nothing timed"
+    )
     parser.add_argument("--json", type=Path, help="file the figures are written to")
     args = parser.parse_args(given)
     if args.prompt_tokens % BLOCK or args.tokens % BLOCK:

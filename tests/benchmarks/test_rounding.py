@@ -6,9 +6,14 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def report(load_script, tmp_path_factory):
+def script(load_script):
+    return load_script("rounding")
+
+
+@pytest.fixture(scope="module")
+def report(script, tmp_path_factory):
     out = tmp_path_factory.mktemp("rounding") / "rounding.json"
-    load_script("rounding").main(["--small", "--json", str(out)])
+    script.main(["--small", "--json", str(out)])
     return json.loads(out.read_text())["float32"]
 
 
@@ -36,8 +41,8 @@ def test_the_programs_as_they_are_have_the_engines_gap(report):
     assert report["operations"]["all"]["mean"] == pytest.approx(report["engine"]["mean"], rel=0.5)
 
 
-def test_prompts_that_are_no_whole_blocks_are_refused(load_script, capsys):
+def test_prompts_that_are_no_whole_blocks_are_refused(script, capsys):
     """Fails if blocks of packed rows could begin within a sequence without a word."""
     with pytest.raises(SystemExit):
-        load_script("rounding").main(["--prompt-tokens", "65"])
+        script.main(["--prompt-tokens", "65"])
     assert "multiples" in capsys.readouterr().err
