@@ -43,7 +43,8 @@ def results(model_type: str, trained: str, shape: MeshShape) -> dict[str, np.nda
     whole = whole_params(arch, mesh)
     store, params, table = store_of(arch, whole, mesh=mesh), without_tower(whole, arch), picture_table(arch)
     model = PolicySpec(arch, mesh=mesh)
-    width = 300 if model_type == "small" else 96
+    # SmolVLM cuts pictures into tiles: its sequences are longer.
+    width = {"small": 300, "smolvlm": 128}.get(model_type, 96)
     planner = MicroBatchPlanner(max_tokens=width, num_shards=shape.num_data_shards, share_prompts=True)
     planner = replace(planner, store=store)
     batches = [batch for _, batch in micro_batches(table, planner, mesh, model.forms)]
