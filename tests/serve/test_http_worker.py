@@ -189,13 +189,18 @@ class Fake:
                 "logprobs": {"token_logprobs": logprobs},
                 "prompt_token_ids": ids,
             }
-            if (kept := self.kept(tokens)) is not None:
-                choice["sampling_mask"] = kept
             if self.versions is not None:
                 choice["weight_versions"] = self.versions(len(tokens))
             if (routes := self.routes([*ids, *tokens][:-1])) is not None:
                 choice["routed_experts"] = routes if isinstance(routes, str) else routes_to_text(routes)
             return 200, {"choices": [choice]}
+        if path == "/inference/v1/generate":
+            asked = body["sampling_params"]
+            tokens, logprobs = self.sampled(asked["seed"], {**asked, "max": asked["max_tokens"]})
+            content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, logprobs)]
+            choice = {"token_ids": tokens, "finish_reason": "length", "logprobs": {"content": content}}
+            choice["sampling_mask"] = self.kept(tokens)
+            return 200, {"choices": [choice], "prompt_token_ids": body["token_ids"]}
         return 404, {"error": {"message": "not found"}}
 
     def sglang_answer(self, path, body):
@@ -976,6 +981,15 @@ def test_kept_words_of_servers_stand_beside_their_tokens(
     for row, (ids, sampled) in enumerate(zip(batch.input_ids, batch.completion_mask, strict=True)):
         sets = [each.tolist() for each in batch.kept.row(row).column[sampled]]
         assert sets == _kept(ids[sampled].tolist())
+
+
+def test_a_vllm_without_its_interface_of_ids_is_refused_with_the_remedy(vllm, filtered_rules):
+    """Its completions have no words; and a request without a bound on them would be refused by others."""
+    vllm.faults["/inference"] = lambda body: (404, {"error": {"message": "not found"}})
+    with listening(vllm) as url, pytest.raises(WorkerRefused, match=r"must return the words.*scale-out"):
+        HttpWorker(url, filtered_rules, num_slots=None, timeout_s=20)
+    asked = [body for path, body in vllm.asked if path == "/v1/completions"]
+    assert {body["top_k"] for body in asked} == {20}
 
 
 @pytest.mark.parametrize(

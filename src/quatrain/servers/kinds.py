@@ -125,13 +125,9 @@ class Quatrain:
             "return_token_ids": True,
             **self._fields(asked, stop_ids),
             **_routes_wanted(asked),
-            **self._kept_wanted(asked),
+            **_kept_wanted(asked),
             **_placed(asked.pictures),
         }
-
-    def _kept_wanted(self, asked: Asked) -> dict[str, bool]:
-        """Asks for the words that tokens are drawn from, where these are recorded."""
-        return _kept_wanted(asked)
 
     def read(self, value: Any) -> ServerAnswer:
         """The answer to such a request; raises LookupError, TypeError or ValueError if `value` is none."""
@@ -195,7 +191,7 @@ class Vllm(Quatrain):
 
     name = "vLLM"
     routes_by = "--enable-return-routed-experts"
-    kept_by = "start a vLLM of August 2026 or newer with --return-sampling-mask"
+    kept_by = "start a vLLM of August 2026 or newer with --enable-scale-out and --return-sampling-mask"
     version_path = "/weight_info"
     pause = ("/pause?mode=keep", {})
     takes_tiles = False
@@ -215,8 +211,9 @@ class Vllm(Quatrain):
     )
 
     def request(self, asked: Asked, stop_ids: Sequence[int]) -> Question:
-        """As `Quatrain.request`; with pictures by its interface of ids, as completions take none."""
-        if asked.pictures is None:
+        """As `Quatrain.request`; by its interface of ids with pictures, as completions take none, and for
+        the words that tokens are drawn from, which they do not return."""
+        if asked.pictures is None and (isinstance(asked.prompt, str) or not asked.sampling.num_kept):
             return super().request(asked, stop_ids)
         fields = self._fields(asked, stop_ids)
         salt = {"cache_salt": fields.pop("cache_salt")}
@@ -255,12 +252,8 @@ class Vllm(Quatrain):
         places = answer["prompt_logprobs"][-len(last) :]
         return [float(place[str(token)]["logprob"]) for place, token in zip(places, last, strict=True)]
 
-    def _kept_wanted(self, asked: Asked) -> dict[str, bool]:
-        """Nothing: it returns them because of how it was started."""
-        return {}
-
     def _with_content(self, prompt: Tokens, parameters: dict[str, Any], **fields: Any) -> Question:
-        ids, urls = contracted(prompt)
+        ids, urls = (prompt.ids, []) if prompt.pictures is None else contracted(prompt)
         return "/inference/v1/generate", {
             "model": self.model,
             "token_ids": ids,

@@ -46,6 +46,10 @@ class Looks(NamedTuple):
     """Whether pictures are cut into tiles."""
 
 
+NO_KEPT = "it must return the words that each token was drawn from, as rollout.top_p, top_k or min_p filter"
+RECORD_NOTHING = "or set rollout.replay_mask to false"
+
+
 @dataclass(frozen=True)
 class ServerRules:
     """What the servers of a run have in common: tokenizer, stop tokens, seed, and training's sampling."""
@@ -170,7 +174,9 @@ class Server:
     async def _probe(self) -> None:
         rules = self._rules
         ids = rules.tokenizer.encode(PROBE_TEXT)
-        sampling = Sampling(n=1, max_new_tokens=PROBE_TOKENS)
+        # A vLLM that returns the words that tokens are drawn from takes no request that does not bound them.
+        most = rules.sampling.num_kept
+        sampling = Sampling(n=1, max_new_tokens=PROBE_TOKENS, top_k=most)
         # A text: ids that the run sends would be taken by a server with any tokenizer of that size.
         asked = Asked(PROBE_TEXT, sampling, rules.seed, 0, 0, 0, 0)
         answer = await self._answer(asked)
@@ -190,12 +196,15 @@ class Server:
                 "set rollout.in_flight to false"
             )
         await self._probe_routes(asked._replace(prompt=ids, routes=rules.routes is not None))
-        if rules.sampling.num_kept:  # raises if it returns none
+        if most:
             filtered = replace(rules.sampling, n=1, max_new_tokens=PROBE_TOKENS, stop=())
-            await self._answer(asked._replace(prompt=ids, sampling=filtered))
+            try:  # raises Unfit if it returns none
+                await self._answer(asked._replace(prompt=ids, sampling=filtered))
+            except Refusal as refusal:
+                raise Unfit(f"{NO_KEPT}: {refusal}; {self._kind.kept_by}, {RECORD_NOTHING}") from refusal
         if rules.sampling.temperature == 1:  # raw and processed ones are the same there
             return
-        cold = Sampling(n=1, max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
+        cold = replace(sampling, temperature=PROBE_TEMPERATURE)
         answer = await self._answer(asked._replace(prompt=ids, sampling=cold))
         # The median, because a nearly even choice among the likeliest may stand in one place.
         median = float(np.median(answer.logprobs))
@@ -277,10 +286,7 @@ class Server:
         """[tokens] object: a row of the column KEPT for each token; raises Unfit for anything else."""
         sets, tokens, size = answer.kept, answer.tokens, self._rules.vocab_size
         if sets is None:
-            raise Unfit(
-                "it must return the words that each token was drawn from, as rollout.top_p, top_k or min_p "
-                f"filter; it returns none; {self._kind.kept_by}, or set rollout.replay_mask to false"
-            )
+            raise Unfit(f"{NO_KEPT}; it returns none; {self._kind.kept_by}, {RECORD_NOTHING}")
         are_sets = isinstance(sets, list) and isinstance(tokens, list) and len(sets) == len(tokens)
         if not are_sets or not all(
             _are(words, (int,), 0, size - 1) and len({*words}) == len(words) <= most and token in words
