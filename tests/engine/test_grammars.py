@@ -56,12 +56,12 @@ def delta():
 
 @pytest.fixture
 def make_session(computed_by, small_arch, tokenizer):
-    def make(arch=small_arch, *, most=None, memory=1 << 26, share=0.0):
+    def make(arch=small_arch, *, most=None, memory=1 << 26, share=0.0, drafts=0):
         stop_ids = (tokenizer.eos_token_id, tokenizer.pad_token_id)
         where = jnp.dtype("float32"), "xla", one_device(), memory
         guide = guide_of(tokenizer, arch.vocab_size, stop_ids)
         settings = SessionSettings(
-            arch, tokenizer, stop_ids, 11, *where, prefix_share=share, guide=lambda: guide
+            arch, tokenizer, stop_ids, 11, *where, prefix_share=share, guide=lambda: guide, num_drafts=drafts
         )
         return Session(settings, Sampling(1, 80), most, per_request_sampling=True)
 

@@ -30,7 +30,7 @@ def followers(history: jax.Array, ends: jax.Array, count: int, own: int = 0) -> 
             f"expected history [B, L], ends [B] and own < L, got {history.shape}, {ends.shape} and {own}"
         )
     length = history.shape[1]
-    places = jnp.arange(length, dtype=jnp.int32)
+    places = jnp.arange(length, dtype=jnp.int32)[None]
     matched = jnp.zeros(history.shape, jnp.int32)
     same = jnp.ones(history.shape, bool)
     # Compared with the places before it: what follows on place i stands in place i itself.
@@ -40,10 +40,10 @@ def followers(history: jax.Array, ends: jax.Array, count: int, own: int = 0) -> 
         before = jnp.where(ends - back >= own, ends - back, length)[:, None]
         last = jnp.take_along_axis(history, before, axis=1, mode="fill", fill_value=NOTHING)
         same &= (earlier == last) & (earlier != NOTHING)
-        matched += same
+        matched += same.astype(jnp.int32)
     scores = jnp.where((history != NOTHING) & (matched > 0), matched * length + places, NOTHING)
     found, best = scores.max(axis=1, keepdims=True) >= 0, scores.argmax(axis=1, keepdims=True)
-    ahead = jnp.arange(count, dtype=jnp.int32)
+    ahead = jnp.arange(count, dtype=jnp.int32)[None]
     period = jnp.where(best >= own, ends[:, None] - best, count)
     tokens = jnp.take_along_axis(
         history, best + ahead % jnp.maximum(period, 1), axis=1, mode="fill", fill_value=NOTHING
