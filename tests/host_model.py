@@ -276,7 +276,7 @@ def _prefill(params: Any, prompts: CachePart, packed: Any, program: Any) -> Any:
         rows.write(row, slice(0, len(places)), sequence.entries)
         rows.put_state(row, sequence.state)
         samples[i] = _drawn(sequence, packed, i, bool(rows.deltas))
-    return rows.part, *_as_arrays(samples, packed.sequence_ids.shape), routes
+    return rows.part, *_as_arrays(samples, packed.sequence_ids.shape), None, routes
 
 
 def _extend(params: Any, prompts: CachePart, extended: Any, program: Any) -> Any:
@@ -297,7 +297,7 @@ def _extend(params: Any, prompts: CachePart, extended: Any, program: Any) -> Any
         if routes is not None:
             routes[i, :count] = sequence.routes
         samples[i] = _drawn(sequence, extended, i, bool(rows.deltas))
-    return rows.part, *_as_arrays(samples, extended.sequence_ids.shape), routes
+    return rows.part, *_as_arrays(samples, extended.sequence_ids.shape), None, routes
 
 
 def _restore(params: Any, generated: CachePart, prompts: CachePart, restored: Any, program: Any) -> Any:

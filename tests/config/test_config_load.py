@@ -283,7 +283,7 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "update.correction must be none for update.old",
         ),
         (
-            "update.correction=mask rollout.top_k=5",
+            "update.correction=mask rollout.replay_mask=false rollout.top_k=5",
             "update.correction needs log-probabilities of the policy's",
         ),
         *(
@@ -295,12 +295,19 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ),
         *(
             (
-                f"update.old_logprobs=rollout rollout.{filtered}",
-                "update.old_logprobs must not be rollout with rollout.top_p, top_k, min_p or temperature 0",
+                f"update.old_logprobs=rollout rollout.replay_mask=false rollout.{filtered}",
+                "update.old_logprobs must not be rollout with rollout.top_p, top_k or min_p without "
+                "rollout.replay_mask, or temperature 0",
             )
             for filtered in ("top_p=0.9", "top_k=5", "min_p=0.1", "temperature=0")
         ),
-        ("rollout.max_staleness=1 rollout.top_p=0.9", "rollout.max_staleness must be 0 with rollout.top_p, "),
+        (
+            "rollout.max_staleness=1 rollout.replay_mask=false rollout.top_p=0.9",
+            "rollout.max_staleness must be 0 with rollout.top_p, ",
+        ),
+        ("rollout.replay_mask=true rollout.temperature=0", "rollout.replay_mask must not be true with"),
+        ("rollout.top_k=513", "rollout.top_k must be at most 512 where"),
+        ("distill.teacher=x distill.loss=jsd rollout.top_k=5", "distill.loss compares whole distributions"),
         (
             "rollout.max_staleness=1 update.correction=none",
             "update.correction must not be none for rollout.max",
@@ -325,7 +332,7 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "rollout.servers must name each server once",
         ),
         (
-            "rollout.servers=[http://a:1] rollout.top_p=0.9",
+            "rollout.servers=[http://a:1] rollout.replay_mask=false rollout.top_p=0.9",
             "rollout.servers must be empty with rollout.top_p",
         ),
         (

@@ -246,13 +246,13 @@ def test_greedy_sampling():
     assert "explores nothing; set it above 0" in single
 
 
-@pytest.mark.parametrize(
-    ("rollout", "named"),
-    [({"top_p": 0.9}, "top_p < 1"), ({"top_k": 5}, "top_k > 0"), ({"min_p": 0.1}, "min_p > 0")],
-)
-def test_filters(rollout, named):
-    (warning,) = warnings(rollout=rollout)
-    assert warning.startswith(f"with rollout.{named} the sampled and the trained distribution differ")
+def test_filters_train_what_they_sample():
+    """No warning; the words that may be recorded are bounded, unless nothing is recorded."""
+    assert warnings(rollout={"top_p": 0.9}) == []
+    assert derived(rollout={"top_p": 0.9})["rollout.top_k"] == 512
+    assert derived(rollout={"min_p": 0.1})["rollout.top_k"] == 512
+    for rollout in ({}, {"top_k": 5}, {"top_p": 0.9, "replay_mask": False}, {"top_p": 0.9, "temperature": 0}):
+        assert "rollout.top_k" not in derived(rollout=rollout)
 
 
 def test_updates_below_the_precision_of_the_parameters():
@@ -314,7 +314,8 @@ def test_dynamic_sampling_fits_estimators_that_compare_samples(estimator, warned
         ({"model": {"dtype": "bfloat16"}}, "truncate"),
         ({"rollout": {"max_staleness": 1}}, "truncate"),
         ({"rollout": {"max_staleness": 1}, "update": {"old_logprobs": "rollout"}}, "none"),
-        ({"model": {"dtype": "bfloat16"}, "rollout": {"top_p": 0.9}}, "none"),
+        ({"model": {"dtype": "bfloat16"}, "rollout": {"top_p": 0.9}}, "truncate"),
+        ({"model": {"dtype": "bfloat16"}, "rollout": {"top_p": 0.9, "replay_mask": False}}, "none"),
     ],
 )
 def test_differences_of_sampler_and_trainer_are_corrected(sections, correction):

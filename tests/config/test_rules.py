@@ -74,7 +74,10 @@ def test_conditions_read_attributes_that_exist(module):
             "update.correction_level has no effect",
         ),
         (("distill.weight=2",), "distill.weight has no effect without distill.teacher"),
-        (("distill.teacher=x", "rollout.top_p=0.9"), "distill.teacher must be null with rollout.top_p"),
+        (
+            ("distill.teacher=x", "rollout.replay_mask=false", "rollout.top_p=0.9"),
+            "distill.teacher must be null with rollout.top_p",
+        ),
         (
             ("distill.teacher=x", "distill.weight=0", "distill.rl_weight=0"),
             "distill.rl_weight must be above 0",
@@ -112,11 +115,20 @@ def test_conditions_read_attributes_that_exist(module):
         (("reward.functions={}",), "reward.functions must name at least one function"),
         (("advantage.estimator=gdpo", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for"),
         (("advantage.estimator=maxrl", "reward.kl_coef=0.1"), "reward.kl_coef must be 0 for advantage.est"),
-        (("update.loss=dppo", "rollout.top_p=0.9"), "update.loss reads the sampler's log-probabilities"),
-        (("update.loss=dppo", "rollout.min_p=0.1"), "update.loss reads the sampler's log-probabilities"),
-        (("update.loss=dro", "rollout.top_k=9"), "update.loss reads the sampler's log-probabilities"),
         (
-            ("update.sampler_kl_coef=0.1", "rollout.top_p=0.9"),
+            ("update.loss=dppo", "rollout.replay_mask=false", "rollout.top_p=0.9"),
+            "update.loss reads the sampler's log-probabilities",
+        ),
+        (
+            ("update.loss=dppo", "rollout.replay_mask=false", "rollout.min_p=0.1"),
+            "update.loss reads the sampler's log-probabilities",
+        ),
+        (
+            ("update.loss=dro", "rollout.replay_mask=false", "rollout.top_k=9"),
+            "update.loss reads the sampler's log-probabilities",
+        ),
+        (
+            ("update.sampler_kl_coef=0.1", "rollout.replay_mask=false", "rollout.top_p=0.9"),
             "update.sampler_kl_coef must be 0 with rollout.",
         ),
         (

@@ -61,7 +61,7 @@ def session(monkeypatch, small_arch, tokenizer):
     def prefill(params, prompts, packed, program):
         seen.add(("prefill", packed.input_ids.shape, packed.starts.shape, prompts))
         shape = packed.sequence_ids.shape
-        return prompts, np.full(shape, 5), np.zeros(shape, np.float32), None
+        return prompts, np.full(shape, 5), np.zeros(shape, np.float32), None, None
 
     def decode(params, ring, prompts, slots, sharing, position, program):
         seen.add(("decode", len(slots.tokens), ring, prompts))
@@ -69,7 +69,7 @@ def session(monkeypatch, small_arch, tokenizer):
         counts = np.clip(slots.limits - slots.lengths, 0, TOKENS_PER_CALL)
         tokens, logprobs = np.full(shape, 5), np.zeros(shape, np.float32)
         return ring, SimpleNamespace(
-            num_steps=shape[1], counts=counts, tokens=tokens, logprobs=logprobs, routes=None
+            num_steps=shape[1], counts=counts, tokens=tokens, logprobs=logprobs, routes=None, kept=None
         )
 
     monkeypatch.setattr(module, "Cache", SimpleNamespace(empty=empty))

@@ -64,15 +64,15 @@ def test_episodes_of_an_evaluation_may_be_longer_than_those_of_training(tmp_path
         assert engine.player.rules.max_tokens == loaded.arch.max_position
 
 
-def test_a_users_loss_that_reads_the_sampler_needs_the_whole_distribution(tmp_path):
+def test_a_users_loss_that_reads_the_sampler_needs_its_distribution(tmp_path):
     """As `dppo`, which a rule of the configuration refuses."""
     (tmp_path / "mine.py").write_text(
         "from quatrain.ops.tokens import TokenLoss\n\n"
         "def own(tokens):\n    return TokenLoss(tokens.logprobs * tokens.rollout_logprobs)\n"
     )
     whole, filtered = (
-        load_config(None, [f"update.loss={tmp_path}/mine.py:own", f"rollout.top_p={p}"], environ={}).config
-        for p in (1.0, 0.9)
+        load_config(None, [f"update.loss={tmp_path}/mine.py:own", *more], environ={}).config
+        for more in (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "rollout.replay_mask=false"])
     )
     loaded = load_policy(whole)
     assert Learner.of(whole, loaded, steps=1).reads_sampler

@@ -3,6 +3,7 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import jsonschema
 import numpy as np
@@ -14,9 +15,10 @@ from json_schemas import random_schema
 from servers import MODEL, served, service_of
 
 from quatrain.engine import masks
+from quatrain.episodes.agent_episodes import _completion
 from quatrain.serve.sessions import SessionRules, Sessions
 from quatrain.types.batches import Prompt
-from quatrain.types.rollouts import Sampling
+from quatrain.types.rollouts import Sampling, rollout_batch
 from quatrain.types.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("all_computed_by")
@@ -203,18 +205,49 @@ def test_without_the_library_formats_are_refused_and_calls_begun(calling, monkey
     assert answer.message.content.startswith("<tool_call>")
 
 
-def test_an_answer_that_is_trained_follows_no_grammar(server, tokenizer):
-    """Its words were not drawn from what the trainer takes them to be drawn from."""
+@contextmanager
+def trained(server, tokenizer, **sampling):
+    """A client of a trained session, and its tree."""
     url, sessions = server
     ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
-    rules = SessionRules(Sampling(1, 100), seed=1, step=2, max_turns=4, max_tokens=500)
+    rules = SessionRules(Sampling(1, 200, **sampling), seed=1, step=2, max_turns=4, max_tokens=800)
     session = sessions.open(rules, Prompt(3, np.array(ids, np.int32), ASK), 0)
-    places = {"trained": f"{url}/s/{session.id}/v1", "untrained": f"{url}/s/{session.id}/untrained/v1"}
-    with openai.OpenAI(base_url=places["trained"], api_key=session.key, max_retries=0) as client:
-        with pytest.raises(openai.BadRequestError, match="is not recorded; ask the untrained model"):
+    place = f"{url}/s/{session.id}/v1"
+    with openai.OpenAI(base_url=place, api_key=session.key, max_retries=0) as client:
+        yield client, session
+
+
+def test_without_a_record_an_answer_that_is_trained_follows_no_grammar(server, tokenizer):
+    """Its words were not drawn from what the trainer takes them to be drawn from."""
+    with trained(server, tokenizer) as (client, session):
+        with pytest.raises(openai.BadRequestError, match="this run records no words that tokens are drawn"):
             ask(client, response_format=FORMAT)
-        other = client.with_options(base_url=places["untrained"])
+        other = client.with_options(base_url=f"{server[0]}/s/{session.id}/untrained/v1")
         jsonschema.validate(json.loads(ask(other, response_format=FORMAT).choices[0].message.content), SCHEMA)
+
+
+def test_an_answer_that_is_trained_has_the_sets_of_its_grammar(server, tokenizer):
+    """Two turns: the row of the episode has a mask for each sampled token, that token in it, and equal masks
+    once. Would fail if a turn that goes on took the place of its parent's last token for one of a prompt."""
+    with trained(server, tokenizer, replays=True) as (client, session):
+        asked = ask(client, response_format=FORMAT)
+        [first] = asked.choices
+        jsonschema.validate(json.loads(first.message.content), SCHEMA)
+        answered = {"role": "assistant", "content": first.message.content}
+        said = [answered, {"role": "user", "content": "Again?"}]
+        again = client.chat.completions.create(
+            model=MODEL, messages=[*ASK, *said], response_format=FORMAT, max_tokens=100
+        )
+        jsonschema.validate(json.loads(again.choices[0].message.content), SCHEMA)
+    [row] = session.tree.rows()
+    assert len(row.path) == 2
+    batch = rollout_batch([(session.prompt, _completion(row))], tokenizer, {})
+    kept, sampled = batch.kept, batch.completion_mask
+    assert kept.has_set[sampled].all()
+    assert not kept.counts.any()
+    assert 3 < len(kept.masks) < sampled.sum()
+    few = [int(np.bitwise_count(kept.masks[number]).sum()) for number in kept.mask_ids[sampled]]
+    assert min(few) == 1
 
 
 def test_a_sampler_says_itself_that_it_follows_no_grammar():

@@ -1,6 +1,7 @@
 """Batches made of finished completions, with tokens that the policy did not sample between its own."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,18 @@ def train_on(small_arch):
 
 def test_sampling_of_the_configuration():
     sampling = Sampling.of(RolloutConfig(n=4, max_new_tokens=9, temperature=0.7, top_k=5, stop=("x",)))
-    assert sampling == Sampling(4, 9, 0.7, top_k=5, stop=("x",))
+    assert sampling == Sampling(4, 9, 0.7, top_k=5, stop=("x",), replays=True)
+    assert sampling.num_kept == 5
+
+
+def test_what_is_recorded_of_sampling():
+    """Would fail if a greedy baseline recorded all words, or a list had more words than programs return."""
+    assert Sampling.of(RolloutConfig(top_p=0.9)).num_kept == 512
+    assert Sampling.of(RolloutConfig()).num_kept == 0
+    assert replace(Sampling.of(RolloutConfig(top_p=0.9)), temperature=0.0).num_kept == 0
+    assert Sampling.of(RolloutConfig(top_p=0.9, replay_mask=False)).num_kept == 0
+    with pytest.raises(ValueError, match="needs a top_k of 1 to 512 with these filters, got 600"):
+        Sampling(1, 1, top_k=600, replays=True)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ def derived_values(
         values["eval.accuracy"] = GYM_REWARD
     read = {key: value for key, value in values.items() if not trains or has_part(config, key)}
     derived = {k: v for k, v in read.items() if v is not None and value_at(config, k) is None}
+    if (most := config.rollout.most_words) != config.rollout.top_k:
+        derived["rollout.top_k"] = most
     if "functions" not in config.reward.model_fields_set:
         if config.reward.judge is not None:
             derived["reward.functions"] = {JUDGE: 1.0}
@@ -93,7 +95,7 @@ def derived_values(
 
 def _correction(config: Config) -> str:
     """`truncate` where other weights or another engine sample than are trained, or both round to bfloat16."""
-    if config.update.old_logprobs == "rollout" or not config.rollout.samples_the_policy:
+    if config.update.old_logprobs == "rollout" or not config.rollout.trains_what_is_sampled:
         return "none"
     differs = config.rollout.differs_from_trainer or config.model.dtype == "bfloat16"
     return "truncate" if differs else "none"

@@ -15,7 +15,7 @@ from quatrain.config.sections.given import WITHOUT_REFERENCE
 from quatrain.config.sections.judge import JUDGE
 from quatrain.config.sections.model_on_devices import VISION_TARGETS
 from quatrain.config.sections.reward import DistillConfig
-from quatrain.config.sections.rollout import COLUMN, is_address
+from quatrain.config.sections.rollout import COLUMN, MOST_KEPT, is_address
 from quatrain.config.sections.update import HAVE_BETA2, HAVE_EPS, CriticConfig, CriticOptimizerConfig
 from quatrain.config.sections.whole_run import smaller_is_better
 from quatrain.config.tasks import has_part, without_part
@@ -82,10 +82,10 @@ def _is_corrected(c: Any) -> bool:
 
 
 def _filters(c: Any) -> bool:
-    return not c.rollout.samples_the_policy
+    return not c.rollout.trains_what_is_sampled
 
 
-FILTERS = "rollout.top_p, top_k, min_p or temperature 0"
+FILTERS = "rollout.top_p, top_k or min_p without rollout.replay_mask, or temperature 0"
 
 
 def _of_micro_batches(section: str) -> Rule:
@@ -269,6 +269,12 @@ RULES: tuple[Rule, ...] = (
         "distill.top_k to 64, or distill.loss to sampled",
     ),
     Rule(
+        "distill.loss",
+        lambda c: c.distill.loss != "sampled" and c.rollout.has_filters,
+        "compares whole distributions, and rollout.top_p, top_k or min_p make the sampler draw from a part; "
+        "unset these, or set distill.loss to sampled",
+    ),
+    Rule(
         "distill.weight",
         lambda c: c.distill.loss != "sampled" and not c.distill.weight,
         "must be above 0 for distill.loss {c.distill.loss}; set that, or distill.loss to sampled, whose KL "
@@ -449,6 +455,18 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.agent is not None and (c.rollout.environment is not None or c.rollout.tools),
         "must be null with rollout.environment or rollout.tools: an agent runs the dialogue itself; leave "
         "one of them out",
+    ),
+    Rule(
+        "rollout.replay_mask",
+        lambda c: c.rollout.replay_mask is True and not c.rollout.temperature,
+        "must not be true with rollout.temperature 0, which draws from no distribution to train; "
+        "set auto, or a temperature above 0",
+    ),
+    Rule(
+        "rollout.top_k",
+        lambda c: c.rollout.replays and c.rollout.top_k > MOST_KEPT,
+        f"must be at most {MOST_KEPT} where the words that tokens are drawn from are recorded; got "
+        f"{{c.rollout.top_k}}; set {MOST_KEPT} or less, or rollout.replay_mask to false",
     ),
     Rule(
         "rollout.servers",

@@ -132,7 +132,6 @@ def warnings_about(config: Config, environ: Mapping[str, str]) -> list[str]:
     table = ON_GIVEN_DATA if config.run.on_given_data else WARNINGS
     warnings = [sentence.format(c=config) for holds, sentence in table if holds(config)]
     warnings += _about_rates(config)
-    warnings += [] if config.run.on_given_data else _about_filters(config)
     mode = environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES and config.logging.wandb == "disabled":
         known = ", ".join(WANDB_MODES)
@@ -162,15 +161,3 @@ def _about_rates(config: Config) -> Iterator[str]:
                 f"lora.rank is {config.lora.rank} and {key} {rate:g}, a rate for training all weights: "
                 f"adapters need about ten times as much; set {key} to {10 * rate:g}, or to null for {usual:g}"
             )
-
-
-def _about_filters(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    filters = {"top_p < 1": rollout.top_p < 1, "top_k > 0": rollout.top_k > 0, "min_p > 0": rollout.min_p > 0}
-    active = " and ".join(f"rollout.{name}" for name, on in filters.items() if on)
-    if active and rollout.temperature > 0:
-        yield (
-            f"with {active} the sampled and the trained distribution differ: the trainer computes "
-            "log-probabilities at rollout.temperature without these filters; the difference is logged as "
-            "rollout/logprob_diff"
-        )

@@ -37,7 +37,7 @@ from quatrain.models.kv_cache import CACHE_SPEC, CachePart, LayerCache, position
 from quatrain.models.params import partition
 from quatrain.models.prefix_tree import RowForms
 from quatrain.models.vision import Inserts
-from quatrain.ops.sampling import SamplingNumbers, allowed, sample, token_uniforms
+from quatrain.ops.sampling import KeptWords, SamplingNumbers, allowed, sample_kept, token_uniforms
 from quatrain.ops.shape_buckets import power_of_four
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
@@ -84,6 +84,7 @@ class Program:
 
     How tokens are sampled is no part of it: `SamplingNumbers` are data. A completion ends with the first
     token that is in `stop_ids`. `records_routes`: results have the routes of tokens, [.., L, k].
+    `most_kept`: results have the words that tokens were drawn from, so many; 0: they have not.
     """
 
     arch: Architecture
@@ -93,6 +94,7 @@ class Program:
     mesh: Mesh
     backend: Backend = field(default_factory=this_backend)
     records_routes: bool = field(default=False, kw_only=True)
+    most_kept: int = field(default=0, kw_only=True)
 
     @property
     def forms(self) -> RowForms:
@@ -139,8 +141,8 @@ class Program:
         sequence_ids: jax.Array,
         positions: jax.Array,
         masks: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Samples tokens from logits [B, V]: (tokens, log-probabilities), each [B].
+    ) -> tuple[jax.Array, jax.Array, KeptWords | None]:
+        """Samples tokens from logits [B, V]: (tokens, log-probabilities, kept words if recorded), each [B].
 
         `positions` [B] are the indices of the tokens in their completions, from which their randomness
         derives. `masks` [B, ceil(V / 32)] are the words that may be drawn (`allowed`); None: all.
@@ -149,9 +151,10 @@ class Program:
         by_row = jax.vmap(token_uniforms)
         uniforms = by_row(sampling.seeds, steps, sequence_ids[:, None], positions[:, None])[:, 0]
         by_word = self.backend.vocabulary_first
-        tokens, logprobs = sample(token_logits, uniforms, sampling, vocabulary_first=by_word)
+        how: dict[str, Any] = {"most": self.most_kept, "vocabulary_first": by_word}
+        drawn = sample_kept(token_logits, uniforms, sampling, **how)
         # Devices that share matrices may round sums differently: one draws for all, else tokens differ.
-        return from_first_device(tokens, TP), from_first_device(logprobs, TP)
+        return jax.tree.map(lambda x: from_first_device(x, TP), drawn)
 
     def stops(self, tokens: jax.Array) -> jax.Array:
         """[B] bool: which `tokens` end a completion."""
@@ -183,9 +186,9 @@ def sharded_program(
 
 def _prefill(
     params: dict, prompts: CachePart, packed: Packed, program: Program
-) -> tuple[CachePart, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[CachePart, jax.Array, jax.Array, KeptWords | None, jax.Array | None]:
     """(prompt cache with the new prompts in their prefix slots, first tokens [N, n], their log-probabilities
-    [N, n], the routes of all tokens [T, L, k] if they are recorded).
+    [N, n], the words that they were drawn from and the routes of all tokens [T, L, k] if these are recorded).
 
     Each prompt is computed once; the first tokens of its n samples are drawn from its last logits.
     """
@@ -215,7 +218,7 @@ def _prefill(
     return prompts, *drawn, program.recorded(routes)
 
 
-_SPECS = (CACHE_SPEC, EACH_REPLICA), (CACHE_SPEC, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+_SPECS = (CACHE_SPEC, EACH_REPLICA), (CACHE_SPEC, EVERYWHERE, EVERYWHERE, EVERYWHERE, EVERYWHERE)
 prefill_program = sharded_program(_prefill, *_SPECS, donated=(1,))
 
 
@@ -232,9 +235,9 @@ class Extended(NamedTuple):
 
 def _extend(
     params: dict, prompts: CachePart, extended: Extended, program: Program
-) -> tuple[CachePart, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[CachePart, jax.Array, jax.Array, KeptWords | None, jax.Array | None]:
     """(prompt cache with the tokens in their prefix slots, next tokens [N, n], log-probabilities [N, n], the
-    routes of the tokens [N, T, L, k] if they are recorded)."""
+    words that they were drawn from and the routes of the tokens [N, T, L, k] if these are recorded)."""
     hidden_ND, prompts, routes = decode_step.extend(
         params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
     )
@@ -243,10 +246,11 @@ def _extend(
 
 def _draw_samples(
     params: dict, last_ND: jax.Array, drawn: Packed | Extended, program: Program
-) -> tuple[jax.Array, jax.Array]:
-    """(tokens [N, n] of the n samples after each of N contexts, their log-probabilities) of all replicas."""
+) -> tuple[jax.Array, jax.Array, KeptWords | None]:
+    """(tokens [N, n] of the n samples after each of N contexts, their log-probabilities, the words that they
+    were drawn from if these are recorded) of all replicas."""
     n = drawn.sequence_ids.shape[1]
-    tokens, logprobs = program.draw(
+    sampled = program.draw(
         jnp.repeat(logits(params, program.arch, last_ND, backend=program.backend), n, axis=0),
         jax.tree.map(lambda x: jnp.repeat(x, n), drawn.sampling),
         jnp.repeat(drawn.steps, n),
@@ -254,7 +258,7 @@ def _draw_samples(
         jnp.repeat(drawn.offsets, n),
         None if drawn.masks is None else jnp.repeat(drawn.masks, n, axis=0),
     )
-    return all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
+    return all_gather_shards(jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]), sampled))
 
 
 extend_program = sharded_program(_extend, *_SPECS, donated=(1,))
@@ -322,6 +326,7 @@ class Decoded(NamedTuple):
 
     Of each slot, the first `counts` [B] are valid. `num_steps` is the number of decode steps. `routes`
     [B, TOKENS_PER_CALL, L, k] are those of the inputs of the steps: of the token before each of `tokens`.
+    `kept` are the words [B, TOKENS_PER_CALL, K] that the tokens were drawn from.
     """
 
     tokens: jax.Array
@@ -329,6 +334,7 @@ class Decoded(NamedTuple):
     counts: jax.Array
     num_steps: jax.Array
     routes: jax.Array | None = None
+    kept: KeptWords | None = None
     drafted: jax.Array | None = None  # [B] int32: drafts that were checked; without drafts None
     ends: jax.Array | None = None  # [B, steps] int32: the counts after each step; without drafts None
 
@@ -360,7 +366,9 @@ def _decode(
     zeros = jnp.zeros(shape, jnp.int32)
     routes = arch.routes if program.records_routes else None
     form = routes and jnp.zeros((*shape, routes.layers, routes.experts_per_token), routes.dtype)
-    empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0), form)
+    width = min(program.most_kept, arch.vocab_size)
+    kept = KeptWords(jnp.zeros((*shape, width), jnp.int32), zeros) if width else None
+    empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0), form, kept)
 
     def advance(carry: _Carry) -> _Carry:
         generated, tokens, live, decoded = carry
@@ -381,7 +389,7 @@ def _decode(
             dtype=program.dtype,
             backend=program.backend,
         )
-        tokens, logprobs = program.draw(
+        tokens, logprobs, kept = program.draw(
             logits(params, arch, hidden, backend=program.backend),
             slots.sampling,
             slots.steps,
@@ -398,6 +406,11 @@ def _decode(
             decoded.counts + live,
             now + 1,
             own,
+            jax.tree.map(
+                lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], now, 1),
+                decoded.kept,
+                kept,
+            ),
         )
         live = live & ~program.stops(tokens) & (lengths + 1 < slots.limits)
         return generated, tokens, live, decoded
@@ -405,7 +418,8 @@ def _decode(
     begin = (generated, slots.tokens, slots.live, empty)
     generated, _, _, decoded = repeated(advance, begin, program) if shape[1] > 1 else advance(begin)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
-    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, program.recorded(decoded.routes))
+    routes, kept = program.recorded(decoded.routes), all_gather_shards(decoded.kept)
+    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, routes, kept)
 
 
 _SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE

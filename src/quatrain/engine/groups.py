@@ -26,9 +26,10 @@ from quatrain.models.prefix_tree import RowForms, chunk_layout
 from quatrain.models.rope_positions import rope_positions
 from quatrain.models.vision import Inserts
 from quatrain.ops.packing import common_tokens, useful_common_prefix
-from quatrain.ops.sampling import SamplingNumbers
+from quatrain.ops.sampling import KeptWords, SamplingNumbers
 from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
+from quatrain.types.kept import KEPT, all_words, listed_rows
 from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.rollouts import Completion, Sampling
 from quatrain.types.routes import ROUTES, live_of
@@ -118,6 +119,10 @@ class Group:
     """None: the prompt is text alone."""
     matcher: Matcher | None = None
     """How far its only sample has come in its grammar; None: it has none."""
+    num_kept: int = 0
+    """Of how many words at most its tokens are drawn, where these are recorded; else 0."""
+    replays: bool = False
+    """Whether what its tokens are drawn from is recorded, where it is not all words."""
 
     @classmethod
     def alone(cls, prompt: Prompt, own: PerRequestSampling) -> Group:
@@ -181,6 +186,27 @@ class Group:
         for completion in self.completions:
             completion.record(ROUTES, first, *parts)
 
+    def record_kept(
+        self, index: int, kept: KeptWords | None, place: Any, masks: np.ndarray | None = None
+    ) -> None:
+        """Notes the words that the next tokens of a sample are drawn from, if they are recorded.
+
+        That are those at `place` of what a program has `kept`; or, where only a grammar leaves words out,
+        those of the `masks` [tokens, ceil(V / 32)] of the steps.
+        """
+        if self.num_kept:
+            assert kept is not None, "programs record what their groups ask for"
+            sets = listed_rows(kept.words[place], kept.counts[place])
+        elif self.replays and self.matcher is not None and masks is not None:
+            sets = all_words(len(masks))
+            sets[:] = [self.matcher.guide.shared(mask) for mask in masks]
+        else:
+            return
+        completion, first = self.completions[index], len(self.context)
+        if KEPT not in completion.columns:  # a column begins with the first token of the context
+            completion.record(KEPT, 0, all_words(first))
+        completion.record(KEPT, first + self.turn_length(index), sets)
+
     def known_routes(self, first: int, tokens: int, index: int = 0) -> np.ndarray | None:
         """[tokens, L, k]: recorded routes of a sample's tokens from `first` on, live where there are none.
 
@@ -201,6 +227,16 @@ class Group:
     def left(self, index: int) -> int:
         """Tokens that a sample may still have."""
         return self.limit - self.turn_length(index)
+
+
+class FirstTokens(NamedTuple):
+    """What a program has drawn after contexts, on the host."""
+
+    tokens: list[list[int]]  # [N][n]
+    logprobs: list[list[float]]
+    kept: KeptWords | None  # [N, n, K]
+    routes: np.ndarray | None
+    masks: np.ndarray | None  # [N, ceil(V / 32)] uint32
 
 
 class Admitted(NamedTuple):

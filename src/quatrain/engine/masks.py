@@ -21,6 +21,8 @@ INSTALL = (
 NO_END = "structured outputs need a token that ends an answer, and the model has none"
 MOST_GRAMMARS = 256
 """Compiled grammars that are kept."""
+MOST_MASKS = 1024
+"""Masks that are kept for tokens that have the same."""
 MOST_CHARS = 2**20
 """Characters of a grammar."""
 
@@ -70,6 +72,7 @@ class Guide:
         self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=self._end)
         self._executor = LLExecutor()
         self._compiled: OrderedDict[bytes, Matcher] = OrderedDict()
+        self._shared: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, grammar: str) -> None:
@@ -101,6 +104,16 @@ class Guide:
             while len(self._compiled) > MOST_GRAMMARS:
                 self._compiled.popitem(last=False)
         return made
+
+    def shared(self, mask: np.ndarray) -> np.ndarray:
+        """A copy of `mask` [ceil(V / 32)], the same one for equal masks: a grammar has few distinct ones."""
+        key = hashlib.blake2b(mask.tobytes(), digest_size=16).digest()
+        with self._lock:
+            found = self._shared.setdefault(key, mask.copy())
+            self._shared.move_to_end(key)
+            while len(self._shared) > MOST_MASKS:
+                self._shared.popitem(last=False)
+        return found
 
     def masks(self, matchers: Sequence[Matcher | None]) -> np.ndarray:
         """[B, ceil(V / 32)] uint32: a bit for each word that may follow; all words where there is no matcher.

@@ -20,18 +20,19 @@ def one_by_one(
     first: Decoded,
     groups: Sequence[Group | None],
     stop_ids: Sequence[int],
-) -> Decoded:
-    """Up to TOKENS_PER_CALL steps, as one decode call would give them.
+) -> tuple[Decoded, np.ndarray]:
+    """Up to TOKENS_PER_CALL steps, as one decode call would give them, and the masks [B, steps, W] of these.
 
     `groups` are those of the samples in `slots`. `first` is what the first step will give; `call` runs
     another one, given slots and the number of steps before it.
     """
-    parts, lives = list[Decoded](), list[np.ndarray]()
+    parts, lives, masks = list[Decoded](), list[np.ndarray](), list[np.ndarray]()
     live, limits = np.asarray(slots.live), np.asarray(slots.limits)
     decoded = first
     while True:
         parts.append(jax.device_get(decoded))
         lives.append(live)
+        masks.append(np.asarray(slots.masks))
         drawn, lengths = np.asarray(parts[-1].tokens)[:, 0], np.asarray(slots.lengths) + 1
         live = live & ~np.isin(drawn, stop_ids)
         for i, group in enumerate(groups):
@@ -43,8 +44,8 @@ def one_by_one(
             break
         going = [group if goes_on else None for group, goes_on in zip(groups, live, strict=True)]
         tokens, ahead, left = as_jit_arguments(drawn, lengths, live)
-        masks = masks_of([going], len(going))
-        slots = slots._replace(tokens=tokens, lengths=ahead, live=left, masks=masks)
+        of_next = masks_of([going], len(going))
+        slots = slots._replace(tokens=tokens, lengths=ahead, live=left, masks=of_next)
         decoded = call(slots, len(parts))
     routes = [part.routes for part in parts if part.routes is not None]
     joined = as_jit_arguments(
@@ -54,4 +55,5 @@ def one_by_one(
         np.array(len(parts), np.int32),
         *([np.concatenate(routes, axis=1)] if routes else []),
     )
-    return Decoded(*joined)
+    kept = jax.tree.map(lambda *each: np.concatenate(each, axis=1), *(part.kept for part in parts))
+    return Decoded(*joined)._replace(kept=kept), np.stack(masks, axis=1)

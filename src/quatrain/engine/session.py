@@ -13,7 +13,7 @@ is computed from there on."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -41,6 +41,7 @@ from quatrain.engine.groups import (
     PREFILL_TOKENS,
     Admitted,
     Continuation,
+    FirstTokens,
     Group,
     Pack,
     PerRequestSampling,
@@ -67,6 +68,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.decode_step import Sharing
 from quatrain.models.feature_store import FeatureStore
 from quatrain.models.kv_cache import bytes_per_position, bytes_per_state
+from quatrain.ops.kept_words import list_width
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
@@ -307,6 +309,8 @@ class Session:
     def _submit(self, groups: Sequence[Group]) -> tuple[int, ...]:
         for group in groups:
             group.seen = seen_by(group.prompt, self._settings.features)
+            sampling = self.sampling if group.own is None else group.own.sampling
+            group.num_kept, group.replays = sampling.num_kept, sampling.replays
             self._shifted |= group.shift != 0
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
         self._groups.update(zip(tickets, groups, strict=True))
@@ -420,24 +424,26 @@ class Session:
         features = self._settings.features
         packed = pack_prompts(packs, *sizes, forms, self._usual, varying=varying, features=features)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
-        tokens, logprobs, routes = self._compute(prefill_program, packed, params)
-        size = len(tokens) // len(packs)
+        groups = [item.group for pack in packs for item in pack]
+        drawn = self._compute(prefill_program, packed, params, groups)
+        routes, size = drawn.routes, len(drawn.tokens) // len(packs)
         for replica, pack in enumerate(packs):
             for i, (group, ticket, _) in enumerate(pack, replica * size):
                 if routes is not None:
                     group.record(0, *prompt_routes(packed, routes, i, replica))
-                self._begin(group, ticket, tokens[i], logprobs[i], version)
+                self._begin(group, ticket, drawn, i, version)
 
-    def _begin(
-        self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
-    ) -> None:
+    def _begin(self, group: Group, ticket: int, drawn: FirstTokens, at: int, version: int) -> None:
         """Appends the first token of each sample, from the first replica that computed the prompt."""
         # A preempted sample has its first token already: it had lost keys and values alone.
         if group.turn_length(0):
             return
-        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
+        firsts = zip(group.completions, drawn.tokens[at], drawn.logprobs[at], strict=True)
+        for index, (completion, token, logprob) in enumerate(firsts):
+            place, masks = (at, slice(index, index + 1)), drawn.masks
+            group.record_kept(index, drawn.kept, place, None if masks is None else masks[at : at + 1])
             completion.extend([token], [logprob], version)
-        group.consume(tokens[0], self._settings.stop_ids)
+        group.consume(drawn.tokens[at][0], self._settings.stop_ids)
         for index in self._ended([(group, index) for index in range(len(group.completions))]):
             self._scheduler.finish_waiting(ticket, index)
         self.stats = self.stats.plus(decoded_tokens=len(group.completions))
@@ -449,14 +455,14 @@ class Session:
             sizes = width, most, self._scheduler.num_prefix_slots
             extended = extension(batch, self.sampling.n, *sizes, self._usual, self._settings.features)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
-            tokens, logprobs, routes = self._compute(extend_program, extended, params)
+            drawn = self._compute(extend_program, extended, params, [i.group for own in batch for i in own])
             for replica, items in enumerate(batch):
-                for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
-                    if routes is not None:
+                for i, item in enumerate(items, replica * (len(drawn.tokens) // len(batch))):
+                    if (routes := drawn.routes) is not None:
                         # A view would keep the array of the whole call as long as the sample lives.
                         item.group.record(item.done, routes[i, : min(width, item.left)].copy())
                     if item.left <= width and item.pause is None:
-                        self._begin(item.group, item.ticket, tokens[i], logprobs[i], version)
+                        self._begin(item.group, item.ticket, drawn, i, version)
 
     def _restore(self, filled: Sequence[tuple[int, Occupant]], params: Any) -> None:
         """Computes the tokens again that samples have whose slot is another one now.
@@ -490,16 +496,21 @@ class Session:
                 )
 
     def _compute(
-        self, program: Callable[..., Any], packed: Any, params: Any
-    ) -> tuple[list[Any], list[Any], np.ndarray | None]:
-        """Fills prefix slots: (the tokens drawn after them, their log-probabilities, routes if recorded)."""
+        self, program: Callable[..., Any], packed: Any, params: Any, groups: Sequence[Group]
+    ) -> FirstTokens:
+        """Fills prefix slots with contexts of `groups`: what was drawn after them."""
         assert self._cache is not None
         prompts, *drawn = program(self._program.backend)(
-            params, self._cache.prompts, packed, program=self._program
+            params, self._cache.prompts, packed, program=self._program_of(groups)
         )
         self._cache = replace(self._cache, prompts=prompts)
-        tokens, logprobs, routes = jax.device_get(drawn)
-        return tokens.tolist(), logprobs.tolist(), routes
+        tokens, logprobs, kept, routes = jax.device_get(drawn)
+        return FirstTokens(tokens.tolist(), logprobs.tolist(), kept, routes, packed.masks)
+
+    def _program_of(self, groups: Iterable[Group | None]) -> Program:
+        """The static argument for these groups, some of which may record what tokens are drawn from."""
+        most = max((group.num_kept for group in groups if group is not None), default=0)
+        return replace(self._program, most_kept=list_width(most)) if most else self._program
 
     def _decode(self, params: Any, version: int) -> None:
         """A call for each ring that has live slots; the host reads the results of all of them together."""
@@ -510,18 +521,19 @@ class Session:
         live = {slot: (slot, group, index) for slot, group, index in self._live()}
         running = [ring for ring, slots in enumerate(rings) if not live.keys().isdisjoint(slots)]
         begun = {ring: self._slots(rings[ring]) for ring in running}
-        drafts = {ring: self._drafts(ring, rings[ring]) for ring in running}
         # Those with masks first: the host makes their next ones while the devices compute the other rings.
         running.sort(key=lambda ring: begun[ring].masks is None)
-        results = [
-            self._call(ring, self._sharing(rings[ring]), params, drafts[ring], begun[ring])
-            for ring in running
-        ]
+        of_ring = {}
+        for ring in running:
+            given = self._program_of(self._groups_in(rings[ring])), self._sharing(rings[ring]), params
+            of_ring[ring] = partial(self._call, ring, *given, self._drafts(ring, rings[ring]))
+        results = [of_ring[ring](begun[ring]) for ring in running]
+        masks = dict[int, np.ndarray]()  # [B, steps, ceil(V / 32)] of each ring with grammars
         for i, ring in enumerate(running):
             if begun[ring].masks is not None:
-                call = partial(self._call, ring, self._sharing(rings[ring]), params, drafts[ring])
                 groups, stop_ids = self._groups_in(rings[ring]), self._settings.stop_ids
-                results[i] = one_by_one(call, begun[ring], results[i], groups, stop_ids)
+                call, first = of_ring[ring], results[i]
+                results[i], masks[ring] = one_by_one(call, begun[ring], first, groups, stop_ids)
         results = jax.device_get(results)
         before = {slot: group.turn_length(index) for slot, group, index in live.values()}
         begins, slot_steps, most_steps, checked = {}, 0, 0, 0
@@ -542,6 +554,8 @@ class Session:
                     if decoded.routes is not None:
                         first = len(group.context) + group.turn_length(index) - 1
                         group.completions[index].record(ROUTES, first, decoded.routes[i, :count].copy())
+                    of_steps = masks[ring][i, :count] if ring in masks else None
+                    group.record_kept(index, decoded.kept, (i, slice(count)), of_steps)
                     group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
                     # Before a stop string cuts the turn: a state of DeltaNet layers has read all of these.
                     written[slot] = group.turn_length(index)
@@ -565,6 +579,7 @@ class Session:
     def _call(
         self,
         ring: int,
+        program: Program,
         sharing: Sharing,
         params: Any,
         drafts: Drafts | None,
@@ -577,14 +592,13 @@ class Session:
         arrays = params, generated, self._cache.prompts, slots, sharing
         if drafts is None:
             position = np.int32((self._cache.ring_positions[ring] + step) % generated.positions)
-            generated, decoded = decode_program(self._program.backend)(
-                *arrays, position, program=self._program
-            )
+            run = decode_program(self._program.backend)
+            generated, decoded = run(*arrays, position, program=program)
         else:
             # One step of sequences with a grammar has the mask of one token, and so no drafts.
             count = self._settings.num_drafts if slots.masks is None else 0
             run = speculate_program(self._program.backend)
-            generated, decoded = run(*arrays, drafts, program=self._program, num_drafts=count)
+            generated, decoded = run(*arrays, drafts, program=program, num_drafts=count)
         self._cache = self._cache.with_ring(ring, generated)
         return decoded
 

@@ -35,6 +35,7 @@ from quatrain.models.decode_step import Sharing
 from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.ops.ngrams import NOTHING, followers
+from quatrain.ops.sampling import KeptWords
 from quatrain.parallel.collectives import all_gather_shards
 
 MOST_OTHERS = 4096
@@ -72,8 +73,10 @@ def _speculate(
     zeros = jnp.zeros((B, steps * width), jnp.int32)
     form = arch.routes if program.records_routes else None
     routes = form and jnp.zeros((*zeros.shape, form.layers, form.experts_per_token), form.dtype)
+    most = min(program.most_kept, arch.vocab_size)
+    kept = KeptWords(jnp.zeros((*zeros.shape, most), jnp.int32), zeros) if most else None
     counts, ends = zeros[:, 0], jnp.zeros((B, steps), jnp.int32)
-    empty = Decoded(zeros, zeros.astype(jnp.float32), counts, jnp.int32(0), routes, counts, ends)
+    empty = Decoded(zeros, zeros.astype(jnp.float32), counts, jnp.int32(0), routes, kept, counts, ends)
     others = drafts.others[sharing.place // sharing.members.shape[1]]
 
     def of_each_place(x: jax.Array) -> jax.Array:
@@ -101,7 +104,7 @@ def _speculate(
             backend=program.backend,
         )
         new_lengths = lengths[:, None] + ahead
-        drawn, logprobs = program.draw(
+        sampled = program.draw(
             logits(params, arch, hidden.reshape(B * width, -1), backend=program.backend),
             jax.tree.map(of_each_place, slots.sampling),
             of_each_place(slots.steps),
@@ -109,7 +112,7 @@ def _speculate(
             of_each_place(slots.offsets) + new_lengths.reshape(-1).astype(jnp.uint32),
             slots.masks,
         )
-        drawn, logprobs = drawn.reshape(B, width), logprobs.reshape(B, width)
+        drawn, logprobs, kept = jax.tree.map(lambda x: x.reshape(B, width, *x.shape[1:]), sampled)
         stops = program.stops(drawn) | (new_lengths + 1 >= slots.limits[:, None])
         # A token is of the sequence if the input before it is, and no token before it has ended the sequence.
         follows = (drawn[:, :-1] == drafted) & ~stops[:, :-1]
@@ -132,6 +135,7 @@ def _speculate(
             counts,
             decoded.num_steps + 1,
             table,
+            jax.tree.map(lambda old, new: appended(old, decoded.counts, new), decoded.kept, kept),
             decoded.drafted + jnp.where(live, checked, 0),
             jax.lax.dynamic_update_slice(decoded.ends, counts[:, None], (0, decoded.num_steps)),
         )
@@ -142,7 +146,7 @@ def _speculate(
 
     begin = generated, slots.tokens, slots.live, slots.lengths, drafts.own, empty
     generated, *_, decoded = repeated(advance, begin, program) if steps > 1 else advance(begin)
-    names = "tokens", "logprobs", "counts", "drafted", "ends"
+    names = "tokens", "logprobs", "counts", "kept", "drafted", "ends"
     gathered = all_gather_shards(tuple(getattr(decoded, name) for name in names))
     decoded = decoded._replace(**dict(zip(names, gathered, strict=True)))
     return generated, decoded._replace(routes=program.recorded(decoded.routes))

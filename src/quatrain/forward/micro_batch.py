@@ -11,7 +11,7 @@ and with K = T there is one array shape less to compile for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,10 @@ from quatrain.models.prefix_tree import NO_FORMS, RowForms, chunk_layout
 from quatrain.models.rope_positions import rope_positions
 from quatrain.models.tower import Patches
 from quatrain.models.vision import Vision
+from quatrain.ops.kept_words import NO_WORD, list_width
+from quatrain.ops.shape_buckets import power_of_two
 from quatrain.parallel.mesh import data_sharding, device_put, mesh_shape
+from quatrain.types.kept import NO_MASK, KeptSets
 from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.routes import live_of
 
@@ -55,6 +58,9 @@ class MicroBatch:
     `counts` are the numbers of sequences that each token stands for, 0 on padding and on the last token of a
     sequence, from which nothing is predicted: sums over tokens with these weights do not depend on the cut.
 
+    A target was drawn from the words of its mask, or those of its list, which is filled up with NO_WORD, or
+    from all words if it has neither.
+
     Where a token stands for a picture, `rows` has its place among the F features of its buffer, in which each
     picture stands once. What these are made of depends on what is trained (`FeatureStore.of_update`).
     """
@@ -78,6 +84,9 @@ class MicroBatch:
     rows: jax.Array | None = None  # [R, T] int32, -1 for text; None: the micro-batch has no picture
     features: jax.Array | None = None  # [R, 1 + L, F, D], or what a trained projector makes them of
     patches: Patches | None = None  # [R, P, ...] each, of a tower that is trained
+    kept_words: jax.Array | None = None  # [R, K, W] int32, the words a target was drawn from; see below
+    mask_ids: jax.Array | None = None  # [R, K] int32, the mask of a target's words; NO_MASK: none
+    masks: jax.Array | None = None  # [R, U, ceil(V / 32)] uint32, the same in all rows
     packed: bool = field(default=False, metadata={"static": True})
     """Buffers may hold several segments."""
     shared: bool = field(default=False, metadata={"static": True})
@@ -106,6 +115,16 @@ def fill(
         arrays["routes"] = np.full(form, live_of(table.routes.dtype), table.routes.dtype)
     if forms.counted:
         arrays["counts"] = np.zeros(shape, np.float32)
+    kept, masks = table.kept, None
+    if kept is not None:
+        most = int(kept.counts[cut.sequences].max(initial=0))
+        width = list_width(most)
+        arrays["kept_words"] = np.full((*shape, width), NO_WORD, np.int32)
+        if len(kept.masks):
+            used, masks = _masks(kept, cut.sequences, len(cut.buffers))
+            arrays["mask_ids"] = np.full(shape, NO_MASK, np.int32)
+            kept = replace(kept, mask_ids=np.where(kept.mask_ids == NO_MASK, NO_MASK, used[kept.mask_ids]))
+        table = replace(table, kept=kept)
     balance = table.balance
     if balance is not None:
         balance = np.broadcast_to(balance, (len(cut.buffers), *balance.shape))
@@ -128,7 +147,7 @@ def fill(
     ids = arrays["segment_ids"], arrays["branch_ids"]
     layout = unpacking(*ids) if cut.packed and forms.unpacks(shape[1]) else None
     chunks = chunk_layout(*ids) if cut.packed and forms.chunked else None
-    more: dict[str, Any] = {"layout": layout, "chunks": chunks, "balance": balance}
+    more: dict[str, Any] = {"layout": layout, "chunks": chunks, "balance": balance, "masks": masks}
     on_host = MicroBatch(**arrays, columns=columns, **more, packed=cut.packed, shared=cut.shared)
     sharding = data_sharding(mesh)
     return jax.tree.map(lambda x: device_put(x, sharding), on_host)
@@ -195,11 +214,27 @@ def _fill_buffer(
             targets = table.input_ids if table.targets is None else table.targets
             arrays["targets"][here] = targets[row, places]
             arrays["mask"][here] = True
+            if table.kept is not None:
+                lists = arrays["kept_words"]
+                lists[here] = table.kept.listed(row, places, lists.shape[-1])
+                if "mask_ids" in arrays:
+                    arrays["mask_ids"][here] = table.kept.mask_ids[row, places]
             arrays["sequence_ids"][here] = num_sequences
             for name, values in table.columns.items():
                 columns[name][here] = values[row, places]
             num_scored += len(places)
             num_sequences += len(places) > 0
+
+
+def _masks(kept: KeptSets, sequences: np.ndarray, num_buffers: int) -> tuple[np.ndarray, np.ndarray]:
+    """(the number of each mask of `kept` among those of the `sequences`, these for each buffer)."""
+    used = np.unique(kept.mask_ids[sequences])
+    used = used[used != NO_MASK]
+    numbers = np.zeros(len(kept.masks), np.int32)
+    numbers[used] = np.arange(len(used))
+    masks = np.zeros((power_of_two(max(len(used), 1)), kept.masks.shape[1]), np.uint32)
+    masks[: len(used)] = kept.masks[used]
+    return numbers, np.broadcast_to(masks, (num_buffers, *masks.shape))
 
 
 class _OfTable(NamedTuple):

@@ -35,6 +35,7 @@ from quatrain.models.probe import trusted_attention, trusted_backend
 from quatrain.models.tower import features
 from quatrain.models.vision import Inserts
 from quatrain.ops.divergences import Divergence, token_divergences
+from quatrain.ops.kept_words import NO_WORD, bits_from, kept_bits
 from quatrain.ops.logprobs import Head, first_of, token_logprobs
 from quatrain.ops.tokens import (
     LISTED_WORDS,
@@ -45,7 +46,7 @@ from quatrain.ops.tokens import (
     ScoredTokens,
     ValuedTokens,
 )
-from quatrain.ops.top_words import NO_WORD, listed_logprobs, outcome_divergence, outcome_logits, top_words
+from quatrain.ops.top_words import listed_logprobs, outcome_divergence, outcome_logits, top_words
 from quatrain.parallel.axes import CP
 from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 from quatrain.parallel.mesh import mesh_shape, one_device
@@ -236,7 +237,8 @@ class PolicySpec(ModelSpec):
         """The states before the scored tokens, and log-probability and entropy of these tokens."""
         scored = self.scored_states(params, batch)
         targets = batch.targets.reshape(-1)[scored.order]
-        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live)
+        kept = kept_here(batch, scored.order, self.arch)
+        return scored, head_logprobs(params, self, scored.hidden, targets, scored.live, kept)
 
     def scored_states(self, params: Any, batch: MicroBatch) -> ScoredStates:
         """The states before the scored tokens."""
@@ -446,15 +448,44 @@ def of_all_tokens(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def head_logprobs(
-    params: Any, policy: PolicySpec, hidden: jax.Array, targets: jax.Array, num_live: jax.Array
+    params: Any,
+    policy: PolicySpec,
+    hidden: jax.Array,
+    targets: jax.Array,
+    num_live: jax.Array,
+    kept: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy [N] of `targets` [N], each after the hidden states [N, D] before it.
 
-    The first `num_live` are computed. In a function mapped over the mesh.
+    The first `num_live` are computed, over the words that `kept` has bits for. In a function mapped over the
+    mesh.
     """
     scorer, head = policy.scorer, output_head(params, policy.arch, hidden, backend=policy.backend)
     given = scorer.project, *head, targets, scorer.temperature
-    return token_logprobs(*given, head_gradient=policy.arch.lora is None, **policy.tiling(num_live))
+    return token_logprobs(
+        *given, head_gradient=policy.arch.lora is None, kept=kept, **policy.tiling(num_live)
+    )
+
+
+def kept_here(batch: MicroBatch, order: jax.Array, arch: Architecture) -> jax.Array | None:
+    """[N, ceil(V / 32)] uint32: bits of the words that scored tokens were drawn from, of V on this device.
+
+    `order` [N] are the places of the tokens. None: all were drawn from all words. In a function mapped over
+    the mesh.
+    """
+    if batch.kept_words is None:
+        return None
+    axis = vocabulary_axis(arch)
+    num_words = arch.vocab_size if axis is None else arch.vocab_size // axis_size(axis)
+    first = 0 if axis is None else axis_index(axis) * num_words
+    bits = kept_bits(batch.kept_words.reshape(-1, batch.kept_words.shape[-1])[order], num_words, first)
+    if batch.masks is None or batch.mask_ids is None:
+        return bits
+    buffers, count, width = batch.masks.shape
+    masks = bits_from(batch.masks.reshape(-1, width), num_words, first)
+    numbers = (batch.mask_ids + count * jnp.arange(buffers)[:, None]).reshape(-1)[order]
+    has_mask = batch.mask_ids.reshape(-1)[order] >= 0
+    return jnp.where(has_mask[:, None], masks[numbers], bits)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.ops.losses import token_weights
 from quatrain.ops.packing import common_tokens
 from quatrain.types.batches import RolloutBatch
+from quatrain.types.kept import KeptSets
 from quatrain.types.pictures import Pictures
 from quatrain.types.routes import live_of
 
@@ -67,23 +68,28 @@ class TokenTable:
     """Numbers [B] of each sequence that a coupled objective reads on the host; no program has them."""
     pictures: Pictures | None = None
     """Of [B, T]: which picture each token stands for; None: there are none."""
+    kept: KeptSets | None = None
+    """Of [B, T]: the words that each token was drawn from, over which log-probabilities are; None: all."""
 
     @classmethod
     def of(cls, rollouts: RolloutBatch) -> TokenTable:
-        """The sequences of `rollouts`, without columns, and without routes: those are of the policy alone."""
+        """The sequences of `rollouts`, without columns, routes and kept words, which are of the policy."""
         ids, episodes = rollouts.input_ids, rollouts.episode_ids
         masks = rollouts.attention_mask, rollouts.completion_mask
         return cls(ids, *masks, {}, rollouts.group_ids, episodes, pictures=rollouts.pictures)
 
     @classmethod
     def of_policy(cls, rollouts: RolloutBatch, arch: Architecture) -> TokenTable:
-        """As `of`, with the sampler's routes: for every pass of the router that sampled `rollouts`.
+        """As `of`, with the sampler's routes and kept words: for passes of the model that has sampled, and
+        for the kept words also of its reference.
 
-        Raises ValueError for routes of another model than `arch`.
+        Raises ValueError for those of another model than `arch`.
         """
         if rollouts.routes is not None:
             arch.check_routes(rollouts.routes)
-        return replace(cls.of(rollouts), routes=rollouts.routes)
+        if rollouts.kept is not None:
+            rollouts.kept.check_vocabulary(arch.vocab_size)
+        return replace(cls.of(rollouts), routes=rollouts.routes, kept=rollouts.kept)
 
     @classmethod
     def scored_at_end(cls, sequences: Sequence[Sequence[int]], pad_token_id: int | None = None) -> Self:
@@ -117,6 +123,7 @@ class TokenTable:
             targets=targets,
             of_rows=of_rows,
             pictures=pictures,
+            kept=None if self.kept is None else self.kept.take(rows),
         )
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:

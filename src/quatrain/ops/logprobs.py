@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from quatrain.ops.kept_words import only_kept
+
 Arrays = tuple[jax.Array, ...]
 Rows = jax.Array | Arrays
 """What logits are made of, word by word: [V, ...]; or several such arrays, as a matrix and its adapters."""
@@ -80,6 +82,7 @@ def token_logprobs(
     num_live: jax.Array | int | None = None,
     vocabulary_axis: str | None = None,
     head_gradient: bool = True,
+    kept: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target token and entropy of its distribution, at the sampling temperature.
 
@@ -105,6 +108,9 @@ def token_logprobs(
             of the sum, those of `head` its own.
         head_gradient: whether `head` is trained; its gradient is not computed otherwise, and is zero. Of
             several arrays this says it of the first, and the others, adapters, always are.
+        kept: [N, ceil(V / 32)] uint32, a bit for each word of this device's part of the vocabulary
+            (`kept_bits`): z is -inf where it is 0, so that both results, and their gradients, are over the
+            kept words alone. The target is one of them. None: all words are kept.
 
     Raises ValueError for a temperature <= 0 and for shapes that do not fit.
     """
@@ -120,12 +126,17 @@ def token_logprobs(
             "flatten batch and time together"
         )
     num_tokens = len(targets)
+    bits = num_tokens, -(-len(first_of(head)) // 32)
+    if kept is not None and kept.shape != bits:
+        raise ValueError(f"expected kept {[*bits]}, a bit for each word, got {kept.shape}; see `kept_bits`")
     if not num_tokens:
         return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
-    (hidden, targets), live = chunked(tile, num_live, hidden, targets)
+    # The bits of words that are left out: chunks are padded with zeros, and a token must keep some word.
+    sets = () if kept is None else (~kept,)
+    (hidden, targets, *sets), live = chunked(tile, num_live, hidden, targets, *sets)
     how = How((Head(project, temperature),), tile, vocabulary_axis, head_gradient)
     keep = kept_logits(num_tokens, len(first_of(head)), tile) > 0
-    outputs = _by_tiles(how, keep, head, hidden, targets, live)
+    outputs = _by_tiles(how, keep, head, hidden, targets, live, tuple(sets))
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
 
@@ -315,17 +326,18 @@ class Sums(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_tiles(
-    how: How, keep: bool, head: Rows, hidden: States, targets: jax.Array, live: jax.Array
+    how: How, keep: bool, head: Rows, hidden: States, targets: jax.Array, live: jax.Array, sets: Arrays
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on.
 
-    `keep`: whether the logits of the forward pass wait for the backward pass.
+    `keep`: whether the logits of the forward pass wait for the backward pass. `sets`: the bits of words
+    that are left out [chunks, n, W], if some are.
     """
-    return _forward(how, False, head, hidden, targets, live)[0]
+    return _forward(how, False, head, hidden, targets, live, sets)[0]
 
 
 def _forward(
-    how: How, keep: bool, head: Rows, hidden: States, targets: jax.Array, live: jax.Array
+    how: How, keep: bool, head: Rows, hidden: States, targets: jax.Array, live: jax.Array, sets: Arrays
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     axis, tiled = how.axis, Tiled(how, [head], [hidden], live)
     words = tiled.words
@@ -335,6 +347,7 @@ def _forward(
     def one(j: jax.Array, i: jax.Array, seen: Arrays, logits: jax.Array) -> Arrays:
         """Greatest logit z, sum of exp(z - greatest), the same times z - greatest, and the target's logit."""
         peak, total, weighted, target = seen
+        logits = _of_kept(logits, sets, words, j, i)
         sums, shrink, weights = Sums(peak, total).with_tile(logits)
         # A logit of -inf (a forbidden token) has weight 0 and must add nothing, where 0 * -inf is NaN.
         shifted = jnp.where(weights > 0, logits - sums.peak[:, None], 0.0)
@@ -359,15 +372,16 @@ def _forward(
     log_total = jnp.log(total)
     logprobs = jnp.where(computed, target - peak - log_total, 0.0)
     entropy = jnp.where(computed, log_total - weighted / total, 0.0)
-    return (logprobs, entropy), (head, hidden, own_targets, live, entropy, log_total + peak, kept)
+    return (logprobs, entropy), (head, hidden, own_targets, live, entropy, log_total + peak, kept, sets)
 
 
 def _backward(how: How, keep: bool, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
-    head, hidden, own_targets, live, entropy, log_total, kept = residuals
+    head, hidden, own_targets, live, entropy, log_total, kept, sets = residuals
     by_logprob, by_entropy = cotangents
     tiled = Tiled(how, [head], [hidden], live)
 
     def to_logits(j: jax.Array, i: jax.Array, logits: jax.Array) -> jax.Array:
+        logits = _of_kept(logits, sets, tiled.words, j, i)
         logprobs = logits - log_total[i][:, None]
         probs = jnp.exp(logprobs)
         surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy[i][:, None]
@@ -375,7 +389,12 @@ def _backward(how: How, keep: bool, residuals: Any, cotangents: tuple[jax.Array,
         is_target = _is_target(logits, tiled.words.places(own_targets[i], j))
         return jnp.where(is_target, weight, 0.0) - probs * (weight + by_entropy[i][:, None] * surprise)
 
-    return *tiled.gradients(to_logits, kept), None, None
+    return *tiled.gradients(to_logits, kept), None, None, tuple(None for _ in sets)
+
+
+def _of_kept(logits: jax.Array, sets: Arrays, words: Words, j: jax.Array, i: jax.Array) -> jax.Array:
+    """The logits of tile `j` and chunk `i`, -inf for words that are not kept."""
+    return only_kept(logits, ~sets[0][i], words.first(j)) if sets else logits
 
 
 def narrowed(head: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -115,9 +115,29 @@ class SamplingNumbers(NamedTuple):
         return self._replace(filters=filters)
 
 
+class KeptWords(NamedTuple):
+    """The words that tokens were drawn from."""
+
+    words: jax.Array  # [..., K] int32, the likeliest first; behind `counts` of them others
+    counts: jax.Array  # [...] int32
+
+
 def sample(
     logits: jax.Array, uniforms: jax.Array, numbers: SamplingNumbers, *, vocabulary_first: bool = False
 ) -> tuple[jax.Array, jax.Array]:
+    """As `sample_kept`, without the words that the tokens were drawn from."""
+    tokens, logprobs, _ = sample_kept(logits, uniforms, numbers, vocabulary_first=vocabulary_first)
+    return tokens, logprobs
+
+
+def sample_kept(
+    logits: jax.Array,
+    uniforms: jax.Array,
+    numbers: SamplingNumbers,
+    *,
+    most: int = 0,
+    vocabulary_first: bool = False,
+) -> tuple[jax.Array, jax.Array, KeptWords | None]:
     """One token per row by inversion of the cumulative distribution, and its log-probability.
 
     `logits` [B, V] are float32, -inf forbids a token; `uniforms` [B] are those of `token_uniforms`. A token
@@ -125,9 +145,12 @@ def sample(
     transpose of `logits`, in blocks that divide its columns where they can: sums are then rounded otherwise,
     in which a uniform that lies between two tokens may choose the other.
 
-    Returns (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
-    from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1. A row with a
-    NaN or +inf logit has log-probability NaN. Raises ValueError for shapes that do not fit.
+    Returns (tokens [B] int32, logprobs [B] float32, the words [B, most] that pass the filters; None for
+    `most` 0). Of a row of which more than `most` pass, the counts say so. The log-probability is that of the
+    distribution drawn from, after temperature and filters; at temperature 0, that of the unfiltered softmax
+    at 1. A row with a NaN or +inf logit has log-probability NaN.
+
+    Raises ValueError for shapes that do not fit.
     """
     if logits.ndim != 2 or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"expected logits [B, V] and uniforms [B], got {logits.shape} and {uniforms.shape}")
@@ -137,7 +160,12 @@ def sample(
     logits = logits / jnp.expand_dims(jnp.where(greedy, 1.0, numbers.temperature), axis)
     if numbers.filters is not None:
         logits = numbers.filters.kept(logits, axis, size)
-    return _invert_cdf(logits, uniforms, greedy, axis, size)
+    kept = None
+    if most:
+        counts = (logits > -jnp.inf).sum(axis=axis, dtype=jnp.int32)
+        by_row = logits if axis else logits.T
+        kept = KeptWords(jax.lax.top_k(by_row, min(most, by_row.shape[1]))[1], counts)
+    return *_invert_cdf(logits, uniforms, greedy, axis, size), kept
 
 
 def allowed(logits: jax.Array, masks: jax.Array) -> jax.Array:

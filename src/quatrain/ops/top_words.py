@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from quatrain.ops.divergences import Divergence, log_mixture
+from quatrain.ops.kept_words import NO_WORD
 from quatrain.ops.logprobs import (
     LOWEST,
     Arrays,
@@ -32,8 +33,6 @@ from quatrain.ops.logprobs import (
     first_of,
 )
 
-NO_WORD = -1
-"""Stands where a token has fewer words than others."""
 LEAST_REST = 1e-9
 """Least probability of a teacher's rest: servers give probabilities that are rounded."""
 

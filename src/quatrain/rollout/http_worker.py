@@ -20,6 +20,7 @@ from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, Wor
 from quatrain.servers.client import Refusal, ServerClient, ServerLost, Unfit, all_of
 from quatrain.servers.kinds import Asked, ServerAnswer
 from quatrain.servers.server import Server, ServerRules
+from quatrain.types.kept import KEPT, all_words
 from quatrain.types.rollouts import Completion
 from quatrain.types.routes import ROUTES
 
@@ -164,7 +165,8 @@ class HttpWorker:
                 self._error = self._error or lost
                 self._changed.notify_all()
         else:
-            samples = [(spec.prompt, _completion(each, version)) for each in answers]
+            size = len(spec.prompt.input_ids)
+            samples = [(spec.prompt, _completion(each, size, version)) for each in answers]
             self._finish(FinishedGroup(spec.number, samples))
 
     async def _sample(self, spec: GroupSpec, number: int, version: int) -> ServerAnswer:
@@ -186,15 +188,18 @@ class HttpWorker:
             self._changed.notify_all()
 
 
-def _completion(answer: ServerAnswer, version: int) -> Completion:
-    """The completion of an answer; tokens without labels are of `version`."""
+def _completion(answer: ServerAnswer, num_prompt: int, version: int) -> Completion:
+    """The completion of an answer to a prompt of so many tokens; tokens without labels are of `version`."""
+    columns = {} if answer.routes is None else {ROUTES: [answer.routes]}
+    if answer.kept is not None:
+        columns[KEPT] = [all_words(num_prompt), answer.kept]
     return Completion(
         tokens=answer.tokens,
         # As the engine's, which are float32: a run with a server is then that with the engine, to the bit.
         logprobs=[float(np.float32(value)) for value in answer.logprobs],
         versions=answer.versions or [version] * len(answer.tokens),
         finish_reason="stop" if answer.finish_reason == "stop" else "length",
-        columns={} if answer.routes is None else {ROUTES: [answer.routes]},
+        columns=columns,
         cached=answer.cached,
     )
 

@@ -20,6 +20,7 @@ import numpy as np
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
 from quatrain.parallel.compilations import num_compilations
 from quatrain.types.batches import ENVIRONMENTS, EPISODE_COLUMNS, Prompt, RolloutBatch
+from quatrain.types.kept import KEPT, KeptRow, kept_of_plain, plain_kept
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.pictures import PICTURES, Pictures, pictures_of_plain, plain_pictures
 from quatrain.types.player import Player, Playing, Row
@@ -259,7 +260,7 @@ def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str
         if name != ENVIRONMENTS
         and (name not in before or (name in EPISODE_COLUMNS and value != before[name]))
     }
-    others = {name: parts for name, parts in completion.columns.items() if name != PICTURES}
+    others = {name: parts for name, parts in completion.columns.items() if name not in (PICTURES, KEPT)}
     later, opening = completion.columns.get(PICTURES), returned.pictures
     return {
         "ids": returned.input_ids.tolist(),
@@ -268,6 +269,7 @@ def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str
         "group": returned.group_id,
         # Those of the data every process has; those that an environment or an agent brought none has yet.
         "opening": None if _alike(opening, prompt.pictures) else [plain_pictures(opening)],
+        "kept": plain_kept(KeptRow.of(completion.columns[KEPT])) if KEPT in completion.columns else None,
         "later": None if later is None else plain_pictures(Pictures.of(np.concatenate(later))),
     }
 
@@ -280,6 +282,8 @@ def _row(prompt: Prompt, plain: dict[str, Any]) -> Row:
     completion = Completion(**plain["completion"])
     if later is not None:
         completion.columns[PICTURES] = [later.per_token()]
+    if plain["kept"] is not None:
+        completion.columns[KEPT] = [kept_of_plain(plain["kept"]).column]
     return replace(prompt, input_ids=ids, columns=columns, pictures=pictures), completion
 
 

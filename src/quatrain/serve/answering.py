@@ -134,7 +134,7 @@ class Answering:
             name = self._client_session(request, asked)
             owners = [replace(own, session=name, grammar=grammar) for own in owners]
         else:
-            owners = recorded.owners
+            owners = [replace(own, grammar=grammar) for own in recorded.owners]
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated[: len(owners)], owners)
         # What follows a grammar has no thoughts, also where the prompt begins some.

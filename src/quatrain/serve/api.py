@@ -240,7 +240,9 @@ class Api:
             recorded = None
             if prompt.found is not None:
                 recorded = Recorded.of(request, asked, prompt.found, prompt.messages)
-        begins = prompt.begun, prompt.grammar
+        # Trained tokens follow a grammar only where its words are recorded; the call of a tool is then any.
+        free = session is not None and not session.rules.sampling.replays
+        begins = prompt.begun, None if free else prompt.grammar
         return await self._answering.answer(protocol, request, asked, [prompt.tokens], *begins, recorded)
 
     async def _count(self, protocol: ChatProtocol, request: Request) -> Response:

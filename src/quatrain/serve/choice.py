@@ -11,7 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from quatrain.serve.requests import BadRequest
 from quatrain.serve.text import TextStream, ThoughtStream, TokenText, TokenTexts
 from quatrain.types.answer_text import Channels, Said
 from quatrain.types.call_forms import ToolCall
+from quatrain.types.kept import KEPT
 from quatrain.types.piece import Piece
 from quatrain.types.routes import ROUTES, routes_to_text
 from quatrain.types.sampler import Progress
@@ -147,6 +148,12 @@ class Choice:
                 "return_routed_experts",
             )
         return routes_to_text(np.concatenate(routes))
+
+    def sampling_mask(self) -> list[list[int]]:
+        """The words that each token of the completion was drawn from, in vLLM's form."""
+        first = len(self.prompt_ids)
+        sets = self.sampled.rows(KEPT, first, first + len(self.sampled.tokens))
+        return [words.tolist() for words in chain.from_iterable(sets)]
 
 
 def finite_logprobs(piece: Piece) -> list[float]:

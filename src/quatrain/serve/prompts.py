@@ -133,7 +133,8 @@ class Prompts:
             found = tree.find(
                 messages, key_of(asked), lambda: self._rendered(asked, seen)[0], suffix, asked.hints
             )
-        return ChatPrompt(Tokens(found.ids, found.pictures), begun, found, messages)
+        grammar = self._grammars.of(asked)
+        return ChatPrompt(Tokens(found.ids, found.pictures), begun, found, messages, grammar)
 
     def _template(self, *key: Any) -> TurnTemplate:
         """What renders the turns of episodes with these tools and variables, as `key_of` has them."""

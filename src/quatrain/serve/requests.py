@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from quatrain.config.errors import listed, shown
+from quatrain.config.sections.rollout import MOST_KEPT
 from quatrain.data.grammars import JSON_OBJECT
 from quatrain.data.messages import checked_tools
 from quatrain.engine.scoring import MOST_LIKELIEST, MOST_OF_PROMPT
@@ -188,6 +189,8 @@ class _Request(_Strict):
     return_tokens_as_token_ids: bool = False
     return_routed_experts: bool = False
     """Whether an answer has the experts of each token, as vLLM's `routed_experts`."""
+    return_sampling_mask: bool = False
+    """Whether an answer has the words that each token was drawn from, as vLLM's `sampling_mask`."""
     quatrain: Place | None = None
     prompt_cache_key: str = ""
     """The name of a dialogue: its contexts are kept before those of requests without one."""
@@ -198,11 +201,20 @@ class _Request(_Strict):
 
     _no_tiny_temperature = field_validator("temperature")(no_tiny_temperature)
 
-    @field_validator("return_routed_experts")
+    @field_validator("return_routed_experts", "return_sampling_mask")
     @classmethod
     def _whole_answers(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("stream"):
-            raise ValueError("the experts of tokens cannot be streamed; leave out stream")
+            raise ValueError("this cannot be streamed; leave out stream")
+        return value
+
+    @field_validator("return_sampling_mask")
+    @classmethod
+    def _bounded_sets(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not (
+            0 < (info.data.get("top_k") or 0) <= MOST_KEPT and info.data.get("temperature") != 0
+        ):
+            raise ValueError(f"needs a top_k of 1 to {MOST_KEPT} and a temperature above 0; set these")
         return value
 
     @field_validator("stop")
@@ -296,6 +308,7 @@ class _Request(_Strict):
             top_k=min(max(self.top_k or 0, 0), MOST_TOP_K),
             min_p=self.min_p or 0.0,
             stop=self.stop_strings,
+            replays=self.return_sampling_mask,
         )
 
 

@@ -180,10 +180,12 @@ class Session:
             raise BadRequest(
                 "`quatrain` is the place of a sequence, as a session has; leave it out", "quatrain"
             )
-        if isinstance(asked, ChatRequest) and asked.response_format is not None:
+        has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
+        if has_format and not self.rules.sampling.replays:
             raise BadRequest(
-                'response_format must be {"type": "text"} in an answer that is trained: a grammar\'s set of '
-                "words is not recorded; ask the untrained model (docs/agents.md), or leave it out",
+                'response_format must be {"type": "text"} in an answer that is trained: this run records no '
+                "words that tokens are drawn from (rollout.replay_mask false, or temperature 0); ask the "
+                "untrained model (docs/agents.md), or leave it out",
                 "response_format",
             )
         if not isinstance(asked, CompletionRequest):

@@ -78,7 +78,7 @@ class Turn:
 
     def answer(self, sampled: Piece) -> None:
         """Takes what was sampled, whose columns have rows of all of the context: of these its own alone."""
-        first, end = self.first_of_columns, len(self.prompt_ids) + len(sampled.tokens) - 1
+        first, end = self.first_of_columns, len(self.prompt_ids) + len(sampled.tokens)
         columns = {name: sampled.rows(name, first, end) for name in sampled.columns}
         self.sampled, self.reserved = replace(sampled, columns=columns), 0
 

@@ -56,6 +56,8 @@ class ServerAnswer(NamedTuple):
     `RouteRules.read`, and then what that returns."""
     cached: int = 0
     """Tokens of the prompt that were not computed, if the server says so."""
+    kept: Any = None
+    """The words that each token was drawn from, if the server says so."""
 
 
 class Asked(NamedTuple):
@@ -88,6 +90,8 @@ class Quatrain:
     name = "quatrain"
     routes_by = "rollout.record_routes auto, and a model with experts"
     """What lets it return the experts of tokens."""
+    kept_by = "use this version of `quatrain serve`"
+    """What lets it return the words that tokens were drawn from."""
     version_path = "/version"
     """Where it says `weight_version`, the label of its weights."""
     pause: Question | None = None
@@ -121,8 +125,13 @@ class Quatrain:
             "return_token_ids": True,
             **self._fields(asked, stop_ids),
             **_routes_wanted(asked),
+            **self._kept_wanted(asked),
             **_placed(asked.pictures),
         }
+
+    def _kept_wanted(self, asked: Asked) -> dict[str, bool]:
+        """Asks for the words that tokens are drawn from, where these are recorded."""
+        return _kept_wanted(asked)
 
     def read(self, value: Any) -> ServerAnswer:
         """The answer to such a request; raises LookupError, TypeError or ValueError if `value` is none."""
@@ -135,6 +144,7 @@ class Quatrain:
             choice.get("weight_versions"),
             choice.get("routed_experts"),
             _cached(value.get("usage")),
+            choice.get("sampling_mask"),
         )
 
     def score_request(self, prompt: Sequence[Any], num_words: int) -> Question:
@@ -185,6 +195,7 @@ class Vllm(Quatrain):
 
     name = "vLLM"
     routes_by = "--enable-return-routed-experts"
+    kept_by = "start a vLLM of August 2026 or newer with --return-sampling-mask"
     version_path = "/weight_info"
     pause = ("/pause?mode=keep", {})
     takes_tiles = False
@@ -232,6 +243,7 @@ class Vllm(Quatrain):
             int(usage["prompt_tokens"]) if ids is None else ids,
             routes=choice.get("routed_experts"),
             cached=_cached(usage),
+            kept=choice.get("sampling_mask"),
         )
 
     def look_request(self, prompt: Tokens) -> Question:
@@ -242,6 +254,10 @@ class Vllm(Quatrain):
         """As `Quatrain.read_look`, from an object by token id for each token."""
         places = answer["prompt_logprobs"][-len(last) :]
         return [float(place[str(token)]["logprob"]) for place, token in zip(places, last, strict=True)]
+
+    def _kept_wanted(self, asked: Asked) -> dict[str, bool]:
+        """Nothing: it returns them because of how it was started."""
+        return {}
 
     def _with_content(self, prompt: Tokens, parameters: dict[str, Any], **fields: Any) -> Question:
         ids, urls = contracted(prompt)
@@ -277,6 +293,7 @@ class Sglang:
 
     name = "SGLang"
     routes_by = "--enable-return-routed-experts"
+    kept_by = "install an SGLang of July 2026 or newer"
     version_path = "/get_model_info"
     # Sequences in flight wait and go on with the new weights. By its default they would end, and with
     # `in_place` their cached keys and values, which are of the old weights, could not be forgotten.
@@ -310,7 +327,8 @@ class Sglang:
             "no_stop_trim": True,  # the token that ends a completion is trained on too
         }
         prompt = asked.prompt if asked.pictures is None else asked.tokens
-        return "/generate", {**_generate(prompt, parameters), **_routes_wanted(asked)}
+        body = _generate(prompt, parameters)
+        return "/generate", {**body, **_routes_wanted(asked), **_kept_wanted(asked)}
 
     def read(self, value: Any) -> ServerAnswer:
         """As `Quatrain.read`."""
@@ -324,6 +342,7 @@ class Sglang:
             _of_spans(meta.get("weight_versions"), len(pairs)),
             meta.get("routed_experts"),
             int(meta.get("cached_tokens") or 0),
+            meta.get("output_token_sampling_mask"),
         )
 
     def score_request(self, prompt: Sequence[Any], num_words: int) -> Question:
@@ -435,6 +454,11 @@ def _common(sampling: Sampling) -> dict[str, Any]:
         **NO_PENALTIES,
         "stop": list(sampling.stop),
     }
+
+
+def _kept_wanted(asked: Asked) -> dict[str, bool]:
+    """Asks for the words that tokens are drawn from, where these are recorded."""
+    return {"return_sampling_mask": True} if asked.sampling.num_kept else {}
 
 
 def _routes_wanted(asked: Asked) -> dict[str, bool]:

@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from quatrain.ops.logprobs import LOWEST
 from quatrain.servers.client import Refusal, ServerClient, ServerError, ServerLost, Unfit, shortened
 from quatrain.servers.expert_routes import RouteRules
 from quatrain.servers.kinds import KINDS, Asked, ServerAnswer, ServerKind, version_of
+from quatrain.types.kept import all_words
 from quatrain.types.pictures import Tokens
 from quatrain.types.rollouts import Sampling
 
@@ -153,6 +154,8 @@ class Server:
             answer = self._kind.read(value)
         except (LookupError, TypeError, ValueError) as error:
             raise Unfit(f"its answer is no completion of {self._kind.name}: {shortened(value)}") from error
+        if most := asked.sampling.num_kept:
+            answer = answer._replace(kept=self._read_kept(answer, most))
         labelled = self.labels_versions or answer.versions is not None
         self._check(answer, asked.sampling.max_new_tokens, versions=trained and labelled)
         if asked.pictures is not None and answer.prompt_tokens not in (asked.prompt, len(asked.prompt)):
@@ -187,6 +190,9 @@ class Server:
                 "set rollout.in_flight to false"
             )
         await self._probe_routes(asked._replace(prompt=ids, routes=rules.routes is not None))
+        if rules.sampling.num_kept:  # raises if it returns none
+            filtered = replace(rules.sampling, n=1, max_new_tokens=PROBE_TOKENS, stop=())
+            await self._answer(asked._replace(prompt=ids, sampling=filtered))
         if rules.sampling.temperature == 1:  # raw and processed ones are the same there
             return
         cold = Sampling(n=1, max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
@@ -266,6 +272,27 @@ class Server:
                 *(self._client.name, why, self._routes.gap, self._kind.routes_by),
             )
         self._routes = None  # no longer asked for: each answer would be refused for its want of them
+
+    def _read_kept(self, answer: ServerAnswer, most: int) -> np.ndarray:
+        """[tokens] object: a row of the column KEPT for each token; raises Unfit for anything else."""
+        sets, tokens, size = answer.kept, answer.tokens, self._rules.vocab_size
+        if sets is None:
+            raise Unfit(
+                "it must return the words that each token was drawn from, as rollout.top_p, top_k or min_p "
+                f"filter; it returns none; {self._kind.kept_by}, or set rollout.replay_mask to false"
+            )
+        are_sets = isinstance(sets, list) and isinstance(tokens, list) and len(sets) == len(tokens)
+        if not are_sets or not all(
+            _are(words, (int,), 0, size - 1) and len({*words}) == len(words) <= most and token in words
+            for words, token in zip(sets, tokens, strict=True)
+        ):
+            raise Unfit(
+                f"it must return 1 to {most} different words below {size} for each token, with the token "
+                f"among them; got {shortened(sets)}"
+            )
+        rows = all_words(len(sets))
+        rows[:] = [np.array(words, np.int32) for words in sets]
+        return rows
 
     def _read_routes(self, asked: Asked, answer: ServerAnswer) -> np.ndarray | None:
         if self._routes is None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quatrain.types.kept import KeptSets
 from quatrain.types.metrics import Metrics
 from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.routes import ROUTE_DTYPES, live_of
@@ -218,6 +219,7 @@ class RolloutBatch:
     episode_ids: np.ndarray | None = None  # [B] int64
     routes: np.ndarray | None = None  # [B, T, L, k] uint8 or uint16
     pictures: Pictures | None = None  # of [B, T]
+    kept: KeptSets | None = None  # of [B, T]
 
     __repr__ = brief
 
@@ -245,6 +247,9 @@ class RolloutBatch:
         self._check_groups(check)
         self._check_episodes(check)
         self._check_routes(check)
+        if self.kept is not None:
+            problem = self.kept.problem(self.input_ids, self.completion_mask)
+            check.rule(problem is None, "kept", *(problem or "; got ").split("; got ", 1))
         check.pictures(self.pictures, self.input_ids, ~self.attention_mask | self.completion_mask)
         if self.baseline is not None:
             greedy = self.baseline

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.types.batches import RewardedBatch, RolloutBatch
+from quatrain.types.kept import KeptSets
 from quatrain.types.metrics import combine
 from quatrain.types.pictures import TEXT, Pictures
 from quatrain.types.routes import live_of
@@ -79,6 +80,7 @@ def _join_rollouts(batches: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         episode_ids=_episode_ids(batches, rows),
         routes=_routes(batches, rows, width),
         pictures=_pictures(batches, rows, width),
+        kept=_kept(batches, rows, width),
     )
 
 
@@ -104,6 +106,15 @@ def _routes(batches: Sequence[RolloutBatch], rows: np.ndarray, width: int) -> np
         for batch in batches
     ]
     return np.concatenate(parts)[rows]
+
+
+def _kept(batches: Sequence[RolloutBatch], rows: np.ndarray, width: int) -> KeptSets | None:
+    """Of [B, width], of `rows` of all `batches`; None if no token of these has a set."""
+    if all(batch.kept is None for batch in batches):
+        return None
+    each = [(batch.kept, number) for batch in batches for number in range(len(batch))]
+    chosen = [each[row] for row in rows.tolist()]
+    return KeptSets.stacked([None if kept is None else kept.row(number) for kept, number in chosen], width)
 
 
 def _pictures(batches: Sequence[RolloutBatch], rows: np.ndarray, width: int) -> Pictures | None:

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from quatrain.config.schema import RolloutConfig
+from quatrain.config.sections.rollout import MOST_KEPT
 from quatrain.types.answer_text import CONTEXT, AnswerTokens
 from quatrain.types.batches import Prompt, RolloutBatch, brief
+from quatrain.types.kept import KEPT, KeptRow, KeptSets
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.pictures import PICTURES, Pictures, joined, stacked
 from quatrain.types.piece import Piece
@@ -27,6 +29,7 @@ class Sampling:
 
     Each prompt gets `n` samples of at most `max_new_tokens` tokens. Temperature 0 is greedy decoding, and
     `top_k` 0 keeps all tokens. A completion ends after the token that completes one of the strings `stop`.
+    With `replays`, the words that each token was drawn from are recorded where they are not all.
     """
 
     n: int
@@ -36,6 +39,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    replays: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n", "max_new_tokens"):
@@ -49,11 +53,23 @@ class Sampling:
         ):
             if not holds:
                 raise ValueError(f"sampling needs {rule}, got {value}")
+        if self.num_kept and not 0 < self.top_k <= MOST_KEPT:
+            raise ValueError(
+                f"recording the words that tokens are drawn from needs a top_k of 1 to {MOST_KEPT} with "
+                f"these filters, got {self.top_k}; set that, or record nothing"
+            )
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
         """The sampling parameters of training, from the section `rollout` of the configuration."""
-        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
+        sampling = {name: getattr(config, name) for name in cls.__dataclass_fields__}
+        return cls(**{**sampling, "top_k": config.most_words})
+
+    @property
+    def num_kept(self) -> int:
+        """The most words that a recorded list has; 0: nothing filters, or nothing is recorded."""
+        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return (self.top_k or MOST_KEPT) if self.replays and filters and self.temperature > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,8 @@ def rollout_batch(
 
     `tokenizer` decodes completions to the text that reward functions get (`AnswerTokens.text`); in an episode
     of several turns, the last turn. `episodes` has the number of each row's episode, if it may have
-    several. The batch has `routes` if one of the completions has, and `pictures` if a sequence has.
+    several. The batch has `routes` and `kept` words if one of the completions has, and `pictures` if a
+    sequence has.
     """
     lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
     shape = (len(samples), max((sum(both) for both in lengths), default=0))
@@ -160,6 +177,7 @@ def rollout_batch(
         episode_ids=None if episodes is None else np.array(episodes, np.int64),
         routes=_routes([completion.columns.get(ROUTES, ()) for _, completion in samples], lengths, shape[1]),
         pictures=stacked((sequence_pictures(*sample) for sample in samples), shape[1]),
+        kept=_kept([completion.columns.get(KEPT, ()) for _, completion in samples], versions),
     )
     prompts = np.array([before for before, _ in lengths])
     return replace(batch, metrics={**_length_metrics(batch, prompts), **metrics})
@@ -191,6 +209,14 @@ def _routes(
         known = np.concatenate([*parts, routes[row, :0]])[: before + new - 1]
         routes[row, : len(known)] = known
     return routes
+
+
+def _kept(recorded: Sequence[Sequence[np.ndarray]], versions: np.ndarray) -> KeptSets | None:
+    """Of [B, T]: the sets of sampled tokens; those of tokens that another row trains are left out."""
+    if not any(recorded):
+        return None
+    kept = KeptSets.stacked([KeptRow.of(parts) for parts in recorded], versions.shape[1])
+    return None if kept is None else kept.only(versions >= 0)
 
 
 def _length_metrics(batch: RolloutBatch, prompts: np.ndarray) -> Mapping[str, Metric]:

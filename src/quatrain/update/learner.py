@@ -111,7 +111,8 @@ class Learner:
     `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show. With
     `distillation`, batches have a teacher's scores (`Teacher.score`), of the first `num_words` words of the
     policy's, or the update computes the divergence from a `teacher` over all words. `store` has the pictures
-    of batches; without it they may have none.
+    of batches; without it they may have none. `needs_kept`: batches have the words that each token was drawn
+    from.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Learner:
         policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
         store: FeatureStore | None = None,
+        needs_kept: bool = False,
     ):
         if update.router_aux_coef and policy.arch.routes is None:
             raise ValueError(
@@ -164,7 +166,7 @@ class Learner:
         )
         self.policy_memory = policy_memory
         self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
-        self.logs_logprobs, self.store = logs_logprobs, store
+        self.logs_logprobs, self.store, self.needs_kept = logs_logprobs, store, needs_kept
         if store is not None:
             store.follow_steps()
 
@@ -202,6 +204,7 @@ class Learner:
             policy_memory="host" if config.offload.policy else "device",
             logs_logprobs=config.logging.sample_tokens,
             store=policy.store,
+            needs_kept=rollout.replays and rollout.has_filters,
         )
         if rollout.max_staleness and not learner.corrects_staleness:
             raise ValueError(
@@ -210,7 +213,7 @@ class Learner:
                 "update.old_logprobs rollout corrects nothing; set update.old_logprobs to auto and "
                 "update.correction to truncate or mask"
             )
-        if learner.reads_sampler and not rollout.samples_the_policy:
+        if learner.reads_sampler and not rollout.trains_what_is_sampled:
             raise ValueError(
                 f"update.loss {config.update.loss} reads the sampler's log-probabilities, which must be "
                 f"those of the policy's own distribution; {FILTERS} make the sampler draw from another; "
@@ -482,6 +485,16 @@ class Learner:
         return self._without_truncated(self._table(rollouts), rollouts).with_columns(**columns)
 
     def _table(self, rollouts: RolloutBatch) -> TokenTable:
+        if self.needs_kept:
+            sampled = rollouts.completion_mask
+            without = sampled if rollouts.kept is None else sampled & ~rollouts.kept.has_set
+            if without.any():
+                raise ValueError(
+                    "rollout.top_p, top_k or min_p filter, and the update needs the words that each token "
+                    f"was drawn from; the sampler has recorded none of {int(without.sum())} of "
+                    f"{int(sampled.sum())} tokens; take a sampler that does, or set rollout.replay_mask to "
+                    "false"
+                )
         return TokenTable.of_policy(rollouts, self.policy.arch)
 
     def _without_truncated(self, table: TokenTable, rollouts: RolloutBatch) -> TokenTable:

@@ -26,6 +26,8 @@ MAX_STALENESS = 64
 MAX_DRAFTS = 16
 """A decode step of more drafts costs more than what their matches have ever been worth."""
 LARGEST_PORT = 65535
+MOST_KEPT = 512
+"""Most words that are recorded of a token, and so the largest `top_k` with sampling-mask replay."""
 COLUMN = "column"
 """The key of `rollout.environment` that names a data column, where there are several environments."""
 _ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^/\s?#@:\[\]]+)(:(?P<port>\d{1,9}))?(/[^\s?#]*)?")
@@ -53,7 +55,8 @@ class RolloutConfig(Section):
     """Nucleus sampling: sample from the smallest set of tokens with at least this probability; 1: all
     tokens."""
     top_k: NonNegative = 0
-    """Sample from this many most likely tokens; 0: all."""
+    """Sample from this many most likely tokens; 0: all. Derived: 512 with `rollout.top_p` or `rollout.min_p`,
+    whose kept words are recorded (`rollout.replay_mask`)."""
     min_p: Fraction = 0.0
     """Drop tokens less likely than this fraction of the most likely token's probability; 0: drop none."""
     stop: tuple[Text, ...] = Field((), strict=False)
@@ -154,6 +157,12 @@ class RolloutConfig(Section):
     """For models with experts: the sampler records which experts each token went through, and every pass of
     the update over the batch takes the same ones: [models.md](models.md#routing-replay). `auto`: yes, for
     such models; `true`: an error for others; `false`: each pass chooses anew."""
+    replay_mask: Literal["auto", True, False] = "auto"
+    """Sampling-mask replay: the sampler records the words that each token was drawn from, where `top_p`,
+    `top_k`, `min_p` or a grammar leaves some out, and the update computes log-probabilities over the same
+    words: [rollout.md](rollout.md#sampling-mask-replay). Needs `rollout.top_k` of at most 512. `auto`: yes;
+    `true`: an error at temperature 0; `false`: the update computes them over all words, of another
+    distribution than the sampler's."""
     logprob_diff_warning: float | None = Field(0.05, gt=0)
     """A warning is given if the mean absolute difference between the sampler's and the trainer's
     log-probabilities of a training step's tokens exceeds this, in nats; null: no warning. A server that
@@ -171,9 +180,24 @@ class RolloutConfig(Section):
         return self.workers > 0 or bool(self.servers) or self.sampler is not None
 
     @property
-    def samples_the_policy(self) -> bool:
-        """Whether tokens are drawn from the policy's whole distribution, at some temperature."""
-        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0 and self.temperature > 0
+    def has_filters(self) -> bool:
+        """Whether tokens are drawn from a part of the words, at some temperature."""
+        return (self.top_p < 1 or self.top_k > 0 or self.min_p > 0) and self.temperature > 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether the words that each token is drawn from are recorded, where they are not all."""
+        return self.replay_mask is not False and self.temperature > 0
+
+    @property
+    def most_words(self) -> int:
+        """`top_k`, which has a value where kept words are recorded."""
+        return MOST_KEPT if self.replays and self.has_filters and not self.top_k else self.top_k
+
+    @property
+    def trains_what_is_sampled(self) -> bool:
+        """Whether the update computes probabilities in the distribution that tokens are drawn from."""
+        return self.temperature > 0 and (self.replays or not self.has_filters)
 
     @property
     def differs_from_trainer(self) -> bool:

@@ -186,6 +186,8 @@ class OpenAiAnswer(AnswerForm):
                 facts["prompt_token_ids"] = list(choice.prompt_ids)
         if self._asked.return_routed_experts:
             facts["routed_experts"] = choice.routed_experts()
+        if self._asked.return_sampling_mask:
+            facts["sampling_mask"] = choice.sampling_mask()
         return facts
 
     def _named(self, choice: Choice, texts: list[TokenText], values: list[float]) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class GeneratedIds(AnswerForm):
         facts |= {"token_ids": piece.tokens, "weight_versions": piece.versions}
         if self._asked.return_routed_experts:
             facts["routed_experts"] = choice.routed_experts()
+        if self._asked.return_sampling_mask:
+            facts["sampling_mask"] = choice.sampling_mask()
         return facts
 
 
