@@ -9,10 +9,10 @@ prompts; `gsm8k`, the model on questions of `--data`, sampled at temperature 1 a
 the model in `--turns` turns, in each of which it is asked to write a JSON record again with one change.
 
 Each way runs `--rounds` + 1 times, in turns with the others, in one process; the first round compiles and is
-dropped. Figures: tokens of a decode step of a sequence and the fraction of drafts that were right, which do not
-depend on the machine; the median over rounds of the seconds of rollout and of decoding, divided by those
-without drafts of the same round; and the fraction of sequences whose tokens are those without drafts (others
-differ by rounding).
+dropped. Figures: tokens of a decode step of a sequence and the fraction of drafts that were right, which do
+not depend on the machine; the median over rounds of the seconds of rollout and of decoding, divided by those
+without drafts of the same round; and the fraction of sequences whose tokens are those without drafts
+(others differ by rounding).
 """
 
 from __future__ import annotations

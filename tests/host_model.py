@@ -381,7 +381,9 @@ def _speculate(
     B, steps = len(slots.tokens), TOKENS_PER_CALL if slots.masks is None else 1
     shape = B, steps * (1 + num_drafts)
     counts, checked, ends = (np.zeros(each, np.int32) for each in (B, B, (B, steps)))
-    found = Decoded(np.zeros(shape, np.int32), np.zeros(shape, np.float32), counts, 0, _table(program, *shape))
+    found = Decoded(
+        np.zeros(shape, np.int32), np.zeros(shape, np.float32), counts, 0, _table(program, *shape)
+    )
     tokens, live, size = np.array(slots.tokens), np.array(slots.live), sharing.members.shape[1]
     while found.num_steps < steps and live.any():
         for slot in np.flatnonzero(live):

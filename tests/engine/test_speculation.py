@@ -31,7 +31,9 @@ STOP_IDS = tuple(range(0, 290, 13))
 def sampled(small_arch, small_params, tokenizer):
     """sampled(drafts, ...) -> (completions of PROMPTS, stats)."""
 
-    def run(drafts, *, arch=small_arch, params=small_params, stop_ids=STOP_IDS, most=None, settings=None, **how):
+    def run(
+        drafts, *, arch=small_arch, params=small_params, stop_ids=STOP_IDS, most=None, settings=None, **how
+    ):
         where = "xla", one_device(), 1 << 28
         given = {"num_drafts": drafts, **(settings or {})}
         made = SessionSettings(arch, tokenizer, stop_ids, 11, jnp.dtype("float32"), *where, **given)

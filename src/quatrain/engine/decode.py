@@ -426,10 +426,8 @@ _SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHER
 decode_program = sharded_program(_decode, _SPECS_OF_DECODE, (CACHE_SPEC, EVERYWHERE), donated=(1,))
 
 
-def repeated(
-    advance: Callable[[_AnyCarry], _AnyCarry], begin: _AnyCarry, program: Program
-) -> _AnyCarry:
-    """The decode steps of a call, whose live slots are number 2 of what is carried, and `Decoded` the last."""
+def repeated(advance: Callable[[_AnyCarry], _AnyCarry], begin: _AnyCarry, program: Program) -> _AnyCarry:
+    """The decode steps of a call, of whose carry the live slots are number 2 and `Decoded` is the last."""
     if not program.backend.decode_ends_early:
         return jax.lax.fori_loop(0, TOKENS_PER_CALL, lambda _, carry: advance(carry), begin)
 

@@ -50,7 +50,7 @@ class Drafts(NamedTuple):
 
 
 _Carry = tuple[CachePart, jax.Array, jax.Array, jax.Array, jax.Array, Decoded]
-"""Cache of generated tokens, last tokens, live slots, lengths, context and turn of each slot, sampled tokens."""
+"""Cache of generated tokens, last tokens, live slots, lengths, contexts and turns, sampled tokens."""
 
 
 def _speculate(

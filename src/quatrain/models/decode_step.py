@@ -398,7 +398,9 @@ def verify(
     prompt_positions_S = jnp.arange(S, dtype=jnp.int32)
     back_RMTS = positions_BT[sharing.members][..., None] - prompt_positions_S
     back_RXS = back_RMTS.reshape(R, M * T, S)
-    real_RXS = jnp.broadcast_to((prompt_positions_S < sharing.prompt_lengths[:, None])[:, None], back_RXS.shape)
+    real_RXS = jnp.broadcast_to(
+        (prompt_positions_S < sharing.prompt_lengths[:, None])[:, None], back_RXS.shape
+    )
     # Behind its own place a slot holds drafts that were rejected, which the next tokens overwrite.
     back_BTC = index_BT[:, :, None] - jnp.arange(C, dtype=jnp.int32)
 
