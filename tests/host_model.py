@@ -388,9 +388,10 @@ def _speculate(
     while found.num_steps < steps and live.any():
         for slot in np.flatnonzero(live):
             length, prefix = int(slots.lengths[slot] + counts[slot]), sharing.place[slot] // size
-            context = drafts.own[slot, : slots.prompt_lengths[slot] + slots.lengths[slot]]
-            assert (context >= 0).all(), "drafts are looked up in an incomplete sequence"
-            assert context[-1] == slots.tokens[slot]
+            if num_drafts:
+                context = drafts.own[slot, : slots.prompt_lengths[slot] + slots.lengths[slot]]
+                assert (context >= 0).all(), "drafts are looked up in an incomplete sequence"
+                assert context[-1] == slots.tokens[slot]
             prompt = before.entries(prefix, slice(0, slots.prompt_lengths[slot]))
             turn = rows.entries(slot, np.arange(length - 1))
             sequence = _Sequence(program, weights, np.concatenate([prompt, turn]))

@@ -124,6 +124,8 @@ def _speculate(
             places = jnp.where(taken, ends[:, None] + ahead, table.shape[1])  # out of range: not written
             return table.at[rows[:, None], places].set(new.astype(table.dtype), mode="drop")
 
+        assert decoded.drafted is not None
+        assert decoded.ends is not None
         table, of_inputs = decoded.routes, routes
         if table is not None and of_inputs is not None:
             table = appended(table, decoded.counts, of_inputs)

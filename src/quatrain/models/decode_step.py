@@ -418,10 +418,11 @@ def verify(
                 before, own = cache
                 # Out of range at the end of a slot: of a sequence that may have no more tokens.
                 own = _written(own, jnp.arange(B), index_BT, k_BTKH, v_BTKH)
+            (prompt_keys, prompt_values), (keys, values) = before, own
             q_BTKGH = _by_key_head(q_BTNH, own)
             q_RXKGH = q_BTKGH[sharing.members].reshape(R, M * T, *q_BTKGH.shape[2:])
-            shared = _attend(q_RXKGH, *before, prompt_mask, cap)
-            turn = _attend(q_BTKGH, *own, generated_mask, cap)
+            shared = _attend(q_RXKGH, prompt_keys, prompt_values, prompt_mask, cap)
+            turn = _attend(q_BTKGH, keys, values, generated_mask, cap)
             by_member = (x.reshape(R * M, T, *x.shape[2:]) for x in shared)
             prompt = _with_sinks(_Attended(*(x[sharing.place] for x in by_member)), sinks_N)
             return _over_both(prompt, turn).reshape(q_BTNH.shape).astype(q_BTNH.dtype), own
