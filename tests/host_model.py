@@ -26,6 +26,7 @@ from quatrain.engine.decode import TOKENS_PER_CALL, Decoded
 from quatrain.models.blocks.delta import GatedDeltaNet
 from quatrain.models.delta_rule import DeltaState
 from quatrain.models.kv_cache import CachePart
+from quatrain.ops.sampling import KeptWords
 from quatrain.types.routes import live_of
 
 MASK, BASE, OTHER_BASE = 2**64 - 1, 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
@@ -248,6 +249,13 @@ def _as_arrays(samples: dict[int, list[tuple[int, float]]], shape: tuple[int, ..
     return tokens, logprobs
 
 
+def _kept(program: Any, tokens: np.ndarray) -> KeptWords | None:
+    """Of each token itself alone, if they are recorded."""
+    if not program.most_kept:
+        return None
+    return KeptWords(np.repeat(tokens[..., None], program.most_kept, axis=-1), np.ones_like(tokens))
+
+
 def _table(program: Any, *shape: int) -> Any:
     form = program.arch.routes if program.records_routes else None
     return form and np.zeros((*shape, form.layers, form.experts_per_token), form.dtype)
@@ -276,7 +284,8 @@ def _prefill(params: Any, prompts: CachePart, packed: Any, program: Any) -> Any:
         rows.write(row, slice(0, len(places)), sequence.entries)
         rows.put_state(row, sequence.state)
         samples[i] = _drawn(sequence, packed, i, bool(rows.deltas))
-    return rows.part, *_as_arrays(samples, packed.sequence_ids.shape), None, routes
+    tokens, logprobs = _as_arrays(samples, packed.sequence_ids.shape)
+    return rows.part, tokens, logprobs, _kept(program, tokens), routes
 
 
 def _extend(params: Any, prompts: CachePart, extended: Any, program: Any) -> Any:
@@ -297,7 +306,8 @@ def _extend(params: Any, prompts: CachePart, extended: Any, program: Any) -> Any
         if routes is not None:
             routes[i, :count] = sequence.routes
         samples[i] = _drawn(sequence, extended, i, bool(rows.deltas))
-    return rows.part, *_as_arrays(samples, extended.sequence_ids.shape), None, routes
+    tokens, logprobs = _as_arrays(samples, extended.sequence_ids.shape)
+    return rows.part, tokens, logprobs, _kept(program, tokens), routes
 
 
 def _restore(params: Any, generated: CachePart, prompts: CachePart, restored: Any, program: Any) -> Any:
@@ -363,7 +373,7 @@ def _decode(
             tokens[slot] = token
             live[slot] = token not in program.stop_ids and length + 1 < slots.limits[slot]
         found = found._replace(num_steps=now + 1)
-    return rows.part, found
+    return rows.part, found._replace(kept=_kept(program, found.tokens))
 
 
 def _speculate(

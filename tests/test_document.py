@@ -135,7 +135,7 @@ def features():
         "mesh axes": {axis.name for axis in AXES},
         "roles with": set(sections()["placement"].model_fields),
         "moved to host": set(sections()["offload"].model_fields),
-        "sampling": {*Sampling.__dataclass_fields__} - {"n", "max_new_tokens"},
+        "sampling": {*Sampling.__dataclass_fields__} - {"n", "max_new_tokens", "replays"},
         "sandboxes": set(get_args(SandboxKind)) - {"auto"},
         "inference servers": {kind.name for kind in KINDS.values()},
         "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),

@@ -32,6 +32,20 @@ def _routes(config) -> int | None:
     return placement(config).to_dict()["bytes_on_host"].get("routes")
 
 
+def test_the_bits_of_kept_words_are_counted(final):
+    """A bit for each token and word, and the longest list: only where a filter's words are recorded."""
+    sizes = (*SIZES, "update.max_tokens_per_device=1000", "rollout.top_p=0.9")
+
+    def counted(*settings):
+        return placement(final(SMALL, *sizes, *settings)).to_dict()["bytes_per_device"].get("sampling_mask")
+
+    words = -(-SMALL["vocab_size"] // 32)
+    assert counted() == 4 * 1000 * (words + 512)
+    assert counted("rollout.top_k=10") == 4 * 1000 * (words + 16)
+    assert counted("rollout.replay_mask=false") is None
+    assert counted("rollout.top_p=1.0") is None
+
+
 def test_routes_of_a_step_are_counted(final):
     config = final(MOE, *SIZES)
     assert _routes(config) == 6 * 5 * 128 * 3 * 2

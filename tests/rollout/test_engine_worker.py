@@ -9,6 +9,7 @@ import pytest
 from rollouts import fleet_rollouts, local_rollouts
 
 from quatrain.config.schema import LoraConfig, RolloutConfig
+from quatrain.engine.service import EngineService
 from quatrain.models.lora import adapters_of, with_adapters, with_lora, with_trained
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
@@ -76,6 +77,31 @@ def test_a_fleet_of_engines_samples_what_one_engine_does(make_engine, small_para
     assert 0 < batch.metrics["rollout/slot_utilisation"].result() <= 1
     assert batch.metrics["rollout/decode_s"].result() > 0
     fleet.close()
+
+
+def test_groups_given_together_begin_in_one_round(make_engine, small_params, monkeypatch):
+    """Catches an engine that begins with the first groups while others are being given to it: the shapes of
+    its programs, and so the last bits of a run over a fleet, would depend on the timing."""
+    began, start, taken = [], EngineService.start, EngineService._taken
+
+    def slow_start(self, *arguments):
+        time.sleep(0.05)
+        return start(self, *arguments)
+
+    def counted(self, *arguments):
+        come = taken(self, *arguments)
+        began.extend([len(come.asked)] if come.asked else [])
+        return come
+
+    monkeypatch.setattr(EngineService, "start", slow_start)
+    monkeypatch.setattr(EngineService, "_taken", counted)
+    worker = worker_of(make_engine())
+    worker.load(gathered(small_params, "float32"), 4, 60)
+    sampling = Sampling(n=2, max_new_tokens=4, temperature=1.0)
+    worker.submit([GroupSpec(i, prompt, 0, sampling) for i, prompt in enumerate(PROMPTS)], 4)
+    finished_of(worker, len(PROMPTS))
+    worker.close()
+    assert began == [len(PROMPTS)]
 
 
 def test_weights_come_through_a_folder(make_engine, small_arch, small_params, tokenizer, tmp_path):

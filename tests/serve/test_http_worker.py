@@ -139,6 +139,7 @@ class Fake:
         self.logprob = lambda temperature: -math.log(vocab_size) if temperature > 0.1 else 0.0
         self.routes = lambda ids: None  # [tokens, layers, k] int32 of an input of `ids`
         self.versions = None  # a label for each of `count` tokens, if it labels them
+        self.kept = lambda tokens: None  # the words that each was drawn from
 
     def answer(self, method, path, body):
         self.asked.append((path, body))
@@ -186,6 +187,8 @@ class Fake:
                 "logprobs": {"token_logprobs": logprobs},
                 "prompt_token_ids": ids,
             }
+            if (kept := self.kept(tokens)) is not None:
+                choice["sampling_mask"] = kept
             if self.versions is not None:
                 choice["weight_versions"] = self.versions(len(tokens))
             if (routes := self.routes([*ids, *tokens][:-1])) is not None:
@@ -217,6 +220,8 @@ class Fake:
                 "weight_version": self.label,
                 "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens)],
             }
+            if body.get("return_sampling_mask"):
+                meta["output_token_sampling_mask"] = self.kept(tokens)
             if self.versions is not None:
                 labels, start, meta["weight_versions"] = self.versions(len(tokens)), 0, []
                 for label, same in itertools.groupby(labels):
@@ -946,6 +951,48 @@ def test_routes_of_servers_stand_beside_their_tokens(
         np.testing.assert_array_equal(routes[: length - 1], _routes(ids[: length - 1])[:, [1, 3]])
         assert (routes[length - 1 :] == 255).all()
     assert not caplog.records
+
+
+def _kept(tokens):
+    return [[token, (token + 1) % 50, *range(60, 60 + token % 3)] for token in tokens]
+
+
+@pytest.fixture
+def filtered_rules(rules):
+    return replace(rules, sampling=replace(SAMPLING, top_p=0.9, top_k=20, replays=True))
+
+
+def test_kept_words_of_servers_stand_beside_their_tokens(
+    fake, filtered_rules, small_arch, small_params, tmp_path
+):
+    """Lists of ids, as vLLM and SGLang return them; the sets of prompts' tokens are none."""
+    fake.kept = _kept
+    with listening(fake) as url, fleet_of([url], filtered_rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        batch = fleet.generate(PROMPTS, step=3)
+    np.testing.assert_array_equal(batch.kept.has_set, batch.completion_mask)
+    for row, (ids, sampled) in enumerate(zip(batch.input_ids, batch.completion_mask, strict=True)):
+        sets = [each.tolist() for each in batch.kept.row(row).column[sampled]]
+        assert sets == _kept(ids[sampled].tolist())
+
+
+@pytest.mark.parametrize(
+    ("kept", "got"),
+    [
+        (lambda tokens: None, "it returns none"),
+        (lambda tokens: _kept(tokens)[1:], "different words below"),
+        (lambda tokens: [[*words, words[0]] for words in _kept(tokens)], "different words below"),
+        (lambda tokens: [words[1:] for words in _kept(tokens)], "with the token among them"),
+        (lambda tokens: [[*words, 10**6] for words in _kept(tokens)], "different words below"),
+        (lambda tokens: [[*range(21), *range(21, 60)]] * len(tokens), "return 1 to 20 different"),
+        (lambda tokens: "no list", "different words below"),
+    ],
+    ids=["none", "a token less", "a word twice", "without the token", "no word", "too many", "no list"],
+)
+def test_a_server_without_kept_words_is_refused_at_its_probe(fake, filtered_rules, kept, got):
+    fake.kept = kept
+    with listening(fake) as url, pytest.raises(WorkerRefused, match=got):
+        HttpWorker(url, filtered_rules, num_slots=None, timeout_s=20)
 
 
 def test_servers_without_routes_are_used_after_one_warning(

@@ -118,9 +118,15 @@ def distilled(server, place):
 
 
 def with_tokenizers(server, place):
-    """The server; names that recipes look up lead to its tokenizer in the folder of a program."""
+    """The server; names that recipes look up lead to its tokenizer in the folder of a program.
+
+    Its special tokens have the names there that the cookbook's chat format of Qwen needs as one token each.
+    """
     for name in NAMED:
         shutil.copytree(server.base, place / name)
+        for file in (place / name).iterdir():
+            words = file.read_text().replace("<|end|>", "<|im_end|>").replace("<|user|>", "<|im_start|>")
+            file.write_text(words)
     return server
 
 

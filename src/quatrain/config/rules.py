@@ -464,7 +464,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rollout.top_k",
-        lambda c: c.rollout.replays and c.rollout.top_k > MOST_KEPT,
+        lambda c: c.rollout.replays and c.rollout.has_filters and c.rollout.top_k > MOST_KEPT,
         f"must be at most {MOST_KEPT} where the words that tokens are drawn from are recorded; got "
         f"{{c.rollout.top_k}}; set {MOST_KEPT} or less, or rollout.replay_mask to false",
     ),

@@ -418,8 +418,8 @@ def _decode(
     begin = (generated, slots.tokens, slots.live, empty)
     generated, _, _, decoded = repeated(advance, begin, program) if shape[1] > 1 else advance(begin)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
-    routes, kept = program.recorded(decoded.routes), all_gather_shards(decoded.kept)
-    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, routes, kept)
+    recorded = program.recorded(decoded.routes), all_gather_shards(decoded.kept)
+    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, *recorded)
 
 
 _SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE

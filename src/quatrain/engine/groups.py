@@ -196,7 +196,7 @@ class Group:
         """
         if self.num_kept:
             assert kept is not None, "programs record what their groups ask for"
-            sets = listed_rows(kept.words[place], kept.counts[place])
+            sets = listed_rows(np.asarray(kept.words)[place], np.asarray(kept.counts)[place])
         elif self.replays and self.matcher is not None and masks is not None:
             sets = all_words(len(masks))
             sets[:] = [self.matcher.guide.shared(mask) for mask in masks]

@@ -48,12 +48,12 @@ def one_by_one(
         slots = slots._replace(tokens=tokens, lengths=ahead, live=left, masks=of_next)
         decoded = call(slots, len(parts))
     routes = [part.routes for part in parts if part.routes is not None]
-    joined = as_jit_arguments(
+    tokens, logprobs, counts, steps = as_jit_arguments(
         np.concatenate([part.tokens for part in parts], axis=1),
         np.concatenate([part.logprobs for part in parts], axis=1),
         np.sum(lives, axis=0),
         np.array(len(parts), np.int32),
-        *([np.concatenate(routes, axis=1)] if routes else []),
     )
+    [of_experts] = as_jit_arguments(np.concatenate(routes, axis=1)) if routes else [None]
     kept = jax.tree.map(lambda *each: np.concatenate(each, axis=1), *(part.kept for part in parts))
-    return Decoded(*joined)._replace(kept=kept), np.stack(masks, axis=1)
+    return Decoded(tokens, logprobs, counts, steps, of_experts, kept), np.stack(masks, axis=1)

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -218,6 +218,15 @@ class EngineService(Sampler):
             nothing.set_result([])
             return nothing
         return self._queue(lambda keys: self._asked.append(_Asked(keys, requests, listener)))
+
+    @contextmanager
+    def one_round(self) -> Iterator[None]:
+        """Requests that are started within are taken by the same round.
+
+        The shapes of its programs, and so the rounding, then do not depend on when the thread looked.
+        """
+        with self._changed:
+            yield
 
     def drop(self, keys: Sequence[int]) -> None:
         """Forget requests; those that have finished are ignored."""

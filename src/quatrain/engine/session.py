@@ -525,15 +525,16 @@ class Session:
         running.sort(key=lambda ring: begun[ring].masks is None)
         of_ring = {}
         for ring in running:
-            given = self._program_of(self._groups_in(rings[ring])), self._sharing(rings[ring]), params
-            of_ring[ring] = partial(self._call, ring, *given, self._drafts(ring, rings[ring]))
+            program, sharing = self._program_of(self._groups_in(rings[ring])), self._sharing(rings[ring])
+            drafts = self._drafts(ring, rings[ring])
+            of_ring[ring] = partial(self._call, ring, program, sharing, params, drafts)
         results = [of_ring[ring](begun[ring]) for ring in running]
         masks = dict[int, np.ndarray]()  # [B, steps, ceil(V / 32)] of each ring with grammars
         for i, ring in enumerate(running):
             if begun[ring].masks is not None:
                 groups, stop_ids = self._groups_in(rings[ring]), self._settings.stop_ids
-                call, first = of_ring[ring], results[i]
-                results[i], masks[ring] = one_by_one(call, begun[ring], first, groups, stop_ids)
+                given = begun[ring], results[i], groups, stop_ids
+                results[i], masks[ring] = one_by_one(of_ring[ring], *given)
         results = jax.device_get(results)
         before = {slot: group.turn_length(index) for slot, group, index in live.values()}
         begins, slot_steps, most_steps, checked = {}, 0, 0, 0

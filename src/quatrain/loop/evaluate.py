@@ -239,8 +239,7 @@ class Evaluator:
         """Greedy and, if `eval.n` > 0, sampled completions."""
         config, training = self._config, engine.sampling
         length = config.max_new_tokens or training.max_new_tokens
-        unfiltered: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "replays": False}
-        greedy = replace(training, n=1, max_new_tokens=length, temperature=0.0, **unfiltered)
+        greedy = replace(training, n=1, max_new_tokens=length, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         sampled = replace(greedy, n=config.n or 1, temperature=config.temperature, top_p=config.top_p)
         return [greedy, sampled] if config.n else [greedy]
 

@@ -132,8 +132,8 @@ def token_logprobs(
     if not num_tokens:
         return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
     # The bits of words that are left out: chunks are padded with zeros, and a token must keep some word.
-    sets = () if kept is None else (~kept,)
-    (hidden, targets, *sets), live = chunked(tile, num_live, hidden, targets, *sets)
+    left_out = [] if kept is None else [~kept]
+    (hidden, targets, *sets), live = chunked(tile, num_live, hidden, targets, *left_out)
     how = How((Head(project, temperature),), tile, vocabulary_axis, head_gradient)
     keep = kept_logits(num_tokens, len(first_of(head)), tile) > 0
     outputs = _by_tiles(how, keep, head, hidden, targets, live, tuple(sets))

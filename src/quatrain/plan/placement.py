@@ -33,6 +33,7 @@ from quatrain.models.flops import parameters_read
 from quatrain.models.kv_cache import bytes_of_largest, bytes_per_position, bytes_per_state
 from quatrain.models.lora import is_adapter, merged_architecture, trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, check_policy, is_spec, param_specs, partition
+from quatrain.ops.kept_words import list_width
 from quatrain.ops.shape_buckets import power_of_two, round_up
 from quatrain.plan.activations import (
     OFF_BY,
@@ -255,6 +256,8 @@ class _Plan:
         if self.arch.vision:
             most, model = self._most_placeholders(sizes), self.config.model
             yield from picture_parts(self.arch.vision, most, model.dtype, model.remat, gradient)
+        if sizes is self.config.update and not self.config.run.on_given_data:
+            yield from self._sampling_mask(gradient)
         if self.mesh.dp > 1:
             yield MemoryPart(
                 "gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (step,)
@@ -570,6 +573,20 @@ class _Plan:
         rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
         words = f"{rows} x {round_up(longest)} tokens" + f" / {CP} {self.mesh.cp}" * (self.mesh.cp > 1)
         return rows * -(-round_up(longest) // self.mesh.cp), words
+
+    def _sampling_mask(self, phase: Phase) -> Iterator[MemoryPart]:
+        """Of the largest micro-batch, a bit for each token and word, and lists of words; or nothing."""
+        rollout = self.config.rollout
+        if not (rollout.replays and rollout.has_filters):
+            return
+        # Each `cp` device has those of all of its data shard's tokens, each `tp` device those of its words.
+        tokens = self._tokens_of_micro_batch(self.config.update)[0] * self.mesh.cp
+        words, width = -(-self.arch.vocab_size // self.mesh.tp), list_width(rollout.most_words)
+        why = (
+            f"{tokens} tokens x {words} words / 8, and lists of {width} words (rollout.top_k), int32; none "
+            "with rollout.replay_mask false"
+        )
+        yield MemoryPart("sampling_mask", 4 * tokens * (-(-words // 32) + width), why, (phase,))
 
     def _most_placeholders(self, sizes: UpdateConfig | CriticConfig) -> int:
         """Of the largest micro-batch, on a data shard: each picture stands once in a buffer."""

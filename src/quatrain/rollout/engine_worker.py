@@ -64,15 +64,20 @@ class EngineWorker:
         return self._service.load(weights, version, free_first=True)
 
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
-        """Queue groups; raises WorkerLost if the engine has failed."""
+        """Queue groups, which begin together; raises WorkerLost if the engine has failed."""
         self._check()
         with self._changed:
             self._unfinished += len(groups)
-        for group in groups:
-            turns = [Completion() for _ in range(group.sampling.n)]
-            request = Request(group.prompt, group.step, group.sampling, group.own)
-            queued = self._service.start([request], partial(self._add, group, turns, [len(turns)]))
-            queued.add_done_callback(partial(self._refuse, group))
+        with self._service.one_round():
+            queued = [self._begin(group) for group in groups]
+        for group, future in zip(groups, queued, strict=True):
+            future.add_done_callback(partial(self._refuse, group))
+
+    def _begin(self, group: GroupSpec) -> Future[list[int]]:
+        turns = [Completion() for _ in range(group.sampling.n)]
+        request = Request(group.prompt, group.step, group.sampling, group.own)
+        # A request each: one for which there is no room fails alone.
+        return self._service.start([request], partial(self._add, group, turns, [len(turns)]))
 
     def _add(
         self, group: GroupSpec, turns: list[Completion], left: list[int], number: int, progress: Progress

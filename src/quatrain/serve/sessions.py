@@ -184,8 +184,8 @@ class Session:
         if has_format and not self.rules.sampling.replays:
             raise BadRequest(
                 'response_format must be {"type": "text"} in an answer that is trained: this run records no '
-                "words that tokens are drawn from (rollout.replay_mask false, or temperature 0); ask the "
-                "untrained model (docs/agents.md), or leave it out",
+                "words that tokens are drawn from (rollout.replay_mask false); ask the untrained model "
+                "(docs/agents.md), or leave it out",
                 "response_format",
             )
         if not isinstance(asked, CompletionRequest):

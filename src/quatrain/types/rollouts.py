@@ -29,7 +29,8 @@ class Sampling:
 
     Each prompt gets `n` samples of at most `max_new_tokens` tokens. Temperature 0 is greedy decoding, and
     `top_k` 0 keeps all tokens. A completion ends after the token that completes one of the strings `stop`.
-    With `replays`, the words that each token was drawn from are recorded where they are not all.
+    With `replays`, the words that each token was drawn from are recorded: those that a grammar allows, or
+    with a `top_k` of at most MOST_KEPT those that pass all filters.
     """
 
     n: int
@@ -53,11 +54,6 @@ class Sampling:
         ):
             if not holds:
                 raise ValueError(f"sampling needs {rule}, got {value}")
-        if self.num_kept and not 0 < self.top_k <= MOST_KEPT:
-            raise ValueError(
-                f"recording the words that tokens are drawn from needs a top_k of 1 to {MOST_KEPT} with "
-                f"these filters, got {self.top_k}; set that, or record nothing"
-            )
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
@@ -67,9 +63,8 @@ class Sampling:
 
     @property
     def num_kept(self) -> int:
-        """The most words that a recorded list has; 0: nothing filters, or nothing is recorded."""
-        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return (self.top_k or MOST_KEPT) if self.replays and filters and self.temperature > 0 else 0
+        """The most words that a recorded list has; 0: there are none, as nothing bounds them."""
+        return self.top_k if self.replays and self.temperature > 0 and self.top_k <= MOST_KEPT else 0
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class RolloutConfig(Section):
     @property
     def replays(self) -> bool:
         """Whether the words that each token is drawn from are recorded, where they are not all."""
-        return self.replay_mask is not False and self.temperature > 0
+        return self.replay_mask is not False
 
     @property
     def most_words(self) -> int:
