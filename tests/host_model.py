@@ -376,6 +376,59 @@ def _decode(
     return rows.part, found._replace(kept=_kept(program, found.tokens))
 
 
+def _speculate(
+    params: Any,
+    generated: CachePart,
+    prompts: CachePart,
+    slots: Any,
+    sharing: Any,
+    drafts: Any,
+    program: Any,
+    num_drafts: int,
+) -> tuple[CachePart, Decoded]:
+    """Drafts are right with the chance of two in three: words of a hash are never written twice."""
+    rows, before, weights = _Rows(generated), _Rows(prompts), _weights(params)
+    B, steps = len(slots.tokens), TOKENS_PER_CALL if slots.masks is None else 1
+    shape = B, steps * (1 + num_drafts)
+    counts, checked, ends = (np.zeros(each, np.int32) for each in (B, B, (B, steps)))
+    found = Decoded(
+        np.zeros(shape, np.int32), np.zeros(shape, np.float32), counts, 0, _table(program, *shape)
+    )
+    tokens, live, size = np.array(slots.tokens), np.array(slots.live), sharing.members.shape[1]
+    while found.num_steps < steps and live.any():
+        for slot in np.flatnonzero(live):
+            length, prefix = int(slots.lengths[slot] + counts[slot]), sharing.place[slot] // size
+            if num_drafts:
+                context = drafts.own[slot, : slots.prompt_lengths[slot] + slots.lengths[slot]]
+                assert (context >= 0).all(), "drafts are looked up in an incomplete sequence"
+                assert context[-1] == slots.tokens[slot]
+            prompt = before.entries(prefix, slice(0, slots.prompt_lengths[slot]))
+            turn = rows.entries(slot, np.arange(length - 1))
+            sequence = _Sequence(program, weights, np.concatenate([prompt, turn]))
+            for ahead in range(1 + num_drafts):
+                sequence.add(int(tokens[slot]), None, _behind(slots.shifts, slot))
+                assert length <= rows.positions, "a turn is longer than its slot"
+                rows.write(slot, length - 1, sequence.entries[-1])
+                facts = slots.steps[slot], slots.sequence_ids[slot], int(slots.offsets[slot]) + length
+                token, logprob = sequence.draw(slots.sampling, slot, *facts, deltas=False, masks=slots.masks)
+                if found.routes is not None:
+                    found.routes[slot, counts[slot]] = sequence.routes[-1]
+                found.tokens[slot, counts[slot]], found.logprobs[slot, counts[slot]] = token, logprob
+                counts[slot], length, tokens[slot] = counts[slot] + 1, length + 1, token
+                live[slot] = token not in program.stop_ids and length < slots.limits[slot]
+                if not live[slot] or ahead == num_drafts:
+                    break
+                checked[slot] += 1
+                if token % 3 == 0:
+                    # What a wrong draft and those behind it leave, for the next step to overwrite.
+                    wrong = np.arange(length - 1, min(length + num_drafts - ahead - 1, rows.positions))
+                    rows.write(slot, wrong, OTHER_BASE >> 2)
+                    break
+        ends[:, found.num_steps] = counts
+        found = found._replace(num_steps=found.num_steps + 1)
+    return rows.part, found._replace(drafted=checked, ends=ends)
+
+
 def forward(arch: Any, params: Any, ids: list[int], turns: Any = None, features: Any = None) -> Any:
     """(the likeliest token after each of these of one sequence, its log-probability, the routes of each).
 
@@ -449,7 +502,13 @@ def _keep_turn_block(kept: HostArray, generated: HostArray, blocks: Any, axis: i
     return new
 
 
-_PROGRAMS = {"prefill": _prefill, "extend": _extend, "restore": _restore, "decode": _decode}
+_PROGRAMS = {
+    "prefill": _prefill,
+    "extend": _extend,
+    "restore": _restore,
+    "decode": _decode,
+    "speculate": _speculate,
+}
 
 
 def use_host_model(monkeypatch: pytest.MonkeyPatch) -> set[Any]:

@@ -232,6 +232,10 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
     ("settings", "message"),
     [
         ("advantage.estimator=gae critic.enabled=false", "critic.enabled must not be false for "),
+        (
+            "rollout.servers=[http://a:1] rollout.speculate=2",
+            "rollout.speculate has no effect with rollout.servers or rollout.sampler, which sample as they",
+        ),
         ("critic.epochs=2", "critic.epochs has no effect without a critic; set advantage.estimator to gae"),
         ("critic_optimizer.name=sgd", "critic_optimizer.name has no effect without a critic"),
         ("placement.critic=1", "placement.critic has no effect without a critic"),

@@ -56,12 +56,12 @@ def delta():
 
 @pytest.fixture
 def make_session(computed_by, small_arch, tokenizer):
-    def make(arch=small_arch, *, most=None, memory=1 << 26, share=0.0):
+    def make(arch=small_arch, *, most=None, memory=1 << 26, share=0.0, drafts=0):
         stop_ids = (tokenizer.eos_token_id, tokenizer.pad_token_id)
         where = jnp.dtype("float32"), "xla", one_device(), memory
         guide = guide_of(tokenizer, arch.vocab_size, stop_ids)
         settings = SessionSettings(
-            arch, tokenizer, stop_ids, 11, *where, prefix_share=share, guide=lambda: guide
+            arch, tokenizer, stop_ids, 11, *where, prefix_share=share, guide=lambda: guide, num_drafts=drafts
         )
         return Session(settings, Sampling(1, 80), most, per_request_sampling=True)
 
@@ -103,24 +103,27 @@ def is_whole(tokenizer, completion):
 
 @pytest.mark.parametrize("which", ["attention", pytest.param("delta", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("most", "memory", "share", "chance"),
+    ("most", "memory", "share", "chance", "drafts"),
     [
-        pytest.param(None, 1 << 26, 0.0, 0.0, marks=pytest.mark.slow),
-        (None, 1 << 26, 0.5, 0.1),
-        pytest.param(3, 1 << 26, 0.5, 0.2, marks=pytest.mark.slow),
-        (None, 1 << 18, 0.0, 0.05),
+        pytest.param(None, 1 << 26, 0.0, 0.0, 0, marks=pytest.mark.slow),
+        (None, 1 << 26, 0.5, 0.1, 0),
+        pytest.param(3, 1 << 26, 0.5, 0.2, 0, marks=pytest.mark.slow),
+        (None, 1 << 18, 0.0, 0.05, 0),
+        (None, 1 << 26, 0.5, 0.1, 2),
     ],
 )
 @pytest.mark.parametrize("computed_by", ["host"], indirect=True)
 def test_each_samples_what_it_samples_alone(
-    make_session, small_arch, small_params, delta, tokenizer, which, most, memory, share, chance
+    make_session, small_arch, small_params, delta, tokenizer, which, most, memory, share, chance, drafts
 ):
-    """A mask of another sequence or step, a slot in the wrong ring, a matcher that lost a preempted token."""
+    """A mask of another sequence or step, a slot in the wrong ring, a matcher that lost a preempted token; a
+    draft in a sequence with a grammar, whose mask is that of one token."""
     arch, params = (small_arch, small_params) if which == "attention" else delta
+    drafts *= which == "attention"  # others have states
     lengths = np.random.default_rng(7).integers(1, 200, 24)
     requests = [asked(i, int(length), KINDS[i % len(KINDS)]) for i, length in enumerate(lengths)]
     session = make_session(
-        arch, most=most, memory=memory if which == "attention" else 4 * memory, share=share
+        arch, most=most, memory=memory if which == "attention" else 4 * memory, share=share, drafts=drafts
     )
     draw = np.random.default_rng(1)
     together = sampled(session, params, requests, lambda who: draw.random() < chance, per_round=3)

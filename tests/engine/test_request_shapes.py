@@ -42,6 +42,9 @@ class Shapes:
     def with_ring(self, ring, generated, steps=0):
         return self
 
+    def begin(self, ring, written):
+        return -written
+
     def rearranged(self, shape, slots, prefix_slots, used):
         for before, after in ((self.shape.rings, shape.rings), (self.shape[1:], shape[1:])):
             if before != after:
@@ -54,7 +57,7 @@ def session(monkeypatch, small_arch, tokenizer):
     """A session of requests without a device, and the set of what would be compiled for it."""
     seen = set()
 
-    def empty(arch, dtype, mesh, shape):
+    def empty(arch, dtype, mesh, shape, *, from_first):
         seen.update(("empty", part) for part in (shape.rings, shape[1:]))
         return Shapes(shape, seen)
 
@@ -69,7 +72,14 @@ def session(monkeypatch, small_arch, tokenizer):
         counts = np.clip(slots.limits - slots.lengths, 0, TOKENS_PER_CALL)
         tokens, logprobs = np.full(shape, 5), np.zeros(shape, np.float32)
         return ring, SimpleNamespace(
-            num_steps=shape[1], counts=counts, tokens=tokens, logprobs=logprobs, routes=None, kept=None
+            num_steps=shape[1],
+            counts=counts,
+            tokens=tokens,
+            logprobs=logprobs,
+            routes=None,
+            kept=None,
+            drafted=None,
+            ends=None,
         )
 
     monkeypatch.setattr(module, "Cache", SimpleNamespace(empty=empty))

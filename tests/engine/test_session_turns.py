@@ -95,10 +95,12 @@ def answer(prompt: int, number: int, turn: int) -> list[int]:
 
 @pytest.fixture
 def make_session(computed_by, small_arch, tokenizer):
-    def make(share=0.5, *, arch=small_arch, most=None, memory=1 << 28, usual_prompt=1, stop_ids=STOP_IDS):
+    def make(
+        share=0.5, *, arch=small_arch, most=None, memory=1 << 28, usual_prompt=1, stop_ids=STOP_IDS, drafts=0
+    ):
         where = "xla", one_device(), memory, usual_prompt
         settings = SessionSettings(
-            arch, tokenizer, stop_ids, 11, jnp.dtype("float32"), *where, prefix_share=share
+            arch, tokenizer, stop_ids, 11, jnp.dtype("float32"), *where, prefix_share=share, num_drafts=drafts
         )
         return Session(settings, Sampling(1, 40), most, per_request_sampling=True)
 
@@ -253,6 +255,28 @@ def test_text_depends_neither_on_memory_nor_on_preemption(
     stats = session.stats
     assert stats.recomputed_tokens > 0 or stats.evicted_tokens > 0
     assert sequences > 2 or stats.preempted > 0
+
+
+@pytest.mark.parametrize(
+    ("sequences", "rings", "chance", "most"),
+    [(1.1, (), 0, None), (3, (32,), 0, None), (99, (32,), 0.2, None), (99, (), 0.2, 3)],
+)
+def test_text_does_not_depend_on_drafts(make_session, small_params, sequences, rings, chance, most):
+    """With turns that are kept, that move to longer slots, and that are computed again.
+
+    Fails if a token is written or read at another place than that of its number in the turn: what a wrong
+    draft left in a slot would be read, or kept as a part of the turn.
+    """
+    sizes = {"stop_ids": tuple(range(0, 290, 29))}
+    usual = Episodes(make_session(0, **sizes)).run(small_params, max_new_tokens=150)
+    memory = int(sequences * 450 * bytes_per_position(make_session(0)._settings.arch, "float32"))
+    session = make_session(memory=memory, most=most, drafts=3, **sizes)
+    session._admission.ring_positions = rings
+    waits = lambda number, rounds: (number * 7 + rounds * 5) % 6  # noqa: E731
+    _same(Episodes(session, waits, preempted(chance)).run(small_params, max_new_tokens=150), usual, 1e-4)
+    stats = session.stats
+    assert stats.step_tokens > stats.useful_slot_steps > stats.step_tokens / 4
+    assert bool(chance) <= (stats.recomputed_tokens > 0)
 
 
 def test_a_turn_cut_at_a_stop_string_goes_on_from_a_state_before_it(

@@ -1,8 +1,9 @@
 """Samples of engines with little memory, on meshes of 4 simulated devices; writes them to the file argv[1].
 
 The other arguments are MESH/POSITIONS/RINGS/CHANCE: the positions of a replica's cache, those of its rings
-before the last, and how often a sample is preempted in a round. The model is that of the golden FAMILY in the
-environment, if it is given; greedy, because its log-probabilities have more rounding.
+before the last, and how often a sample is preempted in a round; then perhaps /DRAFTS, those of a step. The
+model is that of the golden FAMILY in the environment, if it is given; greedy, because its log-probabilities
+have more rounding.
 """
 
 import os
@@ -37,11 +38,14 @@ class _WithoutText:
 
 
 def sampled(case: str) -> dict[str, np.ndarray]:
-    sizes, positions, rings, chance = case.split("/")
+    sizes, positions, rings, chance, *drafts = case.split("/")
     shape, draw = MeshShape(*map(int, sizes.split(","))), np.random.default_rng(0)
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
     config = RolloutConfig(
-        n=3, max_new_tokens=int(os.environ.get("MOST_NEW", "100")), temperature=0.0 if FAMILY else 0.9
+        n=3,
+        max_new_tokens=int(os.environ.get("MOST_NEW", "100")),
+        temperature=0.0 if FAMILY else 0.9,
+        speculate=int(drafts[0]) if drafts else 0,
     )
     memory = int(positions) * bytes_per_position(ARCH, "float32", shape.tp)
     memory += 20 * bytes_per_state(ARCH, "float32", shape.tp)

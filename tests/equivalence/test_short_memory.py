@@ -24,6 +24,12 @@ def test_preempted_samples_on_a_mesh_have_the_tokens_of_one_device(tmp_path):
 
 
 @pytest.mark.slow
+def test_with_drafts_tokens_on_a_mesh_are_those_of_one_device_without(tmp_path):
+    """Fails if a replica looks drafts up in prompts of another, or `tp` devices keep different tokens."""
+    _assert_as_with_enough(tmp_path, ["2,1,2/500/32/0.3/3"], LENGTHS="3,1,9,30,2,4", MOST_NEW="40")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [

@@ -495,6 +495,11 @@ RULES: tuple[Rule, ...] = (
         "must be null with rollout.workers and rollout.servers, which have devices of their own; set null, "
         "or sample on devices of this run",
     ),
+    *no_effect(
+        ["rollout.speculate"],
+        lambda c: not c.rollout.servers and c.rollout.sampler is None,
+        "with rollout.servers or rollout.sampler, which sample as they do",
+    ),
     *no_effect(["rollout.weights_dir"], *without("rollout.workers", "rollout.servers")),
     Rule(
         "rollout.weights_dir",

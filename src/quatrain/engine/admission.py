@@ -68,6 +68,8 @@ class Admission:
     most_slots: int | None
     max_new_tokens: int | None
     ring_positions: tuple[int, ...] = RING_POSITIONS
+    tokens_per_call: int = TOKENS_PER_CALL
+    """The most tokens that a decode call gives a sample."""
     num_preempted: int = 0
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class Admission:
 
     def _positions(self, ticket: int, sample: int) -> int:
         """Positions of a slot that a sample needs in the next call."""
-        positions = max(self.groups[ticket].turn_length(sample) - 1, 0) + TOKENS_PER_CALL
+        positions = max(self.groups[ticket].turn_length(sample) - 1, 0) + self.tokens_per_call
         return min(positions, self._bounds[-1])
 
     def _choose_rings(self) -> None:
@@ -226,7 +228,7 @@ class Admission:
 
     def _ring(self, need: _Need, calls: int = 1) -> int:
         """Positions of a slot for the next call; of `calls` times as many tokens."""
-        return self.room.ring(calls * (need.used + TOKENS_PER_CALL), need.limit)
+        return self.room.ring(calls * (need.used + self.tokens_per_call), need.limit)
 
     def _least(self, slots: int, prefix_slots: int, need: _Need) -> CacheShape:
         """The sizes for so many that run."""
@@ -331,7 +333,7 @@ class Admission:
         for who, is_queued in chain(waiting, queued):
             ticket = who[0]
             has_tokens = not is_queued or scheduler.has_begun(ticket)
-            positions = self._positions(*who) if has_tokens else TOKENS_PER_CALL
+            positions = self._positions(*who) if has_tokens else self.tokens_per_call
             longer = need.and_(self._need(ticket, ()))
             apart = self._is_apart(ticket)
             more_now, more_ahead = (each.with_(positions, apart=apart) for each in (now, ahead))

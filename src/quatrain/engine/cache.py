@@ -141,7 +141,8 @@ class Cache:
     """Keys and values of prompts, and of what was sampled after them, in slots.
 
     `generated`, the part of the slots, has a ring buffer for each ring of `shape`, whose next decode step
-    writes the one of `ring_positions`.
+    writes the one of `ring_positions`. With `from_first`, rings are none: a turn's token number i is at
+    position i of its slot, as decode steps with drafts need it.
     """
 
     prompts: CachePart
@@ -151,14 +152,23 @@ class Cache:
     arch: Architecture
     dtype: DTypeLike
     mesh: Mesh
+    from_first: bool = False
 
     @classmethod
-    def empty(cls, arch: Architecture, dtype: DTypeLike, mesh: Mesh, shape: CacheShape) -> Cache:
+    def empty(
+        cls,
+        arch: Architecture,
+        dtype: DTypeLike,
+        mesh: Mesh,
+        shape: CacheShape,
+        *,
+        from_first: bool = False,
+    ) -> Cache:
         """A cache of zeros."""
         empty = partial(empty_cache, arch, dtype=dtype, mesh=mesh)
         prompts = empty(shape.prefix_slots, shape.prompt_positions)
         generated = tuple(empty(*ring) for ring in shape.rings)
-        return cls(prompts, generated, (0,) * len(generated), shape, arch, dtype, mesh)
+        return cls(prompts, generated, (0,) * len(generated), shape, arch, dtype, mesh, from_first)
 
     @property
     def num_replicas(self) -> int:
@@ -168,8 +178,13 @@ class Cache:
     def with_ring(self, ring: int, generated: CachePart, steps: int = 0) -> Cache:
         """The cache with this ring, after `steps` decode steps, which wrote it."""
         parts, positions = list(self.generated), list(self.ring_positions)
+        steps = 0 if self.from_first else steps
         parts[ring], positions[ring] = generated, (positions[ring] + steps) % generated.positions
         return replace(self, generated=tuple(parts), ring_positions=tuple(positions))
+
+    def begin(self, ring: int, written: int) -> int:
+        """The position in its slot of the first token of a turn, the last `written` of a ring."""
+        return 0 if self.from_first else self.ring_positions[ring] - written
 
     def rearranged(
         self, shape: CacheShape, slots: Sequence[int], prefix_slots: Sequence[int], used: Sequence[int]
@@ -211,13 +226,16 @@ class Cache:
                     here = taken.setdefault(of, [[] for _ in range(self.num_replicas)])
                     here[replica].append((to, source - (ends[of] - old[of].slots)))
         stays = ring < len(old) and old[ring].slots > 0 and size > 0
-        own, position, in_place = taken.pop(ring, None), used % max(positions, 1), False
+        own, in_place = taken.pop(ring, None), False
+        position = 0 if self.from_first else used % max(positions, 1)
         if stays and old[ring] == shape.rings[ring]:
             in_place = all(to == source for pairs in own or [] for to, source in pairs)
             position = self.ring_positions[ring] if in_place else position
 
         def columns(of: int) -> np.ndarray:
             """The position in an old ring of each position of the new one."""
+            if self.from_first:
+                return np.arange(positions)
             # The newest position is the one before the next to be written, in both rings: back from there.
             back = (position - 1 - np.arange(positions)) % positions
             return (self.ring_positions[of] - 1 - back) % old[of].positions

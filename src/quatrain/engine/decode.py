@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -335,10 +335,14 @@ class Decoded(NamedTuple):
     num_steps: jax.Array
     routes: jax.Array | None = None
     kept: KeptWords | None = None
+    drafted: jax.Array | None = None  # [B] int32: drafts that were checked; without drafts None
+    ends: jax.Array | None = None  # [B, steps] int32: the counts after each step; without drafts None
 
 
 _Carry = tuple[CachePart, jax.Array, jax.Array, Decoded]
 """Cache of generated tokens, last tokens, live slots, sampled tokens."""
+_AnyCarry = TypeVar("_AnyCarry", bound=tuple[Any, ...])
+"""The cache, two that may be others, and what follows, sampled tokens last."""
 
 
 def _decode(
@@ -412,7 +416,7 @@ def _decode(
         return generated, tokens, live, decoded
 
     begin = (generated, slots.tokens, slots.live, empty)
-    generated, _, _, decoded = _repeated(advance, begin, program) if shape[1] > 1 else advance(begin)
+    generated, _, _, decoded = repeated(advance, begin, program) if shape[1] > 1 else advance(begin)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
     recorded = program.recorded(decoded.routes), all_gather_shards(decoded.kept)
     return generated, Decoded(tokens, logprobs, counts, decoded.num_steps, *recorded)
@@ -422,19 +426,19 @@ _SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHER
 decode_program = sharded_program(_decode, _SPECS_OF_DECODE, (CACHE_SPEC, EVERYWHERE), donated=(1,))
 
 
-def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Program) -> _Carry:
-    """The decode steps of a call."""
+def repeated(advance: Callable[[_AnyCarry], _AnyCarry], begin: _AnyCarry, program: Program) -> _AnyCarry:
+    """The decode steps of a call, of whose carry the live slots are number 2 and `Decoded` is the last."""
     if not program.backend.decode_ends_early:
         return jax.lax.fori_loop(0, TOKENS_PER_CALL, lambda _, carry: advance(carry), begin)
 
-    def any_live(carry: _Carry) -> jax.Array:
+    def any_live(carry: _AnyCarry) -> jax.Array:
         return any_shard(carry[2].any())
 
-    def unfinished(state: tuple[_Carry, jax.Array]) -> jax.Array:
-        (*_, decoded), more = state
-        return (decoded.num_steps < TOKENS_PER_CALL) & more
+    def unfinished(state: tuple[_AnyCarry, jax.Array]) -> jax.Array:
+        carry, more = state
+        return (carry[-1].num_steps < TOKENS_PER_CALL) & more
 
-    def advance_all(state: tuple[_Carry, jax.Array]) -> tuple[_Carry, jax.Array]:
+    def advance_all(state: tuple[_AnyCarry, jax.Array]) -> tuple[_AnyCarry, jax.Array]:
         carry = advance(state[0])
         return carry, any_live(carry)
 

@@ -70,6 +70,19 @@ def records_routes(config: RolloutConfig, arch: Architecture) -> bool:
     return config.record_routes is not False and arch.routes is not None
 
 
+def num_drafts(config: RolloutConfig, arch: Architecture) -> int:
+    """Drafts that a decode step checks (`rollout.speculate`).
+
+    Raises ValueError if there are some, and `arch` has DeltaNet layers.
+    """
+    if config.speculate and arch.deltas:
+        raise ValueError(
+            f"rollout.speculate must be 0 for a model with DeltaNet layers ({arch.family}), got "
+            f"{config.speculate}: a rejected draft would stay in their states; set 0"
+        )
+    return config.speculate
+
+
 class RolloutEngine:
     """Samples completions from the weights that `sync_weights` last set.
 
@@ -125,6 +138,7 @@ class RolloutEngine:
         self._places = shardings(self.mesh, partition(self.arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
         self._records_routes = records_routes(config, arch)
+        self._num_drafts = num_drafts(config, arch)
         # With staleness, copies of the weights come after the cache is sized: one in use, others waiting.
         self._more_copies = (
             0 if not config.max_staleness else 2 if config.in_flight else config.max_staleness + 1
@@ -363,6 +377,7 @@ class RolloutEngine:
         settings = replace(settings, records_routes=self._records_routes, backend=self._backend)
         settings = replace(settings, prefix_share=self._prefix_share, in_flight=self._in_flight)
         settings = replace(settings, features=self._features, guide=lambda: self.guide)
+        settings = replace(settings, num_drafts=self._num_drafts)
         return Session(settings, sampling, self._max_concurrency, per_request_sampling=own)
 
     def _weights(self) -> Any:
@@ -399,8 +414,13 @@ def work_metrics(stats: EngineStats, seconds: float) -> dict[str, Metric]:
         "rollout/prefix_hit_fraction": Metric(stats.cached_tokens, stats.context_tokens),
         "rollout/prefix_evicted_tokens": Metric(stats.evicted_tokens, reduction="sum"),
     }
+    drafts = {
+        "rollout/tokens_per_decode_step": Metric(stats.step_tokens, stats.useful_slot_steps),
+        "rollout/draft_accept_fraction": Metric(stats.step_tokens - stats.useful_slot_steps, stats.drafts),
+    }
     return {
         **(kept if stats.context_tokens else {}),
+        **(drafts if stats.drafts else {}),
         "rollout/prefill_s": Metric(stats.prefill_s, reduction="sum"),
         "rollout/prefill_tokens": Metric(stats.prefilled_tokens, reduction="sum"),
         "rollout/decode_s": Metric(stats.decode_s, reduction="sum"),

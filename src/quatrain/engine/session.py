@@ -62,6 +62,7 @@ from quatrain.engine.groups import (
 from quatrain.engine.masks import Guide
 from quatrain.engine.one_by_one import one_by_one
 from quatrain.engine.scheduler import Occupant, Scheduler
+from quatrain.engine.speculation import Drafts, drafts_of, speculate_program, steps_of
 from quatrain.engine.stop_strings import cut_at_stop_strings
 from quatrain.models.architecture import Architecture
 from quatrain.models.decode_step import Sharing
@@ -100,11 +101,18 @@ class SessionSettings:
     """Those of pictures; None: the sampler reads text alone."""
     guide: Callable[[], Guide] | None = None
     """Of grammars; made when one comes."""
+    num_drafts: int = 0
+    """Drafts that a decode step checks of each slot; 0: none, and other programs."""
 
     @property
     def num_replicas(self) -> int:
         """Replicas of the sampler, one per data shard; each decodes its own slots."""
         return mesh_shape(self.mesh).num_data_shards
+
+    @property
+    def tokens_per_call(self) -> int:
+        """The most tokens that a decode call gives a sample."""
+        return TOKENS_PER_CALL * (1 + self.num_drafts)
 
     @property
     def program(self) -> Program:
@@ -124,7 +132,11 @@ class EngineStats:
     decoded_tokens: int = 0
     slot_steps: int = 0
     useful_slot_steps: int = 0
-    """Slot-steps that produced a token of a completion."""
+    """Slot-steps that produced a token of a completion, or with drafts several."""
+    step_tokens: int = 0
+    """Tokens of completions that these produced."""
+    drafts: int = 0
+    """Drafts that slot-steps have checked."""
     widest_slot_steps: int = 0
     """Slot-steps if the number of slots had always been its maximum."""
     preempted: int = 0
@@ -202,6 +214,7 @@ class Session:
             group_size=1 if per_request_sampling else sampling.n,
             most_slots=None if max_concurrency is None else max_concurrency // replicas,
             max_new_tokens=None if per_request_sampling else sampling.max_new_tokens,
+            tokens_per_call=settings.tokens_per_call,
         )
         self._most_slots = 0
         self._shifted = False
@@ -351,7 +364,8 @@ class Session:
         self._most_slots = max(self._most_slots, shape.slots)
         if self._cache is None:
             scheduler.resize(rings, shape.prefix_slots)
-            self._cache = Cache.empty(settings.arch, settings.dtype, settings.mesh, shape)
+            place = settings.arch, settings.dtype, settings.mesh, shape
+            self._cache = Cache.empty(*place, from_first=settings.num_drafts > 0)
         elif self._cache.shape != shape or scheduler.misplaced:
             slots, prefix_slots = scheduler.resize(rings, shape.prefix_slots)
             used = [0] * len(rings)
@@ -463,13 +477,13 @@ class Session:
             )
         for ring, (num_slots, _) in enumerate(self._cache.shape.rings):
             left: list[list[Restoration]] = [[] for _ in range(replicas)]
-            position = self._cache.ring_positions[ring]
             for slot, who in filled:
                 group, (own, here) = self._groups[who.ticket], scheduler.place(slot)
                 # Without the last token: it is the input of the next step, which writes its keys.
                 if own == ring and (count := group.turn_length(who.sample) - 1):
                     prefix_slot = who.prefix_slot % scheduler.num_prefix_slots
-                    item = Restoration(group, who.sample, here, prefix_slot, position - count)
+                    begin = self._cache.begin(ring, count)
+                    item = Restoration(group, who.sample, here, prefix_slot, begin)
                     left[slot // scheduler.num_slots].append(item)
             for batch, width, most in calls(left, varying=self.per_request_sampling):
                 sizes = width, most, num_slots, scheduler.num_prefix_slots
@@ -511,8 +525,9 @@ class Session:
         running.sort(key=lambda ring: begun[ring].masks is None)
         of_ring = {}
         for ring in running:
-            program = self._program_of(self._groups_in(rings[ring]))
-            of_ring[ring] = partial(self._call, ring, program, self._sharing(rings[ring]), params)
+            program, sharing = self._program_of(self._groups_in(rings[ring])), self._sharing(rings[ring])
+            drafts = self._drafts(ring, rings[ring])
+            of_ring[ring] = partial(self._call, ring, program, sharing, params, drafts)
         results = [of_ring[ring](begun[ring]) for ring in running]
         masks = dict[int, np.ndarray]()  # [B, steps, ceil(V / 32)] of each ring with grammars
         for i, ring in enumerate(running):
@@ -521,8 +536,9 @@ class Session:
                 given = begun[ring], results[i], groups, stop_ids
                 results[i], masks[ring] = one_by_one(of_ring[ring], *given)
         results = jax.device_get(results)
-        before = sum(group.turn_length(index) for _, group, index in live.values())
-        begins, slot_steps, most_steps = {}, 0, 0
+        before = {slot: group.turn_length(index) for slot, group, index in live.values()}
+        begins, slot_steps, most_steps, checked = {}, 0, 0, 0
+        places = dict[int, tuple[Decoded, int]]()
         written = dict[int, int]()
         for ring, decoded in zip(running, results, strict=True):
             steps = int(decoded.num_steps)
@@ -532,8 +548,9 @@ class Session:
                 if slot in live:
                     _, group, index = live[slot]
                     # A step writes the keys of its input; that of the first step is the token of the prefill.
-                    begins[slot] = cache.ring_positions[ring] + 1 - group.turn_length(index)
-                    count = decoded.counts[i]
+                    begins[slot] = cache.begin(ring, group.turn_length(index) - 1)
+                    places[slot], count = (decoded, i), decoded.counts[i]
+                    checked += 0 if decoded.drafted is None else int(decoded.drafted[i])
                     tokens, logprobs = decoded.tokens[i, :count], decoded.logprobs[i, :count]
                     if decoded.routes is not None:
                         first = len(group.context) + group.turn_length(index) - 1
@@ -545,28 +562,61 @@ class Session:
                     written[slot] = group.turn_length(index)
         samples = list(live.values())
         ended = [samples[i] for i in self._ended([(group, index) for _, group, index in samples])]
-        useful = sum(group.turn_length(index) for _, group, index in samples) - before
+        useful = {slot: group.turn_length(index) - before[slot] for slot, group, index in samples}
+        tokens_drawn = sum(useful.values())
+        useful_steps = sum(steps_of(*places[slot], kept) for slot, kept in useful.items())
         self._keep_turns(ended, begins, written)
         for slot, _, _ in ended:
             self._scheduler.finish(slot)
         self.stats = self.stats.plus(
-            decoded_tokens=useful,
+            decoded_tokens=tokens_drawn,
             slot_steps=slot_steps,
-            useful_slot_steps=useful,
+            useful_slot_steps=useful_steps,
+            step_tokens=tokens_drawn,
+            drafts=checked,
             widest_slot_steps=most_steps * self._most_slots * replicas,
         )
 
     def _call(
-        self, ring: int, program: Program, sharing: Sharing, params: Any, slots: Slots, step: int = 0
+        self,
+        ring: int,
+        program: Program,
+        sharing: Sharing,
+        params: Any,
+        drafts: Drafts | None,
+        slots: Slots,
+        step: int = 0,
     ) -> Decoded:
         """What a decode call of a ring will give, of which the round has run `step` steps."""
         assert self._cache is not None
         generated = self._cache.generated[ring]
-        position = (self._cache.ring_positions[ring] + step) % generated.positions
-        arrays = params, generated, self._cache.prompts, slots, sharing, np.int32(position)
-        generated, decoded = decode_program(self._program.backend)(*arrays, program=program)
+        arrays = params, generated, self._cache.prompts, slots, sharing
+        if drafts is None:
+            position = np.int32((self._cache.ring_positions[ring] + step) % generated.positions)
+            run = decode_program(self._program.backend)
+            generated, decoded = run(*arrays, position, program=program)
+        else:
+            # One step of sequences with a grammar has the mask of one token, and so no drafts.
+            count = self._settings.num_drafts if slots.masks is None else 0
+            run = speculate_program(self._program.backend)
+            generated, decoded = run(*arrays, drafts, program=program, num_drafts=count)
         self._cache = self._cache.with_ring(ring, generated)
         return decoded
+
+    def _drafts(self, ring: int, slots: Sequence[int]) -> Drafts | None:
+        """What drafts of the samples in slots of a ring are looked up in; None: there are no drafts."""
+        if not self._settings.num_drafts:
+            return None
+        assert self._cache is not None
+        scheduler, shape = self._scheduler, self._cache.shape
+        occupants = [scheduler.slots[slot] for slot in slots]
+        return drafts_of(
+            [None if ticket is None else self._groups[ticket] for ticket in scheduler.prefix_slots],
+            [None if who is None else (self._groups[who.ticket], who.sample) for who in occupants],
+            self.sampling.n,
+            shape.prompt_positions,
+            shape.rings[ring].positions,
+        )
 
     def _keep_turns(self, ended: list[_Live], begins: Mapping[int, int], written: Mapping[int, int]) -> None:
         """Keeps the contexts and turns of samples that have ended.
@@ -593,7 +643,8 @@ class Session:
         for group, index in samples:
             stop = self.sampling.stop if group.own is None else group.own.sampling.stop
             if group.own is not None and group.own.stop_ids:
-                _cut_at_stop_ids(group.completions[index], group.own.stop_ids)
+                most = self._settings.tokens_per_call
+                _cut_at_stop_ids(group.completions[index], group.own.stop_ids, most)
             if stop:
                 with_stop.append((group.completions[index], stop))
         if with_stop:
@@ -670,9 +721,9 @@ class Session:
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))
 
 
-def _cut_at_stop_ids(completion: Completion, stop_ids: tuple[int, ...]) -> None:
-    """Drops what a round has sampled after the first of `stop_ids`."""
-    first = max(len(completion.tokens) - TOKENS_PER_CALL, 0)
+def _cut_at_stop_ids(completion: Completion, stop_ids: tuple[int, ...], most: int) -> None:
+    """Drops what a round has sampled, at `most` so many tokens, after the first of `stop_ids`."""
+    first = max(len(completion.tokens) - most, 0)
     new = completion.tokens[first:]  # of what came before, none has ended the turn
     ends = next((at for at, token in enumerate(new, first + 1) if token in stop_ids), None)
     if ends is not None:

@@ -87,9 +87,10 @@ def _other_model(config: Config, loaded: LoadedPolicy, judge: Judge, path: str) 
         raise ValueError(f"reward.judge.model {path} cannot be used: {error}") from error
     arch = model.arch.for_length(longest_of_run(config) + RUBRIC_TOKENS + judge.config.max_tokens)
     alone = {"max_concurrency": judge.config.concurrency, "max_staleness": 0, "in_flight": False}
+    plain = {"prefix_share": None, "record_routes": False, "speculate": 0}
     engine = RolloutEngine(
         arch,
-        config.rollout.model_copy(update={**alone, "prefix_share": None, "record_routes": False}),
+        config.rollout.model_copy(update={**alone, **plain}),
         tokenizer,
         stop_ids=stop_token_ids(tokenizer, arch.eos_token_ids),
         seed=config.seed,

@@ -370,6 +370,74 @@ def decode(
     return run.hidden[0], CachePart(run.caches), None if run.routes is None else run.routes[0]
 
 
+def verify(
+    params: Params,
+    arch: Architecture,
+    tokens: jax.Array,
+    positions: jax.Array,
+    prompts: CachePart,
+    generated: CachePart,
+    generated_lengths: jax.Array,
+    sharing: Sharing,
+    *,
+    shifts: jax.Array | None = None,
+    dtype: DTypeLike,
+    backend: Backend = ACCELERATOR,
+) -> tuple[jax.Array, CachePart, jax.Array | None]:
+    """As `decode`, of T tokens [B, T] that follow one another in each sequence: hidden states [B, T, D],
+    `generated` with their keys and values, experts [B, T, L, k].
+
+    `positions` and `generated_lengths` [B] are those of the first of them. A turn's token number i is at
+    position i of its slot of `generated`, which is no ring here: sequences go on by different numbers of
+    tokens. What does not fit into a slot is not written. For models without DeltaNet layers, whose states
+    cannot be taken back.
+    """
+    (B, T), S, C = tokens.shape, prompts.positions, generated.positions
+    (R, M), ahead_T = sharing.members.shape, jnp.arange(T, dtype=jnp.int32)
+    positions_BT, index_BT = positions[:, None] + ahead_T, generated_lengths[:, None] - 1 + ahead_T
+    prompt_positions_S = jnp.arange(S, dtype=jnp.int32)
+    back_RMTS = positions_BT[sharing.members][..., None] - prompt_positions_S
+    back_RXS = back_RMTS.reshape(R, M * T, S)
+    real_RXS = jnp.broadcast_to(
+        (prompt_positions_S < sharing.prompt_lengths[:, None])[:, None], back_RXS.shape
+    )
+    # Behind its own place a slot holds drafts that were rejected, which the next tokens overwrite.
+    back_BTC = index_BT[:, :, None] - jnp.arange(C, dtype=jnp.int32)
+
+    def attend_of(mixer: Attention) -> Attend:
+        window, cap = mixer.window, mixer.softcap
+        near = (True, True) if window is None else (back_RXS < window, back_BTC < window)
+        prompt_mask, generated_mask = real_RXS & near[0], (back_BTC >= 0) & near[1]
+
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: Any, v_BTKH: Any, sinks_N: Any, cache: Any
+        ) -> tuple[jax.Array, LayerCache]:
+            if mixer.sharing == "reuses":
+                (before, _), own = cache
+            else:
+                before, own = cache
+                # Out of range at the end of a slot: of a sequence that may have no more tokens.
+                own = _written(own, jnp.arange(B), index_BT, k_BTKH, v_BTKH)
+            (prompt_keys, prompt_values), (keys, values) = before, own
+            q_BTKGH = _by_key_head(q_BTNH, own)
+            q_RXKGH = q_BTKGH[sharing.members].reshape(R, M * T, *q_BTKGH.shape[2:])
+            shared = _attend(q_RXKGH, prompt_keys, prompt_values, prompt_mask, cap)
+            turn = _attend(q_BTKGH, keys, values, generated_mask, cap)
+            by_member = (x.reshape(R * M, T, *x.shape[2:]) for x in shared)
+            prompt = _with_sinks(_Attended(*(x[sharing.place] for x in by_member)), sinks_N)
+            return _over_both(prompt, turn).reshape(q_BTNH.shape).astype(q_BTNH.dtype), own
+
+        return attend
+
+    def recur(*_: Any) -> Any:
+        raise AssertionError("states of DeltaNet layers cannot be taken back")
+
+    caches = list(zip(prompts.layers, generated.layers, strict=True))
+    inputs = tokens, _turned(positions_BT, shifts)
+    run = run_layers(params, arch, *inputs, attend_of, recur, caches, dtype=dtype, backend=backend)
+    return run.hidden, CachePart(run.caches), run.routes
+
+
 class _Attended(NamedTuple):
     """Attention over a set of keys before the division of the softmax, so that sets can be combined."""
 

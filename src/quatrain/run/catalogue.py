@@ -347,9 +347,14 @@ rollout/prefill_tokens | tokens | sum |
     the tokens before a turn that are not in the cache.
 rollout/decode_s | s | sum | Seconds of generation spent in decoding.
 rollout/slot_utilisation | fraction | mean |
-    Decoded tokens, divided by decode steps times the largest number of slots.
+    Slots times decode steps that gave a token of a completion, divided by decode steps times the largest
+    number of slots.
 rollout/wasted_decode_fraction | fraction | mean |
     Fraction of slots times decode steps that gave no token of a completion.
+rollout/tokens_per_decode_step | tokens | mean |
+    Tokens of completions that a decode step gave a sequence (`rollout.speculate`); without drafts it is 1.
+rollout/draft_accept_fraction | fraction | mean |
+    Fraction of the drafts that became tokens of a completion (`rollout.speculate`).
 rollout/preempted | sequences | sum |
     How often a sequence lost its slot because the KV cache had no room for all; it goes on later.
 rollout/recomputed_tokens | tokens | sum |

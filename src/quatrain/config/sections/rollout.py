@@ -23,6 +23,8 @@ from quatrain.config.fields import (
 
 MAX_STALENESS = 64
 """More copies of the weights than any run has memory for; learning breaks down far below."""
+MAX_DRAFTS = 16
+"""A decode step of more drafts costs more than what their matches have ever been worth."""
 LARGEST_PORT = 65535
 MOST_KEPT = 512
 """Most words that are recorded of a token, and so the largest `top_k` with sampling-mask replay."""
@@ -146,6 +148,11 @@ class RolloutConfig(Section):
     adapters are merged, as fast as without adapters and a copy of these matrices, in bfloat16 rounded
     stochastically, so that small changes arrive in the mean; `adapter`: with base and adapters as training
     does, without a copy of the base, some products more a layer."""
+    speculate: int = Field(0, ge=0, le=MAX_DRAFTS)
+    """Drafts of the next tokens that a decode step checks of each sequence: what followed earlier, in the
+    prompt, in the sequence or in the other samples of its group, on the tokens that it ends with. A step then
+    gives a sequence one to 1 + this many tokens, the same ones as without drafts up to rounding, and takes
+    longer: [rollout.md](rollout.md#drafts). 0: none."""
     record_routes: Literal["auto", True, False] = "auto"
     """For models with experts: the sampler records which experts each token went through, and every pass of
     the update over the batch takes the same ones: [models.md](models.md#routing-replay). `auto`: yes, for
