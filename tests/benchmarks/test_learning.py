@@ -3,9 +3,11 @@
 import importlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import BENCHMARKS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")

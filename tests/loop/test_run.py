@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,10 @@ def test_a_late_error_leaves_no_worker_process_and_no_folder(tmp_path, monkeypat
     monkeypatch.setattr(f"quatrain.loop.build.{late}", fail)
     with pytest.raises(ValueError, match="a late error"):
         train(small_run(tmp_path, "late", f"reward.functions={{'{source}:reward': 1.0}}", "sft.steps=0"))
-    assert not Path(f"/proc/{int(told.read_text())}").exists()
+    process, until = Path(f"/proc/{int(told.read_text())}"), time.monotonic() + 10
+    while process.exists() and time.monotonic() < until:  # it has ended, and waits for its reaper, process 1
+        time.sleep(0.02)
+    assert not process.exists()
     assert not (tmp_path / "late").exists()
     assert bool(closed) == (late != "build_engine")
 
