@@ -55,10 +55,17 @@ def _table(model_type):
     return picture_table(_arch(model_type, "all"))
 
 
+def _with_room(planner, longest):
+    """The planner with packed rows that hold the longest sequence: SmolVLM cuts pictures into tiles."""
+    sizes = {name: getattr(planner, name) for name in ("max_tokens", "line_tokens")}
+    return replace(planner, **{name: size and max(size, longest) for name, size in sizes.items()})
+
+
 @cache
 def _gradient(model_type, trained, planner, remat="none"):
     """The gradient of what is trained, and its metrics."""
     arch, whole = _arch(model_type, trained), _whole(model_type)
+    planner = _with_room(planner, int(_table(model_type).attention_mask.sum(axis=1).max()))
     policy, planner = PolicySpec(arch, remat=remat), replace(planner, store=store_of(arch, whole))
     batches = (b for _, b in micro_batches(_table(model_type), planner, one_device(), policy.forms))
     grads, stats, _ = sum_gradients(without_tower(whole, arch), batches, model=policy, objective=OBJECTIVE)
@@ -74,7 +81,8 @@ def _assert_same(got, expected, bound=1e-5):
 
 def _assert_cut(model_type, trained, planner, remat="none"):
     got, expected = _gradient(model_type, trained, planner, remat), _gradient(model_type, trained, ALONE)
-    _assert_same(got[0], expected[0])
+    # The sums of DeltaNet layers over a chunk round otherwise where a prefix is shared.
+    _assert_same(got[0], expected[0], 3e-5 if model_type == "qwen3_5" else 1e-5)
     for name, value in expected[1]["sum"].items():
         np.testing.assert_allclose(got[1]["sum"][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
