@@ -20,6 +20,9 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from workload import finish, num_prompt_tokens
 
+ROWS = 16
+"""Samples of a micro-batch: 64 need more than 20 GB for the logits of a vocabulary of 49,152 words."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -32,7 +35,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     given = args.settings
     setting = {
-        "per_device_train_batch_size": given["prompts"] * given["samples"],
+        # A step samples all at once and is one optimizer step; its parts are for memory.
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": given["prompts"] * given["samples"] // ROWS,
         "num_generations": given["samples"],
         "max_completion_length": given["tokens"],
         "temperature": 1.0,
