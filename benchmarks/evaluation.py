@@ -51,7 +51,6 @@ def main() -> None:
         f"data.train={args.data}",
         "model.dtype=float32",
         "model.param_dtype=float32",
-        "lora.enabled=false",
         f"eval.final_num_prompts={args.problems}",
         f"rollout.max_new_tokens={args.tokens}",
     )
