@@ -212,6 +212,8 @@ def load_script():
         spec.loader.exec_module(module)
         return module
 
+    sys.path.insert(0, str(BENCHMARKS))  # where the scripts that it imports are
     yield load
+    sys.path.remove(str(BENCHMARKS))
     for name in loaded:
         del sys.modules[name]

@@ -1,18 +1,11 @@
 """What `benchmarks/evaluation.py` says of two lists of answers; its runs take minutes and are not tests."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def script(load_script):
-    sys.path.insert(0, str(BENCHMARKS))  # where the scripts that it imports are
-    yield load_script("evaluation")
-    sys.path.remove(str(BENCHMARKS))
+    return load_script("evaluation")
 
 
 def answer(tokens, text="x", prompt=(1, 2), **more):

@@ -2,19 +2,13 @@
 
 import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def script(load_script):
-    sys.path.insert(0, str(BENCHMARKS))  # where the scripts that it imports are
-    yield load_script("learning")
-    sys.path.remove(str(BENCHMARKS))
+    return load_script("learning")
 
 
 @pytest.fixture(scope="module")

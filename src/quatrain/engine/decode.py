@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -338,6 +338,16 @@ class Decoded(NamedTuple):
     drafted: jax.Array | None = None  # [B] int32: drafts that were checked; without drafts None
     ends: jax.Array | None = None  # [B, steps] int32: the counts after each step; without drafts None
 
+    @classmethod
+    def empty(cls, program: Program, shape: tuple[int, int]) -> Self:
+        """Room for `shape` [B, tokens] of what `program` records, without drafts."""
+        zeros = jnp.zeros(shape, jnp.int32)
+        routes = program.arch.routes if program.records_routes else None
+        form = routes and jnp.zeros((*shape, routes.layers, routes.experts_per_token), routes.dtype)
+        width = min(program.most_kept, program.arch.vocab_size)
+        kept = KeptWords(jnp.zeros((*shape, width), jnp.int32), zeros) if width else None
+        return cls(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0), form, kept)
+
 
 _Carry = tuple[CachePart, jax.Array, jax.Array, Decoded]
 """Cache of generated tokens, last tokens, live slots, sampled tokens."""
@@ -363,12 +373,7 @@ def _decode(
     arch = program.arch
     # The mask of a further token depends on this one.
     shape = (len(slots.tokens), TOKENS_PER_CALL if slots.masks is None else 1)
-    zeros = jnp.zeros(shape, jnp.int32)
-    routes = arch.routes if program.records_routes else None
-    form = routes and jnp.zeros((*shape, routes.layers, routes.experts_per_token), routes.dtype)
-    width = min(program.most_kept, arch.vocab_size)
-    kept = KeptWords(jnp.zeros((*shape, width), jnp.int32), zeros) if width else None
-    empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0), form, kept)
+    empty = Decoded.empty(program, shape)
 
     def advance(carry: _Carry) -> _Carry:
         generated, tokens, live, decoded = carry

@@ -35,7 +35,6 @@ from quatrain.models.decode_step import Sharing
 from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.ops.ngrams import NOTHING, followers
-from quatrain.ops.sampling import KeptWords
 from quatrain.parallel.collectives import all_gather_shards
 
 MOST_OTHERS = 4096
@@ -70,13 +69,8 @@ def _speculate(
     arch, width = program.arch, 1 + num_drafts
     B, steps = len(slots.tokens), TOKENS_PER_CALL if slots.masks is None else 1
     rows, ahead = jnp.arange(B), jnp.arange(width, dtype=jnp.int32)
-    zeros = jnp.zeros((B, steps * width), jnp.int32)
-    form = arch.routes if program.records_routes else None
-    routes = form and jnp.zeros((*zeros.shape, form.layers, form.experts_per_token), form.dtype)
-    most = min(program.most_kept, arch.vocab_size)
-    kept = KeptWords(jnp.zeros((*zeros.shape, most), jnp.int32), zeros) if most else None
-    counts, ends = zeros[:, 0], jnp.zeros((B, steps), jnp.int32)
-    empty = Decoded(zeros, zeros.astype(jnp.float32), counts, jnp.int32(0), routes, kept, counts, ends)
+    ends = jnp.zeros((B, steps), jnp.int32)
+    empty = Decoded.empty(program, (B, steps * width))._replace(drafted=ends[:, 0], ends=ends)
     others = drafts.others[sharing.place // sharing.members.shape[1]]
 
     def of_each_place(x: jax.Array) -> jax.Array:
