@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import shutil
 import sys
 import types
 from dataclasses import replace
@@ -160,6 +161,19 @@ def test_why_a_run_ended_is_in_its_log_alone(run, capsys):
     log = run.log.read_text()
     assert "the run ended early\nTraceback (most recent call last):" in log
     assert "RuntimeError: ***" in log
+
+
+def test_a_message_that_comes_while_the_log_is_closed_is_written_and_leaves_no_open_file(run):
+    """Of a thread that had found the handler; the file stayed open, and a test of another run failed."""
+    report = Report(run, LoggingConfig(), redactor=lambda: plain)
+    late = logging.getLogger("quatrain").handlers[-2]
+    report.close()
+    record = logging.LogRecord("quatrain", logging.INFO, "", 0, "late", None, None)
+    late.handle(record)
+    assert late.stream is None
+    assert run.log.read_text().endswith("late\n")
+    shutil.rmtree(run.path)
+    late.handle(record)  # as on a full disk: no error of the thread that logs
 
 
 def test_how_a_run_began_is_said_first(tmp_path):

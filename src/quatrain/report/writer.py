@@ -251,6 +251,22 @@ def _append_line(path: Path, line: str) -> None:
 class _FileHandler(logging.FileHandler):
     """Does not print an error for every message that a full disk refuses: checkpoints report it."""
 
+    _ended = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A thread that found the handler before it was removed comes later: the base class then opens
+        # the file anew, which nobody else would close, or raises where the folder is no more.
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+        if self._ended:
+            super().close()
+
+    def close(self) -> None:
+        self._ended = True
+        super().close()
+
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
