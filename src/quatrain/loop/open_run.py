@@ -65,7 +65,8 @@ def open_run(
     with ExitStack() as outer:
         stop = outer.enter_context(Stop(agreement()))
         named = resolved.chose("run.name")
-        folder = RunDir.create(config.run.dir, config.run.name, resume=resume, named=named)
+        where = (config.run.dir, config.run.name)
+        folder = RunDir.create(*where, resume=resume, named=named, stores=config.checkpoint.dir)
         outer.enter_context(closing(folder))
         outer.enter_context(own_messages())
         resolved = _in_its_place(resolved, folder)
@@ -208,6 +209,8 @@ def conclude(run: Run, steps: int, after: Mapping[str, float]) -> Summary:
     describe_end(run.folder, steps)
     event(f"run page: {run.folder.page}")
     event(f"metrics, samples, checkpoints and log: {run.folder.path}")
+    if run.folder.store:
+        event(f"the checkpoints alone: {run.folder.checkpoints}")
     event(f"the trained model, for transformers: {run.folder.final}")
     if run.loaded.arch.lora:
         event(f"its adapters, for peft: {run.folder.final / ADAPTER}")

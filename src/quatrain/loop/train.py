@@ -165,7 +165,8 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
     root = Path(config.run.dir).absolute()
     new = [path for path in (root, *root.parents) if not path.exists()]
     named = resolved.chose("run.name")
-    made = RunDir.create(config.run.dir, config.run.name, resume=resume, named=named)
+    where = (config.run.dir, config.run.name)
+    made = RunDir.create(*where, resume=resume, named=named, stores=config.checkpoint.dir)
     with Stop(agreement()) as stop, closing(made) as folder:
         stop.conclude = lambda stopped: folder.discard()
         try:
