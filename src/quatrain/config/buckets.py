@@ -37,9 +37,10 @@ def _at(url: str) -> Iterator[Any]:
     scheme = url.partition("://")[0]
     try:
         import fsspec
+        from fsspec.config import conf
 
-        # Others write there too, which a kept listing would hide. For those that Orbax makes, too.
-        fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
+        # Others write there too, which a kept listing would hide; also for those that Orbax makes.
+        conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
         yield fsspec.filesystem(scheme)
     except ImportError as error:
         raise ValueError(
