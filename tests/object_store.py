@@ -20,7 +20,7 @@ from fsspec.registry import _registry
 
 
 class Bucket(MemoryFileSystem):
-    """Objects by name, `/bucket/name`; as in a real bucket, a folder is where objects are, and nothing else."""
+    """Objects by name, `/bucket/name`; as in a real bucket, a folder is there where objects are."""
 
     protocol = ("s3", "gs")
     store: ClassVar[dict[str, Any]] = {}

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 from object_store import Bucket, buckets_in_memory
 
-from quatrain.config.buckets import delete, entries, local_copy, move, upload
+from quatrain.config.buckets import COMPLETE, delete, entries, local_copy, move, upload
 from quatrain.config.errors import ConfigError
 from quatrain.config.load import load_config
 from quatrain.config.places import is_bucket
@@ -74,7 +74,7 @@ def test_an_object_that_changes_while_it_is_copied_is_not_taken(objects, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "get_file", late)
-        with pytest.raises(ValueError, match="s3://b/rows.jsonl has changed while it was copied"):
+        with pytest.raises(ValueError, match=r"s3://b/rows.jsonl has changed while it was copied"):
             local_copy("s3://b/rows.jsonl")
     assert local_copy("s3://b/rows.jsonl").read_bytes() == b"after it"
 
@@ -123,10 +123,10 @@ def test_an_upload_ends_with_the_file_that_marks_it(objects, tmp_path, monkeypat
 def test_what_is_deleted_or_moved_is_incomplete_from_the_first_moment_on(objects, monkeypatch):
     """Catches half a checkpoint that still looks whole after its deletion was interrupted."""
     for name in (
-        "1/commit_success.txt",
+        f"1/{COMPLETE}",
         "1/arrays/d",
         "1/host",
-        "2/commit_success.txt",
+        f"2/{COMPLETE}",
         "2/arrays/d",
         "20/x",
     ):

@@ -40,7 +40,7 @@ def test_files_of_each_form_are_read(objects, tmp_path):
 
 
 def test_a_pattern_is_read_in_the_order_of_names(objects):
-    """Catches files below a subfolder, and names without their bucket, of which processes read a share each."""
+    """Catches files of a subfolder, and names without their bucket, of which processes read a share."""
     for name, value in (("part-2", 2), ("part-1", 1), ("part-1/deeper", 3), ("other", 4)):
         objects.put(f"s3://data/set/{name}.jsonl", lines({"prompt": value}))
     names = ["s3://data/set/part-1.jsonl", "s3://data/set/part-2.jsonl"]

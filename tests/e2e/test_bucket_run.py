@@ -27,7 +27,7 @@ def objects(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(objects, tmp_path_factory):
-    """(folder, a run with local files, the same run with a bucket, which goes on where its folder is lost)."""
+    """(folder, a run with local files, the same with a bucket, which goes on after its folder is lost)."""
     folder = tmp_path_factory.mktemp("runs")
     whole = train(given_run(folder, "whole", "sft", "lora.rank=2"))
     for name in ("sft", "sft_eval"):

@@ -46,7 +46,7 @@ def steps_with_objects(objects):
 
 
 def test_a_state_comes_back_bit_for_bit_and_the_newest_are_kept(checkpointer, objects):
-    """Catches arrays that are written to a folder called `s3:`, and deleted checkpoints whose objects stay."""
+    """Catches arrays that are written to a folder `s3:`, and deleted checkpoints whose objects stay."""
     for step in (5, 10, 15):
         checkpointer.save(step, state(step), {"step": step})
     checkpointer.wait()
@@ -92,13 +92,11 @@ def test_a_changed_bit_is_found_and_the_checkpoint_before_is_used(checkpointer, 
     for step in (1, 2):
         checkpointer.save(step, state(step), {})
     checkpointer.wait()
-    data = max(
-        (n for n in objects.names(f"{PLACE}/2") if "/d/" in n),
-        key=lambda n: len(objects.get(f"{PLACE}/2/{n}")),
-    )
-    content = bytearray(objects.get(f"{PLACE}/2/{data}"))
+    files = [f"{PLACE}/2/{name}" for name in objects.names(f"{PLACE}/2") if "/d/" in name]
+    url = max(files, key=lambda each: len(objects.get(each)))
+    content = bytearray(objects.get(url))
     content[len(content) // 2] ^= 1
-    objects.put(f"{PLACE}/2/{data}", bytes(content))
+    objects.put(url, bytes(content))
     resumed = Checkpointer(PLACE, keep=2)
     step, restored, _ = resumed.restore(state(0))
     assert step == 1
@@ -136,9 +134,13 @@ def test_a_save_that_is_refused_leaves_those_before_and_the_next_is_tried(checkp
     checkpointer.save(1, state(1), {})
     checkpointer.wait()
     objects.refused = {"PUT"}
-    with pytest.raises(SaveFailed, match=r"the checkpoint of step 2 cannot be written to s3://"):
+
+    def fails():
         checkpointer.save(2, state(2), {})
         checkpointer.wait()
+
+    with pytest.raises(SaveFailed, match=r"the checkpoint of step 2 cannot be written to s3://"):
+        fails()
     assert checkpointer.steps() == [1]
     objects.refused = set()
     checkpointer.save(2, state(2), {})
