@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ MOTO = Path(__file__).parents[2] / ".buckets" / "bin" / "python"
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")
 TIMEOUT_S = 600
 CAPTURED = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
+TOGETHER = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 SETTINGS = (
     "model.path=s3://bucket/start", "sft.data=s3://bucket/part-*.jsonl", "sft.eval=s3://bucket/eval.jsonl",
     "sft.batch_size=8", "sft.epochs=4", "sft.warmup_steps=0", "update.max_tokens_per_device=64",
@@ -88,15 +90,7 @@ def _command(command, folder, *settings, resume=None):
     given = [word for each in settings for word in ("--set", each)]
     own = folder / "own.yaml"
     own.write_text("{}\n")
-    return [
-        sys.executable,
-        "-m",
-        "quatrain.cli",
-        command,
-        str(own),
-        *given,
-        *(("--resume", resume) if resume else ()),
-    ]
+    return [*QUATRAIN, command, str(own), *given, *(("--resume", resume) if resume else ())]
 
 
 def _finished(environ, folder, command, *settings, resume=None):
@@ -111,9 +105,7 @@ def _finished(environ, folder, command, *settings, resume=None):
 def _killed(environ, folder, step, *settings):
     """The run, ended by SIGKILL once it has logged `step`, most likely while a checkpoint is written."""
     words = _command("sft", folder, *SETTINGS, *settings, resume="auto")
-    process = subprocess.Popen(
-        words, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    process = subprocess.Popen(words, cwd=folder, env=environ, **TOGETHER)
     metrics, deadline = folder / "runs" / "run" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
     try:
         while process.poll() is None and time.monotonic() < deadline:
@@ -147,13 +139,11 @@ def test_a_run_that_is_killed_goes_on_from_the_bucket_to_the_bit(environ, files,
     assert sorted(steps, key=int) == ["11", "12"]
 
     out = "s3://bucket/models/out"
-    words = [sys.executable, "-m", "quatrain.cli", "export", str(run), out]
-    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    export = partial(subprocess.run, [*QUATRAIN, "export", str(run), out], env=environ, **CAPTURED)
+    done = export()
     assert done.returncode == 0, done.stderr[-3000:]
     assert files.cat(f"{out}/model.safetensors") == weights[0]
-    again = subprocess.run(
-        words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    again = export()
     assert again.returncode == 2
     assert f"{out} exists and is not an empty folder" in again.stderr
 
