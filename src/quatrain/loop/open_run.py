@@ -11,7 +11,7 @@ import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from quatrain.report.progress import waiting
 from quatrain.report.start_up import starting
 from quatrain.report.writer import Report, own_messages
 from quatrain.run.description import describe, describe_end
-from quatrain.run.run_dir import RunDir, checkpoint_steps
+from quatrain.run.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 _loading = threading.Lock()
@@ -143,7 +143,9 @@ def _conclude_beside(run: Run, stopped: Stopped) -> None:
 
 def how_to_go_on(run: Run) -> str:
     """What a run that was stopped has saved, and the command that goes on with it."""
-    steps = checkpoint_steps(run.folder.path)
+    steps = list[int]()
+    with suppress(ValueError):  # of a bucket that cannot be read
+        steps = run.folder.steps()
     command = COMMANDS[run.config.run.task]
     # In its folder, for relative paths, and `.env`.
     resume = f"cd {shlex.quote(os.getcwd())} && quatrain {command} --resume"

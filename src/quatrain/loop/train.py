@@ -31,7 +31,7 @@ from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.plan.batch_plan import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
-from quatrain.run.run_dir import RunDir, checkpoint_steps
+from quatrain.run.run_dir import RunDir
 from quatrain.run.services import missing_services
 from quatrain.update.learner import TooManyBadSteps, TrainState
 
@@ -66,7 +66,7 @@ def train(
             "quatrain.load_config('my.yaml')"
         )
     with open_run(resolved, resume, reward_functions, rows) as run:
-        first = max(checkpoint_steps(run.folder.path), default=0)
+        first = max(run.folder.steps(), default=0)
         task = resolved.config.run.task
         kind = "resumed" if first else "train" if task == "rl" else task
         programs = ProgramCount(kind, resolved.config)

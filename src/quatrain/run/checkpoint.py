@@ -75,8 +75,8 @@ class Checkpointer:
     of each array's numbers, made before they are written, and one of the JSON; both are compared when the
     checkpoint is read. Digests do not depend on devices or processes. The folder may be in a bucket, which
     cannot rename: there a subfolder is complete when it has the object `buckets.COMPLETE`, which is written
-    last and deleted first. `in_background`: whether `save` returns
-    before the files are written; None: as the kind of device has it (`Backend.saves_in_background`).
+    last and deleted first. `in_background`: whether `save` returns before the files are written; None: as the
+    kind of device has it (`Backend.saves_in_background`).
     """
 
     def __init__(self, directory: str | Path, keep: int = 1, *, in_background: bool | None = None):
@@ -255,11 +255,11 @@ class Checkpointer:
             if is_main_process():
                 self._make_directory()
             handlers = {"arrays": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
-            # None: as the kind of folder has it, which Orbax would take to be renamed in all buckets but gs://.
-            way = ocp.path.atomicity.CommitFileTemporaryPath if self._in_bucket else None
-            options = ocp.CompositeOptions(temporary_path_class=way)
+            # Orbax marks folders so in gs:// alone, and would rename them in other buckets. None: as it does.
+            marked = ocp.path.atomicity.CommitFileTemporaryPath if self._in_bucket else None
+            options = ocp.CompositeOptions(temporary_path_class=marked)
             handler = ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
-            self._writer = ocp.AsyncCheckpointer(handler, temporary_path_class=way)
+            self._writer = ocp.AsyncCheckpointer(handler, temporary_path_class=marked)
         return self._writer
 
     def _make_directory(self) -> None:

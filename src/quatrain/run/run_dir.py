@@ -214,6 +214,10 @@ class RunDir:
         """Folder of the reference policy as it was at the start of training, or its address in a bucket."""
         return _within(self.store or self.path, "reference")
 
+    def steps(self) -> list[int]:
+        """Training steps of the complete checkpoints, in increasing order."""
+        return steps_in(self.checkpoints)
+
     def write_config(self, text: str) -> None:
         """Write the resolved configuration to `config.yaml`.
 
