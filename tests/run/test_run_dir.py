@@ -175,7 +175,7 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch
 
 
 def test_only_the_main_process_makes_the_folder(tmp_path, monkeypatch):
-    decided = (str(tmp_path / "first"), False, "a note", False)
+    decided = (str(tmp_path / "first"), False, "a note", False, "")
     monkeypatch.setattr(module, "is_main_process", lambda: False)
     monkeypatch.setattr(module, "decided_by_main", lambda decide: decided)
     with pytest.raises(ValueError, match=r"process 0 does not see .*first, which process 0 has created"):

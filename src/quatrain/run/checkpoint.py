@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,8 @@ from quatrain.run.orbax_s3 import S3, teach_s3
 Array = jax.Array | np.ndarray
 Abstract = Array | jax.ShapeDtypeStruct
 T = TypeVar("T")
+ANSWERS_S = 0.5
+"""Time in which a bucket answers most of the other requests of a read that failed; each would warn."""
 LONGEST_REASON = 300
 """Characters of an error of the checkpoint library that a message shows."""
 UNFINISHED = ocp.utils.TMP_DIR_SUFFIX
@@ -362,7 +365,7 @@ class Checkpointer:
 
     def _read(self, step: int, items: ocp.args.Composite) -> Any:
         """The `items` of checkpoint `step`, read by each process for itself."""
-        problem = None
+        problem, unreachable = None, False
         with _one_message():
             try:
                 with _reader() as reader:
@@ -370,11 +373,13 @@ class Checkpointer:
             except (jax.errors.JaxRuntimeError, MemoryError, PermissionError):
                 raise  # of this machine, not of the files
             except Exception as error:
-                if self._in_bucket and _is_of_the_network(error):
-                    raise OSError(f"{self.directory}/{step} cannot be read: {_reason(error)}") from error
-                problem = _reason(error)
+                problem, unreachable = _reason(error), self._in_bucket and _is_of_the_network(error)
             if problem is not None:  # what the failed reader left warns when it is collected
+                if self._in_bucket:
+                    time.sleep(ANSWERS_S)
                 gc.collect()
+        if unreachable:
+            raise OSError(f"{self.directory}/{step} cannot be read: {problem}")
         self._agree(step, problem)
         return found
 

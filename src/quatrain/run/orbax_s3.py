@@ -61,5 +61,7 @@ def _store(path: str) -> dict[str, Any]:
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if endpoint and not region:
         region = "us-east-1"  # another store than Amazon's cannot be asked for it
-    given = {key: each for key, each in (("endpoint", endpoint), ("aws_region", region)) if each}
-    return {"driver": "s3", "bucket": bucket, "path": name, **given}
+    given: dict[str, Any] = {"endpoint": endpoint, "aws_region": region}
+    if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it complains of each file that could have some
+        given["aws_credentials"] = {"type": "environment"}
+    return {"driver": "s3", "bucket": bucket, "path": name} | {key: given[key] for key in given if given[key]}
