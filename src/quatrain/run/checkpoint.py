@@ -38,7 +38,7 @@ Array = jax.Array | np.ndarray
 Abstract = Array | jax.ShapeDtypeStruct
 T = TypeVar("T")
 ANSWERS_S = 0.5
-"""Time in which a bucket answers most of the other requests of a read that failed; each would warn."""
+"""Time in which a bucket answers most of the other requests of what failed, each of which may warn."""
 LONGEST_REASON = 300
 """Characters of an error of the checkpoint library that a message shows."""
 UNFINISHED = ocp.utils.TMP_DIR_SUFFIX
@@ -242,7 +242,7 @@ class Checkpointer:
             if failed is not None and not joined():  # with several processes it would wait for the others
                 with suppress(Exception):
                     failed.close()
-            gc.collect()
+            self._collect()
         raise SaveFailed(
             f"the checkpoint of step {self._saving} cannot be written to {self.directory}: {reason}; "
             f"{'free space' if full else 'see that the folder can be written'}"
@@ -374,14 +374,18 @@ class Checkpointer:
                 raise  # of this machine, not of the files
             except Exception as error:
                 problem, unreachable = _reason(error), self._in_bucket and _is_of_the_network(error)
-            if problem is not None:  # what the failed reader left warns when it is collected
-                if self._in_bucket:
-                    time.sleep(ANSWERS_S)
-                gc.collect()
+            if problem is not None:
+                self._collect()
         if unreachable:
             raise OSError(f"{self.directory}/{step} cannot be read: {problem}")
         self._agree(step, problem)
         return found
+
+    def _collect(self) -> None:
+        """Collects what a failed reader or writer left, which warns then."""
+        if self._in_bucket:
+            time.sleep(ANSWERS_S)
+        gc.collect()
 
     def _agree(self, step: int, problem: str | None) -> None:
         """Raises DamagedCheckpoint in all processes if one has a problem with checkpoint `step`."""
