@@ -419,8 +419,8 @@ def _bucket_folder(url: str) -> Path:
 
     if url.startswith(S3):
         teach_s3()
-    folder: Any = epath.Path(url)
-    return folder  # type: ignore[no-any-return]
+    folder: Path = epath.Path(url)
+    return folder
 
 
 def _is_of_the_network(error: Exception) -> bool:

@@ -133,7 +133,7 @@ class RunDir:
             return str(run.path), run.resumed, run.note, run.restarted, run.store
 
         path, resumed, note, restarted, store = decided_by_main(chosen)
-        run = cls(Path(path), resumed, note, restarted, *locks, store=store)
+        run = cls(Path(path), resumed, note, restarted, next(iter(locks), None), store)
         key, shared = ("checkpoint.dir", store) if store else ("run.dir", path)
         seen = gather_objects(is_bucket(shared) or Path(shared).is_dir())
         if not all(seen):
