@@ -161,3 +161,11 @@ def test_what_must_be_on_this_machine_is_refused(key, remedy):
     """Catches a local folder that is called `s3:`."""
     with pytest.raises(ConfigError, match=rf"{key}.* must be a local path, not one in a bucket: .*{remedy}"):
         load_config(None, [f"{key}=s3://b/name", "rollout.servers=[http://localhost:1]"], {})
+
+
+def test_judgements_are_kept_on_this_machine():
+    judge = "reward.judge={server: 'http://localhost:1', model: m, rubric: r, cache: 's3://b/judged'}"
+    with pytest.raises(
+        ConfigError, match=r"cache must be true, false or the path of a folder on this machine"
+    ):
+        load_config(None, [judge], {})

@@ -118,7 +118,6 @@ def export(
     (safetensors, config, tokenizer), or push those of a run."""
     from quatrain.config.dotenv import load_dotenv
     from quatrain.config.places import HUB_ID, is_bucket
-    from quatrain.loop.export import check_output, send
     from quatrain.loop.export import export as write
     from quatrain.serve.tinker.checkpoint import META
 
@@ -138,7 +137,9 @@ def export(
             "and give OUTPUT"
         )
     home = Path(run) if of_server else run_folders([run])[0]
-    if output is not None:
+    if is_bucket(output):
+        from quatrain.loop.export import check_output
+
         check_output(output)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) if output is None or is_bucket(output) else Path(output)
@@ -151,6 +152,8 @@ def export(
         found = write(home, folder, step=step)
         if output is not None:
             if is_bucket(output):
+                from quatrain.loop.export import send
+
                 send(folder, output)
             typer.echo(f"step {found} of {home} is in {output}")
         if push is not None:

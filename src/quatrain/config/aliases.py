@@ -132,7 +132,6 @@ _NAMES = {
     "eval.every_steps": "test_freq eval_steps eval_every_n_steps eval_strategy",
     "eval.n": "val_kwargs.n num_generations_eval",
     "checkpoint.every_steps": "save_freq save_steps checkpointing_options",
-    "checkpoint.dir": "default_hdfs_dir",
     "checkpoint.keep": "max_actor_ckpt_to_keep save_total_limit",
     "checkpoint.best_metric": "metric_for_best_model load_best_model_at_end",
     "checkpoint.best_mode": "greater_is_better",

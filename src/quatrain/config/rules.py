@@ -178,12 +178,9 @@ def _of_optimizer(section: str) -> list[Rule]:
 
 
 def _on_this_machine(key: str, remedy: str) -> Rule:
-    section = key.rpartition(".")[0]
-
-    def broken(c: Any) -> bool:
-        return value_at(c, section) is not None and is_bucket(value_at(c, key))
-
-    return Rule(key, broken, f"must be a local path, not one in a bucket: {remedy}")
+    return Rule(
+        key, lambda c: is_bucket(value_at(c, key)), f"must be a local path, not one in a bucket: {remedy}"
+    )
 
 
 def _of_pairs(task: str, columns: str) -> Rule:
@@ -745,7 +742,6 @@ RULES: tuple[Rule, ...] = (
     _on_this_machine("run.dir", "log, metrics and lock are files; set checkpoint.dir to the bucket"),
     _on_this_machine("run.compilation_cache", "set a folder, or null"),
     _on_this_machine("data.image_root", "put the pictures into the rows, or mount the bucket"),
-    _on_this_machine("reward.judge.cache", "set a folder, true or false"),
     _on_this_machine("rollout.weights_dir", "set a folder that all workers see, or null"),
     Rule(
         "tinker.aliases",
