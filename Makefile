@@ -59,10 +59,10 @@ test-hubs: $(STAMP) ## real environments of verifiers and openenv, frameworks an
 	$(BIN)/python scripts/install_hubs.py
 	$(BIN)/python -m pytest -m hubs tests/hubs tests/frameworks -rs --durations=5
 
-test-buckets: $(STAMP) ## data, models, checkpoints and exports in local servers of S3 and Google's storage (installs 0.3 GB into .buckets/)
+test-buckets: $(STAMP) ## data, models, checkpoints and exports in a local S3 server (installs 0.3 GB into .buckets/)
 	$(INSTALL) -e '.[buckets]'
 	$(PYTHON) -m venv .buckets
-	.buckets/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server]==5.2.5' gcp-storage-emulator==2026.7.19
+	.buckets/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server]==5.2.5'
 	$(BIN)/python -m pytest -m buckets tests/buckets -rs -s --durations=5
 
 test-tinker: $(STAMP) ## programs of the real Tinker client and its cookbook's recipes (installs 1.6 GB into .tinker/)

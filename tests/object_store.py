@@ -1,7 +1,7 @@
 """Buckets in memory: fsspec's memory file system as `s3://` and `gs://`, and the same objects over HTTP.
 
 Orbax reaches a bucket twice: through fsspec, and with the arrays through TensorStore's own clients. Both must
-see the same objects. Real clients and servers are those of `tests/buckets/` (slow).
+see the same objects. A real client and a real server are those of `tests/buckets/` (slow).
 """
 
 from __future__ import annotations

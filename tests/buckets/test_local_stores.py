@@ -1,7 +1,4 @@
-"""Buckets with real clients, s3fs and gcsfs, and local servers: moto, and an emulator of Google's store.
-
-Run by `make test-buckets`, which installs the servers.
-"""
+"""Buckets with a real client, s3fs, and a local S3 server, moto (`make test-buckets`)."""
 
 import json
 import os
@@ -21,7 +18,7 @@ import fsspec
 import pytest
 
 pytestmark = pytest.mark.buckets
-SERVERS = Path(__file__).parents[2] / ".buckets" / "bin"
+MOTO = Path(__file__).parents[2] / ".buckets" / "bin" / "python"
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")
 TIMEOUT_S = 600
 CAPTURED = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
@@ -47,23 +44,17 @@ class Store:
     files: Any
 
 
-@pytest.fixture(scope="module", params=["s3", "gs"])
-def store(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
     """A `Store` with data, and the model that runs begin with."""
-    kind, cache = request.param, tmp_path_factory.mktemp("cache")
+    cache = tmp_path_factory.mktemp("cache")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    if kind == "s3":
-        command = [SERVERS / "python", "-m", "moto.server", "-p", str(port)]
-        given = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "no", "AWS_SECRET_ACCESS_KEY": "none"}
-    else:
-        emulator = [SERVERS / "gcp-storage-emulator", "start", "--host=127.0.0.1", f"--port={port}"]
-        command = [*emulator, "--in-memory", "--default-bucket=bucket"]
-        given = {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}
-        given["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "none"
-    assert command[0].exists(), "run make test-buckets, which installs the servers"
+    command = [MOTO, "-m", "moto.server", "-p", str(port)]
+    given = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "no", "AWS_SECRET_ACCESS_KEY": "none"}
+    assert MOTO.is_file(), "run make test-buckets, which installs the server"
     base = {name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")}
     environ = {**base, **given, "XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -71,20 +62,19 @@ def store(request, tmp_path_factory):
         for name, value in given.items():
             patch.setenv(name, value)
         try:
-            yield _with_inputs(Store(f"{kind}://bucket", environ, _client(kind, port)), cache)
+            yield _with_inputs(Store("s3://bucket", environ, _client(port)), cache)
         finally:
             server.kill()
 
 
-def _client(kind, port):
+def _client(port):
     for _ in range(300):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 break
         time.sleep(0.2)
-    files = fsspec.filesystem(kind, use_listings_cache=False)
-    if kind == "s3":
-        files.mkdir("bucket")
+    files = fsspec.filesystem("s3", use_listings_cache=False)
+    files.mkdir("bucket")
     return files
 
 
