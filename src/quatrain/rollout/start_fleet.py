@@ -25,9 +25,9 @@ from quatrain.engine.engine import records_routes
 from quatrain.engine.service import blind
 from quatrain.models.lora import merged, merged_architecture
 from quatrain.rollout import http_worker
-from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.fleet import KEPT_VERSIONS, Fleet
 from quatrain.rollout.http_worker import HttpWorker
-from quatrain.rollout.publish import Folder, InMemory, Publisher
+from quatrain.rollout.publish import Folder, InMemory, Publisher, Stream
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import Worker
 from quatrain.servers.expert_routes import RouteRules
@@ -92,7 +92,7 @@ def ray_workers(
 
 
 def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Publisher]:
-    """The factories of workers that are inference servers, which load weights from folders."""
+    """The factories of workers that are inference servers, and what publishes weights for them."""
     rollout = config.rollout
     arch = merged_architecture(policy.arch)
     # A server with the base has one matrix for both, and would load one of them in place of the other.
@@ -110,16 +110,19 @@ def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Pu
         RouteRules.of(policy.arch) if records_routes(rollout, policy.arch) else None,
         needs_routes=config.update.router_aux_coef > 0,
         needs_versions=rollout.in_flight,
+        needs_receiver=rollout.stream_weights,
         looks=_looks_or_why(policy),
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s
     )
+    # Also a frozen tower: vLLM and SGLang know the tensors by the names of the whole model.
+    whole = None if arch.vision is None else policy.whole
+    if rollout.stream_weights:
+        return factories, Stream(arch, policy.sampling, whole=whole, kept=KEPT_VERSIONS)
     own = _run_folder(config) / "weights"
     if rollout.weights_dir is not None:
         own = _weights_folder(config, rollout.weights_dir)
-    # Also a frozen tower: vLLM and SGLang know the tensors by the names of the whole model.
-    whole = None if arch.vision is None else policy.whole
     return factories, Folder(own, arch, policy.sampling, whole=whole)
 
 
