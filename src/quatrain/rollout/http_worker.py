@@ -85,6 +85,11 @@ class HttpWorker:
         """Why it gets no prompts with pictures (`Server.cannot_see`)."""
         return self._server.cannot_see
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether it merges adapters into the base that it has (`Quatrain.takes_adapters`)."""
+        return self._server.takes_adapters
+
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """The server loads `weights`, a folder or `Pieces`; the version that it says it has then.
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.lora import adapters_of, has_adapters
 from quatrain.parallel.mesh import to_host
 from quatrain.servers.pieces import MemoryFolder, Pieces
+from quatrain.weights.adapter import adapter_files, adapter_tensors
 from quatrain.weights.hf import save_hf
 from quatrain.weights.whole import Whole
 
@@ -112,7 +113,7 @@ class Folder:
         partial = final.with_name(f".{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            save_hf(partial, self._arch, weights, sampling=self._sampling, whole=self._whole)
+            self._write(partial, weights)
             for path in (*partial.iterdir(), partial):  # wait until they are on the disk
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
@@ -132,6 +133,9 @@ class Folder:
         self._stored.append(final)
         return str(final)
 
+    def _write(self, directory: Path, weights: Any) -> None:
+        save_hf(directory, self._arch, weights, sampling=self._sampling, whole=self._whole)
+
     def discard(self, handle: str) -> None:
         """Removes the folder of a version, at once for those who look whether it is there."""
         removed = Path(handle).with_name(f".{Path(handle).name}.removed")
@@ -150,25 +154,52 @@ class Folder:
         self._on_close()
 
 
+class Adapted(NamedTuple):
+    """A model with adapters: its architecture, the path of its base, and the fingerprint of that."""
+
+    arch: Architecture
+    base: str
+    fingerprint: str
+
+
 class _InMemoryFolder(Folder):
     _named = "rollout.stream_weights"
     _instead = "set rollout.stream_weights to false"
+    adapted: Adapted | None = None
+
+    def _write(self, directory: Path, weights: Any) -> None:
+        if self.adapted is None or not has_adapters(weights):
+            return super()._write(directory, weights)
+        arch, base, fingerprint = self.adapted
+        tensors = adapter_tensors(arch, weights)
+        directory.mkdir(parents=True)
+        for name, content in adapter_files(arch, tensors, base=base, fingerprint=fingerprint).items():
+            (directory / name).write_bytes(content)
+        return None
 
 
 class Stream:
     """Versions as folders in this machine's memory, the files of which servers are sent in pieces.
 
     A server that has the version before gets what has changed. Arguments as of `Folder`; of `kept` versions
-    the folders stay, as many as the fleet keeps.
+    the folders stay, as many as the fleet keeps. Adapters alone, which `gathered` returns of a model that is
+    `adapted`, become a folder of adapters.
     """
 
     def __init__(
-        self, arch: Architecture, sampling: Mapping[str, Any], *, whole: Whole | None = None, kept: int
+        self,
+        arch: Architecture,
+        sampling: Mapping[str, Any],
+        *,
+        whole: Whole | None = None,
+        adapted: Adapted | None = None,
+        kept: int,
     ):
         self._make = partial(_InMemoryFolder, arch=arch, sampling=sampling, whole=whole)
+        self._adapted = adapted
         self._kept = kept
         self._memory: MemoryFolder | None = None
-        self._folder: Folder | None = None
+        self._folder: _InMemoryFolder | None = None
         self._last: Pieces | None = None
 
     def publish(self, weights: Any, version: int) -> Pieces:
@@ -178,6 +209,7 @@ class Stream:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
             self._memory = MemoryFolder((self._kept + 1) * size)
             self._folder = self._make(self._memory.path / "versions")
+            self._folder.adapted = self._adapted
         self._last = Pieces.of(Path(self._folder.publish(weights, version)), self._last)
         logger.info(
             "weights of version %d: %.1f MB, of which %.1f MB are sent to a server with the version before",

@@ -100,6 +100,8 @@ class Quatrain:
     """What stops it for a load; None: it exchanges weights between two rounds of decoding."""
     resume: Question = ("/resume", {})
     """What lets it go on; it may be asked although it is not paused."""
+    takes_adapters = True
+    """Whether it loads a folder with adapters alone, of the base that it was started with."""
     takes_tiles = True
     """Whether it gets pictures that are cut into tiles, whose placeholders have words between them."""
     sees_by = "start this version of `quatrain serve` with the model that is trained, and its tower"
@@ -208,6 +210,7 @@ class Vllm(Quatrain):
     kept_by = "start a vLLM of August 2026 or newer with --enable-scale-out and --return-sampling-mask"
     version_path = "/weight_info"
     pause = ("/pause?mode=keep", {})
+    takes_adapters = False
     takes_tiles = False
     sees_by = (
         "start a vLLM of August 2026 or newer (`content_parts`) with --enable-scale-out, with the model that "
@@ -322,6 +325,7 @@ class Sglang:
     # `in_place` their cached keys and values, which are of the old weights, could not be forgotten.
     pause: Question = ("/pause_generation", {"mode": "retract"})
     resume: Question = ("/continue_generation", {})
+    takes_adapters = False
     takes_tiles = False
     sees_by = (
         "start an SGLang of June 2026 or newer, without SGLANG_MM_AVOID_RETOKENIZE=0, with the model that is "

@@ -98,6 +98,11 @@ class Server:
         self._routes = rules.routes
         """Those of its answers; None if it has none."""
 
+    @property
+    def takes_adapters(self) -> bool:
+        """As of its kind."""
+        return self._kind.takes_adapters
+
     @classmethod
     async def probed(cls, client: ServerClient, rules: ServerRules) -> Server:
         """The server that `client` asks.
