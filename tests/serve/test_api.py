@@ -22,6 +22,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
 from quatrain.engine.service import ServiceFailed
 from quatrain.models.decoder import forward, logits
+from quatrain.serve.http import CHANGING
 from quatrain.serve.requests import MOST_SEQUENCES
 from quatrain.serve.text import TextStream
 from quatrain.types.batches import Prompt

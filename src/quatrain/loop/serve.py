@@ -170,8 +170,8 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
         adapted, adapters, known = read_adapter(folder, arch)
         if merged_architecture(adapted).tie_embeddings != arch.tie_embeddings:
             raise ValueError(
-                f"adapters of {LM_HEAD} need an output head of its own; that of {config.model.path} is tied to "
-                "the embeddings; leave it out of lora.targets"
+                f"adapters of {LM_HEAD} need an output head of its own; that of {config.model.path} is tied "
+                "to the embeddings; leave it out of lora.targets"
             )
         loaded, found = base()
         check_base(known, found, config.model.path, folder)
