@@ -140,8 +140,10 @@ def servers(
 
 def _adapted(config: Config, policy: Policy) -> Adapted | None:
     """What adapters are published with; None where whole matrices are, as of experts and of a tower."""
+    if not config.rollout.stream_weights:
+        return None
     lora, vision = policy.arch.lora, policy.arch.vision
-    if not config.rollout.stream_weights or lora is None or (vision and vision.lora):
+    if lora is None or (vision and vision.lora):
         return None
     if any(target in EXPERT_PARAMETERS for target in lora.targets):
         return None

@@ -143,7 +143,7 @@ class Server:
         then. It goes on, whatever fails."""
         kind, ask = self._kind, self._client.ask
         # Sent before it is paused: it samples meanwhile.
-        path = weights if isinstance(weights, str) else await self._send(weights, timeout_s)
+        path = weights if isinstance(weights, str) else await self.send(weights, timeout_s)
         if kind.pause is not None:
             await ask(*kind.pause)
         try:
@@ -157,8 +157,8 @@ class Server:
         # Its own word: behind one address may be a proxy with several servers, of which one has loaded.
         return await self.version()
 
-    async def _send(self, pieces: Pieces, timeout_s: float) -> str:
-        """Sends the pieces that it has not; the path of the folder that it has then."""
+    async def send(self, pieces: Pieces, timeout_s: float) -> str:
+        """Sends it the pieces that it has not; the path of the folder that it has then."""
         kind, ask = self._kind, self._client.ask
         assert isinstance(kind, RECEIVERS)
         begun = await ask(*kind.begin(pieces), timeout_s=timeout_s)
