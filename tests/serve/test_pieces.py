@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_a_folder_that_was_removed_while_it_was_made_is_made_again(memory, monke
 
     def slow(file, how):
         if how == fcntl.LOCK_EX and not removed:
-            removed.append(Path(file.name).parent)
+            removed.append(Path(os.readlink(f"/proc/self/fd/{file}")).parent)
             shutil.rmtree(removed[0])
         plain(file, how)
 

@@ -11,10 +11,12 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
 import uuid
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -60,19 +62,23 @@ class MemoryFolder:
                     *(num_bytes / 1e9, parent, MEMORY, free / 1e9),
                 )
         while True:
-            self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
-            self.path = Path(self._folder.name)
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             # Held as long as the process lives, by which others know that the folder is in use.
-            self._lock = (self.path / LOCK).open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if self.path.exists():  # another process may have found it before it was locked, and removed it
-                return
-            self._lock.close()
+                break
+            os.close(lock)
+        self._end = weakref.finalize(self, _end, self.path, lock)
 
     def close(self) -> None:
         """Removes it. May be called again."""
-        self._lock.close()
-        self._folder.cleanup()
+        self._end()
+
+
+def _end(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def _remove_left_behind(parent: Path) -> None:
