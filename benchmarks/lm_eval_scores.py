@@ -1,7 +1,7 @@
 """Whether `lm_eval` gives a model the same score through `quatrain serve` as with transformers.
 
     python benchmarks/lm_eval_scores.py --data test.jsonl
-    python benchmarks/lm_eval_scores.py --config configs/gsm8k_qwen25_coder_0p5b_cpu.yaml --set model.path=FILE
+    python benchmarks/lm_eval_scores.py --config configs/gsm8k_qwen25_coder_0p5b_cpu.yaml --data test.jsonl
     python benchmarks/lm_eval_scores.py --problems 8 --tokens 32
 
 The model of a configuration, in float32, as a chat with the configuration's system prompt, answers the first
