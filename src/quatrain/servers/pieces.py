@@ -184,7 +184,7 @@ class Receiver:
         Returns the `stream`, which messages name, the `path` of the files, and the `digests` of the pieces
         that it has, null where it has none.
         """
-        plain = all(name == Path(name).name and not name.startswith(".") for name in files)
+        plain = all(name and name == Path(name).name and not name.startswith(".") for name in files)
         if not plain or piece_bytes != PIECE_BYTES:
             raise ValueError(
                 f"weights must be files of one folder in pieces of {PIECE_BYTES} bytes; got {[*files]} in "
