@@ -11,7 +11,7 @@ RUNS    := $(VENV)/.installed-to-run
 # Set in many images for containers; the processes that tests start, hundreds, would each parse all of src.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train train-vision test durations test-slow test-browser test-hlo test-vllm test-hubs test-tinker test-faults test-dist check types imports bench docs site dist release smollm2 oracles
+.PHONY: help setup train train-vision test durations test-slow test-browser test-hlo test-vllm test-hubs test-buckets test-tinker test-faults test-dist check types imports bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -58,6 +58,12 @@ test-vllm: $(STAMP) ## train with a real vLLM on this CPU (installs 4 GB into .v
 test-hubs: $(STAMP) ## real environments of verifiers and openenv, frameworks and agents of others (installs 3.1 GB into .hubs/)
 	$(BIN)/python scripts/install_hubs.py
 	$(BIN)/python -m pytest -m hubs tests/hubs tests/frameworks -rs --durations=5
+
+test-buckets: $(STAMP) ## data, models, checkpoints and exports in local servers of S3 and Google's storage (installs 0.3 GB into .buckets/)
+	$(INSTALL) -e '.[buckets]'
+	$(PYTHON) -m venv .buckets
+	.buckets/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server]==5.2.5' gcp-storage-emulator==2026.7.19
+	$(BIN)/python -m pytest -m buckets tests/buckets -rs -s --durations=5
 
 test-tinker: $(STAMP) ## programs of the real Tinker client and its cookbook's recipes (installs 1.6 GB into .tinker/)
 	$(BIN)/python scripts/install_tinker.py

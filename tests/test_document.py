@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES
+from quatrain.config.buckets import PACKAGES
 from quatrain.config.mesh_axes import AXES
 from quatrain.config.schema import sections
 from quatrain.config.sections.given import PREFERENCE_LOSSES, SCORE_LOSSES
@@ -141,6 +142,7 @@ def features():
         "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),
         "agents of hubs": {hubs.VERIFIERS, hubs.OPENENV},
         "files": set(_READERS),
+        "buckets": set(PACKAGES),
         "encodings of pictures": set(FORMATS),
         "built-in reward": {*BUILTIN_FUNCTIONS, *IN_WORKERS},
         "advantage estimators": set(ESTIMATORS),

@@ -175,7 +175,7 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch
 
 
 def test_only_the_main_process_makes_the_folder(tmp_path, monkeypatch):
-    decided = (str(tmp_path / "first"), False, "a note", False)
+    decided = (str(tmp_path / "first"), False, "a note", False, "")
     monkeypatch.setattr(module, "is_main_process", lambda: False)
     monkeypatch.setattr(module, "decided_by_main", lambda decide: decided)
     with pytest.raises(ValueError, match=r"process 0 does not see .*first, which process 0 has created"):
@@ -291,3 +291,41 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuses)
     with pytest.raises(ValueError, match=r"file system with locks .* cannot be locked, No locks available"):
         RunDir.create(tmp_path, "first")
+
+
+def test_checkpoints_may_be_in_another_folder_which_goes_on_without_the_runs(tmp_path):
+    """Catches a run that is begun anew, or found by nobody, because its checkpoints are elsewhere."""
+    stores = str(tmp_path / "stores")
+    made = RunDir.create(tmp_path / "runs", "mine", stores=stores)
+    assert (made.checkpoints, made.reference) == (
+        tmp_path / "stores" / "mine" / "checkpoints", tmp_path / "stores" / "mine" / "reference"
+    )  # fmt: skip
+    made.close()
+    made.discard()
+    assert not list((tmp_path / "stores").iterdir())
+    assert not made.path.exists()
+    made = with_checkpoint(RunDir.create(tmp_path / "runs", "mine", stores=stores), 4)
+    made.write_config("seed: 1\n")
+    made.close()
+    assert checkpoint_steps(made.path) == [4]
+    for other in (None, str(tmp_path / "others")):
+        with pytest.raises(ValueError, match=r"checkpoint\.dir of a resumed run must not change: .*mine has"):
+            RunDir.create(tmp_path / "runs", "mine", resume="auto", stores=other)
+    again = RunDir.create(tmp_path / "runs", "mine", resume="mine", stores=stores)
+    assert (again.resumed, again.store) == (True, made.store)
+    again.close()
+    with pytest.raises(ValueError, match=r"must have an unused place for its checkpoints: .*stores/mine has"):
+        RunDir.create(tmp_path / "elsewhere", "mine", stores=stores)
+    fresh = RunDir.create(tmp_path / "elsewhere", "mine", resume="auto", stores=stores)
+    assert (fresh.resumed, checkpoint_steps(fresh.path)) == (True, [4])
+    assert "from step 4 in" in fresh.note
+    fresh.close()
+    fresh.discard()  # for bad input
+    assert not fresh.path.exists()
+    assert checkpoint_steps(made.path) == [4]
+
+
+def test_a_run_with_its_checkpoints_in_its_folder_does_not_go_on_elsewhere(tmp_path):
+    with_checkpoint(RunDir.create(tmp_path, "mine"), 4).close()
+    with pytest.raises(ValueError, match=r"mine/checkpoints; got .*stores; set it back"):
+        RunDir.create(tmp_path, "mine", resume="mine", stores=str(tmp_path / "stores"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from object_store import buckets_in_memory
 
 from quatrain.weights.gguf_header import read_header
 
@@ -145,3 +146,16 @@ def test_a_missing_file_that_a_configuration_names_comes_with_its_download(tmp_p
         read_header(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
     with pytest.raises(ValueError, match=r"there is no GGUF file .*other.gguf; check the path"):
         read_header(tmp_path / "other.gguf")
+
+
+def test_a_file_in_a_bucket_is_read_with_the_other_parts_of_its_model(tmp_path: Path) -> None:
+    """Catches the first part of a split model that is copied alone, and files of another model beside it."""
+    with buckets_in_memory(tmp_path / "cache") as objects:
+        for file in (write_small(tmp_path / "small.gguf"), *write_split(tmp_path / "m.gguf")):
+            objects.put(f"gs://models/{file.name}", file.read_bytes())
+        assert read_header("gs://models/small.gguf").metadata["a.count"] == 7
+        header = read_header("gs://models/m-00001-of-00003.gguf")
+        assert [tensor.name for tensor in header.tensors] == ["t0", "t1", "t2"]
+        assert sorted(file.name for file in header.path.parent.iterdir()) == sorted(
+            f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)
+        )

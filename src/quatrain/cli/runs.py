@@ -78,6 +78,7 @@ def samples(
         "export runs/my-run exported/",
         "export my-run exported/ --step 50",
         "export tinker-state/MODEL/weights/final exported/",
+        "export runs/my-run s3://my-bucket/models/my-run",
         "export runs/my-run --push OWNER/NAME",
     )
 )
@@ -89,7 +90,12 @@ def export(
         ),
     ],
     output: Annotated[
-        Path | None, argument("Folder to write the model to; may be left out with --push.", "OUTPUT")
+        str | None,
+        argument(
+            "Folder to write the model to, or gs://BUCKET/NAME or s3://BUCKET/NAME; may be left out with "
+            "--push.",
+            "OUTPUT",
+        ),
     ] = None,
     step: Annotated[
         str | None,
@@ -111,7 +117,7 @@ def export(
     """Write the weights of a run, or of a checkpoint of `quatrain serve --train`, as a Hugging Face folder
     (safetensors, config, tokenizer), or push those of a run."""
     from quatrain.config.dotenv import load_dotenv
-    from quatrain.config.places import HUB_ID
+    from quatrain.config.places import HUB_ID, is_bucket
     from quatrain.loop.export import export as write
     from quatrain.serve.tinker.checkpoint import META
 
@@ -131,8 +137,12 @@ def export(
             "and give OUTPUT"
         )
     home = Path(run) if of_server else run_folders([run])[0]
+    if is_bucket(output):
+        from quatrain.loop.export import check_output
+
+        check_output(output)
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) if output is None else output
+        folder = Path(made) if output is None or is_bucket(output) else Path(output)
         if push is not None:
             from quatrain.loop import hub
             from quatrain.loop.export import check_export
@@ -141,6 +151,10 @@ def export(
             hub.make_repository(push, private=not public)
         found = write(home, folder, step=step)
         if output is not None:
+            if is_bucket(output):
+                from quatrain.loop.export import send
+
+                send(folder, output)
             typer.echo(f"step {found} of {home} is in {output}")
         if push is not None:
             try:

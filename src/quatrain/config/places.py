@@ -1,10 +1,11 @@
-"""Paths in the configuration: a local path, in which `~` is the home folder, or an id on the Hub.
+"""Paths in the configuration: a local path, in which `~` is the home folder, an id on the Hub, or a bucket's.
 
 Used wherever `model.path`, `model.tokenizer` or a data set is opened.
 """
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ _LONGEST = 1024
 """Characters of a path; a longer text is none."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """A Hub id, `owner/name`. Other text that is not an existing file is reported as a missing file."""
+MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+"""What is downloaded of a model's folder beside its weights."""
 
 
 _IN_FILES = frozenset(
@@ -73,3 +76,14 @@ def _is_there(folder: Path, path: str) -> bool:
 def local_path(path: str | Path) -> Path:
     """`path` with a leading `~` or `~user` replaced by that user's home folder."""
     return Path(os.path.expanduser(path))
+
+
+def is_bucket(path: object) -> bool:
+    """Whether `path` names objects in a bucket: `gs://BUCKET/NAME` or `s3://BUCKET/NAME`."""
+    return isinstance(path, str) and path.startswith(("gs://", "s3://"))
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """The folder `quatrain` in the user's folder for caches."""
+    caches = environ.get("XDG_CACHE_HOME", "")
+    return Path(caches if os.path.isabs(caches) else os.path.expanduser("~/.cache"), "quatrain")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
+from quatrain.config.places import is_bucket
 from quatrain.config.sections.given import WITHOUT_REFERENCE
 from quatrain.config.sections.judge import JUDGE
 from quatrain.config.sections.model_on_devices import VISION_TARGETS
@@ -174,6 +175,12 @@ def _of_optimizer(section: str) -> list[Rule]:
             "where what is trained is float32 and not rounded (model.param_dtype float32, or adapters)",
         ),
     ]
+
+
+def _on_this_machine(key: str, remedy: str) -> Rule:
+    return Rule(
+        key, lambda c: is_bucket(value_at(c, key)), f"must be a local path, not one in a bucket: {remedy}"
+    )
 
 
 def _of_pairs(task: str, columns: str) -> Rule:
@@ -738,6 +745,10 @@ RULES: tuple[Rule, ...] = (
     *(_of_estimator(name, estimator.scales) for name, estimator in ESTIMATORS.items()),
     *_of_optimizer("optimizer"),
     *_of_optimizer("critic_optimizer"),
+    _on_this_machine("run.dir", "log, metrics and lock are files; set checkpoint.dir to the bucket"),
+    _on_this_machine("run.compilation_cache", "set a folder, or null"),
+    _on_this_machine("data.image_root", "put the pictures into the rows, or mount the bucket"),
+    _on_this_machine("rollout.weights_dir", "set a folder that all workers see, or null"),
     Rule(
         "tinker.aliases",
         lambda c: {*map(os.path.normpath, dict.values(c.tinker.aliases))} - {os.path.normpath(c.model.path)},

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from quatrain.config.buckets import local_file
 from quatrain.config.errors import listed, shown
-from quatrain.config.places import local_path
 from quatrain.config.schema import DataConfig
 from quatrain.data.messages import without_nulls
 from quatrain.data.tokenizer import fill_template
@@ -66,7 +66,7 @@ def _template(value: str) -> str:
     """The template itself, of a template or of the path of a file."""
     text, name = value, "data.chat_template"
     if "{{" not in value and "{%" not in value:
-        path = local_path(value)
+        path = local_file(value)
         name = f"data.chat_template {path}"
         if not path.is_file():
             raise ValueError(

@@ -467,7 +467,7 @@ def load_table(spec: TrainingSpec | Sequence[str], reader: Reader) -> Table:
     specs, name = data_set_list(sets), shown_data_sets(sets)
     parts = [(each, each) for each in specs]
     patterns = {each: [] if each in reader.given else data_files(each) for each in specs}
-    files = [(each, file) for each in specs for file in [*map(str, patterns[each])] or [each]]
+    files = [(each, file) for each in specs for file in patterns[each] or [each]]
     if spread := joined() and len(files) > 1:
         assert_same("data set", {name: [Path(file).name for _, file in files]})
         parts = files

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.config.buckets import entries, local_copy
 from quatrain.config.data_sets import REASONING_GYM
 from quatrain.config.errors import installation, shown
-from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.places import HUB_ID, is_bucket, local_path
 from quatrain.data.builtin import builtin_rows
 from quatrain.data.gym_rows import gym_rows
 from quatrain.weights.offline_hub import hub_without_retries
@@ -43,7 +44,8 @@ BATCH_ROWS = 64
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
     "`builtin:arithmetic`, `reasoning_gym:NAME?size=500`, a .jsonl, .json, .parquet or .csv file, a pattern "
-    "of some (`part-*.jsonl`), or a hub id `owner/name:config[:split]`"
+    "of some (`part-*.jsonl`), each also in a bucket (`gs://bucket/rows.jsonl`, `s3://…`), or a hub id "
+    "`owner/name:config[:split]`"
 )
 
 
@@ -52,9 +54,9 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
 
     `spec` is a name in `given`, `builtin:<name>`, `reasoning_gym:<name>?<configuration>`, a file (.jsonl: an
     object per line; .json: a list of objects, or as .jsonl; .parquet; .csv, see `_read_csv`), a file pattern
-    (`data/part-*.jsonl`, read in the order of file names), or `owner/name:config[:split]` on the Hub (needs
-    the extra `hub`; the default split is
-    `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
+    (`data/part-*.jsonl`, read in the order of file names), either of these in a bucket, or
+    `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is `train`). If there is
+    no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
     in verl's data format, becomes that column. Raises ValueError for missing, empty or malformed data.
     """
     if spec in given:
@@ -62,11 +64,13 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     path = local_path(spec)
     files = data_files(spec)
     if files:
-        return _aligned([row for file in files for row in read_rows(str(file))])
+        return _aligned([row for file in files for row in read_rows(file)])
     if spec.startswith("builtin:"):
         rows = builtin_rows(spec.removeprefix("builtin:"))
     elif spec.startswith(REASONING_GYM):
         rows = gym_rows(spec)
+    elif path.suffix in _READERS and is_bucket(spec):
+        rows = _read_bucket(spec)
     elif path.suffix in _READERS:
         if not path.is_file():
             raise ValueError(f"data set {spec!r}: no such file (looked in {path.parent.absolute()})")
@@ -81,6 +85,14 @@ def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     if not rows:
         raise ValueError(f"data set {spec!r} is empty: at least one row is needed")
     return _with_answer(_aligned(rows))
+
+
+def _read_bucket(url: str) -> list[Row]:
+    copy = local_copy(url)
+    try:
+        return _READERS[copy.suffix](copy)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(copy), url)) from error
 
 
 def _checked_rows(name: str, given: Any) -> list[Row]:
@@ -118,7 +130,7 @@ def _of_table(name: str, rows: Any) -> Any:
     return _as_written(table.to_pylist(), table.schema)
 
 
-def data_files(spec: str) -> list[Path]:
+def data_files(spec: str) -> list[str]:
     """The files that match the pattern `spec`, sorted by name; empty if `spec` has no `*` in the file name.
 
     Raises ValueError if no file matches a pattern.
@@ -126,15 +138,22 @@ def data_files(spec: str) -> list[Path]:
     path = local_path(spec)
     if "*" not in path.name or spec.startswith(("builtin:", REASONING_GYM)):
         return []
-    files = sorted(path.parent.glob(path.name))
+    if is_bucket(spec):
+        where = spec.rpartition("/")[0]
+        files = [f"{where}/{name}" for name in entries(where, path.name)]
+    else:
+        where = str(path.parent.absolute())
+        files = [str(file) for file in sorted(path.parent.glob(path.name))]
     if not files:
-        raise ValueError(f"data set {spec!r} matches no file (looked in {path.parent.absolute()})")
+        raise ValueError(f"data set {spec!r} matches no file (looked in {where})")
     return files
 
 
 def folder_of(spec: str) -> Path | None:
-    """The folder of the files of a data set; None if it is no file."""
+    """The folder of the files of a data set; None if it is no file on this machine."""
     path = local_path(spec)
+    if is_bucket(spec):
+        return None
     return path.parent if path.suffix in _READERS and (path.is_file() or "*" in path.name) else None
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from quatrain.config.buckets import local_copy
 from quatrain.config.errors import shown
 from quatrain.config.files import MAX_DEPTH, Description, checked, read_json, too_deep
-from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.places import HUB_ID, MODEL_FILES, is_bucket, local_path
 from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
 from quatrain.data.expansion import expanded
 from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
@@ -54,7 +55,7 @@ _TEMPLATE = "chat_template.json"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The tokenizer at `path`: `builtin:…`, a `.gguf` file, a local Hugging Face folder, or a hub id.
+    """The tokenizer at `path`: `builtin:…`, a `.gguf` file, a Hugging Face folder, or a hub id.
 
     Code in a model's folder or repository is never run. Raises ValueError if there is no tokenizer, the Hub
     cannot be reached, or the tokenizer needs custom code or is not a fast tokenizer.
@@ -65,7 +66,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
         return gguf_tokenizer(read_header(path).metadata, path)
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = _from_folder(str(local_path(path))) if local_path(path).is_dir() else _from_hub(path)
+    folder = local_copy(path, MODEL_FILES) if is_bucket(path) else local_path(path)
+    tokenizer = _from_folder(str(folder)) if folder.is_dir() else _from_hub(path)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"only fast tokenizers (tokenizer.json) are supported; {path} has a {type(tokenizer).__name__}; "

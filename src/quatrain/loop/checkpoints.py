@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -112,9 +112,11 @@ class Checkpoints:
         SaveFailed. Raises NonFiniteState if parameters or optimizer state have numbers that are not finite.
         """
         self._pin_best()
+        latest = None
         with self._reported_if_failed():
             self._store.wait()
-        latest = decided_by_main(self._store.latest_step)
+        with self._reported_if_failed():
+            latest = decided_by_main(self._store.latest_step)
         if latest is not None and state.train_step <= latest:
             return
         with self._recorder.timed("checkpoint"), self._reported_if_failed():
@@ -217,9 +219,10 @@ class Checkpoints:
             if num_processes() > 1:  # the others wait for this one's files
                 raise
             self._failure = error
-            logger.warning(
-                "%s; the run goes on; its newest checkpoint is of step %s", error, self._store.latest_step()
-            )
+            newest: int | str | None = "unknown"  # of a bucket that cannot be read
+            with suppress(SaveFailed):
+                newest = self._store.latest_step()
+            logger.warning("%s; the run goes on; its newest checkpoint is of step %s", error, newest)
 
 
 def _counts(state: ModelState) -> dict[str, int]:

@@ -6,6 +6,7 @@ the training server.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.config.buckets import entries, upload
 from quatrain.config.load import load_config
-from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.places import HUB_ID, is_bucket, local_path
 from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
 from quatrain.loop.policy import load_policy
@@ -37,10 +39,11 @@ from quatrain.parallel.mesh import check_held, device_put, mesh_shape, shardings
 from quatrain.run.best import best_step
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.resume import check_frozen
-from quatrain.run.run_dir import checkpoint_steps
+from quatrain.run.run_dir import checkpoint_steps, checkpoints_of
 from quatrain.serve.tinker.checkpoint import CONFIG, META, read_checkpoint
 from quatrain.serve.tinker.training import adapted
 from quatrain.weights.adapter import adapters_from, check_base, save_adapter
+from quatrain.weights.hf import CONFIG as MODEL_CONFIG
 from quatrain.weights.hf import save_hf
 from quatrain.weights.whole import Whole
 
@@ -110,21 +113,36 @@ def check_export(run: Path, output: Path, *, step: int | str | None) -> int | No
         )
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
-    _check_output(output)
+    check_output(output)
     number = best_step(run) if step == BEST else None if step is None else int(step)
     if number is not None or not checkpoint_steps(run):
-        Checkpointer(run / "checkpoints").read_host(number)
+        Checkpointer(checkpoints_of(run)).read_host(number)
     return number
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+def check_output(output: Path | str) -> None:
+    """Raises ValueError unless `output` is an empty folder or nothing, on this machine or in a bucket."""
+    if is_bucket(output):
+        taken = bool(entries(str(output)))
+    else:
+        output = Path(output)
+        taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if taken:
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
+
+
+def send(folder: Path, url: str) -> None:
+    """Send the exported model in `folder` to a bucket; config.json last, so who finds it finds a whole."""
+    base = str((folder / BASE).resolve())
+    for file in (folder / ADAPTER).glob("*.json"):  # a base that was written beside the adapters moves too
+        text = file.read_text("utf-8").replace(json.dumps(base), json.dumps(f"{url.rstrip('/')}/{BASE}"))
+        file.write_text(text, "utf-8")
+    upload(folder, url, last=MODEL_CONFIG)
 
 
 def _export_checkpoint(folder: Path, output: Path) -> int:
     """Writes a checkpoint of the training server; returns its optimizer steps."""
-    _check_output(output)
+    check_output(output)
     meta, trained = read_checkpoint(folder)
     config = load_config(folder / CONFIG, ANY_DEVICES, environ={}).config
     loaded = load_policy(config, critic=False, adapters=False, environments=False)
@@ -153,7 +171,7 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     number = check_export(run, output, step=step)
     config = load_config(run / "config.yaml", ANY_DEVICES, environ={}).config
     loaded = load_policy(config, critic=False, environments=False)
-    checkpointer = Checkpointer(run / "checkpoints")
+    checkpointer = Checkpointer(checkpoints_of(run))
     arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)
     found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
     checkpointer.close()

@@ -11,7 +11,7 @@ import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from quatrain.report.progress import waiting
 from quatrain.report.start_up import starting
 from quatrain.report.writer import Report, own_messages
 from quatrain.run.description import describe, describe_end
-from quatrain.run.run_dir import RunDir, checkpoint_steps
+from quatrain.run.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 _loading = threading.Lock()
@@ -65,7 +65,8 @@ def open_run(
     with ExitStack() as outer:
         stop = outer.enter_context(Stop(agreement()))
         named = resolved.chose("run.name")
-        folder = RunDir.create(config.run.dir, config.run.name, resume=resume, named=named)
+        where = (config.run.dir, config.run.name)
+        folder = RunDir.create(*where, resume=resume, named=named, stores=config.checkpoint.dir)
         outer.enter_context(closing(folder))
         outer.enter_context(own_messages())
         resolved = _in_its_place(resolved, folder)
@@ -142,7 +143,9 @@ def _conclude_beside(run: Run, stopped: Stopped) -> None:
 
 def how_to_go_on(run: Run) -> str:
     """What a run that was stopped has saved, and the command that goes on with it."""
-    steps = checkpoint_steps(run.folder.path)
+    steps = list[int]()
+    with suppress(ValueError):  # of a bucket that cannot be read
+        steps = run.folder.steps()
     command = COMMANDS[run.config.run.task]
     # In its folder, for relative paths, and `.env`.
     resume = f"cd {shlex.quote(os.getcwd())} && quatrain {command} --resume"
@@ -208,6 +211,8 @@ def conclude(run: Run, steps: int, after: Mapping[str, float]) -> Summary:
     describe_end(run.folder, steps)
     event(f"run page: {run.folder.page}")
     event(f"metrics, samples, checkpoints and log: {run.folder.path}")
+    if run.folder.store:
+        event(f"the checkpoints alone: {run.folder.checkpoints}")
     event(f"the trained model, for transformers: {run.folder.final}")
     if run.loaded.arch.lora:
         event(f"its adapters, for peft: {run.folder.final / ADAPTER}")

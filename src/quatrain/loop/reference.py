@@ -22,9 +22,9 @@ from quatrain.update.moving_reference import followed
 
 
 class Reference:
-    """The reference policy of `learner`, of which a copy lies in `folder`."""
+    """The reference policy of `learner`, of which a copy lies in `folder`, which may be in a bucket."""
 
-    def __init__(self, config: Config, loaded: Policy, learner: Learner, folder: Path):
+    def __init__(self, config: Config, loaded: Policy, learner: Learner, folder: Path | str):
         self._config, self._learner, self._folder = config, learner, folder
         self._arch, self._mesh = loaded.arch, loaded.meshes.reference
         warm = config.lora.rank and config.sft.steps

@@ -107,7 +107,7 @@ class Run(ABC):
 
     def begin(self) -> TrainState:
         """The initial training state: after the warm start, or from a checkpoint."""
-        if self.folder.restarted:
+        if self.folder.restarted or (self.folder.store and not self.folder.resumed):
             self.folder.start_over()
             self.folder.write_config(dump_yaml(self.inputs.resolved))
         state = self.init(resumed=self.folder.resumed)

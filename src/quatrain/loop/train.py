@@ -31,7 +31,7 @@ from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.plan.batch_plan import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
-from quatrain.run.run_dir import RunDir, checkpoint_steps
+from quatrain.run.run_dir import RunDir
 from quatrain.run.services import missing_services
 from quatrain.update.learner import TooManyBadSteps, TrainState
 
@@ -66,7 +66,7 @@ def train(
             "quatrain.load_config('my.yaml')"
         )
     with open_run(resolved, resume, reward_functions, rows) as run:
-        first = max(checkpoint_steps(run.folder.path), default=0)
+        first = max(run.folder.steps(), default=0)
         task = resolved.config.run.task
         kind = "resumed" if first else "train" if task == "rl" else task
         programs = ProgramCount(kind, resolved.config)
@@ -165,7 +165,8 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
     root = Path(config.run.dir).absolute()
     new = [path for path in (root, *root.parents) if not path.exists()]
     named = resolved.chose("run.name")
-    made = RunDir.create(config.run.dir, config.run.name, resume=resume, named=named)
+    where = (config.run.dir, config.run.name)
+    made = RunDir.create(*where, resume=resume, named=named, stores=config.checkpoint.dir)
     with Stop(agreement()) as stop, closing(made) as folder:
         stop.conclude = lambda stopped: folder.discard()
         try:

@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from pydantic import BaseModel
 
 from quatrain.backend import CPU, this_backend
-from quatrain.config.places import local_path
+from quatrain.config.places import cache_folder, local_path
 
 logger = logging.getLogger(__name__)
 
@@ -178,9 +178,7 @@ def _deciding_shapes(config: BaseModel) -> dict[str, Any]:
 
 def default_root(environ: Mapping[str, str]) -> Path:
     """The folder that `auto` stands for: `quatrain/compiled` in the user's folder for caches."""
-    caches = environ.get("XDG_CACHE_HOME", "")
-    caches = caches if os.path.isabs(caches) else os.path.expanduser("~/.cache")
-    return Path(caches, "quatrain", "compiled")
+    return cache_folder(environ) / "compiled"
 
 
 def machine_key() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from quatrain.cluster.processes import is_main_process
+from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.files import Description, checked, read_json
 from quatrain.run.run_dir import write_whole
 
@@ -66,7 +66,7 @@ class Best:
         The file may know of a later evaluation of `step`, or of steps that are gone. What was found for
         another metric does not count.
         """
-        for found in (_read(self._path), saved):
+        for found in (decided_by_main(lambda: _read(self._path)), saved):
             if found is None or (found["metric"], found["mode"]) != (self._metric, self._mode):
                 continue
             if found["step"] <= step and found["step"] in checkpoints:

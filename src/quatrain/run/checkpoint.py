@@ -9,9 +9,11 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,18 +26,29 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process, joined
+from quatrain.config import buckets
 from quatrain.config.errors import disk_is_full, listed
+from quatrain.config.places import is_bucket
 from quatrain.config.secrets import redact
 from quatrain.ops.fingerprint import describe_fingerprint, fingerprint
 from quatrain.parallel.mesh import to_memory
+from quatrain.run.orbax_s3 import S3, teach_s3
 
 Array = jax.Array | np.ndarray
 Abstract = Array | jax.ShapeDtypeStruct
 T = TypeVar("T")
+ANSWERS_S = 0.5
+"""Time in which a bucket answers most of the other requests of what failed, each of which may warn."""
 LONGEST_REASON = 300
 """Characters of an error of the checkpoint library that a message shows."""
 UNFINISHED = ocp.utils.TMP_DIR_SUFFIX
 """In the names of subfolders that are not complete, and of those that are being deleted."""
+_LIBRARIES = ("aiohttp", "botocore", "gcsfs", "google", "s3fs")
+"""Packages whose exceptions are of a bucket's network and rights; missing objects raise Python's own."""
+_UNREACHABLE = re.compile(
+    "UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED|CURL error"
+)
+"""In TensorStore's messages of a store that cannot be read now."""
 
 logger = logging.getLogger(__name__)
 _one_save = threading.Lock()
@@ -63,12 +76,15 @@ class Checkpointer:
     A checkpoint contains `arrays`, any pytree of arrays, and `host`, a JSON object. Its subfolder gets its
     final name only when it is complete, so an interrupted save is never restored. With it are saved a digest
     of each array's numbers, made before they are written, and one of the JSON; both are compared when the
-    checkpoint is read. Digests do not depend on devices or processes. `in_background`: whether `save` returns
-    before the files are written; None: as the kind of device has it (`Backend.saves_in_background`).
+    checkpoint is read. Digests do not depend on devices or processes. The folder may be in a bucket, which
+    cannot rename: there a subfolder is complete when it has the object `buckets.COMPLETE`, which is written
+    last and deleted first. `in_background`: whether `save` returns before the files are written; None: as the
+    kind of device has it (`Backend.saves_in_background`).
     """
 
     def __init__(self, directory: str | Path, keep: int = 1, *, in_background: bool | None = None):
-        self.directory = Path(directory).absolute()
+        self._in_bucket = is_bucket(directory)
+        self.directory = _bucket_folder(str(directory)) if self._in_bucket else Path(directory).absolute()
         self._keep = keep
         self._in_background = this_backend().saves_in_background if in_background is None else in_background
         # Made by the first save: commands that only read start no threads and delete no unfinished files.
@@ -167,10 +183,12 @@ class Checkpointer:
         def move() -> None:
             aside = self.directory.with_name(self.directory.name + ".damaged")
             for step, problem in self._damaged.items():
-                aside.mkdir(exist_ok=True)
+                if not self._in_bucket:
+                    aside.mkdir(exist_ok=True)
                 names = itertools.chain([f"{step}"], (f"{step}.{again}" for again in itertools.count(1)))
                 moved = next(aside / name for name in names if not (aside / name).exists())
-                (self.directory / str(step)).rename(moved)
+                damaged = self.directory / str(step)
+                buckets.move(str(damaged), str(moved)) if self._in_bucket else damaged.rename(moved)
                 logger.warning("%s; it was moved to %s", problem, moved)
 
         decided_by_main(move)
@@ -179,9 +197,15 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints in increasing order, without a save that is still running.
 
-        Those that were found to be damaged are left out.
+        Those that were found to be damaged are left out. Raises SaveFailed for a bucket that cannot be read.
         """
-        found = ocp.utils.checkpoint_steps(self.directory) if self.directory.is_dir() else []
+        if self._in_bucket:
+            try:
+                found = buckets.complete_steps(str(self.directory))
+            except ValueError as error:
+                raise SaveFailed(str(error)) from error
+        else:
+            found = ocp.utils.checkpoint_steps(self.directory) if self.directory.is_dir() else []
         return sorted(set(found) - self._damaged.keys())
 
     def latest_step(self) -> int | None:
@@ -218,7 +242,7 @@ class Checkpointer:
             if failed is not None and not joined():  # with several processes it would wait for the others
                 with suppress(Exception):
                     failed.close()
-            gc.collect()
+            self._collect()
         raise SaveFailed(
             f"the checkpoint of step {self._saving} cannot be written to {self.directory}: {reason}; "
             f"{'free space' if full else 'see that the folder can be written'}"
@@ -234,10 +258,19 @@ class Checkpointer:
             if is_main_process():
                 self._make_directory()
             handlers = {"arrays": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
-            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+            # Orbax marks folders so in gs:// alone, and would rename them in other buckets. None: as it does.
+            marked = ocp.path.atomicity.CommitFileTemporaryPath if self._in_bucket else None
+            options = ocp.CompositeOptions(temporary_path_class=marked)
+            handler = ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
+            self._writer = ocp.AsyncCheckpointer(handler, temporary_path_class=marked)
         return self._writer
 
     def _make_directory(self) -> None:
+        if self._in_bucket:
+            place = str(self.directory)
+            for step in {*buckets.numbered(place)} - {*buckets.complete_steps(place)}:
+                buckets.delete(f"{place}/{step}")
+            return
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in self.directory.glob(f"*{UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -249,9 +282,12 @@ class Checkpointer:
         for step in set(steps) - kept if is_main_process() else ():
             path = self.directory / str(step)
             try:
-                # Renamed first, which is atomic: who dies while deleting leaves nothing that looks complete.
-                shutil.rmtree(path.rename(path.with_name(f"{step}{UNFINISHED}-deleted")))
-            except OSError as error:
+                if self._in_bucket:
+                    buckets.delete(str(path))
+                else:
+                    # Renamed first, which is atomic: who dies then leaves nothing that looks complete.
+                    shutil.rmtree(path.rename(path.with_name(f"{step}{UNFINISHED}-deleted")))
+            except (OSError, ValueError) as error:
                 logger.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
     def _newest_whole(self, step: int | None, read: Callable[[int], T]) -> T:
@@ -329,7 +365,7 @@ class Checkpointer:
 
     def _read(self, step: int, items: ocp.args.Composite) -> Any:
         """The `items` of checkpoint `step`, read by each process for itself."""
-        problem = None
+        problem, unreachable = None, False
         with _one_message():
             try:
                 with _reader() as reader:
@@ -337,11 +373,19 @@ class Checkpointer:
             except (jax.errors.JaxRuntimeError, MemoryError, PermissionError):
                 raise  # of this machine, not of the files
             except Exception as error:
-                problem = _reason(error)
-            if problem is not None:  # what the failed reader left warns when it is collected
-                gc.collect()
+                problem, unreachable = _reason(error), self._in_bucket and _is_of_the_network(error)
+            if problem is not None:
+                self._collect()
+        if unreachable:
+            raise OSError(f"{self.directory}/{step} cannot be read: {problem}")
         self._agree(step, problem)
         return found
+
+    def _collect(self) -> None:
+        """Collects what a failed reader or writer left, which warns then."""
+        if self._in_bucket:
+            time.sleep(ANSWERS_S)
+        gc.collect()
 
     def _agree(self, step: int, problem: str | None) -> None:
         """Raises DamagedCheckpoint in all processes if one has a problem with checkpoint `step`."""
@@ -365,6 +409,25 @@ class Checkpointer:
                     f"{name!r} this run has {expected.get(name, 'nothing')}, step {step} in {self.directory} "
                     f"has {saved.get(name, 'nothing')}; use the model and optimizer of the saved run"
                 )
+
+
+def _bucket_folder(url: str) -> Path:
+    """The folder at `url` in a bucket: no `Path`, but with its methods."""
+    # Else etils reads buckets with TensorFlow wherever it is installed, which need not know them.
+    os.environ.setdefault("EPATH_USE_TF", "false")
+    from etils import epath
+
+    if url.startswith(S3):
+        teach_s3()
+    folder: Path = epath.Path(url)
+    return folder
+
+
+def _is_of_the_network(error: Exception) -> bool:
+    """Whether a bucket could not be read now, so that nothing is known of what is in it."""
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError)
+    return type(error).__module__.partition(".")[0] in _LIBRARIES or bool(_UNREACHABLE.search(str(error)))
 
 
 def _reader() -> ocp.Checkpointer:

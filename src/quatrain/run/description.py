@@ -28,7 +28,7 @@ from quatrain.cluster.processes import is_main_process, num_processes
 from quatrain.config.fields import REWARD_MODEL
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact_tokens, redact_values
-from quatrain.run.run_dir import RunDir, checkpoint_steps, write_whole
+from quatrain.run.run_dir import RunDir, write_whole
 
 GIT_TIMEOUT_S = 10.0
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def describe(
     device = jax.devices()[0]
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": max(checkpoint_steps(run.path), default=0),
+        "step": max(run.steps(), default=0),
         "command": redact_tokens(shlex.join(sys.argv), os.environ),
         "working_folder": os.getcwd(),
         "run_folder": str(run.path),

@@ -75,7 +75,7 @@ class _SavedState(Description):
     base_form: str | None = None
 
 
-def check_saved_state(host: Mapping[str, Any], folder: Path) -> None:
+def check_saved_state(host: Mapping[str, Any], folder: Path | str) -> None:
     """Raises ValueError unless `host`, from a checkpoint in `folder`, is what a run saves.
 
     It has the host data besides arrays, which `loop/checkpoints.py` saves (`_host`).

@@ -20,13 +20,20 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
+from quatrain.config.buckets import check_writable, complete_steps, delete, entries, last_written
 from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, disk_is_full, shown
+from quatrain.config.places import is_bucket, local_path
 from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import MetricsFile
 
 LOCK_FILES = (".lock", ".lock.json")
 """Names of the lock's files in the folder: the lock itself, and who holds or held it."""
+STORE_FILE = "checkpoints.txt"
+"""The file with the place of the checkpoints and of the reference, if that is not the folder."""
+CHECKPOINTS = "checkpoints"
+UNBEGUN = ("samples", ".write_probe", "config.draft", STORE_FILE, "checkpoints.draft")
+"""Names, beside the lock's, in the folder of a run that has not begun."""
 
 
 class RunLock:
@@ -93,48 +100,77 @@ class RunDir:
     """True if the folder has files of an attempt without a checkpoint, and the run starts in it again."""
     lock: RunLock | None = field(default=None, compare=False, repr=False)
     """Held by the main process, from before anything in the folder is touched until `close`."""
+    store: str = ""
+    """The folder or bucket with checkpoints and reference; empty: they are in `path`."""
 
     @classmethod
-    def create(cls, root: str | Path, name: str, *, resume: str | None = None, named: bool = True) -> RunDir:
+    def create(
+        cls,
+        root: str | Path,
+        name: str,
+        *,
+        resume: str | None = None,
+        named: bool = True,
+        stores: str | None = None,
+    ) -> RunDir:
         """The folder of run `name` under `root`, or of the run to resume.
 
         `resume`: a run's name or the path of its folder (`find_run`), or `auto`. `auto` selects run `name` if
         its folder exists, else a new run `name`; if nobody chose the name (not `named`), it prefers the run
         under `root` with the newest checkpoint to a new one. Only `auto` accepts a run that ended before its
         first checkpoint, and starts it again from its beginning. The main process selects and creates the
-        folder, and locks it. Raises ValueError if the name of a new run is already used, there is nothing to
-        resume, another process uses the folder, or it is not writable.
+        folder, and locks it. `stores` (`checkpoint.dir`) is the folder or bucket with the checkpoints of
+        runs, each in a folder of its name; with it, `auto` also resumes run `name` if only they are left, and
+        other processes need not see the run's folder. Raises ValueError if the name of a new run is already
+        used, there is nothing to resume, another process uses the folder, it is not writable, or a run to
+        resume has its checkpoints elsewhere.
         """
         locks: list[RunLock] = []
 
-        def chosen() -> tuple[str, bool, str, bool]:
-            run = cls._chosen(Path(root).absolute(), name, resume, named)
+        def chosen() -> tuple[str, bool, str, bool, str]:
+            run = cls._chosen(Path(root).absolute(), name, resume, named, _absolute(stores))
             locks.append(run._make())
-            return str(run.path), run.resumed, run.note, run.restarted
+            return str(run.path), run.resumed, run.note, run.restarted, run.store
 
-        path, resumed, note, restarted = decided_by_main(chosen)
-        run = cls(Path(path), resumed, note, restarted, *locks)
-        blind = [process for process, sees in enumerate(gather_objects(run.path.is_dir())) if not sees]
-        if blind:
+        path, resumed, note, restarted, store = decided_by_main(chosen)
+        run = cls(Path(path), resumed, note, restarted, next(iter(locks), None), store)
+        key, shared = ("checkpoint.dir", store) if store else ("run.dir", path)
+        seen = gather_objects(is_bucket(shared) or Path(shared).is_dir())
+        if not all(seen):
             raise ValueError(
-                f"run.dir must be a folder that all processes share: process {blind[0]} does not see "
-                f"{run.path}, which process 0 has created; set run.dir to a folder on a shared file system"
+                f"{key} must be a folder that all processes share: process {seen.index(False)} does not see "
+                f"{shared}, which process 0 has created; set {key} to a folder on a shared file system, or "
+                "checkpoint.dir to a bucket"
             )
         return run
 
     @classmethod
-    def _chosen(cls, root: Path, name: str, resume: str | None, named: bool) -> RunDir:
-        path = None
+    def _chosen(cls, root: Path, name: str, resume: str | None, named: bool, stores: str) -> RunDir:
+        path, store = None, stores and f"{stores}/{name}"
         if resume:
             path = auto_run(root, name, named) if resume == AUTO else _with_checkpoint(find_run(resume, root))
         if path is not None and resume == AUTO and _can_start_over(path):
             note = f"{path} has no complete checkpoint: starting {name} again from its beginning"
-            return cls(path, note=note, restarted=True)
-        if path is not None and checkpoint_steps(path):
-            return cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
+            return cls(path, note=note, restarted=True, store=_unused(store))
+        if path is not None and (steps := checkpoint_steps(path)):
+            store = _store_of(path)
+            if store.rpartition("/")[0] != stores:
+                raise ValueError(
+                    f"checkpoint.dir of a resumed run must not change: {path} has its checkpoints in "
+                    f"{checkpoints_of(path)}; got {stores or 'null'}; set it back, or move them and write "
+                    f"their place into {path / STORE_FILE}"
+                )
+            return cls(path, resumed=True, note=f"resuming {path} from step {max(steps)}", store=store)
+        left = steps_in(_within(store, CHECKPOINTS)) if store and path is None else []
+        if left and resume == AUTO and named:
+            note = (
+                f"resuming {name} from step {max(left)} in {store}: its folder {root / name} is not here, "
+                "and gets the metrics and samples of later steps alone"
+            )
+            return cls(_fresh(root, name), resumed=True, note=note, store=store)
         missing = f"there is no run {name} in {root}" if named else f"no run in {root} has a checkpoint"
         note = f"{missing}: starting a new run {name}" if resume else ""
-        return cls(_fresh(root, name), note=note)
+        return cls(_fresh(root, name), note=note, store=_unused(store))
 
     @property
     def name(self) -> str:
@@ -157,10 +193,6 @@ class RunDir:
     """Folder with the completions of each step."""
     pictures = _Named("pictures")
     """Folder with small copies of the pictures that samples name."""
-    checkpoints = _Named("checkpoints")
-    """Folder of the checkpoints."""
-    reference = _Named("reference")
-    """Folder of the reference policy as it was at the start of training."""
     reference_logprobs = _Named("reference_logprobs.npz")
     """The reference's log-probabilities of preferences, computed before the first step."""
     final = _Named("final")
@@ -171,6 +203,20 @@ class RunDir:
     """Plot of reward and accuracy over the steps (PNG)."""
     page = _Named("report.html")
     """The run page: curves, completions and configuration (HTML)."""
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """Folder of the checkpoints, or its address in a bucket."""
+        return _within(self.store or self.path, CHECKPOINTS)
+
+    @property
+    def reference(self) -> Path | str:
+        """Folder of the reference policy as it was at the start of training, or its address in a bucket."""
+        return _within(self.store or self.path, "reference")
+
+    def steps(self) -> list[int]:
+        """Training steps of the complete checkpoints, in increasing order."""
+        return steps_in(self.checkpoints)
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration to `config.yaml`.
@@ -232,8 +278,9 @@ class RunDir:
         """
 
         def put_aside() -> None:
-            if self.reference.exists():
-                shutil.rmtree(self.reference)
+            place = self.reference
+            if entries(str(place)) if is_bucket(place) else Path(place).exists():
+                delete(str(place)) if is_bucket(place) else shutil.rmtree(place)
                 _log.warning("reference/ of an earlier attempt without a checkpoint is overwritten")
             self.hints.unlink(missing_ok=True)
             self.rewind(-1)
@@ -242,15 +289,17 @@ class RunDir:
 
     def discard(self) -> None:
         """Delete the folder of a new run that has no results yet, so that its name can be used again."""
-        if self.resumed or self.restarted or not is_main_process():
+        if self.restarted or not is_main_process() or (self.resumed and self.config.exists()):
             return
-        created = {self.config.name, self.samples.name, *LOCK_FILES}
+        created = {self.config.name, self.samples.name, STORE_FILE, *LOCK_FILES}
         if {entry.name for entry in self.path.iterdir()} <= created:
             with suppress(OSError):  # if there are samples or a file was just written, the folder stays
                 self.samples.rmdir()
                 for name in created - {self.samples.name}:
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
+                if self.store and not is_bucket(self.store):
+                    Path(self.store).rmdir()
 
     def close(self) -> None:
         """Let other processes use the folder."""
@@ -259,13 +308,22 @@ class RunDir:
 
     def _make(self) -> RunLock:
         """Creates the folder, or takes an existing one; returns its lock."""
+        if is_bucket(self.store):
+            check_writable(self.store)
         try:
+            if self.store and not is_bucket(self.store):
+                Path(self.store).mkdir(parents=True, exist_ok=True)
             self.path.mkdir(parents=True, exist_ok=self.resumed or self.restarted)
             lock = RunLock(self.path)
             probe = self.path / ".write_probe"
             probe.write_bytes(b"probe" * 1000)
             probe.unlink()
             self.samples.mkdir(exist_ok=True)
+            place = self.path / STORE_FILE
+            if self.store:
+                write_whole(place, self.store + "\n")
+            else:
+                place.unlink(missing_ok=True)
             return lock
         except OSError as error:
             raise ValueError(
@@ -284,9 +342,45 @@ def write_whole(path: Path, text: str) -> None:
 
 def checkpoint_steps(path: Path) -> list[int]:
     """Training steps of the complete checkpoints of the run at `path`, in increasing order."""
-    folder = path / "checkpoints"
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(entry.name) for entry in entries if entry.name.isdigit() and entry.is_dir())
+    return steps_in(checkpoints_of(path))
+
+
+def checkpoints_of(path: Path) -> Path | str:
+    """The folder of the checkpoints of the run at `path`, or its address in a bucket."""
+    return _within(_store_of(path) or path, CHECKPOINTS)
+
+
+def steps_in(folder: Path | str) -> list[int]:
+    """Steps of the complete checkpoints in `folder`, which may be in a bucket, in increasing order."""
+    if is_bucket(folder):
+        return complete_steps(str(folder))
+    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    return sorted(int(entry.name) for entry in found if entry.name.isdigit() and entry.is_dir())
+
+
+def _store_of(path: Path) -> str:
+    file = path / STORE_FILE
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
+def _within(place: Path | str, name: str) -> Path | str:
+    return f"{place}/{name}" if is_bucket(place) else Path(place, name)
+
+
+def _absolute(stores: str | None) -> str:
+    if stores is None or is_bucket(stores):
+        return (stores or "").rstrip("/")
+    return str(local_path(stores).absolute())
+
+
+def _unused(store: str) -> str:
+    """`store`, the place of a new run's checkpoints, if it has none."""
+    if store and steps_in(_within(store, CHECKPOINTS)):
+        raise ValueError(
+            f"a new run must have an unused place for its checkpoints: {store} has some; set another "
+            "run.name or checkpoint.dir, or continue that run with `--resume auto` and its run.name"
+        )
+    return store
 
 
 def auto_run(root: Path, name: str, named: bool) -> Path | None:
@@ -323,9 +417,9 @@ def _is_run(path: Path) -> bool:
 
 def _can_start_over(path: Path) -> bool:
     """Whether `path` is the folder of a run that has neither a checkpoint nor an exported model."""
-    entries = {entry.name for entry in path.iterdir()}
-    begun = "config.yaml" in entries or entries <= {"samples", ".write_probe", "config.draft", *LOCK_FILES}
-    return begun and "final" not in entries and not checkpoint_steps(path)
+    names = {entry.name for entry in path.iterdir()}
+    begun = "config.yaml" in names or names <= {*UNBEGUN, *LOCK_FILES}
+    return begun and "final" not in names and not checkpoint_steps(path)
 
 
 def _is_name(name: str) -> bool:
@@ -362,4 +456,5 @@ def _with_checkpoint(path: Path) -> Path:
 
 
 def _newest_checkpoint_time(path: Path) -> float:
-    return (path / "checkpoints" / str(max(checkpoint_steps(path)))).stat().st_mtime
+    newest = _within(checkpoints_of(path), str(max(checkpoint_steps(path))))
+    return last_written(str(newest)) if is_bucket(newest) else Path(newest).stat().st_mtime

@@ -8,7 +8,6 @@ like one file.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +16,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from quatrain.config.buckets import local_copy
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked
+from quatrain.config.places import is_bucket, local_path
 from quatrain.models.hf_config import TokenId
 
 _MAGIC = b"GGUF"
@@ -79,10 +80,17 @@ def read_header(path: str | Path) -> GGUFHeader:
     split model that is not the first.
     Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
-    path = Path(os.path.expanduser(path))
-    header = _read_one(path)
-    split = checked(_Split, header.metadata, str(path))
+    header = _read_one(_local(path))
+    split = checked(_Split, header.metadata, str(header.path))
     return header if split.count < 2 else _joined(header, split)
+
+
+def _local(path: str | Path) -> Path:
+    """Where the file is on this machine: one in a bucket is copied, with the other parts of a split model."""
+    if not is_bucket(path):
+        return local_path(path)
+    folder, _, name = str(path).rpartition("/")
+    return local_copy(folder, [name.replace("-00001-of-", "-*-of-")]) / name
 
 
 def _joined(first: GGUFHeader, split: _Split) -> GGUFHeader:

@@ -26,9 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.config.buckets import local_copy
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked, read_json
-from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.places import HUB_ID, MODEL_FILES, is_bucket, local_path
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.experts import APART, FUSED, Experts
 from quatrain.models.families import architecture_from_hf, architecture_to_hf
@@ -57,7 +58,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+HUB_FILES = (*MODEL_FILES, "*.safetensors")
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """The only tensor of a model that its directory may lack."""
@@ -234,11 +235,13 @@ def save_hf(
 
 
 def model_directory(path: str, *, weights: bool = True) -> Path:
-    """The local directory of a model: `path` itself, or the downloaded files if it is a hub id.
+    """The local directory of a model: `path` itself, or what was downloaded from the Hub or a bucket.
 
     The configurations of a model on the Hub are downloaded first, so that `weights` of an unsupported
     model are not. Raises ValueError if a download fails. A local directory is not checked here.
     """
+    if is_bucket(path):
+        return local_copy(path, HUB_FILES if weights else MODEL_FILES)
     local = local_path(path)
     if local.exists() or not HUB_ID.fullmatch(path):
         return local

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.config.places import local_path
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.families import BUILTIN_PROCESSOR, builtin_architecture, builtin_config
 from quatrain.models.params import Params, init_params, partition
@@ -62,13 +61,13 @@ def load_model(
 ) -> Model:
     """The model at `path`, its parameters in `dtype` on `mesh` (default: on one device).
 
-    `path` is `builtin:NAME`, a `.gguf` file, a local Hugging Face directory or a hub id. A built-in model is
-    randomly initialised from `seed`, for a tokenizer with `vocab_size` and `eos_token_ids`; the other kinds
-    ignore these arguments. With the head `value_head` (a critic, a reward model), the head is zero unless the
-    model has one, and the output head of the vocabulary is not read. Without `weights`, the parameters are
-    None, and files of weights are neither read nor downloaded. `vision`: what of a tower is trained
-    (`model.vision`); without it the model is its text part. Raises ValueError if the model is
-    missing, damaged or of an unsupported kind.
+    `path` is `builtin:NAME`, a `.gguf` file, a Hugging Face directory (either of them also in a bucket) or a
+    hub id. A built-in model is randomly initialised from `seed`, for a tokenizer with `vocab_size` and
+    `eos_token_ids`; the other kinds ignore these arguments. With the head `value_head` (a critic, a reward
+    model), the head is zero unless the model has one, and the output head of the vocabulary is not read.
+    Without `weights`, the parameters are None, and files of weights are neither read nor downloaded.
+    `vision`: what of a tower is trained (`model.vision`); without it the model is its text part. Raises
+    ValueError if the model is missing, damaged or of an unsupported kind.
     """
     if not weights or path.startswith(BUILTIN):
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids, vision=vision)
@@ -82,7 +81,7 @@ def load_model(
     if path.endswith(".gguf"):
         from quatrain.weights.gguf import load_gguf
 
-        return Model(*load_gguf(local_path(path), dtype, mesh, head))
+        return Model(*load_gguf(path, dtype, mesh, head))
     directory = model_directory(path)
     arch, params = load_hf(directory, dtype, mesh, head, vision=vision)
     whole = read_whole(directory) if arch.vision else None
@@ -143,7 +142,7 @@ def load_architecture(
     if path.endswith(".gguf"):
         from quatrain.weights.gguf import gguf_architecture
 
-        return gguf_architecture(local_path(path))
+        return gguf_architecture(path)
     return read_architecture(model_directory(path, weights=False), vision)
 
 

@@ -79,9 +79,10 @@ class DataConfig(Section):
 
     train: Annotated[TrainingSets, MustAgreeOnResume()] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`) or of reasoning-gym
-    (`reasoning_gym:chain_sum?size=2000`), or a .jsonl, .json, .parquet or .csv file; all forms:
-    [data.md](data.md#where-rows-come-from). A list of data sets is read as one, in its order; a list of
-    `{path: a.jsonl, weight: 3}` is a [mixture](data.md#mixtures), drawn in the proportions of its weights."""
+    (`reasoning_gym:chain_sum?size=2000`), or a .jsonl, .json, .parquet or .csv file, also in a bucket
+    (`gs://bucket/rows.jsonl`); all forms: [data.md](data.md#where-rows-come-from). A list of data sets is
+    read as one, in its order; a list of `{path: a.jsonl, weight: 3}` is a [mixture](data.md#mixtures), drawn
+    in the proportions of its weights."""
     eval: EvaluationSets | None = None
     """Evaluation prompts, a data set or a list of them, or a mapping from names to such forms, whose results
     are reported apart: `{gsm8k: gsm8k.jsonl, math: math.jsonl}`; the first is shown during training. Derived:

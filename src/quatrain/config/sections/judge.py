@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.fields import Count, NonNegative, PlainValue, Section, Text, must
+from quatrain.config.places import is_bucket
 from quatrain.config.secrets import is_secret_name
 
 JUDGE = "judge"
@@ -110,8 +111,10 @@ class JudgeConfig(Section):
     cache: Annotated[
         bool | str,
         must(
-            "be true, false or the path of a folder",
-            lambda value: isinstance(value, bool) or (isinstance(value, str) and value),
+            "be true, false or the path of a folder on this machine",
+            lambda value: (
+                isinstance(value, bool) or (isinstance(value, str) and value and not is_bucket(value))
+            ),
             before=True,
         ),
         WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string"}]}),

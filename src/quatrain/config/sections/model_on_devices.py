@@ -24,8 +24,8 @@ class ModelConfig(Section):
     """The policy: source of its weights, dtypes and kernels."""
 
     path: Text = "builtin:tiny"
-    """The model: `builtin:tiny`, a local Hugging Face folder, a model on the Hub
-    (`Qwen/Qwen2.5-0.5B-Instruct`) or a `.gguf` file."""
+    """The model: `builtin:tiny`, a Hugging Face folder, on this machine or in a bucket (`gs://bucket/model`,
+    `s3://…`), a model on the Hub (`Qwen/Qwen2.5-0.5B-Instruct`) or a `.gguf` file."""
     tokenizer: Derived[Text] = NOT_SET
     """The tokenizer: a folder, a model on the Hub or a `.gguf` file; derived: `model.path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"

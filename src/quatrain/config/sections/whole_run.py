@@ -147,6 +147,10 @@ class CheckpointConfig(Section):
     """Training steps between checkpoints; 0: only after the last step."""
     keep: Count = 3
     """Number of checkpoints kept; older ones are deleted."""
+    dir: Text | None = None
+    """Folder or bucket (`gs://BUCKET/NAME`, `s3://BUCKET/NAME`; extra `buckets`) that gets the checkpoints of
+    runs, each run's in `<run.name>/`, with the reference policy; for many hosts without a file system that
+    they share. null: they are in the run's folder."""
     best_metric: Text | None = None
     """Metric of every evaluation, such as `eval/accuracy_lenient` or `eval/reward`. An evaluation with a new
     best value saves a checkpoint, which is kept beside the newest `checkpoint.keep`; `quatrain export RUN

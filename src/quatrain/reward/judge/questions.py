@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quatrain.config.places import local_path
+from quatrain.config.buckets import local_file
 from quatrain.config.sections.judge import JudgeConfig
 from quatrain.data.row_text import RowText
 
@@ -59,7 +59,7 @@ class Questions:
         self._rubric = _text_of_row(config.rubric, "reward.judge.rubric", without=(RUBRIC, LOW, HIGH))
         self._template: RowText | None = None
         if config.template is not None:
-            path = local_path(config.template)
+            path = local_file(config.template)
             self._template = _text_of_row(_read(path), f"reward.judge.template {path}")
             if COMPLETION not in self._template.columns:
                 raise ValueError(
