@@ -97,7 +97,7 @@ site: $(STAMP)  ## build the pages as a site in site/; a link that leads nowhere
 dist: $(STAMP)  ## build wheel and sdist into dist/
 	rm -rf dist && $(BIN)/python -m build >/dev/null
 
-test-faults: $(STAMP) ## sow 50 faults into copies of src, one by one: the quick tests catch all
+test-faults: $(STAMP) ## sow the faults of tests/faults into copies of src, one by one: the quick tests catch all
 	$(BIN)/python tests/faults/sow.py
 
 test-dist: dist ## install the wheel alone, with the oldest and with the newest dependencies, and train with it

@@ -26,7 +26,7 @@ TRAINERS = {
 }
 MORE: dict[str, dict[str, Any]] = {
     # Packing needs FlashAttention to keep examples apart, which a CPU has not; padding is ordinary there.
-    "sft": {"packing": False, "assistant_only_loss": False},
+    "sft": {"packing": False, "assistant_only_loss": False, "completion_only_loss": True},
     "dpo": {"beta": 0.1, "precompute_ref_log_probs": True},
     "rm": {"center_rewards_coefficient": None},
 }
@@ -55,9 +55,9 @@ def main() -> None:
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
         **MORE[args.task],
     }
-    data = rows(args)
-    if args.task == "sft":  # as prompt and completion, of which TRL trains the completion alone
-        data = [{"prompt": each["messages"][:-1], "completion": each["messages"][-1:]} for each in data]
+    data, tokenizer = rows(args), AutoTokenizer.from_pretrained(args.model)
+    if args.task == "sft":
+        data = [completion(each["messages"], tokenizer) for each in data]
     clock = Clock()
     with TemporaryDirectory(prefix="trl-") as folder:
         trainer = trainer_class(
@@ -75,7 +75,7 @@ def main() -> None:
                 **setting,
             ),
             train_dataset=Dataset.from_list(data),
-            processing_class=AutoTokenizer.from_pretrained(args.model),
+            processing_class=tokenizer,
             callbacks=[clock],
         )
         trainer._get_train_sampler = lambda *given: torch.utils.data.SequentialSampler(trainer.train_dataset)
@@ -91,6 +91,22 @@ def main() -> None:
             "steps": clock.steps[1:],
         }
     )
+
+
+def completion(messages: Any, tokenizer: Any) -> dict[str, list[int]]:
+    """A conversation's tokens up to the end of the answer, which alone is trained.
+
+    By itself TRL trains the line break too that the template writes behind the end, which a model never
+    samples; its mean loss would be that of other tokens.
+    """
+    ids, prompt = (
+        tokenizer.apply_chat_template(part, add_generation_prompt=begins, return_dict=False)
+        for part, begins in ((messages, False), (messages[:-1], True))
+    )
+    assert ids[: len(prompt)] == prompt
+    end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
+    mask = [0] * len(prompt) + [1] * (end - len(prompt))
+    return {"input_ids": ids[:end], "completion_mask": mask}
 
 
 class Clock(TrainerCallback):

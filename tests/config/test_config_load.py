@@ -327,6 +327,11 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ),
         ("rollout.workers=1 rollout.sampler=a.py:B", "rollout.sampler must be null with rollout.workers"),
         ("rollout.weights_dir=/tmp/w", "rollout.weights_dir has no effect without rollout.workers"),
+        ("rollout.stream_weights=true", "rollout.stream_weights has no effect without rollout.servers"),
+        (
+            "rollout.servers=[http://a:1] rollout.stream_weights=true rollout.weights_dir=/tmp/w",
+            "rollout.stream_weights must be false with rollout.weights_dir",
+        ),
         (
             "rollout.servers=[http://a:1] rollout.workers=1",
             "rollout.servers must be empty with rollout.workers",

@@ -8,9 +8,13 @@ import pytest
 from resumed_runs import resumed_copy
 from runs import interrupted_after, small_run, steady_metrics
 from safetensors.numpy import load_file
+from servers import served
 
 from quatrain.data import policy as policy_module
+from quatrain.engine.service import EngineService
 from quatrain.loop.export import export
+from quatrain.loop.policy import load_policy
+from quatrain.loop.serve import serving_engine, weights_of
 from quatrain.loop.train import dry_run, train
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.metrics import read_metrics
@@ -50,6 +54,28 @@ def test_sampler_and_trainer_of_a_run_agree(whole):
     assert abs(rows[0]["update/kl"]) < 1e-6  # the reference begins as the policy
 
 
+def test_a_server_gets_adapters_alone_and_samples_as_the_run(whole, tmp_path, monkeypatch):
+    """Over HTTP; merged onto another base, or an old version, the gap of log-probabilities would show it."""
+    monkeypatch.setenv("QUATRAIN_SERVE_TOKEN", "the-token-of-the-tests")
+    config = small_run(tmp_path, "server").config
+    loaded = load_policy(config, critic=False, adapters=False, environments=False)
+    engine = serving_engine(config, loaded)
+    service = EngineService(engine, weights_of(loaded.arch, config, engine))
+    with served(service, loaded.arch, loaded.tokenizer, token="the-token-of-the-tests") as url:
+        over_http = (f"rollout.servers=[{url}]", "rollout.stream_weights=true")
+        run = train(small_run(tmp_path, "served", *LORA, *SHORT, *over_http)).run
+        assert service.totals.weight_loads == 4
+    rows = read_metrics(run / "metrics.jsonl")[1:]
+    assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
+    adapter, own = (load_file(each / "final/adapter/adapter_model.safetensors") for each in (run, whole))
+    for name, tensor in own.items():
+        np.testing.assert_allclose(adapter[name], tensor, atol=2e-3, err_msg=name)
+    sizes = re.findall(r"weights of version \d+: ([\d.]+) MB", (run / "run.log").read_text())
+    assert len(sizes) == 4
+    model = (run / "final" / "model.safetensors").stat().st_size / 1e6
+    assert max(map(float, sizes)) < model / 2
+
+
 def test_the_exported_adapter_and_the_merged_model_are_the_same_model(whole, tmp_path):
     """The arithmetic of peft, on its names: W + (lora_alpha / r) B A."""
     folder = whole / "final" / "adapter"
@@ -82,7 +108,6 @@ def _base_of(run, folder):
     """The tensors of the run's base, exported without adapters."""
     from quatrain.config.load import load_config
     from quatrain.loop.export import export_policy
-    from quatrain.loop.policy import load_policy
 
     loaded = load_policy(load_config(run / "config.yaml", environ={}).config, adapters=False)
     export_policy(folder / "base", loaded.arch, loaded.params, loaded.tokenizer)

@@ -1,5 +1,6 @@
 """`quatrain serve` as a process: a model is served until a signal, and what cannot be served is refused."""
 
+import json
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from servers import service_of
 from quatrain.config.load import load_config
 from quatrain.loop.policy import load_policy
 from quatrain.loop.serve import serve, serving_engine, weights_of
+from quatrain.models.lora import adapters_of, merged, merged_architecture, with_trained
+from quatrain.rollout.publish import Adapted, Folder, Stream, gathered
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.sampler import Request
@@ -110,6 +113,35 @@ def test_weights_of_another_architecture_are_refused(config, small_arch, small_p
     (tmp_path / "config.json").write_text(text.replace('"rope_theta": ', '"rope_theta": 1'))
     with pytest.raises(ValueError, match=r"new weights must be of the model that is served"):
         read(str(tmp_path))
+    engine.close()
+
+
+def test_adapters_are_merged_onto_the_model_that_is_served(config, folder, tmp_path):
+    """To the bit as the run merges them; those of another base, or half a folder, are refused."""
+    of_run = load_config(None, [f"model.path={folder}", "lora.rank=2", "lora.alpha=6"], {}).config
+    trained = load_policy(of_run, critic=False, environments=False)
+    params = jax.tree.map(lambda leaf: leaf + 0.01, trained.params)
+    params = with_trained(trained.params, adapters_of(params), trained.arch)
+    adapted = Adapted(trained.arch, str(folder), trained.frozen_fingerprints["base"])
+    stream = Stream(merged_architecture(trained.arch), {}, adapted=adapted, kept=2)
+    pieces = stream.publish(gathered(params, "float32"), 1)
+    whole = Folder(tmp_path / "whole", merged_architecture(trained.arch))
+    expected = merged(params, trained.arch, "float32")
+    whole.publish(gathered(expected, "float32"), 1)
+    assert pieces.num_bytes < (tmp_path / "whole/v000001/model.safetensors").stat().st_size / 2
+
+    loaded = load_policy(config, critic=False, adapters=False, environments=False)
+    engine = serving_engine(config, loaded)
+    read = weights_of(loaded.arch, config, engine)
+    jax.tree.map(np.testing.assert_array_equal, read(str(pieces.path)), expected)
+    base = json.loads((pieces.path / "base.json").read_text())
+    (pieces.path / "base.json").write_text(json.dumps({**base, "fingerprint": "0123456789abcdef"}))
+    with pytest.raises(ValueError, match="must be used with the base"):
+        read(str(pieces.path))
+    (pieces.path / "base.json").unlink()
+    with pytest.raises(ValueError, match=r"base.json.* is none: .*write it with"):
+        read(str(pieces.path))
+    stream.close()
     engine.close()
 
 

@@ -64,7 +64,8 @@ def test_a_blind_server_and_a_model_without_a_tower_make_a_fleet_blind(monkeypat
         monkeypatch.setattr(start_fleet, name, lambda *given: ((), None))
     arch = seeing("qwen3_vl")
     config = SimpleNamespace(
-        rollout=SimpleNamespace(servers=servers, timeout_s=1.0), model=SimpleNamespace(dtype="float32")
+        rollout=SimpleNamespace(servers=servers, timeout_s=1.0, stream_weights=False),
+        model=SimpleNamespace(dtype="float32"),
     )
     vision = arch.vision if sees else None
     policy = SimpleNamespace(arch=SimpleNamespace(vision=vision))

@@ -22,6 +22,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
 from quatrain.engine.service import ServiceFailed
 from quatrain.models.decoder import forward, logits
+from quatrain.serve.http import CHANGING
 from quatrain.serve.requests import MOST_SEQUENCES
 from quatrain.serve.text import TextStream
 from quatrain.types.batches import Prompt
@@ -733,7 +734,7 @@ def test_a_server_with_a_token_answers_nobody_without_it(server, http):
         with httpx.Client(base_url=server[0], headers=headers) as stranger:
             assert stranger.get("/health").status_code == 200
             paths = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
-            for path in (*paths, "/weights", "/pause", "/resume"):
+            for path in (*paths, *CHANGING):
                 assert stranger.post(path, json=GOOD).status_code == 401
             assert stranger.get("/v1/models").status_code == 401
     assert http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
@@ -742,7 +743,7 @@ def test_a_server_with_a_token_answers_nobody_without_it(server, http):
 def test_without_a_token_weights_are_not_changed(small_arch, small_params, tokenizer):
     service = service_of(small_arch, small_params, tokenizer)
     with served(service, small_arch, tokenizer) as url, httpx.Client(base_url=url) as http:
-        for path in ("/weights", "/pause", "/resume"):
+        for path in CHANGING:
             answer = http.post(path, json={"path": "x", "version": 1})
             assert answer.status_code == 403
             assert "QUATRAIN_SERVE_TOKEN" in answer.json()["error"]["message"]

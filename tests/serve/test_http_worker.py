@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx2 as httpx
 import jax
@@ -26,18 +27,21 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.loop import run
 from quatrain.loop.train import train
+from quatrain.rollout.fleet import KEPT_VERSIONS
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, workers
-from quatrain.rollout.publish import Folder, gathered
+from quatrain.rollout.publish import Folder, Stream, gathered
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
 from quatrain.servers.client import Refusal, ServerClient
 from quatrain.servers.expert_routes import RouteRules
 from quatrain.servers.kinds import Quatrain
 from quatrain.servers.server import ServerRules
+from quatrain.servers.vllm_extension import Reload
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.routes import routes_to_text
+from quatrain.weights.hf import load_hf
 
 TOKEN = "the-token-of-the-tests"
 LENGTHS = (5, 2, 17, 9, 3)
@@ -61,10 +65,11 @@ def rules(small_arch, tokenizer):
 
 
 def fleet_of(addresses, rules, folder, arch, timeout_s=20.0, **options):
+    """`folder` None: weights go over HTTP."""
     factories = workers(addresses, rules, max_concurrency=None, timeout_s=timeout_s)
     fleet = fleet_rollouts(
         factories,
-        Folder(folder, arch),
+        Stream(arch, {}, kept=KEPT_VERSIONS) if folder is None else Folder(folder, arch),
         sampling=rules.sampling,
         tokenizer=rules.tokenizer,
         dtype="float32",
@@ -81,14 +86,21 @@ def own_server(computed_by, small_arch, small_params, tokenizer):
         yield url, service
 
 
+@pytest.mark.parametrize("way", ["folder", "stream"])
 def test_tokens_and_weights_are_those_of_an_engine_in_process(
-    own_server, rules, small_arch, small_params, tokenizer, tmp_path
+    own_server, rules, small_arch, small_params, tokenizer, tmp_path, way
 ):
+    """Also over HTTP: a piece that is missing, or changes in another place, would sample other tokens."""
+    folder = tmp_path / "weights" if way == "folder" else None
+    rules = replace(rules, needs_receiver=folder is None)
     settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
     engine = local_rollouts(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
-    with fleet_of([own_server[0]], rules, tmp_path / "weights", small_arch) as fleet:
-        for version, factor in ((5, 1.0), (6, 1.5)):
-            params = jax.tree.map(lambda x, factor=factor: x * factor, small_params)
+    with fleet_of([own_server[0]], rules, folder, small_arch) as fleet:
+        for version, factor in ((5, 1.0), (6, 1.5), (7, None)):
+            if factor is not None:
+                params = jax.tree.map(lambda x, factor=factor: x * factor, small_params)
+            else:  # little has changed
+                params = {**params, "final_norm": params["final_norm"] * 0.5}
             for each in (engine, fleet):
                 each.sync_weights(params, version)
             batch, expected = (each.generate(PROMPTS, step=3) for each in (fleet, engine))
@@ -99,6 +111,62 @@ def test_tokens_and_weights_are_those_of_an_engine_in_process(
             assert batch.completions == expected.completions
             assert batch.columns == expected.columns
     assert not (tmp_path / "weights").exists()
+
+
+def test_a_vllm_gets_what_has_changed_over_http(vllm, rules, small_arch, small_params):
+    """By the extension's own methods; what a worker says that is not the first of its machine is not read."""
+    first, second = Reload(), Reload()
+    first.local_rank, second.local_rank = 0, 1
+    loaded, sent = [], []
+
+    def call(body):
+        name, given = body["method"], body.get("kwargs", {})
+        if name == "put_quatrain_weights":
+            sent.append(len(given["message"]))
+        if name in ("begin_quatrain_weights", "put_quatrain_weights"):
+            assert not vllm.paused
+            return 200, {"results": [getattr(each, name)(**given) for each in (first, second)]}
+        if name == "load_quatrain_weights":
+            loaded.append(load_hf(given["path"])[1])
+        return None
+
+    vllm.faults["/collective_rpc"] = call
+    rules = replace(rules, needs_receiver=True)
+    with listening(vllm) as url, fleet_of([url], rules, None, small_arch) as fleet:
+        for version, factor in ((4, 1.0), (5, 0.5)):
+            params = {**small_params, "final_norm": small_params["final_norm"] * factor}
+            fleet.sync_weights(params, version)
+            fleet.generate(PROMPTS[:1], step=3)
+            jax.tree.map(np.testing.assert_array_equal, loaded.pop(), params)
+            total, sent[:] = sum(sent), []
+            assert total > 100_000 if version == 4 else 0 < total < 5_000
+
+
+def test_a_server_that_takes_no_weights_over_http_is_refused(rules, tokenizer, small_arch):
+    sglang = Fake("sglang", tokenizer, small_arch.vocab_size)
+    with listening(sglang) as url, pytest.raises(WorkerRefused, match=r"SGLang loads.*weights_dir to a"):
+        HttpWorker(url, replace(rules, needs_receiver=True), num_slots=None, timeout_s=10)
+
+
+def test_a_piece_that_comes_out_wrong_is_sent_whole(own_server, rules, small_arch, small_params, caplog):
+    """As if the server's memory were damaged: its digest shows it, before anything is loaded."""
+    stream = Stream(small_arch, {}, kept=KEPT_VERSIONS)
+    worker = HttpWorker(own_server[0], rules, num_slots=None, timeout_s=20)
+    weights = gathered(small_params, "float32")
+    begun = worker._client.run(worker._server.load(stream.publish(weights, 1), 1, 20))
+    assert begun == 1
+    other = {**weights, "final_norm": weights["final_norm"] * 0.5}
+    pieces = stream.publish(other, 2)
+    asked = Quatrain("small").begin(pieces)
+    path = worker._client.run(worker._client.ask(*asked))["path"]
+    with (Path(path) / "model.safetensors").open("r+b") as file:
+        file.seek(-4000, 2)
+        file.write(bytes(100))
+    assert worker.load(pieces, 2, 20) == 2
+    assert (Path(path) / "model.safetensors").read_bytes() == (pieces.path / "model.safetensors").read_bytes()
+    worker.close()
+    stream.close()
+    assert not pieces.path.exists()
 
 
 def test_a_fleet_of_servers_survives_the_end_of_one(

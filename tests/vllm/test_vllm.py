@@ -187,7 +187,7 @@ def test_a_teacher_that_is_the_policy_is_at_its_policy(vllm, folder, tmp_path):
 
 
 def test_experts_whose_routes_are_not_returned(vllm, tmp_path):
-    """In float32, sampler and trainer choose the same ones.
+    """In float32, sampler and trainer choose the same ones, with weights of a folder and over HTTP.
 
     vLLM 0.32 returns routes on GPUs only: it needs its model runner V2 for that, which needs Triton.
     """
@@ -195,12 +195,15 @@ def test_experts_whose_routes_are_not_returned(vllm, tmp_path):
     model = written(loaded, tmp_path / "model")
     url = vllm("--logprobs-mode", "processed_logprobs", model=model, VLLM_SERVER_DEV_MODE="1")
     settings = (f"rollout.servers=[{url}]", "run.steps=3", "optimizer.learning_rate=1e-3")
-    status, steps, said = train(tmp_path, model, "experts", *settings)
-    assert status == 0, said[-3000:]
-    gaps = [step["rollout/logprob_diff_max"] for step in steps]
-    print(f"largest gap of log-probabilities by step: {[float(f'{gap:.2g}') for gap in gaps]}")
-    assert max(gaps) < 1e-3
-    assert said.count("returns no routes of experts") == 1
+    for way in ("folder", "http"):
+        over_http = [f"rollout.stream_weights={way == 'http'}"]
+        status, steps, said = train(tmp_path, model, way, *settings, *over_http)
+        assert status == 0, said[-3000:]
+        gaps = [step["rollout/logprob_diff_max"] for step in steps]
+        print(f"weights by {way}: largest gap by step {[float(f'{gap:.2g}') for gap in gaps]}")
+        assert max(gaps) < 1e-3
+        assert said.count("returns no routes of experts") == 1
+        assert not (tmp_path / "runs" / way / "weights").exists()
 
 
 def test_a_model_that_sees_with_new_weights_after_each_step(vllm, tmp_path):

@@ -137,7 +137,7 @@ def export(
             "and give OUTPUT"
         )
     home = Path(run) if of_server else run_folders([run])[0]
-    if is_bucket(output):
+    if output is not None and is_bucket(output):
         from quatrain.loop.export import check_output
 
         check_output(output)

@@ -147,6 +147,7 @@ def worker_config(config: Config) -> Config:
     own = {
         "workers": 0,
         "weights_dir": None,
+        "stream_weights": False,
         "mesh": spec,
         "max_staleness": 0,
         "greedy_baseline": False,

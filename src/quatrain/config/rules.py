@@ -508,6 +508,12 @@ RULES: tuple[Rule, ...] = (
         "with rollout.servers or rollout.sampler, which sample as they do",
     ),
     *no_effect(["rollout.weights_dir"], *without("rollout.workers", "rollout.servers")),
+    *no_effect(["rollout.stream_weights"], *without("rollout.servers")),
+    Rule(
+        "rollout.stream_weights",
+        lambda c: c.rollout.stream_weights and c.rollout.weights_dir is not None,
+        "must be false with rollout.weights_dir, a folder through which servers get weights; leave one out",
+    ),
     Rule(
         "rollout.weights_dir",
         lambda c: c.rollout.weights_dir is not None and c.lora.rank and c.rollout.workers,

@@ -13,6 +13,9 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,8 +29,13 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.models.architecture import Architecture
+from quatrain.models.lora import adapters_of, merged, merged_architecture, with_trained
+from quatrain.models.params import LM_HEAD, partition
+from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.compilations import watching_compilations
+from quatrain.parallel.mesh import device_put, mesh_shape, shardings, to_memory
 from quatrain.serve.api import Api
+from quatrain.weights.adapter import check_base, is_adapter_folder, read_adapter
 from quatrain.weights.hf import load_hf
 from quatrain.weights.load_model import load_tower
 
@@ -87,6 +95,9 @@ def serve(
                 cache_bytes = memory.cache
             engine = serving_engine(config, loaded, cache_bytes)
             service = EngineService(engine, weights_of(loaded.arch, config, engine))
+            if training is None:
+                # Else the first weights would stay on the device beside those that are loaded later.
+                loaded = replace(loaded, params=None)
             ends.callback(service.close)
             api = Api(
                 service,
@@ -139,14 +150,40 @@ def serving_engine(config: Config, loaded: LoadedPolicy, cache_bytes: int | None
 
 
 def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Callable[[str], Any]:
-    """What reads the weights in a folder, which must be of `arch`.
+    """What reads the weights in a folder, which must be of `arch`, or adapters of the model that is served.
 
     If its tower is frozen, the folder has the same, or none, as those that a training run publishes.
     """
     vision = arch.vision
     frozen = vision is not None and vision.trained == "frozen"
 
+    @cache
+    def base() -> tuple[LoadedPolicy, str]:
+        """The model that is served, in the host's memory, and its fingerprint, from the first adapters on."""
+        loaded = load_policy(config, critic=False, adapters=False, environments=False)
+        found = tree_fingerprint(loaded.params)
+        if loaded.backend.kind != "cpu":  # whose memory is the host's
+            loaded = replace(loaded, params=to_memory("host", loaded.params))
+        return loaded, found
+
+    def with_adapters(folder: Path) -> Any:
+        adapted, adapters, known = read_adapter(folder, arch)
+        if merged_architecture(adapted).tie_embeddings != arch.tie_embeddings:
+            raise ValueError(
+                f"adapters of {LM_HEAD} need an output head of its own; that of {config.model.path} is tied "
+                "to the embeddings; leave it out of lora.targets"
+            )
+        loaded, found = base()
+        check_base(known, found, config.model.path, folder)
+        mesh = loaded.meshes.train
+        places = adapters_of(shardings(mesh, partition(adapted, mesh_shape(mesh))))
+        params = with_trained(loaded.params, jax.tree.map(device_put, adapters, places), adapted)
+        # As the run merges them where it samples itself: the same matrices, to the bit.
+        return to_memory("device", merged(params, adapted, config.model.dtype))
+
     def read(path: str) -> Any:
+        if is_adapter_folder(Path(path)):
+            return with_adapters(Path(path))
         found, params = load_hf(
             path,
             dtype=config.model.param_dtype,

@@ -85,7 +85,7 @@ class Fleet(Sampler):
         retries: int = 3,
         cannot_see: str | None = None,
     ):
-        self._publisher, self._dtype, self._prepare = publisher, dtype, prepare
+        self._publisher, self._dtype, self.prepare = publisher, dtype, prepare
         self.cannot_see = cannot_see
         self._numbers = count()
         self._table = GroupTable(retries)
@@ -137,7 +137,7 @@ class Fleet(Sampler):
     def copy_weights(self, params: Any) -> HostWeights:
         """`params` gathered on the main process's host (`publish.gathered`), for `load`."""
         began = time.perf_counter()
-        tree = gathered(params if self._prepare is None else self._prepare(params), self._dtype)
+        tree = gathered(params if self.prepare is None else self.prepare(params), self._dtype)
         return HostWeights(tree, time.perf_counter() - began)
 
     def load(self, weights: Any, version: int) -> int:

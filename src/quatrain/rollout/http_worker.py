@@ -1,7 +1,7 @@
 """Inference servers as rollout workers: one request for each sample, token ids in and out.
 
 Data flow: `workers` -> factories of `HttpWorker`, each of which probes its server; `submit` -> requests of
-`servers/`, in its event loop -> `FinishedGroup`, to `take`. Servers get weights as folders of safetensors.
+`servers/`, in its event loop -> `FinishedGroup`, to `take`. Servers load weights as folders of safetensors.
 """
 
 from __future__ import annotations
@@ -85,8 +85,13 @@ class HttpWorker:
         """Why it gets no prompts with pictures (`Server.cannot_see`)."""
         return self._server.cannot_see
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether it merges adapters into the base that it has (`Quatrain.takes_adapters`)."""
+        return self._server.takes_adapters
+
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
-        """The server loads the folder `weights`; the version that it says it has then.
+        """The server loads `weights`, a folder or `Pieces`; the version that it says it has then.
 
         Raises WorkerRefused if it answers that it cannot: it has another model, or cannot read the folder.
         """
@@ -94,11 +99,13 @@ class HttpWorker:
         try:
             return self._client.run(self._server.load(weights, version, timeout_s))
         except Refusal as error:
-            if not Path(weights).is_dir():  # a newer version has taken its place meanwhile
-                raise WorkerLost(f"it did not load {weights}: {error}") from error
+            path = Path(weights)
+            if not path.is_dir():  # a newer version has taken its place meanwhile
+                raise WorkerLost(f"it did not load {path}: {error}") from error
+            shared = ", where it can read that folder (rollout.weights_dir)"
             raise WorkerRefused(
-                f"{self.name}: it must load the weights of this run, and refused {weights}: {error}; start "
-                "it with the model that is trained, where it can read that folder (rollout.weights_dir)"
+                f"{self.name}: it must load the weights of this run, and refused {path}: {error}; start it "
+                f"with the model that is trained{shared if isinstance(weights, str) else ''}"
             ) from error
         except (ServerLost, Unfit) as error:
             raise _of_worker(error) from error

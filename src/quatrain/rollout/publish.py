@@ -6,14 +6,16 @@ worker's `load` takes.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -25,8 +27,12 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.lora import adapters_of, has_adapters
 from quatrain.parallel.mesh import to_host
+from quatrain.servers.pieces import MemoryFolder, Pieces
+from quatrain.weights.adapter import adapter_files, adapter_tensors
 from quatrain.weights.hf import save_hf
 from quatrain.weights.whole import Whole
+
+logger = logging.getLogger(__name__)
 
 
 class Publisher(Protocol):
@@ -70,6 +76,9 @@ class Folder:
     `on_close`. Raises ValueError if it cannot be made.
     """
 
+    _named = "rollout.weights_dir"
+    _instead = "set rollout.weights_dir to another folder that all workers share"
+
     def __init__(
         self,
         directory: str | Path,
@@ -98,13 +107,13 @@ class Folder:
     def publish(self, weights: Any, version: int) -> str:
         """The path of the new folder.
 
-        Raises OSError, which names `rollout.weights_dir`, if it cannot be written; nothing of it is left.
+        Raises OSError, which names the setting, if it cannot be written; nothing of it is left.
         """
         final = self._directory / f"v{version:06}"
         partial = final.with_name(f".{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            save_hf(partial, self._arch, weights, sampling=self._sampling, whole=self._whole)
+            self._write(partial, weights)
             for path in (*partial.iterdir(), partial):  # wait until they are on the disk
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
@@ -118,11 +127,14 @@ class Folder:
             remedy = "free space there, or" if disk_is_full(error) else "see that it can be written, or"
             raise OSError(
                 f"weights of version {version} must fit into the folder from which rollout workers load "
-                f"them (rollout.weights_dir, {self._directory}); writing them failed: {error}; {remedy} "
-                "set rollout.weights_dir to another folder that all workers share"
+                f"them ({self._named}, {self._directory}); writing them failed: {error}; {remedy} "
+                f"{self._instead}"
             ) from error
         self._stored.append(final)
         return str(final)
+
+    def _write(self, directory: Path, weights: Any) -> None:
+        save_hf(directory, self._arch, weights, sampling=self._sampling, whole=self._whole)
 
     def discard(self, handle: str) -> None:
         """Removes the folder of a version, at once for those who look whether it is there."""
@@ -140,6 +152,82 @@ class Folder:
             for path in self._made:
                 path.rmdir()
         self._on_close()
+
+
+class Adapted(NamedTuple):
+    """A model with adapters: its architecture, the path of its base, and the fingerprint of that."""
+
+    arch: Architecture
+    base: str
+    fingerprint: str
+
+
+class _InMemoryFolder(Folder):
+    _named = "rollout.stream_weights"
+    _instead = "set rollout.stream_weights to false"
+    adapted: Adapted | None = None
+
+    def _write(self, directory: Path, weights: Any) -> None:
+        if self.adapted is None or not has_adapters(weights):
+            return super()._write(directory, weights)
+        arch, base, fingerprint = self.adapted
+        tensors = adapter_tensors(arch, weights)
+        directory.mkdir(parents=True)
+        for name, content in adapter_files(arch, tensors, base=base, fingerprint=fingerprint).items():
+            (directory / name).write_bytes(content)
+        return None
+
+
+class Stream:
+    """Versions as folders in this machine's memory, the files of which servers are sent in pieces.
+
+    A server that has the version before gets what has changed. Arguments as of `Folder`; of `kept` versions
+    the folders stay, as many as the fleet keeps. Adapters alone, which `gathered` returns of a model that is
+    `adapted`, become a folder of adapters.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        sampling: Mapping[str, Any],
+        *,
+        whole: Whole | None = None,
+        adapted: Adapted | None = None,
+        kept: int,
+    ):
+        self._make = partial(_InMemoryFolder, arch=arch, sampling=sampling, whole=whole)
+        self._adapted = adapted
+        self._kept = kept
+        self._memory: MemoryFolder | None = None
+        self._folder: _InMemoryFolder | None = None
+        self._last: Pieces | None = None
+
+    def publish(self, weights: Any, version: int) -> Pieces:
+        """The pieces of the new folder; raises OSError as `Folder.publish`."""
+        if self._folder is None:
+            # While a version is written, those that are kept are still there.
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+            self._memory = MemoryFolder((self._kept + 1) * size)
+            self._folder = self._make(self._memory.path / "versions")
+            self._folder.adapted = self._adapted
+        self._last = Pieces.of(Path(self._folder.publish(weights, version)), self._last)
+        logger.info(
+            "weights of version %d: %.1f MB, of which %.1f MB are sent to a server with the version before",
+            *(version, self._last.num_bytes / 1e6, self._last.num_new_bytes / 1e6),
+        )
+        return self._last
+
+    def discard(self, handle: Pieces) -> None:
+        """Removes the folder of a version."""
+        if self._folder is not None:
+            self._folder.discard(str(handle.path))
+
+    def close(self) -> None:
+        """Removes what this publisher wrote."""
+        if self._folder is not None and self._memory is not None:
+            self._folder.close()
+            self._memory.close()
+        self._folder = self._memory = self._last = None
 
 
 def gathered(params: Any, dtype: DTypeLike) -> Any:

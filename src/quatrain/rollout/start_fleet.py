@@ -23,11 +23,11 @@ from quatrain.data.policy import Policy
 from quatrain.data.tokenizer import render
 from quatrain.engine.engine import records_routes
 from quatrain.engine.service import blind
-from quatrain.models.lora import merged, merged_architecture
+from quatrain.models.lora import EXPERT_PARAMETERS, merged, merged_architecture
 from quatrain.rollout import http_worker
-from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.fleet import KEPT_VERSIONS, Fleet
 from quatrain.rollout.http_worker import HttpWorker
-from quatrain.rollout.publish import Folder, InMemory, Publisher
+from quatrain.rollout.publish import Adapted, Folder, InMemory, Publisher, Stream
 from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import Worker
 from quatrain.servers.expert_routes import RouteRules
@@ -49,13 +49,17 @@ def start_fleet(config: Config, policy: Policy, make_worker: MakeWorker) -> Flee
     rollout = config.rollout
     publisher: Publisher = InMemory()
     factories: Sequence[WorkerFactory] = []
+    adapted = _adapted(config, policy)  # by all processes, which compute the fingerprint together
     if is_main_process():
-        of_kind = servers(config, policy) if rollout.servers else ray_workers(config, policy, make_worker)
+        if rollout.servers:
+            of_kind = servers(config, policy, adapted)
+        else:
+            of_kind = ray_workers(config, policy, make_worker)
         factories, publisher = of_kind
     fleet = Fleet(
         factories,
         publisher,
-        # Servers load whole models; quatrain's own workers have the base, and take adapters.
+        # Most servers load whole models; quatrain's own workers have the base, and take adapters.
         prepare=partial(merged, arch=policy.arch, dtype=config.model.dtype) if rollout.servers else None,
         dtype=config.model.dtype,
         timeout_s=rollout.timeout_s,
@@ -65,6 +69,8 @@ def start_fleet(config: Config, policy: Policy, make_worker: MakeWorker) -> Flee
         fleet.wait_for_start()
         if rollout.servers:
             fleet.cannot_see = decided_by_main(lambda: _blind_server(fleet.workers))
+            if adapted and decided_by_main(lambda: _take_adapters(fleet.workers)):
+                fleet.prepare = None
     except BaseException:
         fleet.close()
         raise
@@ -91,8 +97,13 @@ def ray_workers(
     return factories, Folder(own, policy.arch, policy.sampling, on_close=publisher.close)
 
 
-def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Publisher]:
-    """The factories of workers that are inference servers, which load weights from folders."""
+def servers(
+    config: Config, policy: Policy, adapted: Adapted | None = None
+) -> tuple[Sequence[WorkerFactory], Publisher]:
+    """The factories of workers that are inference servers, and what publishes weights for them.
+
+    `adapted`: what adapters alone are published with, if all servers take them.
+    """
     rollout = config.rollout
     arch = merged_architecture(policy.arch)
     # A server with the base has one matrix for both, and would load one of them in place of the other.
@@ -110,17 +121,37 @@ def servers(config: Config, policy: Policy) -> tuple[Sequence[WorkerFactory], Pu
         RouteRules.of(policy.arch) if records_routes(rollout, policy.arch) else None,
         needs_routes=config.update.router_aux_coef > 0,
         needs_versions=rollout.in_flight,
+        needs_receiver=rollout.stream_weights,
         looks=_looks_or_why(policy),
     )
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s
     )
+    # Also a frozen tower: vLLM and SGLang know the tensors by the names of the whole model.
+    whole = None if arch.vision is None else policy.whole
+    if rollout.stream_weights:
+        stream = Stream(arch, policy.sampling, whole=whole, adapted=adapted, kept=KEPT_VERSIONS)
+        return factories, stream
     own = _run_folder(config) / "weights"
     if rollout.weights_dir is not None:
         own = _weights_folder(config, rollout.weights_dir)
-    # Also a frozen tower: vLLM and SGLang know the tensors by the names of the whole model.
-    whole = None if arch.vision is None else policy.whole
     return factories, Folder(own, arch, policy.sampling, whole=whole)
+
+
+def _adapted(config: Config, policy: Policy) -> Adapted | None:
+    """What adapters are published with; None where whole matrices are, as of experts and of a tower."""
+    if not config.rollout.stream_weights:
+        return None
+    lora, vision = policy.arch.lora, policy.arch.vision
+    if lora is None or (vision and vision.lora):
+        return None
+    if any(target in EXPERT_PARAMETERS for target in lora.targets):
+        return None
+    return Adapted(policy.arch, config.model.path, policy.frozen_fingerprints["base"])
+
+
+def _take_adapters(workers: Sequence[Worker]) -> bool:
+    return all(isinstance(worker, HttpWorker) and worker.takes_adapters for worker in workers)
 
 
 def looks(policy: Policy) -> Looks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,10 +46,13 @@ from quatrain.serve.requests import (
     AnyRequest,
     BadRequest,
     ChatRequest,
+    FilesRequest,
     WeightsRequest,
     parsed,
 )
 from quatrain.serve.sessions import Sessions
+from quatrain.servers.client import BYTES
+from quatrain.servers.pieces import LONGEST_MESSAGE, Receiver
 from quatrain.types.pictures import Tokens
 from quatrain.types.sampler import Sampler, ServiceFailed
 
@@ -86,6 +89,7 @@ class Api:
         now = int(time.time())
         tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._service, self._model = service, model
+        self._receiver = Receiver()
         self._access = Access(token, sessions)
         self._prompts = Prompts(service, tokenizer, vocab_size, stop_ids)
         self._answering = Answering(service, tokenizer, model, max_positions)
@@ -123,6 +127,8 @@ class Api:
             "/v1/responses/input_tokens": _Path("POST", partial(self._count, responses), responses),
             "/inference/v1/generate": _Path("POST", self._generate, GENERATE, is_turn=True),
             "/weights": _Path("POST", self._weights),
+            "/weights/begin": _Path("POST", self._begin_weights),
+            "/weights/put": _Path("POST", self._put_weights),
             "/pause": _Path("POST", self._pause),
             "/resume": _Path("POST", self._resume),
         }
@@ -207,6 +213,20 @@ class Api:
         except (ValueError, OSError) as error:
             raise BadRequest(str(error), "path") from error
         return JSONResponse({"weight_version": version})
+
+    async def _begin_weights(self, request: Request) -> Response:
+        asked = parsed(FilesRequest, await body_of(request))
+        return await self._received(self._receiver.begin, asked.files, asked.piece_bytes)
+
+    async def _put_weights(self, request: Request) -> Response:
+        message = await body_of(request, BYTES, LONGEST_MESSAGE)
+        return await self._received(self._receiver.put, message)
+
+    async def _received(self, take: Callable[..., Any], *arguments: Any) -> Response:
+        try:
+            return JSONResponse(await asyncio.to_thread(take, *arguments))
+        except (ValueError, OSError) as error:  # also a full memory
+            raise BadRequest(str(error)) from error
 
     async def _pause(self, request: Request) -> Response:
         await asyncio.to_thread(self._engine.pause)

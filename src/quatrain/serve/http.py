@@ -20,6 +20,8 @@ from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.serve.requests import BadRequest
 from quatrain.serve.sessions import Reply, Session, Sessions
 
+CHANGING = ("/weights", "/weights/begin", "/weights/put", "/pause", "/resume")
+"""What only who has the server's token may ask."""
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
 LOOK_S = 0.5
@@ -51,24 +53,24 @@ def trained_session(request: Request) -> Session | None:
     return None if is_untrained(request) else getattr(request.state, "session", None)
 
 
-async def body_of(request: Request) -> bytes:
-    """The body of a request; raises BadRequest if it is not said to be JSON, or too long.
+async def body_of(request: Request, kind: str = "application/json", most: int = MOST_BYTES) -> bytes:
+    """The body of a request; raises BadRequest if it is not said to be of this kind, or too long.
 
-    A page in a browser cannot send JSON to another site without asking first.
+    A page in a browser cannot send JSON or bytes to another site without asking first.
     """
     if (known := getattr(request.state, "body", None)) is not None:
         return known
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    said = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if said != kind:
         raise BadRequest(
-            f"a request must have the header `Content-Type: application/json`; got {kind or 'none'}",
+            f"a request must have the header `Content-Type: {kind}`; got {said or 'none'}",
             status=415,
         )
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST_BYTES:
-            raise BadRequest(f"the body of a request has at most {MOST_BYTES} bytes; split it", status=413)
+        if len(body) > most:
+            raise BadRequest(f"the body of a request has at most {most} bytes; split it", status=413)
     request.state.body = bytes(body)
     return request.state.body
 
@@ -120,7 +122,7 @@ class Access:
         if path == "/health":
             return
         if self._token is None:
-            if path in ("/weights", "/pause", "/resume"):
+            if path in CHANGING:
                 raise BadRequest(
                     f"{path} needs a token, which this server does not have; start it with {SERVE_TOKEN} "
                     "set, and send `Authorization: Bearer` with its value",

@@ -512,6 +512,13 @@ class WeightsRequest(_Strict):
     version: Annotated[int, Field(ge=0, lt=2**31)]
 
 
+class FilesRequest(_Strict):
+    """`POST /weights/begin`: the sizes of the files that come in pieces."""
+
+    files: dict[str, Annotated[int, Field(ge=0)]]
+    piece_bytes: int
+
+
 def parsed(kind: type[_Parsed], body: bytes, overridden: Counter[str] | None = None) -> _Parsed:
     """The request in `body`; raises BadRequest, which names the field, if it is not one of this kind.
 

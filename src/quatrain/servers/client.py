@@ -30,6 +30,8 @@ CONTROL_S = 60.0
 """Longest wait for the answer to a question that costs a server nothing."""
 PAUSE_S = 1.0
 """Seconds between two attempts of `ServerClient.ask_patiently`."""
+BYTES = "application/octet-stream"
+"""The type of a body that is no JSON."""
 TRY_AGAIN = (408, 429)
 """Statuses below 500 of a server that may answer later: it timed out, or has too many requests."""
 
@@ -125,7 +127,8 @@ class ServerClient:
         session: str = "",
         on_sent: Callable[[], None] | None = None,
     ) -> Any:
-        """The JSON of an answer, or its text if it is none; without `body`, nothing is sent.
+        """The JSON of an answer, or its text if it is none; without `body`, nothing is sent, and bytes as
+        they are.
 
         `timeout_s`: seconds in which it must come, math.inf for a sample, which may wait in the server's
         queue. A proxy may send all requests of a `session` to the same server. `on_sent` is called when there
@@ -138,10 +141,13 @@ class ServerClient:
         # No limit for `pool`: to wait for a connection here is no sign that the server is lost.
         wait = httpx.Timeout(None if limit == math.inf else limit, connect=min(CONNECT_S, limit), pool=None)
         headers = {"X-Session-ID": session} if session else {}
+        sent: dict[str, Any] = {"json": body}
+        if isinstance(body, bytes):
+            headers["Content-Type"], sent = BYTES, {"content": body}
         told = {} if on_sent is None else {"trace": _when_sent(on_sent)}
         try:
             response = await self._http.request(
-                method, path, json=body, headers=headers, timeout=wait, extensions=told
+                method, path, **sent, headers=headers, timeout=wait, extensions=told
             )
         except (httpx.HTTPError, OSError) as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

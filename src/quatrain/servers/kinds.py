@@ -11,6 +11,7 @@ picture (`contracted`); how many they made of it, the length of the prompt in th
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.data.pictures import url_of
 from quatrain.servers.client import Unfit
+from quatrain.servers.pieces import PIECE_BYTES, Pieces
 from quatrain.types.pictures import TEXT, Picture, Pictures, Tokens
 from quatrain.types.rollouts import Sampling
 
@@ -32,7 +34,7 @@ NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_p
 """Leaves the distribution as it is. vLLM takes what is left out from the model's generation_config.json."""
 
 Question = tuple[str, Any]
-"""A path, and the JSON that is sent there; None: nothing is sent."""
+"""A path, and the JSON, or bytes, that are sent there; None: nothing is sent."""
 Check = tuple[Question, str, str]
 """What a server must answer to be given weights; what it lacks if it does not; the remedy."""
 Pairs = list[tuple[int, float]]
@@ -98,6 +100,8 @@ class Quatrain:
     """What stops it for a load; None: it exchanges weights between two rounds of decoding."""
     resume: Question = ("/resume", {})
     """What lets it go on; it may be asked although it is not paused."""
+    takes_adapters = True
+    """Whether it loads a folder with adapters alone, of the base that it was started with."""
     takes_tiles = True
     """Whether it gets pictures that are cut into tiles, whose placeholders have words between them."""
     sees_by = "start this version of `quatrain serve` with the model that is trained, and its tower"
@@ -176,6 +180,18 @@ class Quatrain:
         own = [dict(pairs)[token] for pairs, token in zip(words[1:], prompt[1:], strict=True)]
         return [math.nan, *own], words
 
+    def begin(self, pieces: Pieces) -> Question:
+        """What has it take the files of `pieces`."""
+        return "/weights/begin", {"files": pieces.files, "piece_bytes": PIECE_BYTES}
+
+    def read_begun(self, answer: Any) -> tuple[str, str, list[str | None]]:
+        """(stream, path, digests) as `Receiver.begin` has them."""
+        return answer["stream"], answer["path"], answer["digests"]
+
+    def put(self, message: bytes) -> Question:
+        """What gives it a piece."""
+        return "/weights/put", message
+
     def loading(self, path: str, version: int, timeout_s: float) -> list[Question]:
         """What has it load the safetensors in the folder `path`, and label them."""
         return [("/weights", {"path": path, "version": version})]
@@ -194,6 +210,7 @@ class Vllm(Quatrain):
     kept_by = "start a vLLM of August 2026 or newer with --enable-scale-out and --return-sampling-mask"
     version_path = "/weight_info"
     pause = ("/pause?mode=keep", {})
+    takes_adapters = False
     takes_tiles = False
     sees_by = (
         "start a vLLM of August 2026 or newer (`content_parts`) with --enable-scale-out, with the model that "
@@ -273,6 +290,20 @@ class Vllm(Quatrain):
             "skip_special_tokens": True,
         }
 
+    def begin(self, pieces: Pieces) -> Question:
+        """As `Quatrain.begin`, of its workers."""
+        _, body = super().begin(pieces)
+        return "/collective_rpc", {"method": "begin_quatrain_weights", "kwargs": body}
+
+    def read_begun(self, answer: Any) -> tuple[str, str, list[str | None]]:
+        """As `Quatrain.read_begun`, of its first worker: others of its machine have none."""
+        return super().read_begun(answer["results"][0])
+
+    def put(self, message: bytes) -> Question:
+        """As `Quatrain.put`, in JSON."""
+        body = {"message": base64.b64encode(message).decode()}
+        return "/collective_rpc", {"method": "put_quatrain_weights", "kwargs": body}
+
     def loading(self, path: str, version: int, timeout_s: float) -> list[Question]:
         """The label comes last: after a load that fails half way, the old one says to load again."""
         body = {"method": "load_quatrain_weights", "kwargs": {"path": path}, "timeout": timeout_s}
@@ -294,6 +325,7 @@ class Sglang:
     # `in_place` their cached keys and values, which are of the old weights, could not be forgotten.
     pause: Question = ("/pause_generation", {"mode": "retract"})
     resume: Question = ("/continue_generation", {})
+    takes_adapters = False
     takes_tiles = False
     sees_by = (
         "start an SGLang of June 2026 or newer, without SGLANG_MM_AVOID_RETOKENIZE=0, with the model that is "
@@ -376,6 +408,8 @@ class Sglang:
         return [("/update_weights_from_disk", body)]
 
 
+RECEIVERS = (Quatrain, Vllm)
+"""The kinds that take weights over HTTP."""
 ServerKind = Quatrain | Vllm | Sglang
 KINDS: dict[str, type[ServerKind]] = {"quatrain": Quatrain, "vllm": Vllm, "sglang": Sglang}
 """By `owned_by` of the models in `/v1/models`, which each server fills with its own name."""

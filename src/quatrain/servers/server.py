@@ -5,6 +5,7 @@ Data flow: a `ServerClient` -> `Server.probed` -> a `Server`, whose answers are 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -16,9 +17,18 @@ import numpy as np
 
 from quatrain.config.secrets import SERVE_TOKEN
 from quatrain.ops.logprobs import LOWEST
-from quatrain.servers.client import Refusal, ServerClient, ServerError, ServerLost, Unfit, shortened
+from quatrain.servers.client import (
+    Refusal,
+    ServerClient,
+    ServerError,
+    ServerLost,
+    Unfit,
+    all_of,
+    shortened,
+)
 from quatrain.servers.expert_routes import RouteRules
-from quatrain.servers.kinds import KINDS, Asked, ServerAnswer, ServerKind, version_of
+from quatrain.servers.kinds import KINDS, RECEIVERS, Asked, ServerAnswer, ServerKind, version_of
+from quatrain.servers.pieces import Pieces
 from quatrain.types.kept import all_words
 from quatrain.types.pictures import Tokens
 from quatrain.types.rollouts import Sampling
@@ -31,6 +41,8 @@ PROBE_GAP = 0.02
 SAME_LOOK = 1e-4
 """Largest mean difference, in nats, of the log-probabilities of a text behind one picture and another, for a
 server that ignores them; twice the difference of two answers to the same question is added."""
+PIECES_AT_ONCE = 4
+"""Pieces of weights that are on their way to a server at the same time."""
 UNAUTHORIZED = (401, 403)
 """Statuses with which a server refuses a token."""
 
@@ -65,6 +77,8 @@ class ServerRules:
     """Whether a server that returns none cannot serve the run (`update.router_aux_coef`)."""
     needs_versions: bool = False
     """Whether one cannot that does not say which version sampled each token (`rollout.in_flight`)."""
+    needs_receiver: bool = False
+    """Whether one cannot that takes no weights over HTTP (`rollout.stream_weights`)."""
     looks: Looks | str = "this run has no pictures"
     """Prompts with pictures, by which it is found whether a server sees; or why none gets pictures."""
     warning: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
@@ -84,6 +98,11 @@ class Server:
         self._routes = rules.routes
         """Those of its answers; None if it has none."""
 
+    @property
+    def takes_adapters(self) -> bool:
+        """As of its kind."""
+        return self._kind.takes_adapters
+
     @classmethod
     async def probed(cls, client: ServerClient, rules: ServerRules) -> Server:
         """The server that `client` asks.
@@ -98,6 +117,12 @@ class Server:
                 f"{owner!r}; give the address of such a server"
             )
         kind = KINDS[owner](model)
+        if rules.needs_receiver and not isinstance(kind, RECEIVERS):
+            raise Unfit(
+                f"it must take weights over HTTP for rollout.stream_weights; {kind.name} loads them from "
+                "folders alone; set rollout.stream_weights to false, and rollout.weights_dir to a folder "
+                "that it can read"
+            )
         client.name = f"{kind.name} at {client.address}"
         for (path, body), lacks, remedy in kind.checks:
             try:
@@ -113,9 +138,12 @@ class Server:
         server.cannot_see = await server._probe_pictures()
         return server
 
-    async def load(self, path: str, version: int, timeout_s: float) -> int:
-        """Has it load the folder `path`; the version that it says it has then. It goes on, whatever fails."""
+    async def load(self, weights: str | Pieces, version: int, timeout_s: float) -> int:
+        """Has it load a folder, which it is sent if it is one of `Pieces`; the version that it says it has
+        then. It goes on, whatever fails."""
         kind, ask = self._kind, self._client.ask
+        # Sent before it is paused: it samples meanwhile.
+        path = weights if isinstance(weights, str) else await self.send(weights, timeout_s)
         if kind.pause is not None:
             await ask(*kind.pause)
         try:
@@ -128,6 +156,38 @@ class Server:
                 await self.resume()
         # Its own word: behind one address may be a proxy with several servers, of which one has loaded.
         return await self.version()
+
+    async def send(self, pieces: Pieces, timeout_s: float) -> str:
+        """Sends it the pieces that it has not; the path of the folder that it has then."""
+        kind, ask = self._kind, self._client.ask
+        assert isinstance(kind, RECEIVERS)
+        begun = await ask(*kind.begin(pieces), timeout_s=timeout_s)
+        try:
+            stream, path, digests = kind.read_begun(begun)
+            known = dict(zip(range(len(pieces.each)), digests, strict=True))
+        except (LookupError, TypeError, ValueError) as error:
+            raise Unfit(
+                f"it must answer what it has of the weights; it answered {shortened(begun)}"
+            ) from error
+        at_once = asyncio.Semaphore(PIECES_AT_ONCE)
+
+        async def send(number: int) -> None:
+            async with at_once:
+                message = await asyncio.to_thread(pieces.message, stream, number, known[number])
+                if message is None:
+                    return
+                try:
+                    await ask(*kind.put(message), timeout_s=timeout_s)
+                except (Refusal, ServerError):  # vLLM answers with status 500 where its worker refuses
+                    if known[number] is None:
+                        raise
+                    # What it had was not what it said, as if its memory were damaged: once more, whole.
+                    whole = await asyncio.to_thread(pieces.message, stream, number, None)
+                    assert whole is not None
+                    await ask(*kind.put(whole), timeout_s=timeout_s)
+
+        await all_of(map(send, known))
+        return path
 
     async def resume(self, timeout_s: float | None = None) -> None:
         """Lets it go on, if it is paused for a load."""

@@ -6,7 +6,10 @@ vLLM's /collective_rpc by `kinds.Vllm`.
 
 from __future__ import annotations
 
+import base64
 from typing import Any
+
+from quatrain.servers.pieces import Receiver
 
 
 class Reload:
@@ -14,10 +17,26 @@ class Reload:
 
     reload_weights: Any
     model_runner: Any
+    local_rank: int
+    _quatrain_receiver: Receiver
 
     def quatrain_extension(self) -> str:
         """Says that the server was started with this class."""
         return "Reload"
+
+    def begin_quatrain_weights(self, files: dict[str, int], piece_bytes: int) -> dict[str, Any] | None:
+        """As `Receiver.begin`; None of a worker that loads the files of the first one of its machine."""
+        if self.local_rank:
+            return None
+        if not hasattr(self, "_quatrain_receiver"):
+            self._quatrain_receiver = Receiver()
+        return self._quatrain_receiver.begin(files, piece_bytes)
+
+    def put_quatrain_weights(self, message: str) -> str | None:
+        """As `Receiver.put`, of base64."""
+        if self.local_rank:
+            return None
+        return self._quatrain_receiver.put(base64.b64decode(message))
 
     def load_quatrain_weights(self, path: str) -> None:
         """Loads the safetensors in the folder `path` in place of the model's weights.

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.errors import listed
-from quatrain.models.architecture import Architecture
+from quatrain.config.files import read_json
+from quatrain.models.architecture import Architecture, LoRA
 from quatrain.models.blocks.experts import APART
-from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, adapters_of, frozen_part
+from quatrain.models.lora import EXPERT_PARAMETERS, adapter_names, adapters_of, check_lora, frozen_part
 from quatrain.models.params import LM_HEAD, SCORE, Params, is_spec, leaf_at, param_specs
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.fingerprint import tree_fingerprint
@@ -30,7 +33,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TAKEN_FOR_EXPERTS = ("qwen3_moe", "qwen3_next")
 """Families in which peft takes the modules of a dense MLP for those of experts, but not their parameters."""
 BASE = "base.json"
-"""A file of quatrain's own, which peft does not read: the base's fingerprint."""
+"""A file of quatrain's own, which peft does not read: the base's fingerprint, and TARGETS."""
+TARGETS = "targets"
+"""`LoRA.targets`, of which peft has other names."""
 
 
 def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: str) -> None:
@@ -44,14 +49,19 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     assert arch.lora is not None, "a model without adapters has none to write"
     # Adapters of one base give plausible nonsense on another: the reader compares this before it merges them.
     fingerprint = tree_fingerprint(frozen_part(params, arch))
-    names = adapter_names(arch)
-    whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}
+    tensors = adapter_tensors(arch, params)
     if not is_main_process():
         return
-    tensors = {name.name: _of_peft(name, whole[name.path]) for name in names}
     directory.mkdir(parents=True, exist_ok=True)
     for file, content in adapter_files(arch, tensors, base=base, fingerprint=fingerprint).items():
         (directory / file).write_bytes(content)
+
+
+def adapter_tensors(arch: Architecture, params: Any) -> dict[str, np.ndarray]:
+    """The adapters in `params`, whose other leaves are not read, by peft's names; all processes call this."""
+    names = adapter_names(arch)
+    whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}
+    return {name.name: _of_peft(name, whole[name.path]) for name in names}
 
 
 def adapter_files(
@@ -81,9 +91,34 @@ def adapter_files(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    described = {CONFIG: config, BASE: {"model": base, "fingerprint": fingerprint}}
+    known = {"model": base, "fingerprint": fingerprint, TARGETS: arch.lora.targets}
+    described = {CONFIG: config, BASE: known}
     texts = {file: (json.dumps(content, indent=2) + "\n").encode() for file, content in described.items()}
     return {**texts, WEIGHTS: save(dict(tensors), metadata={"format": "pt"})}
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder has adapters, and not a whole model."""
+    return (folder / CONFIG).is_file()
+
+
+def read_adapter(folder: Path, arch: Architecture) -> tuple[Architecture, Any, str]:
+    """(`arch` with adapters, their tree as of `adapters_from`, the fingerprint of their base) of a folder.
+
+    Raises ValueError if it has not the files of `adapter_files`, for a model of `arch`.
+    """
+    try:
+        config, known = read_json(folder / CONFIG), read_json(folder / BASE)
+        lora = LoRA(int(config["r"]), float(config["lora_alpha"]), tuple(known[TARGETS]))
+        tensors, fingerprint = load_file(folder / WEIGHTS), str(known["fingerprint"])
+    except (KeyError, TypeError, OSError, SafetensorError) as error:
+        raise ValueError(
+            f"adapters must be in a folder that quatrain has written, with {CONFIG}, {BASE} and {WEIGHTS}; "
+            f"{folder} is none: {type(error).__name__}: {error}; write it with `quatrain export`"
+        ) from error
+    check_lora(arch, lora)
+    adapted = replace(arch, lora=lora)
+    return adapted, adapters_from(adapted, tensors, folder), fingerprint
 
 
 def adapters_from(arch: Architecture, tensors: Mapping[str, np.ndarray], where: object) -> Any:

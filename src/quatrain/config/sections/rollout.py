@@ -143,6 +143,10 @@ class RolloutConfig(Section):
     """Folder on a file system that all rollout workers or servers share, through which they get the weights
     of each step, each run in a folder of its own there; null: workers get them through Ray's object store,
     servers through `weights/` in the run's folder."""
+    stream_weights: bool = False
+    """With `rollout.servers`: the weights of each step are sent to `quatrain serve` and vLLM over HTTP, from
+    memory to memory, and only what has changed where that is less, in place of a folder that all can read:
+    [servers.md](servers.md#weights-over-http)."""
     lora: Literal["merged", "adapter"] = "merged"
     """How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices into which the
     adapters are merged, as fast as without adapters and a copy of these matrices, in bfloat16 rounded
