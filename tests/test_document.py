@@ -31,7 +31,7 @@ from quatrain.ops.kl import KL_ESTIMATORS
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
 from quatrain.sandbox.sandbox import Kind as SandboxKind
 from quatrain.serve.tinker.losses import LOSSES as PROGRAM_LOSSES
-from quatrain.servers.kinds import KINDS
+from quatrain.servers.kinds import KINDS, RECEIVERS
 from quatrain.types.call_forms import FORMS
 from quatrain.types.rollouts import Sampling
 
@@ -139,6 +139,7 @@ def features():
         "sampling": {*Sampling.__dataclass_fields__} - {"n", "max_new_tokens", "replays"},
         "sandboxes": set(get_args(SandboxKind)) - {"auto"},
         "inference servers": {kind.name for kind in KINDS.values()},
+        "weights over HTTP": {kind.name for kind in RECEIVERS},
         "dialogue": set(re.findall(r"self\.(\w+)", dialogue)),
         "agents of hubs": {hubs.VERIFIERS, hubs.OPENENV},
         "files": set(_READERS),
