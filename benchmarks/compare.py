@@ -31,11 +31,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,22 @@ def main() -> None:
     except PeerFailed as error:
         raise SystemExit(f"{args.peer}: {error}") from None
     print(json.dumps({**comparison(args.peer, *turns), "load_average_before": round(load, 2)}, indent=2))
+
+
+@contextmanager
+def serving(model: str) -> Iterator[str]:
+    """The address of `quatrain serve` with a model, in a process of its own."""
+    words = [sys.executable, "-m", "quatrain.cli", "serve", "--set", f"model.path={model}", "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if address := re.search(r"is served at (http://[^/;]+)", line):
+                    yield address[1]
+                    return
+            raise SystemExit("the server ended before it served anything")
+        finally:
+            process.terminate()
 
 
 def environment(peer: Peer) -> Path:

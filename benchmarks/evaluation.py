@@ -39,18 +39,11 @@ CONFIG = BENCHMARKS.parent / "configs" / "gsm8k_smollm2_cpu.yaml"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/gsm8k/test.jsonl"), metavar="FILE")
-    parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=256, help="most new tokens of an answer")
+    add_arguments(parser)
     parser.add_argument("--tie", type=float, default=1e-3, help="in nats")
     args = parser.parse_args()
     settings = (
-        f"data.eval={args.data}",
-        f"data.train={args.data}",
-        "model.dtype=float32",
-        "model.param_dtype=float32",
+        *settings_of(args),
         f"eval.final_num_prompts={args.problems}",
         f"rollout.max_new_tokens={args.tokens}",
     )
@@ -58,8 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
         chats = Path(folder) / "chats.jsonl"
         chats.write_text("".join(json.dumps(each["chat"]) + "\n" for each in found))
-        model = ENVIRONMENTS / "models" / f"evaluated-{Path(args.config).stem}"
-        write_once(model / "tokenizer_config.json", write_model, model, args.config, (*settings, *args.set))
+        model = exported(args.config, (*settings, *args.set))
         script = str(BENCHMARKS / "peers" / "hf_greedy.py")
         words = [f"--model={model}", f"--chats={chats}", f"--tokens={args.tokens}"]
         words += [f"--threads={os.cpu_count()}"]
@@ -69,6 +61,28 @@ def main() -> None:
     told = comparison(found, peer["answers"], args.tie)
     print(json.dumps({"peer": peer["peer"], "problems": len(found), **told}, indent=2))
     sys.exit(bool(told["errors"]))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model and the problems that are evaluated."""
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data/gsm8k/test.jsonl"), metavar="FILE")
+    parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=256, help="most new tokens of an answer")
+
+
+def settings_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The settings of the data and of float32."""
+    dtypes = ("model.dtype=float32", "model.param_dtype=float32")
+    return (f"data.eval={args.data}", f"data.train={args.data}", *dtypes)
+
+
+def exported(config: Path, settings: tuple[str, ...]) -> Path:
+    """The folder of the configuration's model, which is written once."""
+    model = ENVIRONMENTS / "models" / f"evaluated-{config.stem}"
+    write_once(model / "tokenizer_config.json", write_model, model, config, settings)
+    return model
 
 
 def write_model(folder: Path, config: Path, settings: tuple[str, ...]) -> None:

@@ -15,15 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from compare import ENVIRONMENTS, TORCH, Peer, environment, run, say, write_once
-from evaluation import CONFIG, write_model
+from compare import TORCH, Peer, environment, run, say, serving
+from evaluation import add_arguments, exported, settings_of
 
 from quatrain.config.load import load_config
 
@@ -34,21 +31,10 @@ NUMBER = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/gsm8k/test.jsonl"), metavar="FILE")
-    parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=256, help="most new tokens of an answer")
+    add_arguments(parser)
     args = parser.parse_args()
-    settings = (
-        f"data.eval={args.data}",
-        f"data.train={args.data}",
-        "model.dtype=float32",
-        "model.param_dtype=float32",
-        *args.set,
-    )
-    model = ENVIRONMENTS / "models" / f"evaluated-{args.config.stem}"
-    write_once(model / "tokenizer_config.json", write_model, model, args.config, settings)
+    settings = (*settings_of(args), *args.set)
+    model = exported(args.config, settings)
     system = load_config(args.config, settings, os.environ).config.data.system_prompt
     with tempfile.TemporaryDirectory(prefix="lm-eval-") as place:
         folder = Path(place)
@@ -96,17 +82,9 @@ def write_task(folder: Path, data: Path, problems: int, tokens: int) -> None:
 
 def served(folder: Path, model: Path, system: str | None) -> list[dict[str, Any]]:
     """The samples of a server's model."""
-    words = [sys.executable, "-m", "quatrain.cli", "serve", "--set", f"model.path={model}", "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            found = re.search(r"http://\S+/v1", server.stdout.readline())
-            if found is None:
-                raise SystemExit("the server ended before it served anything")
-            given = f"model={model},base_url={found[0]}/chat/completions,num_concurrent=32,max_retries=1"
-            return samples(folder, "served", "local-chat-completions", given, system)
-        finally:
-            server.terminate()
+    with serving(str(model)) as address:
+        given = f"model={model},base_url={address}/v1/chat/completions,num_concurrent=32,max_retries=1"
+        return samples(folder, "served", "local-chat-completions", given, system)
 
 
 def with_hf(folder: Path, model: Path, system: str | None) -> list[dict[str, Any]]:

@@ -21,9 +21,6 @@ import argparse
 import json
 import math
 import os
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +33,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from accelerator import qwen25
+from compare import serving
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import adapters_of
@@ -84,7 +82,7 @@ def measured(arch: Architecture, learning_rate: float) -> dict[str, Any]:
         return result
 
     first, second = next(versions), next(versions)
-    with tempfile.TemporaryDirectory(prefix="weights-") as folder, serving() as client:
+    with tempfile.TemporaryDirectory(prefix="weights-") as folder, client_of_server() as client:
         publisher = Folder(Path(folder) / "versions", arch)
         path = timed("folder", lambda: publisher.publish(first, 1))
         timed("load", lambda: jax.block_until_ready(load_hf(path, "bfloat16")[1]))
@@ -143,21 +141,12 @@ def adapter_bytes(arch: Architecture) -> int:
 
 
 @contextmanager
-def serving() -> Iterator[ServerClient]:
+def client_of_server() -> Iterator[ServerClient]:
     """A client of a server of a small model in a process of its own: what it is sent, it does not load."""
-    words = [sys.executable, "-m", "quatrain.cli", "serve", "--set", "model.path=builtin:tiny", "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if address := re.search(r"is served at (http://[^/;]+)", line):
-                    client = ServerClient(address[1], timeout_s=LIMIT_S)
-                    yield client
-                    client.close()
-                    return
-            raise SystemExit("the server ended before it served anything")
-        finally:
-            process.terminate()
+    with serving("builtin:tiny") as address:
+        client = ServerClient(address, timeout_s=LIMIT_S)
+        yield client
+        client.close()
 
 
 if __name__ == "__main__":

@@ -137,12 +137,13 @@ def export(
             "and give OUTPUT"
         )
     home = Path(run) if of_server else run_folders([run])[0]
-    if output is not None and is_bucket(output):
+    url = output if output is not None and is_bucket(output) else None
+    if url is not None:
         from quatrain.loop.export import check_output
 
-        check_output(output)
+        check_output(url)
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) if output is None or is_bucket(output) else Path(output)
+        folder = Path(made) if output is None or url is not None else Path(output)
         if push is not None:
             from quatrain.loop import hub
             from quatrain.loop.export import check_export
@@ -151,10 +152,10 @@ def export(
             hub.make_repository(push, private=not public)
         found = write(home, folder, step=step)
         if output is not None:
-            if is_bucket(output):
+            if url is not None:
                 from quatrain.loop.export import send
 
-                send(folder, output)
+                send(folder, url)
             typer.echo(f"step {found} of {home} is in {output}")
         if push is not None:
             try:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from quatrain.cluster.processes import is_main_process
@@ -25,17 +24,17 @@ from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
 from quatrain.loop.policy import load_policy
 from quatrain.models.families import Architecture
 from quatrain.models.lora import (
-    adapters_of,
     frozen_part,
     merged,
     merged_architecture,
     trained_part,
+    with_host_adapters,
     with_trained,
     without_adapters,
 )
-from quatrain.models.params import SCORE, partition
+from quatrain.models.params import SCORE
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.parallel.mesh import check_held, device_put, mesh_shape, shardings, to_memory
+from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.run.best import best_step
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.resume import check_frozen
@@ -149,9 +148,7 @@ def _export_checkpoint(folder: Path, output: Path) -> int:
     arch, mesh = adapted(loaded.arch, trained.lora.rank), loaded.meshes.train
     found = tree_fingerprint(frozen_part(loaded.params, arch))
     check_base(meta.fingerprint, found, config.model.path, folder)
-    places = adapters_of(shardings(mesh, partition(arch, mesh_shape(mesh))))
-    adapters = jax.tree.map(device_put, adapters_from(arch, trained.adapters, folder), places)
-    params = with_trained(loaded.params, adapters, arch)
+    params = with_host_adapters(loaded.params, adapters_from(arch, trained.adapters, folder), arch, mesh)
     export_policy(
         output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path, whole=loaded.whole
     )

@@ -29,11 +29,11 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.loop.policy import LoadedPolicy, load_policy
 from quatrain.models.architecture import Architecture
-from quatrain.models.lora import adapters_of, merged, merged_architecture, with_trained
-from quatrain.models.params import LM_HEAD, partition
+from quatrain.models.lora import merged, merged_architecture, with_host_adapters
+from quatrain.models.params import LM_HEAD
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.compilations import watching_compilations
-from quatrain.parallel.mesh import device_put, mesh_shape, shardings, to_memory
+from quatrain.parallel.mesh import to_memory
 from quatrain.serve.api import Api
 from quatrain.weights.adapter import check_base, is_adapter_folder, read_adapter
 from quatrain.weights.hf import load_hf
@@ -175,9 +175,7 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
             )
         loaded, found = base()
         check_base(known, found, config.model.path, folder)
-        mesh = loaded.meshes.train
-        places = adapters_of(shardings(mesh, partition(adapted, mesh_shape(mesh))))
-        params = with_trained(loaded.params, jax.tree.map(device_put, adapters, places), adapted)
+        params = with_host_adapters(loaded.params, adapters, adapted, loaded.meshes.train)
         # As the run merges them where it samples itself: the same matrices, to the bit.
         return to_memory("device", merged(params, adapted, config.model.dtype))
 

@@ -37,7 +37,14 @@ from quatrain.models.params import (
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.models.vision import PROJECTOR
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
-from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
+from quatrain.parallel.mesh import (
+    copy_if_aliased,
+    device_put,
+    mesh_shape,
+    one_device,
+    shardings,
+    to_memory,
+)
 
 EXPERT_PARAMETERS = {"experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj"}
 """The names of experts' matrices in transformers 5, which peft's `target_parameters` takes."""
@@ -205,6 +212,12 @@ def frozen_part(tree: Any, arch: Architecture) -> Any:
 def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
     """`tree` with its trained part replaced by `trained`; the other arrays are those of `tree`."""
     return _joined(tree, trained) if arch.partly_frozen else trained
+
+
+def with_host_adapters(base: Params, adapters: Any, arch: Architecture, mesh: Mesh) -> Params:
+    """`base` with the `adapters` of `arch`, host arrays in a tree as of `adapters_of`, placed on `mesh`."""
+    places = adapters_of(shardings(mesh, partition(arch, mesh_shape(mesh))))
+    return with_trained(base, jax.tree.map(device_put, adapters, places), arch)
 
 
 def adapters_of(tree: Any) -> Any:

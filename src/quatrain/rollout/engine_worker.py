@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
 from quatrain.models.architecture import Architecture
-from quatrain.models.lora import adapters_of, with_trained
+from quatrain.models.lora import with_host_adapters
 from quatrain.models.params import partition
 from quatrain.parallel.mesh import device_put, mesh_shape, shardings
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost
@@ -143,6 +143,6 @@ def weights_reader(arch: Architecture, mesh: Mesh, base: Any = None) -> Callable
             return load_hf(weights, mesh=mesh)[1]
         if base is None:
             return jax.tree.map(device_put, weights, places)
-        return with_trained(base, jax.tree.map(device_put, weights, adapters_of(places)), arch)
+        return with_host_adapters(base, weights, arch, mesh)
 
     return read

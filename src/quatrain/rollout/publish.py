@@ -165,12 +165,15 @@ class Adapted(NamedTuple):
 class _InMemoryFolder(Folder):
     _named = "rollout.stream_weights"
     _instead = "set rollout.stream_weights to false"
-    adapted: Adapted | None = None
+
+    def __init__(self, directory: Path, adapted: Adapted | None, **given: Any):
+        super().__init__(directory, **given)
+        self._adapted = adapted
 
     def _write(self, directory: Path, weights: Any) -> None:
-        if self.adapted is None or not has_adapters(weights):
+        if self._adapted is None or not has_adapters(weights):
             return super()._write(directory, weights)
-        arch, base, fingerprint = self.adapted
+        arch, base, fingerprint = self._adapted
         tensors = adapter_tensors(arch, weights)
         directory.mkdir(parents=True)
         for name, content in adapter_files(arch, tensors, base=base, fingerprint=fingerprint).items():
@@ -195,11 +198,10 @@ class Stream:
         adapted: Adapted | None = None,
         kept: int,
     ):
-        self._make = partial(_InMemoryFolder, arch=arch, sampling=sampling, whole=whole)
-        self._adapted = adapted
+        self._make = partial(_InMemoryFolder, arch=arch, sampling=sampling, whole=whole, adapted=adapted)
         self._kept = kept
         self._memory: MemoryFolder | None = None
-        self._folder: _InMemoryFolder | None = None
+        self._folder: Folder | None = None
         self._last: Pieces | None = None
 
     def publish(self, weights: Any, version: int) -> Pieces:
@@ -209,7 +211,6 @@ class Stream:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
             self._memory = MemoryFolder((self._kept + 1) * size)
             self._folder = self._make(self._memory.path / "versions")
-            self._folder.adapted = self._adapted
         self._last = Pieces.of(Path(self._folder.publish(weights, version)), self._last)
         logger.info(
             "weights of version %d: %.1f MB, of which %.1f MB are sent to a server with the version before",
