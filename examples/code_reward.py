@@ -2,8 +2,8 @@
 
     quatrain train --set 'reward.functions={examples/code_reward.py:passes: 1.0}' --set reward.per_call=sample
 
-`data.train` names rows with a column `tests`, a list of mappings with the text that a program reads (`input`)
-and the text that it must print (`output`):
+With these, set `data.train` to rows with a column `tests`, a list of mappings with the text that a program
+reads (`input`) and the text that it must print (`output`). Of this row, `data.question_column` is `question`:
 
     {"question": "Print the sum of two numbers.", "tests": [{"input": "1 2", "output": "3"}]}
 

@@ -77,7 +77,7 @@ def samples(
     epilog=examples(
         "export runs/my-run exported/",
         "export my-run exported/ --step 50",
-        "export tinker-state/MODEL/weights/final exported/",
+        "export tinker-state/ID/weights/final exported/",
         "export runs/my-run s3://my-bucket/models/my-run",
         "export runs/my-run --push OWNER/NAME",
     )
