@@ -87,9 +87,10 @@ class RolloutConfig(Section):
     tools: tuple[Text, ...] = Field((), strict=False)
     """Functions that the policy can call in its turns, each as `path.py:function`."""
     agent: Text | None = None
-    """A program of yours that plays each sample and asks the policy through an OpenAI client, as
-    `path.py:function` or `command: PROGRAM ARGUMENTS`, or environments of a hub, as `verifiers:TASKSET` or
-    `openenv:URL`; null: quatrain runs the dialogue: [agents.md](agents.md), [hubs.md](hubs.md)."""
+    """A program of yours that plays each sample and asks the policy through a client of OpenAI's or
+    Anthropic's interface, as `path.py:function` or `command: PROGRAM ARGUMENTS`, or environments of a hub, as
+    `verifiers:TASKSET` or `openenv:URL`; null: quatrain runs the dialogue: [agents.md](agents.md),
+    [hubs.md](hubs.md)."""
     agent_python: Text | None = None
     """Interpreter of the agents' processes, for packages that cannot be beside quatrain's, as
     `hub/bin/python`; null: the one that trains."""
@@ -136,9 +137,10 @@ class RolloutConfig(Section):
     """A sampler of your own, as `path.py:Class`, a class derived from `quatrain.Sampler`; null: the devices
     of this run, workers or servers: [library.md](library.md#a-sampler-of-ones-own)."""
     timeout_s: float = Field(600.0, gt=0)
-    """With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives no answer is lost
-    and started anew (three times as many while it starts); also the deadline of loading weights, the longest
-    time without any worker, and that in which each must start before training."""
+    """With `rollout.workers` or `rollout.servers`: seconds without an answer after which a worker or server
+    counts as lost and is started or connected to anew (while it starts: three times as many). Also the time
+    in which it must load weights, and in which each must start before training; and if there is no worker or
+    server for so long, the run ends."""
     weights_dir: Text | None = None
     """Folder on a file system that all rollout workers or servers share, through which they get the weights
     of each step, each run in a folder of its own there; null: workers get them through Ray's object store,
@@ -149,28 +151,30 @@ class RolloutConfig(Section):
     [servers.md](servers.md#weights-over-http)."""
     lora: Literal["merged", "adapter"] = "merged"
     """How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices into which the
-    adapters are merged, as fast as without adapters and a copy of these matrices, in bfloat16 rounded
-    stochastically, so that small changes arrive in the mean; `adapter`: with base and adapters as training
-    does, without a copy of the base, some products more a layer."""
+    adapters are merged; it is as fast as without adapters, and needs a copy of these matrices, which in
+    bfloat16 is rounded stochastically, so that small changes are kept in the mean; `adapter`: with base and
+    adapters as training does; it needs no copy, and a few more products in each layer."""
     speculate: int = Field(0, ge=0, le=MAX_DRAFTS)
-    """Drafts of the next tokens that a decode step checks of each sequence: what followed earlier, in the
-    prompt, in the sequence or in the other samples of its group, on the tokens that it ends with. A step then
-    gives a sequence one to 1 + this many tokens, the same ones as without drafts up to rounding, and takes
-    longer: [rollout.md](rollout.md#drafts). 0: none."""
+    """Draft tokens that a decode step checks for each sequence. They are looked up, without a draft model:
+    the last tokens of the sequence are searched in its prompt, in itself and in the other samples of its
+    group, and what followed them there is the draft. A step then gives a sequence one to 1 + this many
+    tokens, the same ones as without drafts up to rounding, and takes longer: [rollout.md](rollout.md#drafts).
+    0: none."""
     record_routes: Literal["auto", True, False] = "auto"
     """For models with experts: the sampler records which experts each token went through, and every pass of
     the update over the batch takes the same ones: [models.md](models.md#routing-replay). `auto`: yes, for
     such models; `true`: an error for others; `false`: each pass chooses anew."""
     replay_mask: Literal["auto", True, False] = "auto"
-    """Sampling-mask replay: the sampler records the words that each token was drawn from, where `top_p`,
-    `top_k`, `min_p` or a grammar leaves some out, and the update computes log-probabilities over the same
-    words: [rollout.md](rollout.md#sampling-mask-replay). Needs `rollout.top_k` of at most 512. `auto`: yes;
-    `true`: an error at temperature 0; `false`: the update computes them over all words, of another
-    distribution than the sampler's."""
+    """Sampling-mask replay: where `top_p`, `top_k`, `min_p` or a grammar leaves words (entries of the
+    vocabulary) out, the sampler records the words that each token was drawn from, and the update computes
+    log-probabilities over the same words: [rollout.md](rollout.md#sampling-mask-replay). Needs
+    `rollout.top_k` of at most 512. `auto`: yes; `true`: an error at temperature 0; `false`: the update
+    computes log-probabilities over all words, which is another distribution than the sampler's."""
     logprob_diff_warning: float | None = Field(0.05, gt=0)
     """A warning is given if the mean absolute difference between the sampler's and the trainer's
-    log-probabilities of a training step's tokens exceeds this, in nats; null: no warning. A server that
-    differs by more than four times as much when a run starts ends it; null: servers are not compared."""
+    log-probabilities of a training step's tokens exceeds this, in nats; null: no warning. If a
+    server differs by more than four times this when the run starts, the run ends; null: servers are not
+    compared."""
 
     @property
     def has_episodes(self) -> bool:

@@ -131,14 +131,16 @@ class UpdateConfig(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """Old log-probabilities, in the denominator of the probability ratio: `recompute`: computed by the
     trainer; `auto`: computed by the trainer only if a training step has several optimizer steps, else the
-    ratio is 1; `rollout`: those of the sampler, which must draw from the policy's whole distribution."""
+    ratio is 1; `rollout`: those of the sampler, which are refused at temperature 0, and
+    with sampling filters without `rollout.replay_mask`."""
     correction: Derived[Literal["none", "truncate", "mask"]] = NOT_SET
-    """Correction for tokens that older weights sampled than those at the start of the training step, another
-    engine, or weights rounded otherwise: the policy loss of a token is multiplied by the ratio of the two
-    probabilities, at most `update.correction_cap` (`truncate`), or by 0 where the ratio is above the cap or
-    below `update.correction_floor` (`mask`); derived: `truncate` if `rollout.max_staleness` is above 0,
-    `rollout.servers` is set or `model.dtype` is bfloat16, but `none` with `update.old_logprobs: rollout` and
-    with a sampling filter; else `none`."""
+    """Correction for tokens that were not sampled by exactly the policy at the start of the training step,
+    but by older weights, another engine or other rounding: the policy loss of a token is multiplied by the
+    ratio of the two probabilities, at most `update.correction_cap` (`truncate`), or by 0 where the ratio is
+    above the cap or below `update.correction_floor` (`mask`). Derived: `truncate` if `rollout.max_staleness`
+    is above 0, `rollout.servers` or `rollout.sampler` is set, or `model.dtype` is bfloat16, but `none` with
+    `update.old_logprobs: rollout`, at temperature 0, and with sampling filters without `rollout.replay_mask`;
+    else `none`."""
     correction_cap: float = Field(2.0, ge=1)
     """Upper bound of the ratio of probabilities in `update.correction`."""
     correction_level: Literal["token", "sequence"] = "token"
