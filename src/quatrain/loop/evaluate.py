@@ -178,7 +178,7 @@ class Evaluator:
             nothing = RewardedBatch(rollouts, none, np.zeros((len(functions), 0), np.float32), functions)
             right = none if self._has_accuracy(rollouts) else None
             of_set = counts | episodes
-            of_set |= _greedy_metrics(nothing, right, none if self._asks_for_format else None).keys()
+            of_set |= _greedy_metrics(nothing, right, None if self._format is None else none).keys()
             if self._config.n:
                 of_set |= _sampled_metrics(nothing, right).keys()
             if right is not None:
