@@ -8,6 +8,7 @@ import pytest
 from rollouts import make_rollouts
 
 from quatrain.loop.evaluate import Evaluator, _greedy_metrics, _mean, _sampled_metrics
+from quatrain.reward.functions import format
 from quatrain.types.batches import RewardedBatch
 from quatrain.types.metrics import Metric
 from quatrain.types.rollouts import Sampling
@@ -66,8 +67,7 @@ def evaluator():
     made._config = SimpleNamespace(
         accuracy="given", n=3, temperature=0.6, top_p=0.9, max_new_tokens=None, batch_size=4
     )
-    made._accuracy, made._own, made._asks_for_format = "given", None, True
-    made._scorer = SimpleNamespace(opening=None)
+    made._accuracy, made._own, made._format = "given", None, format
     return made
 
 

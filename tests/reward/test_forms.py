@@ -144,9 +144,13 @@ def test_wrong_arguments_are_errors_when_the_scorer_is_made(scorer, name, args, 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("format", "'format' is built in and has no arguments"), ("overlong", "set these keys instead")],
+    [
+        ("tag_count", "'tag_count' is built in and has no arguments"),
+        ("overlong", "set these keys instead"),
+        ("format", "has one argument, pattern"),
+    ],
 )
-def test_built_in_functions_have_no_arguments(name, message):
+def test_built_in_functions_have_no_other_arguments(name, message):
     functions = {name: {"args": {"limit": 3}}}
     with pytest.raises(ValueError, match=message):
         RewardScorer(RewardConfig(functions=functions, overlong_limit=9, overlong_buffer=2))

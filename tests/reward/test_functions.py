@@ -3,8 +3,17 @@ from decimal import Decimal
 
 import pytest
 
+from quatrain.config.sections.reward import RewardConfig
 from quatrain.reward import functions
-from quatrain.reward.functions import correct, format, has_format, overlong, tag_count, why_unjudged
+from quatrain.reward.functions import (
+    builtin_function,
+    correct,
+    format,
+    has_format,
+    overlong,
+    tag_count,
+    why_unjudged,
+)
 from quatrain.workers.pool import Failure
 
 CHAT = [{"role": "user", "content": "3+4?"}]
@@ -35,6 +44,20 @@ GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
 def test_format(completion, verdict):
     assert has_format(completion) is verdict
     assert format(["q"], [completion]) == [float(verdict)]
+
+
+def test_format_with_a_pattern_is_that_the_whole_completion_matches_it():
+    """Catches a search in place of a whole match, and `.` that ends at a line break."""
+    config = RewardConfig(functions={"format": {"args": {"pattern": r".*\\boxed\{[^{}]*\}\.?"}}})
+    said = ["a\nb: \\boxed{7}.", "\\boxed{7}. Or 8.", "7", GOOD]
+    assert builtin_function("format", config, "")(["q"] * 4, said) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("pattern", ["(", 7])
+def test_a_pattern_that_is_no_regular_expression_is_refused(pattern):
+    config = RewardConfig(functions={"format": {"args": {"pattern": pattern}}})
+    with pytest.raises(ValueError, match=r"'format'.*(regular expression)"):
+        builtin_function("format", config, "")
 
 
 @pytest.mark.parametrize(

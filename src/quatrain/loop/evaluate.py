@@ -27,7 +27,7 @@ from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.start_up import starting
 from quatrain.reward.calls import ERROR_REWARD
-from quatrain.reward.functions import format as format_reward
+from quatrain.reward.functions import format_of
 from quatrain.reward.scorer import STATS, RewardScorer, short_names
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.catalogue import CATALOGUE
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 ANSWER_COLUMN = "answer"
 """Data column with the gold answer; without it, and without `eval.accuracy`, there is no accuracy."""
 DEFAULT_ACCURACY = "correct"
-FORMAT_REWARDS = ("format", "tag_count")
-"""Built-in reward functions that ask for the `<think>/<answer>` format, which strict accuracy requires."""
 ACCURACIES = {"accuracy_lenient": "accuracy", "accuracy_strict": "strict accuracy"}
 """Metric -> its name in sentences."""
 
@@ -105,7 +103,7 @@ class Evaluator:
     def __init__(self, config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows = NO_ROWS):
         self._config, self._scorer = config.eval, scorer
         rewards, spec = config.reward, config.eval.accuracy or DEFAULT_ACCURACY
-        self._asks_for_format = any(name in rewards.functions for name in FORMAT_REWARDS)
+        self._format = format_of(rewards, scorer.opening) if scorer.formats else None
         rollout = config.rollout
         self._episodes = "" if not rollout.has_episodes else "agent/" if rollout.agent else "episode/"
         self._own: RewardScorer | None = None
@@ -180,7 +178,7 @@ class Evaluator:
             nothing = RewardedBatch(rollouts, none, np.zeros((len(functions), 0), np.float32), functions)
             right = none if self._has_accuracy(rollouts) else None
             of_set = counts | episodes
-            of_set |= _greedy_metrics(nothing, right, none if self._asks_for_format else None).keys()
+            of_set |= _greedy_metrics(nothing, right, None if self._format is None else none).keys()
             if self._config.n:
                 of_set |= _sampled_metrics(nothing, right).keys()
             if right is not None:
@@ -207,7 +205,7 @@ class Evaluator:
         """The evaluation of the weights of `engine` on the first `count` prompts of each set (None: all).
 
         Metrics of greedy completions: `accuracy_lenient` (right by the function that decides accuracy, whose
-        values are bounded to 0 and 1) and, if a reward function asks for the `<think>/<answer>` format,
+        values are bounded to 0 and 1) and, if a reward function asks for a format,
         `accuracy_strict` (right and in that format); `reward`, `reward/<name>` of each function, its counts
         of errors and abstentions, `completion_length`, `truncated_fraction`, `num_prompts`, and `teacher_kl`
         by the function of this name. If `eval.n` > 0,
@@ -263,11 +261,9 @@ class Evaluator:
     def _judge(self, rewarded: RewardedBatch, *, greedy: bool) -> Evaluation:
         right, errors = self._right(rewarded)
         strict = None
-        if right is not None and self._asks_for_format:
+        if right is not None and self._format is not None:
             said = rewarded.rollouts
-            strict = right * np.array(
-                format_reward(list(said.prompts), list(said.completions), self._scorer.opening)
-            )
+            strict = right * np.array(self._format(list(said.prompts), list(said.completions)))
         metrics = _greedy_metrics(rewarded, right, strict) if greedy else _sampled_metrics(rewarded, right)
         if right is not None:
             metrics["accuracy_errors"] = errors

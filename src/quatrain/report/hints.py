@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence, value_at
 from quatrain.config.schema import Config
-from quatrain.reward.functions import BUILTIN_FUNCTIONS, IN_WORKERS
+from quatrain.reward.functions import BUILTIN_FUNCTIONS, FORMATS, IN_WORKERS
 from quatrain.reward.scorer import short_names
 from quatrain.types.batches import ENVIRONMENT
 from quatrain.workers.pool import default_workers
@@ -30,7 +30,6 @@ STEPS_IN_A_ROW, STEPS_AT_ZERO = 3, 5
 """Training steps in a row that show something before there is a hint; reward functions that return only 0."""
 _SECONDS = re.compile(r"reward/(.+)/seconds")
 _LARGEST = re.compile(r"reward/(.+)/max")
-_FORMATS = ("format", "tag_count")
 
 
 class Hint(NamedTuple):
@@ -185,7 +184,7 @@ class Hints:
 
     def _always_zero(self, name: str) -> str:
         remedy = "look at the completions in samples/, and whether the function reads them as it should"
-        if name in _FORMATS:
+        if name in FORMATS:
             remedy = (
                 "the model never writes the format: ask for it in data.system_prompt, with an example, "
                 "or begin with demonstrations (sft.steps)"

@@ -115,16 +115,24 @@ def _best(verdicts: Sequence[bool | Failure | None]) -> float | Failure | None:
     return failure or (0.0 if False in verdicts else None)
 
 
-def format(prompts: list, completions: list[str], opening: str | None = None, **_: Any) -> list[float]:
+def format(
+    prompts: list, completions: list[str], opening: str | None = None, pattern: str | None = None, **_: Any
+) -> list[float]:
     """1 if what the prompt has begun of the answer and the whole completion have the format, else 0.
 
-    `opening` is what the chat template begins of each answer, such as `<think>`; None: it is not known, and
-    a completion may have the format with `<think>` before it or without.
+    The format is that the regular expression `pattern` matches all of it, with `.` for line breaks too; None:
+    that of `has_format`. `opening` is what the chat template begins of each answer, such as `<think>`; None:
+    it is not known, and a completion may have the format with `<think>` before it or without.
     """
+    if pattern is None:
+        matches = has_format
+    else:
+        compiled = re.compile(pattern, re.DOTALL)
+        matches = lambda text: compiled.fullmatch(text) is not None  # noqa: E731
     if opening is None:
-        return [float(has_format(text) or has_format(TAGS[0] + text)) for text in completions]
+        return [float(matches(text) or matches(TAGS[0] + text)) for text in completions]
     whole = (begun_answer(prompt, opening) + text for prompt, text in zip(prompts, completions, strict=True))
-    return [float(has_format(text)) for text in whole]
+    return [float(matches(text)) for text in whole]
 
 
 def tag_count(prompts: list, completions: list[str], opening: str | None = None, **_: Any) -> list[float]:
@@ -157,6 +165,8 @@ BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {
     "overlong": overlong,
     "environment": environment,
 }
+FORMATS = ("format", "tag_count")
+"""Built-in functions that ask for a format, which strict accuracy requires."""
 IN_WORKERS = {"reasoning_gym": "quatrain.reward.gym_reward:reasoning_gym"}
 """Built-in functions that run code of other packages on completions, called where users' functions are."""
 
@@ -164,6 +174,8 @@ IN_WORKERS = {"reasoning_gym": "quatrain.reward.gym_reward:reasoning_gym"}
 def builtin_function(spec: str, config: RewardConfig, opening: str | None) -> Callable[..., Any]:
     """A built-in function with its arguments; raises ValueError for arguments that it does not have."""
     function = BUILTIN_FUNCTIONS[spec]
+    if function is format:
+        return format_of(config, opening)
     if args := config.entries[spec].args:
         has, remedy = "has no arguments of its own", "leave them out"
         if function is overlong:
@@ -174,4 +186,23 @@ def builtin_function(spec: str, config: RewardConfig, opening: str | None) -> Ca
         return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
     if function is correct:
         return partial(graded, timeout_s=config.timeout_s)
-    return partial(function, opening=opening) if function in (format, tag_count) else function
+    return partial(function, opening=opening) if function is tag_count else function
+
+
+def format_of(config: RewardConfig, opening: str | None) -> Callable[..., list[float]]:
+    """`format` by the `pattern` that `reward.functions` gives it; raises ValueError for other arguments."""
+    args = config.entries["format"].args if "format" in config.entries else {}
+    pattern = args.get("pattern")
+    if args.keys() - {"pattern"} or not isinstance(pattern, str | None):
+        raise ValueError(
+            f"reward function 'format' is built in and has one argument, pattern, a regular expression; "
+            f"got args {dict(args)}; leave the others out"
+        )
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(
+            "the pattern of reward function 'format' must be a regular expression of Python; got "
+            f"{pattern!r}: {error}; mend it in reward.functions"
+        ) from None
+    return partial(format, opening=opening, pattern=pattern)

@@ -41,6 +41,7 @@ from quatrain.reward.calls import (
 from quatrain.reward.forms import TRAINER_STATE, FunctionScores, prepared
 from quatrain.reward.functions import (
     BUILTIN_FUNCTIONS,
+    FORMATS,
     IN_WORKERS,
     TAGS,
     accepted_answers,
@@ -178,6 +179,9 @@ class RewardScorer:
             self.close()
             raise
         self._builtin = {f.spec: f for f in self._functions if f.spec not in functions}
+        self.formats = [name for name in FORMATS if name in self._builtin]
+        """The built-in functions that ask for a format."""
+        self._in_tags = [name for name in self.formats if not entries[name].args]
         weighted = episodes and ENVIRONMENT in entries and ENVIRONMENT not in functions
         self._environment_weight = entries[ENVIRONMENT].weight if weighted else 0.0
         self.asks_for_environments = episodes and any(ENVIRONMENTS not in f.hidden for f in self._functions)
@@ -369,9 +373,10 @@ class RewardScorer:
     def check_format(self, prompts: Iterable[Prompt], said: Callable[[str], str]) -> list[str]:
         """A warning if `format` or `tag_count` can be 1 for no completion of one of `prompts`.
 
-        `said` gives the text of a completion whose tokens are those of its argument.
+        Not of a `format` with a pattern, because no completion is known that it matches. `said` gives the
+        text of a completion whose tokens are those of its argument.
         """
-        names = [f"`{name}`" for name in ("format", "tag_count") if name in self._builtin]
+        names = [f"`{name}`" for name in self._in_tags]
         for prompt in prompts if names else ():
             begun = begun_answer(prompt.text, self.opening)
             if not any(has_format(begun + said(MADE_UP[at:])) for at in _CUTS):
