@@ -248,13 +248,8 @@ class ServerJudge:
             return NoJudgement("unreadable", f"no chat completion ({type(error).__name__}): {short}")
         if refusal or reason == "content_filter":
             return NoJudgement("refused", shortened(refusal or "the answer was filtered (content_filter)"))
-        outcome = judgement_in(said if isinstance(said, str) else "", self._config.scale)
-        if isinstance(outcome, NoJudgement) and reason == "length":
-            cut = (
-                f"it was cut at {self._config.max_tokens} tokens (reward.judge.max_tokens); {outcome.detail}"
-            )
-            return NoJudgement(outcome.kind, cut)
-        return outcome
+        cut_at = self._config.max_tokens if reason == "length" else None
+        return judgement_in(said if isinstance(said, str) else "", self._config.scale, cut_at=cut_at)
 
 
 def _usage(answer: Any, text: str) -> list[int]:
