@@ -1,13 +1,19 @@
 """Whole runs whose reward is a judge: the policy, another model, or a server; also killed and resumed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from judge_server import JudgeServer, said
 from resumed_runs import killed_copy
 from runs import small_run
 
+from quatrain.config.mesh import MeshShape
+from quatrain.config.sections.judge import JudgeConfig
+from quatrain.loop import judge
 from quatrain.loop.train import train
+from quatrain.parallel.mesh import one_device
+from quatrain.reward.judge.judge import Judge
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
 
@@ -67,6 +73,25 @@ def test_another_model_judges(tmp_path):
     assert row["reward/judge/requests"] > 0
     assert row["reward/judge/failed"] < row["reward/judge/requests"]
     assert row["reward/judge/tokens_out"] > 0
+
+
+def test_another_model_has_a_slot_on_each_replica(monkeypatch):
+    """Would fail if a judge of fewer answers at the same time than replicas had no slot at all on each: its
+    first question then waited for ever."""
+    made = []
+
+    def engine(arch, config, *_, **__):
+        made.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(judge, "RolloutEngine", engine)
+    monkeypatch.setattr(judge, "mesh_shape", lambda mesh: MeshShape(2, 2, 1, 1, 1), raising=False)
+    loaded = SimpleNamespace(meshes=SimpleNamespace(reward=one_device()))
+    for concurrency, slots in ((1, 4), (16, 16)):
+        config = JudgeConfig(model="builtin:tiny", concurrency=concurrency)
+        with pytest.raises(InterruptedError):
+            judge._other_model(small_run(".", "run").config, loaded, Judge(config), "builtin:tiny")
+        assert made.pop().max_concurrency == slots
 
 
 def test_a_resumed_run_asks_a_server_nothing_twice(tmp_path):
