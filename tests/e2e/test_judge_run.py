@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from judge_server import JudgeServer, said
 from resumed_runs import killed_copy
@@ -14,6 +15,7 @@ from quatrain.loop import judge
 from quatrain.loop.train import train
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.judge.judge import Judge
+from quatrain.reward.judge.judgements import Judgement
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
 
@@ -63,6 +65,24 @@ def test_the_policy_judges_itself(tmp_path):
     assert again[2]["reward/judge/requests"] <= steps[2]["reward/judge/failed"]
     assert again[2]["reward/judge/cached"] > 0
     assert again[2]["reward/judge/mean"] == steps[2]["reward/judge/mean"]
+
+
+def test_the_judgements_of_a_policy_go_with_its_weights(tmp_path, monkeypatch):
+    """Would fail if the files of a policy that judges itself stayed for ever: once its weights have changed,
+    only a run that is resumed from them finds any."""
+    config = small_run(tmp_path, "run", "reward.judge=self", "checkpoint.every_steps=2").config
+    monkeypatch.setattr(judge, "_sampling_of", lambda *_, **__: None)
+    made, rollouts = Judge(config.reward.judge, folder=tmp_path), SimpleNamespace(sampler=None)
+    loaded = SimpleNamespace(tokenizer=None, arch=SimpleNamespace(longest=100))
+    judge.connect_judge(config, loaded, rollouts, made)
+    digests = []
+    for step in range(8):
+        rollouts.on_weights({"weights": jnp.full(3, step)})
+        made.cache.put("ab", Judgement(1.0), made.weights)
+        digests.append(made.weights)
+    assert len(set(digests)) == 8
+    kept = [made.cache.get("ab", weights) is not None for weights in digests]
+    assert kept == [False] * 3 + [True] * 5, "from the checkpoint of step 4, while that of 6 is written"
 
 
 def test_another_model_judges(tmp_path):

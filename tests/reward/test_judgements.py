@@ -157,6 +157,22 @@ def test_a_judgement_is_kept(tmp_path):
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
 
+def test_judgements_of_old_weights_go(tmp_path):
+    """Catches folders of weights that are never removed, one that is in use and is, and the judgements of a
+    server that go with them."""
+    cache, key = JudgementCache(tmp_path), key_of("a")
+    cache.most_weights = 2
+    cache.put(key, Judgement(0.0))
+    *old, newest = [f"{number:016x}" for number in range(3)]
+    for weights in (*old, old[0], newest):
+        cache.begin(weights)
+        cache.put(key, Judgement(1.0), weights)
+    assert cache.get(key) == Judgement(0.0)
+    found = [cache.get(key, weights) for weights in (*old, newest)]
+    assert found == [Judgement(1.0), None, Judgement(1.0)]
+    assert {path.name for path in tmp_path.iterdir()} == {old[0], newest, key[:2]}
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"score": 1.0, "reason": null, "sha256": "x"}', b"[" * 9999])
 def test_a_damaged_entry_is_reported_and_asked_again(damage, tmp_path, caplog):
     """Catches a damaged file that ends the run, or that is taken for a judgement."""

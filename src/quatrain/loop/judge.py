@@ -48,11 +48,11 @@ def connect_judge(config: Config, loaded: LoadedPolicy, rollouts: Rollouts, judg
         led = num_processes() > 1 and config.rollout.has_episodes
         of_policy = _sampling_of(config, judge, rollouts.sampler, loaded.tokenizer, is_everywhere=not led)
 
-        def digest(params: Any) -> None:
-            judge.weights = tree_fingerprint(params)
-
         if judge.config.cache:
-            rollouts.on_weights = digest
+            rollouts.on_weights = lambda params: judge.begin(tree_fingerprint(params))
+        if judge.config.cache is True and (every := config.checkpoint.every_steps):
+            # A run is resumed from the newest checkpoint or, while that is written, from the one before it.
+            judge.cache.most_weights = 2 * every + 1
         judge.connect(
             EngineJudge(
                 judge.config,

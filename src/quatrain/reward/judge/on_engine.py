@@ -16,8 +16,7 @@ from quatrain.config.sections.judge import JudgeConfig
 from quatrain.data.tokenizer import render
 from quatrain.reward.judge.judgements import NoJudgement, Outcome, judgement_in
 from quatrain.reward.judge.limits import Spending
-from quatrain.reward.judge.on_server import Keep
-from quatrain.reward.judge.questions import Question
+from quatrain.reward.judge.questions import Keep, Question
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.rollouts import Sampling
 
