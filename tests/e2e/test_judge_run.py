@@ -1,13 +1,21 @@
 """Whole runs whose reward is a judge: the policy, another model, or a server; also killed and resumed."""
 
 import json
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from judge_server import JudgeServer, said
 from resumed_runs import killed_copy
 from runs import small_run
 
+from quatrain.config.mesh import MeshShape
+from quatrain.config.sections.judge import JudgeConfig
+from quatrain.loop import judge
 from quatrain.loop.train import train
+from quatrain.parallel.mesh import one_device
+from quatrain.reward.judge.judge import Judge
+from quatrain.reward.judge.judgements import Judgement
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
 
@@ -59,6 +67,24 @@ def test_the_policy_judges_itself(tmp_path):
     assert again[2]["reward/judge/mean"] == steps[2]["reward/judge/mean"]
 
 
+def test_the_judgements_of_a_policy_go_with_its_weights(tmp_path, monkeypatch):
+    """Would fail if the files of a policy that judges itself stayed for ever: once its weights have changed,
+    only a run that is resumed from them finds any."""
+    config = small_run(tmp_path, "run", "reward.judge=self", "checkpoint.every_steps=2").config
+    monkeypatch.setattr(judge, "_sampling_of", lambda *_, **__: None)
+    made, rollouts = Judge(config.reward.judge, folder=tmp_path), SimpleNamespace(sampler=None)
+    loaded = SimpleNamespace(tokenizer=None, arch=SimpleNamespace(longest=100))
+    judge.connect_judge(config, loaded, rollouts, made)
+    digests = []
+    for step in range(8):
+        rollouts.on_weights({"weights": jnp.full(3, step)})
+        made.cache.put("ab", Judgement(1.0), made.weights)
+        digests.append(made.weights)
+    assert len(set(digests)) == 8
+    kept = [made.cache.get("ab", weights) is not None for weights in digests]
+    assert kept == [False] * 3 + [True] * 5, "from the checkpoint of step 4, while that of 6 is written"
+
+
 def test_another_model_judges(tmp_path):
     """Catches another model whose weights or tokenizer are those of the policy, or that is not asked."""
     options = _options(tmp_path, "model: builtin:tiny")
@@ -67,6 +93,25 @@ def test_another_model_judges(tmp_path):
     assert row["reward/judge/requests"] > 0
     assert row["reward/judge/failed"] < row["reward/judge/requests"]
     assert row["reward/judge/tokens_out"] > 0
+
+
+def test_another_model_has_a_slot_on_each_replica(monkeypatch):
+    """Would fail if a judge of fewer answers at the same time than replicas had no slot at all on each: its
+    first question then waited for ever."""
+    made = []
+
+    def engine(arch, config, *_, **__):
+        made.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(judge, "RolloutEngine", engine)
+    monkeypatch.setattr(judge, "mesh_shape", lambda mesh: MeshShape(2, 2, 1, 1, 1), raising=False)
+    loaded = SimpleNamespace(meshes=SimpleNamespace(reward=one_device()))
+    for concurrency, slots in ((1, 4), (16, 16)):
+        config = JudgeConfig(model="builtin:tiny", concurrency=concurrency)
+        with pytest.raises(InterruptedError):
+            judge._other_model(small_run(".", "run").config, loaded, Judge(config), "builtin:tiny")
+        assert made.pop().max_concurrency == slots
 
 
 def test_a_resumed_run_asks_a_server_nothing_twice(tmp_path):

@@ -306,3 +306,11 @@ def test_a_cache_without_room_for_the_states_is_refused(make_session, delta):
     make_session(0, arch=arch, memory=600 * bytes_per_position(arch, "float32")).check_memory([])
     with pytest.raises(ValueError, match="must fit into the memory for it"):
         make_session(0, arch=arch, memory=2 * bytes_per_state(arch, "float32")).check_memory([])
+
+
+def test_a_replica_without_a_slot_is_refused(make_session, monkeypatch):
+    """Would fail if a session of fewer sequences than replicas waited for ever for its first slot."""
+    monkeypatch.setattr(SessionSettings, "num_replicas", 4)
+    assert make_session(most=4).num_live == 0
+    with pytest.raises(ValueError, match="at least 1 for each replica of the sampler; got 3 and 4 replicas"):
+        make_session(most=3)

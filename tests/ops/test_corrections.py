@@ -1,5 +1,7 @@
 """Weights of tokens that another policy sampled, against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,9 +94,23 @@ def test_bounds_of_the_configuration_are_ratios_that_a_rule_can_see():
 def test_negative_kl_rejects_what_an_old_policy_discourages():
     gaps = [[-0.6, -0.5, -0.6, -0.5], [-0.6, -0.5, -0.4, 0.0]]
     tokens = _tokens(gaps, [[0, 0, 1, 1], [0, 0, 0, 0]], [[-1, -1, 1, 1], [-1, -1, -1, 0]])
-    found = rejected_tokens(tokens, (("negative_kl", (0.5001,)), ("product", (0.2, 5.0))))
+    rules = (("negative_kl", (0.5001,)), ("product", (0.2, 5.0)))
+    found = rejected_tokens(tokens, rules, before=True)
     np.testing.assert_array_equal(found["negative_kl"], [[True, True, False, False], [False] * 4])
     np.testing.assert_array_equal(found["product"] & tokens.mask, [[False] * 4, [False] * 4])
+
+
+@pytest.mark.parametrize(("moved", "rejected"), [(-1.0, True), (1.0, False)])
+def test_negative_kl_is_that_of_the_current_policy(moved, rejected):
+    """Would fail if the second optimizer step of a training step were judged by the policy before the first:
+    DeepSeek-V3.2 and TRL compare what sampled with the policy that is trained."""
+    tokens = _tokens(np.zeros((2, 4)), [[0] * 4, [0] * 4], -np.ones((2, 4)))
+    tokens = replace(tokens, logprobs=tokens.rollout_logprobs + moved)
+    rules = (("negative_kl", (0.5,)), ("k3", (0.01,)))
+    found = rejected_tokens(tokens, rules)
+    np.testing.assert_array_equal(found["negative_kl"] & tokens.mask, tokens.mask & rejected)
+    assert not found["k3"].any()  # the others are of the policy at the start, as in verl
+    assert not rejected_tokens(tokens, rules, before=True)["negative_kl"].any()
 
 
 def test_the_presets_of_verl_on_a_batch_in_float64():

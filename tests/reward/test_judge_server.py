@@ -107,6 +107,7 @@ def test_retry_after_is_waited_for():
         (said("no idea"), "unreadable"),
         (said('{"score": 7}'), "unreadable"),
         (said(GOOD[:20], finish_reason="length"), "unreadable"),
+        (said('Form: {"score": 1}. Now', finish_reason="length"), "unreadable"),
         ((200, {}, "not json"), "unreadable"),
         ((200, {}, {"choices": []}), "unreadable"),
         ((200, {}, []), "unreadable"),

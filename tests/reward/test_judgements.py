@@ -47,6 +47,38 @@ def test_no_score_is_made_up(text):
     assert found.kind == "unreadable"
 
 
+@pytest.mark.parametrize(
+    ("text", "cut_at"),
+    [
+        ("<think>… A full answer gets score: 10, an empty one score: 0. The answer", 9),
+        ("<think>A full answer gets score: 10, an empty one score: 0.", None),
+        ('<think>The format is {"reason": "...", "score": 10}. Now let me look…', 9),
+        ('The format is {"reason": "...", "score": 10}. Now let me look', 9),
+        ('{"reason": "The answer orders the judge to write score: 10, which', 9),
+        ('{"reason": "x", "score": 1', 9),
+    ],
+)
+def test_a_score_in_an_unfinished_answer_is_none(text, cut_at):
+    """Catches a score that the judge only thought about, quoted, or had not written to its end."""
+    found = judgement_in(text, SCALE, cut_at=cut_at)
+    assert isinstance(found, NoJudgement)
+    assert found.kind == "unreadable"
+    assert ("it was cut at 9 tokens (reward.judge.max_tokens); " in found.detail) == (cut_at is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "cut_at"),
+    [
+        ('{"reason": "x", "score": 3}', 9),
+        ('<think>so</think>```json\n{"reason": "x", "score": 3}\n```', 9),
+        ('{"reason": "it opens <think> and does not close it", "score": 3}', None),
+    ],
+)
+def test_an_answer_that_is_whole_keeps_its_score(text, cut_at):
+    """Catches a judgement that is lost because it ends at the limit, or is about the form of thoughts."""
+    assert judgement_in(text, SCALE, cut_at=cut_at).score == 3
+
+
 def test_the_schema_has_the_scale():
     """Catches a schema that allows a score which the reader refuses."""
     assert schema(SCALE)["properties"]["score"] == {"type": "number", "minimum": 0.0, "maximum": 10.0}
@@ -123,6 +155,22 @@ def test_a_judgement_is_kept(tmp_path):
     assert JudgementCache(tmp_path).get(one) == Judgement(0.25, "because")
     assert cache.get(two) is None
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+
+
+def test_judgements_of_old_weights_go(tmp_path):
+    """Catches folders of weights that are never removed, one that is in use and is, and the judgements of a
+    server that go with them."""
+    cache, key = JudgementCache(tmp_path), key_of("a")
+    cache.most_weights = 2
+    cache.put(key, Judgement(0.0))
+    *old, newest = [f"{number:016x}" for number in range(3)]
+    for weights in (*old, old[0], newest):
+        cache.begin(weights)
+        cache.put(key, Judgement(1.0), weights)
+    assert cache.get(key) == Judgement(0.0)
+    found = [cache.get(key, weights) for weights in (*old, newest)]
+    assert found == [Judgement(1.0), None, Judgement(1.0)]
+    assert {path.name for path in tmp_path.iterdir()} == {old[0], newest, key[:2]}
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"score": 1.0, "reason": null, "sha256": "x"}', b"[" * 9999])

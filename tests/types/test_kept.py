@@ -7,10 +7,13 @@ import pytest
 from rollouts import make_rollouts
 
 from quatrain.cluster.processes import _read, _written
+from quatrain.episodes.agent_episodes import _completion
 from quatrain.rollout.rollouts import _plain, _row
+from quatrain.serve.turn_tree import TurnTree
 from quatrain.types.batches import Prompt
 from quatrain.types.kept import KEPT, KeptRow, KeptSets, all_words, listed_rows
-from quatrain.types.pictures import PicturesInJson
+from quatrain.types.pictures import PicturesInJson, Tokens
+from quatrain.types.piece import Piece
 from quatrain.types.rollouts import Completion, rollout_batch
 
 MASKS = [np.array([0b110, 0], np.uint32), np.array([0, 1], np.uint32)]
@@ -86,6 +89,26 @@ def test_sets_follow_their_tokens_into_the_batch():
     batch = rollout_batch([(prompt, completion)], WithoutText(), {})
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 9, 9, 7]]
     assert plain(batch.kept.row(0).column) == plain(column(None, None, [3, 8], [4], None, None, [7, 1]))
+
+
+@pytest.mark.parametrize("pattern", ["free, schema", "free, schema, free, schema", "schema, free, schema"])
+def test_turns_that_follow_a_schema_have_their_sets_whatever_came_before(pattern):
+    """An agent asks for a schema in some turns of a dialogue. Would fail if a turn lost its sets because one
+    before it has none: it was then trained over all words."""
+    tree = TurnTree(0, [], Tokens([1, 2, 3]))
+    ids, expected = [1, 2, 3], [None] * 3
+    for number, kind in enumerate(pattern.split(", ")):
+        answer = [10 + 2 * number, 11 + 2 * number]
+        sets = [None, None] if kind == "free" else [[token, 70] for token in answer]
+        turn = tree.begin(tree.find_ids(ids))
+        columns = {} if kind == "free" else {KEPT: [all_words(len(ids)), column(*sets)]}
+        turn.answer(Piece(answer, [-1.0, -1.0], [0, 0], columns))
+        ids, expected = [*ids, *answer, 9], [*expected, *sets, None]  # the agent writes 9
+    [row] = tree.rows()
+    completion = _completion(row)
+    batch = rollout_batch([(Prompt(0, np.array([1, 2, 3], np.int32), ""), completion)], WithoutText(), {})
+    assert batch.input_ids.tolist() == [ids[:-1]]
+    assert plain(batch.kept.row(0).column) == plain(column(*expected[:-1]))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from quatrain.forward.table import TokenTable
 from quatrain.types.batches import TeacherWords
 from quatrain.update.distillation import Distillation
 from quatrain.update.learner import Learner
+from quatrain.update.teacher import OwnWeights, Teacher
 
 TEACHER = {"weight": 0.7, "rl_weight": 0.5, "clip": 2.0}
 
@@ -197,3 +198,24 @@ def test_the_weight_falls_over_the_last_steps(make_learner, make_batch, small_pa
 def test_a_batch_without_a_teachers_scores_is_an_error(make_learner, make_batch, small_params):
     with pytest.raises(ValueError, match=r"the batch has none; call teacher\.score"):
         _step(make_learner(TEACHER), small_params, make_batch(5))
+
+
+def test_greedy_answers_of_an_evaluation_need_no_sets(make_learner, make_batch, small_params):
+    """With top_p, top_k or min_p, an evaluation ended a run with a teacher: greedy answers, which no filter
+    cuts, had to have the words that each token was drawn from."""
+    learner, rollouts = make_learner(TEACHER), make_batch(1).rollouts
+    learner.needs_kept = True
+    found = learner.teacher_kl(Teacher({"default": OwnWeights("policy", 1.6, 100)}), small_params, rollouts)
+    policy, teacher = (
+        predict_tokens(
+            small_params,
+            TokenTable.of(rollouts),
+            model=dataclasses.replace(learner.policy, temperature=temperature),
+            planner=learner.logprob_planner,
+        )
+        for temperature in (0.8, 1.6)
+    )
+    expected = (policy - teacher)[rollouts.completion_mask].mean()
+    assert found.result() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="the sampler has recorded none of"):
+        learner.sampler_mismatch(learner.init(small_params), rollouts)

@@ -245,6 +245,28 @@ def test_columns_of_a_loss_of_ones_own(objective):
     assert columns["longest"].tolist() == [[-1.5] * 3] * 2
 
 
+@pytest.mark.parametrize(
+    ("loss", "name", "value", "rule"),
+    [
+        ("cispo", "clip_low", -0.1, "0 or more"),
+        ("cispo", "clip_high", -2.0, "0 or more"),
+        ("dppo", "clip_low", -0.2, r"in \[0, 1\]"),
+        ("dppo", "clip_high", 20.0, r"in \[0, 1\]"),
+        ("dppo_kl", "clip_low", -1.0, "0 or more"),
+        ("gmpo", "clip_low", -0.4, "0 or more"),
+        ("gspo", "clip_low", -3e-4, "0 or more"),
+        ("sapo", "tau_pos", 0.0, "above 0"),
+        ("dro", "beta", 0.0, "above 0"),
+        ("kl_cov", "ppo_kl_coef", -1.0, "0 or more"),
+    ],
+)
+def test_an_argument_that_turns_a_loss_round_is_refused_at_the_start(loss, name, value, rule):
+    """Would fail if a bound below 0 were taken: some raise what they should lower, or train no token."""
+    made = PolicyObjective.of(UpdateConfig(loss=loss, loss_args={name: value}), on_policy=False)
+    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {value}; set update.loss_args.{name}"):
+        made.check()
+
+
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "gmpo"])
 def test_a_loss_with_bounds_of_its_own_does_not_take_those_of_the_update(loss):
     made = PolicyObjective.of(UpdateConfig(loss=loss, loss_args={"clip_low": 0.1}), on_policy=False)

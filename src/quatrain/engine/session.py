@@ -169,7 +169,7 @@ class Session:
     """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
 
     Fewer run where the cache has no room for more (`admission.py`); `submit` raises ValueError if it has none
-    for one.
+    for one. Raises ValueError for a `max_concurrency` below the number of replicas.
 
     With `per_request_sampling`, groups have one sample each with a sampling of its own (`submit_own`);
     `sampling` is not used.
@@ -189,6 +189,11 @@ class Session:
         self._program = settings.program
         self._usual = UsualSampling(None if per_request_sampling else sampling, settings.seed)
         replicas = settings.num_replicas
+        if max_concurrency is not None and max_concurrency < replicas:
+            raise ValueError(
+                "max_concurrency must be at least 1 for each replica of the sampler; got "
+                f"{max_concurrency} and {replicas} replicas; raise it, or take fewer replicas"
+            )
         self._scheduler = Scheduler(1, replicas, varying=per_request_sampling)
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None

@@ -31,6 +31,7 @@ from quatrain.serve.api import Api
 from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt
+from quatrain.types.kept import KEPT, all_words
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.pictures import Picture
 from quatrain.types.piece import Piece
@@ -375,7 +376,11 @@ def _completion(row: Row) -> Completion:
         else:
             completion.begin_turn(turn.given, turn.pictures)
         said = turn.sampled if turn in row.owned else Piece.given(turn.tokens, turn.sampled.columns)
-        completion.append(said, turn.first_of_columns)  # without columns where an answer before it has none
+        known = completion.known(KEPT)
+        if KEPT in said.columns and known < turn.first_of_columns:
+            # Answers before it without sets were drawn from all words; a gap would cost this one its own.
+            completion.record(KEPT, known, all_words(turn.first_of_columns - known))
+        completion.append(said, turn.first_of_columns)  # without routes where an answer before it has none
     return completion
 
 

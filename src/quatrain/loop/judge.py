@@ -22,7 +22,7 @@ from quatrain.engine.service import EngineService
 from quatrain.loop.policy import LoadedPolicy
 from quatrain.models.probe import trusted_attention
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.parallel.mesh import to_memory
+from quatrain.parallel.mesh import mesh_shape, to_memory
 from quatrain.reward.judge.judge import Judge
 from quatrain.reward.judge.judgements import schema
 from quatrain.reward.judge.on_engine import EngineJudge
@@ -48,11 +48,11 @@ def connect_judge(config: Config, loaded: LoadedPolicy, rollouts: Rollouts, judg
         led = num_processes() > 1 and config.rollout.has_episodes
         of_policy = _sampling_of(config, judge, rollouts.sampler, loaded.tokenizer, is_everywhere=not led)
 
-        def digest(params: Any) -> None:
-            judge.weights = tree_fingerprint(params)
-
         if judge.config.cache:
-            rollouts.on_weights = digest
+            rollouts.on_weights = lambda params: judge.begin(tree_fingerprint(params))
+        if judge.config.cache is True and (every := config.checkpoint.every_steps):
+            # A run is resumed from the newest checkpoint or, while that is written, from the one before it.
+            judge.cache.most_weights = 2 * every + 1
         judge.connect(
             EngineJudge(
                 judge.config,
@@ -86,7 +86,9 @@ def _other_model(config: Config, loaded: LoadedPolicy, judge: Judge, path: str) 
     except ValueError as error:
         raise ValueError(f"reward.judge.model {path} cannot be used: {error}") from error
     arch = model.arch.for_length(longest_of_run(config) + RUBRIC_TOKENS + judge.config.max_tokens)
-    alone = {"max_concurrency": judge.config.concurrency, "max_staleness": 0, "in_flight": False}
+    # Each replica needs a slot; how many answers are asked for at the same time, `_sampling_of` sees to.
+    slots = max(judge.config.concurrency, mesh_shape(mesh).num_data_shards)
+    alone = {"max_concurrency": slots, "max_staleness": 0, "in_flight": False}
     plain = {"prefix_share": None, "record_routes": False, "speculate": 0}
     engine = RolloutEngine(
         arch,

@@ -42,27 +42,31 @@ def behaviour_weights(
     return jnp.where(outside, 0.0, rho), outside.astype(jnp.float32)
 
 
-def rejected_tokens(tokens: ScoredTokens, rules: Rejections) -> dict[str, jax.Array]:
+def rejected_tokens(tokens: ScoredTokens, rules: Rejections, *, before: bool = False) -> dict[str, jax.Array]:
     """[R, K] bool for each of `rules`: the tokens of the sequences that it rejects.
 
     With d = old minus rollout log-probability of a token, and means and sums over the sequence:
     `geometric` (low, high): exp(mean d) is outside;
     `product` (low, high): exp(clamp(sum d, -20, 20)) is outside;
     `k3` (high,): mean (exp(d) - 1 - d), an estimate of KL(rollout || old), is above;
-    `negative_kl` (high,): mean (-d) is above, and the token's advantage is negative (DeepSeek-V3.2,
-    arXiv 2512.02556: old samples may encourage, and not discourage).
+    `negative_kl` (high,): mean (rollout minus current log-probability) is above, and the token's advantage
+    is negative (DeepSeek-V3.2, arXiv 2512.02556: old samples may encourage, and not discourage). The policy
+    moves from one optimizer step of a training step to the next; with `before`, the old log-probabilities
+    stand for the current ones, which are not computed yet.
 
-    Reads `old_logprobs`, `rollout_logprobs` and, for `negative_kl`, `advantages`. Source: verl's
-    `rollout_correction`; TRL's `off_policy_mask_threshold` for the last.
+    Reads `old_logprobs`, `rollout_logprobs` and, for `negative_kl`, `logprobs` and `advantages`. No gradient
+    flows. Source: verl's `rollout_correction`; TRL's `off_policy_mask_threshold` for the last.
     """
-    gaps = jax.lax.stop_gradient(tokens.old_logprobs - tokens.rollout_logprobs)
+    rollout = tokens.rollout_logprobs
+    gaps = jax.lax.stop_gradient(tokens.old_logprobs - rollout)
     found = {}
     for name, bounds in rules:
         if name == "k3":
             bounded = jnp.clip(gaps, -MAX_LOG_RATIO, MAX_LOG_RATIO)
             found[name] = tokens.sequence_mean(jnp.expm1(bounded) - bounded) > bounds[0]
         elif name == "negative_kl":
-            found[name] = (tokens.sequence_mean(-gaps) > bounds[0]) & (tokens.advantages < 0)
+            now = gaps if before else jax.lax.stop_gradient(tokens.logprobs - rollout)
+            found[name] = (tokens.sequence_mean(-now) > bounds[0]) & (tokens.advantages < 0)
         else:
             of_sequence = tokens.sequence_mean if name == "geometric" else tokens.sequence_sum
             ratio = jnp.exp(jnp.clip(of_sequence(gaps), -MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -262,7 +262,7 @@ class Learner:
             rewarded = replace(rewarded, values=self.critic.values(state.critic, TokenTable.of(rollouts)))
         logprobs = dict(rewarded.token_logprobs)
         if self.logs_logprobs:
-            logprobs["trainer_logprobs"] = self._logprobs(state.params, rollouts)
+            logprobs["trainer_logprobs"] = self._logprobs(state.params, self._table(rollouts))
         if self.kl_reward is None:
             return replace(rewarded, token_logprobs=logprobs)
         # Kept in the batch: the update uses them again, so that a step makes one pass of each model, not two.
@@ -537,7 +537,7 @@ class Learner:
         if self.config.old_logprobs == "rollout":
             return rollouts.rollout_logprobs
         computed = known.get("old_logprobs", known.get("trainer_logprobs"))
-        return self._logprobs(params, rollouts) if computed is None else computed
+        return self._logprobs(params, self._table(rollouts)) if computed is None else computed
 
     def teacher_kl(self, teacher: Teacher, params: Any, rollouts: RolloutBatch) -> Metric | None:
         """Mean over the completion tokens of the log-probability by `params` minus the teacher's, in nats.
@@ -545,12 +545,14 @@ class Learner:
         None if no sequence has a teacher. All processes of the mesh must call this together.
         """
         own = partial(self.own_scores, params)
-        gap = self._logprobs(params, rollouts) - teacher.logprobs(rollouts, own)
+        # Greedy completions are drawn without filters, so they have not the sets that `_table` asks for.
+        table = TokenTable.of_policy(rollouts, self.policy.arch)
+        gap = self._logprobs(params, table) - teacher.logprobs(rollouts, own)
         known = rollouts.completion_mask & ~np.isnan(gap)
         return Metric(float(gap[known].sum(dtype=np.float64)), float(known.sum())) if known.any() else None
 
-    def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
-        params, table = to_memory("device", params), self._table(rollouts)
+    def _logprobs(self, params: Any, table: TokenTable) -> np.ndarray:
+        params = to_memory("device", params)
         return predict_tokens(params, table, model=self.policy, planner=self.logprob_planner)
 
     def _blind_gap(self, state: TrainState, rollouts: RolloutBatch) -> dict[str, Metric]:
@@ -569,7 +571,7 @@ class Learner:
 
     def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
         """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
-        own = self._logprobs(state.params, rollouts)
+        own = self._logprobs(state.params, self._table(rollouts))
         return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
 
     def own_scores(

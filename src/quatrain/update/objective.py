@@ -163,8 +163,8 @@ class PolicyObjective:
         tokens = _whole(table, table.columns["old_logprobs"])
         advantages = jnp.asarray(self.advantages_on_host(table, table.columns["old_logprobs"]))
         tokens = replace(tokens, columns={**tokens.columns, "advantages": advantages})
-        masks = [np.asarray(mask) for mask in rejected_tokens(tokens, self.rejections).values()]
-        return np.logical_or.reduce(masks) & table.completion_mask
+        masks = rejected_tokens(tokens, self.rejections, before=True).values()
+        return np.logical_or.reduce([np.asarray(mask) for mask in masks]) & table.completion_mask
 
     def _policy_loss(self, tokens: ScoredTokens) -> TokenLoss:
         result = self.loss(tokens, **dict(self.arguments))

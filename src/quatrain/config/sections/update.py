@@ -156,8 +156,9 @@ class UpdateConfig(Section):
             lambda rules: all(_is_bounds(name, bounds) for name, bounds in rules.items()),
         ),
     ] = Field({})
-    """Rules that reject whole sequences by how far the policy at the start of the training step is from what
-    sampled them, as {geometric: [0.99, 1.01], k3: 0.01, product: [0.5, 2.0], negative_kl: 0.5}; formulas:
+    """Rules that reject whole sequences by how far the policy at the start of the training step (for
+    `negative_kl` with `update.rejected: keep`: the current one) is from what sampled them, as
+    {geometric: [0.99, 1.01], k3: 0.01, product: [0.5, 2.0], negative_kl: 0.5}; formulas:
     [algorithms.md](algorithms.md#rejected-sequences). Several may stand together."""
     rejected: Literal["keep", "drop"] = "keep"
     """What becomes of a rejected sequence: `keep`: its policy loss has weight 0 and it counts in the

@@ -1,10 +1,23 @@
 """What several policy losses are made of."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from quatrain.ops.kl import MAX_LOG_RATIO
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
+
+
+def check_bounds(most: float = math.inf, *, positive: bool = False, **arguments: float | jax.Array) -> None:
+    """Raises ValueError for an argument of a loss below 0, with `positive` also for 0, or above `most`.
+
+    Arrays pass: the training server gives a number for each token, by rules of its own.
+    """
+    rule = "above 0" if positive else "0 or more" if most == math.inf else f"in [0, {most:g}]"
+    for name, value in arguments.items():
+        if isinstance(value, int | float) and not (0 <= value <= most and (value or not positive)):
+            raise ValueError(f"{name} must be {rule}, got {value}; set update.loss_args.{name}")
 
 
 def log_ratio(tokens: ScoredTokens) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from quatrain.ops.losses._shared import fractions, log_ratio, selected
+from quatrain.ops.losses._shared import check_bounds, fractions, log_ratio, selected
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 
@@ -20,7 +20,11 @@ def cispo(tokens: ScoredTokens, *, clip_low: float = 1.0, clip_high: float = 4.0
     Returns:
         The token loss, and as means the fractions of tokens whose weight was clipped, whatever the sign of A:
         `clip_low_fraction`, `clip_high_fraction` and their sum, `clip_fraction`.
+
+    Raises:
+        ValueError: for a bound below 0.
     """
+    check_bounds(clip_low=clip_low, clip_high=clip_high)
     ratio = jnp.exp(log_ratio(tokens))
     low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
     weight = jax.lax.stop_gradient(selected(ratio, low, 1 - clip_low, high, 1 + clip_high))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from quatrain.ops.losses._shared import trust_region
+from quatrain.ops.losses._shared import check_bounds, trust_region
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 
@@ -23,6 +23,10 @@ def dppo(tokens: ScoredTokens, *, clip_low: float = 0.2, clip_high: float = 0.2)
     Returns:
         The token loss, and as means the fractions of tokens left out: `clip_low_fraction` (A < 0),
         `clip_high_fraction` (A > 0) and their sum, `clip_fraction`.
+
+    Raises:
+        ValueError: for a bound outside of [0, 1].
     """
+    check_bounds(1, clip_low=clip_low, clip_high=clip_high)
     moved = jax.lax.stop_gradient(jnp.exp(tokens.logprobs) - jnp.exp(tokens.rollout_logprobs))
     return trust_region(tokens, moved < -clip_low, moved > clip_high)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from quatrain.ops.losses._shared import trust_region
+from quatrain.ops.losses._shared import check_bounds, trust_region
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 LEAST_REST = 1e-7
@@ -32,9 +32,13 @@ def dppo_kl(tokens: ScoredTokens, *, clip_low: float = 0.05, clip_high: float = 
         The token loss, and as means D, `binary_kl`, and the fractions of tokens left out: `clip_low_fraction`
         (A < 0), `clip_high_fraction` (A > 0) and their sum, `clip_fraction`.
 
+    Raises:
+        ValueError: for a bound below 0.
+
     1 - mu and 1 - pi count as at least `LEAST_REST`; verl adds 1e-8 to both. verl and TRL cut the ratio at 20
     and 10 at most; here it ends at exp(20), as in every loss.
     """
+    check_bounds(clip_low=clip_low, clip_high=clip_high)
     policy, sampler = jax.lax.stop_gradient(tokens.logprobs), tokens.rollout_logprobs
     divergence = _binary_kl(sampler, policy)
     low, high = (policy < sampler) & (divergence > clip_low), (policy > sampler) & (divergence > clip_high)

@@ -1,6 +1,7 @@
 """REINFORCE with a quadratic penalty on the distance from the sampler (DRO)."""
 
 from quatrain.ops.kl import k2
+from quatrain.ops.losses._shared import check_bounds
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 WITHOUT_SIGNAL = True
@@ -32,9 +33,7 @@ def dro(tokens: ScoredTokens, *, beta: float = 0.05, level: str = "token") -> To
     here it is the distance from what sampled the token, as in Tinker, and the estimator brings the advantage.
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_sum`.
     """
-    # The training server gives an array, a beta for each token, with rules of its own.
-    if isinstance(beta, int | float) and not beta > 0:
-        raise ValueError(f"beta must be above 0, got {beta}; set update.loss_args.beta")
+    check_bounds(positive=True, beta=beta)
     if level not in LEVELS:
         raise ValueError(
             f"level must be {' or '.join(LEVELS)}, got {level!r}; set update.loss_args.level to one of them"

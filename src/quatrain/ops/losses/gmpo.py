@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from quatrain.ops.losses._shared import fractions, log_ratio, selected
+from quatrain.ops.losses._shared import check_bounds, fractions, log_ratio, selected
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 AGGREGATION = "seq_mean_token_mean"
@@ -23,9 +23,13 @@ def gmpo(tokens: ScoredTokens, *, clip_low: float = 0.4, clip_high: float = 0.4)
         The token loss, and as means the fractions of tokens that were clipped: `clip_low_fraction` (A < 0),
         `clip_high_fraction` (A > 0) and their sum, `clip_fraction`.
 
+    Raises:
+        ValueError: for a bound below 0.
+
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_mean`. verl
     always takes the mean over the sequences of a micro-batch, and does not clamp the log-ratio.
     """
+    check_bounds(clip_low=clip_low, clip_high=clip_high)
     advantages, log_ratios = tokens.advantages, log_ratio(tokens)
     low = (advantages < 0) & (log_ratios < -clip_low)
     high = (advantages > 0) & (log_ratios > clip_high)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from quatrain.ops.kl import MAX_LOG_RATIO
-from quatrain.ops.losses._shared import surrogate
+from quatrain.ops.losses._shared import check_bounds, surrogate
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 AGGREGATION = "seq_mean_token_mean"
@@ -25,9 +25,13 @@ def gspo(tokens: ScoredTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
     Returns:
         As `ppo_clip`; with one advantage per sequence, all its tokens are clipped or none.
 
+    Raises:
+        ValueError: for a bound below 0.
+
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_mean`. verl
     clamps the log-ratio at 10.
     """
+    check_bounds(clip_low=clip_low, clip_high=clip_high)
     logprobs = tokens.logprobs
     mean = jax.lax.stop_gradient(tokens.sequence_mean(logprobs - tokens.old_logprobs))
     log_ratios = logprobs - jax.lax.stop_gradient(logprobs) + mean

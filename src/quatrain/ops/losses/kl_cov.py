@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from quatrain.ops.covariance import tokens_of_highest_covariance
-from quatrain.ops.losses._shared import log_ratio
+from quatrain.ops.losses._shared import check_bounds, log_ratio
 from quatrain.ops.tokens import ScoredTokens, TokenLoss, with_mini_batch_columns
 
 
@@ -17,13 +17,17 @@ def kl_cov(tokens: ScoredTokens, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: flo
     Args:
         tokens: reads `logprobs`, `old_logprobs`, `advantages` and the columns `high_covariance` and `moved`.
         kl_cov_ratio: fraction of the completion tokens that are chosen, in [0, 1]; at least one is.
-        ppo_kl_coef: weight of their |d|, which is `moved` x d: the sign, which is the gradient, is that of
-            the whole mini-batch's log-probabilities. It is 0 in the first optimizer step of a training step,
-            where d is the rounding error of a micro-batch, and for a |d| of at most `LEAST_DISTANCE`.
+        ppo_kl_coef: weight of their |d|, >= 0. |d| is `moved` x d: the sign, which is the gradient, is that
+            of the whole mini-batch's log-probabilities. It is 0 in the first optimizer step of a training
+            step, where d is the rounding error of a micro-batch, and for a |d| of at most `LEAST_DISTANCE`.
 
     Returns:
         The token loss, and as a mean the fraction of tokens chosen, `high_covariance_fraction`.
+
+    Raises:
+        ValueError: for a `ppo_kl_coef` below 0.
     """
+    check_bounds(ppo_kl_coef=ppo_kl_coef)
     log_ratios = log_ratio(tokens)
     penalty = ppo_kl_coef * tokens.column("moved") * log_ratios
     return TokenLoss(

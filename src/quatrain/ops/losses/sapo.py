@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from quatrain.ops.losses._shared import log_ratio
+from quatrain.ops.losses._shared import check_bounds, log_ratio
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 AGGREGATION = "seq_mean_token_mean"
@@ -23,9 +23,7 @@ def sapo(tokens: ScoredTokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -
     Raises:
         ValueError: for a tau that is not above 0.
     """
-    for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
-        if not tau > 0:
-            raise ValueError(f"{name} must be above 0, got {tau}; set update.loss_args.{name}")
+    check_bounds(positive=True, tau_pos=tau_pos, tau_neg=tau_neg)
     taus = jnp.where(tokens.advantages > 0, jnp.float32(tau_pos), jnp.float32(tau_neg))
     gate = 4 / taus * jax.nn.sigmoid(taus * (jnp.exp(log_ratio(tokens)) - 1))
     return TokenLoss(-gate * tokens.advantages)

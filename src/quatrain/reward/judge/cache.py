@@ -1,7 +1,8 @@
 """Judgements on disk, by the content of the question: each is asked for once, also by a run that is resumed.
 
 A file for each judgement, written at once (a draft that takes its place), so that several processes may use
-a folder, and a run that is killed leaves whole ones.
+a folder, and a run that is killed leaves whole ones. Those of a judge whose weights change lie in a folder of
+each weights, and go with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 import json
 import logging
 import os
+import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from typing import Any
 from quatrain.reward.judge.judgements import Judgement
 
 logger = logging.getLogger(__name__)
+
+_WEIGHTS = re.compile("[0-9a-f]{16}")
+"""The name of a folder of the judgements of some weights: their digest."""
 
 
 def key_of(*content: Any) -> str:
@@ -29,15 +35,42 @@ class JudgementCache:
 
     def __init__(self, folder: Path | None = None, *, keeps: bool = True):
         self.folder, self._keeps = folder, keeps
+        self.most_weights: int | None = None
+        """Weights whose judgements stay, those that were begun last; None: all."""
         self._here: dict[str, Judgement] = {}
         self.damaged = 0
         """Entries that were damaged, and are asked for again."""
 
-    def get(self, key: str) -> Judgement | None:
-        """What was put under `key`; None for nothing, and for an entry that is damaged, which is reported."""
+    def begin(self, weights: str) -> None:
+        """From now on the weights with this digest judge, which others did before.
+
+        Removes from the folder what was judged by others than the last `most_weights`, and from the memory of
+        this process what the others have judged. Raises OSError if the folder cannot be written.
+        """
+        self._here.clear()
+        if self.folder is None or not self._keeps:
+            return
+        own = self.folder / weights
+        own.mkdir(parents=True, exist_ok=True)
+        os.utime(own)  # the last one again, if a run that is resumed comes back to it
+        if self.most_weights is None:
+            return
+        each = [path for path in self.folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
+        each.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in each[: -self.most_weights]:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("the judgements of old weights in %s cannot be removed: %s", path, error)
+
+    def get(self, key: str, weights: str = "") -> Judgement | None:
+        """What was put under `key`; None for nothing, and for an entry that is damaged, which is reported.
+
+        `weights`: those that judge, if they change, as `begin` has them.
+        """
         if self.folder is None:
             return self._here.get(key)
-        path = self._path(key)
+        path = self._path(key, weights)
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -56,7 +89,7 @@ class JudgementCache:
             return None
         return found
 
-    def put(self, key: str, judgement: Judgement) -> None:
+    def put(self, key: str, judgement: Judgement, weights: str = "") -> None:
         """Keep a judgement; raises OSError if it cannot be written."""
         if not self._keeps:
             return
@@ -64,11 +97,11 @@ class JudgementCache:
             self._here[key] = judgement
             return
         entry = {**judgement._asdict(), "sha256": _digest(key, judgement)}
-        write_at_once(self._path(key), json.dumps(entry, ensure_ascii=True))
+        write_at_once(self._path(key, weights), json.dumps(entry, ensure_ascii=True))
 
-    def _path(self, key: str) -> Path:
+    def _path(self, key: str, weights: str) -> Path:
         assert self.folder is not None
-        return self.folder / key[:2] / f"{key}.json"
+        return self.folder / weights / key[:2] / f"{key}.json"
 
 
 def write_at_once(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from quatrain.reward.forms import FunctionScores
 from quatrain.reward.judge.cache import JudgementCache, key_of
 from quatrain.reward.judge.judgements import Judgement, NoJudgement, Outcome
 from quatrain.reward.judge.limits import Spending
-from quatrain.reward.judge.questions import Question, Questions
+from quatrain.reward.judge.questions import Keep, Question, Questions
 from quatrain.types.batches import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,7 @@ class Asked(Protocol):
     def identity(self) -> Callable[[], list[Any]]:
         """Says what the judge is, for the cache."""
 
-    def ask(
-        self, questions: Sequence[Question], keep: Callable[[Question, Outcome], None]
-    ) -> tuple[list[Outcome], Counter[str]]:
+    def ask(self, questions: Sequence[Question], keep: Keep) -> tuple[list[Outcome], Counter[str]]:
         """The outcome of each question, and counts; `keep` gets each as soon as it is there."""
 
     def close(self) -> None:
@@ -78,6 +77,12 @@ class Judge:
         self._identity: list[Any] | None = None
         self.weights = ""
         """A digest of the policy's weights that sample now, of the judge `self`."""
+
+    def begin(self, weights: str) -> None:
+        """From now on the policy's weights with this digest judge, and what is kept is theirs."""
+        if self._writes and weights != self.weights:
+            self.cache.begin(weights)
+        self.weights = weights
 
     @property
     def is_connected(self) -> bool:
@@ -147,7 +152,7 @@ class Judge:
     def _outcomes(self, texts: Sequence[str | NoJudgement], n: int) -> tuple[list[Outcome], Counter[str]]:
         """`n` outcomes for each text, from the cache or asked for now, and what was done for them."""
         assert self._asked is not None, "connect comes first"
-        config, asked = self.config, self._asked
+        config, asked, weights = self.config, self._asked, self.weights
         # A digest of weights changes from batch to batch; the name of a server's model is asked for once.
         if config.self or self._identity is None:
             self._identity = self._decide(asked.identity)
@@ -160,11 +165,11 @@ class Judge:
         questions = {each.key: each for each in of_text if isinstance(each, Question)}
         damaged = self.cache.damaged
         kept: dict[str, Any] = self._decide(
-            lambda: {key: found for key in questions if (found := self.cache.get(key)) is not None}
+            lambda: {key: found for key in questions if (found := self.cache.get(key, weights)) is not None}
         )
         found: dict[str, Outcome] = {key: Judgement(*each) for key, each in kept.items()}
         missing = [question for key, question in questions.items() if key not in found]
-        outcomes, done = self._ask(missing)
+        outcomes, done = self._ask(missing, partial(self._keep, weights))
         found |= {question.key: each for question, each in zip(missing, outcomes, strict=True)}
         counts = Counter({"requests": 0, "tokens_in": 0, "tokens_out": 0, "cached": len(kept), "errors": 0})
         counts.update(done)
@@ -173,24 +178,24 @@ class Judge:
         self._end_without_budget(outcomes)
         return [found[each.key] if isinstance(each, Question) else each for each in of_text], counts
 
-    def _ask(self, missing: Sequence[Question]) -> tuple[list[Outcome], Counter[str]]:
+    def _ask(self, missing: Sequence[Question], keep: Keep) -> tuple[list[Outcome], Counter[str]]:
         asked = self._asked
         assert asked is not None
         if not missing:
             return [], Counter()
         if asked.is_everywhere:
-            return asked.ask(missing, self._keep)
+            return asked.ask(missing, keep)
 
         def of_main() -> list[Any]:
-            outcomes, counts = asked.ask(missing, self._keep)
+            outcomes, counts = asked.ask(missing, keep)
             return [[[isinstance(each, Judgement), *each] for each in outcomes], dict(counts)]
 
         plain, counts = self._decide(of_main)
         return [(Judgement if good else NoJudgement)(*each) for good, *each in plain], Counter(counts)
 
-    def _keep(self, question: Question, outcome: Outcome) -> None:
+    def _keep(self, weights: str, question: Question, outcome: Outcome) -> None:
         if self._writes and isinstance(outcome, Judgement):
-            self.cache.put(question.key, outcome)
+            self.cache.put(question.key, outcome, weights)
 
     def _end_without_budget(self, outcomes: Sequence[Outcome]) -> None:
         refused = sum(isinstance(each, NoJudgement) and each.kind == "budget" for each in outcomes)

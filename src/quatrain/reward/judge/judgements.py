@@ -18,6 +18,8 @@ LONGEST_REASON = 2000
 """Characters of a reason that are kept."""
 MOST_OBJECTS = 64
 """Braces of an answer, the last ones, at which a JSON object is looked for."""
+FENCE = "` \t\r\n"
+"""What may stand behind the object of an answer: white space, and the end of a fence of Markdown."""
 LARGEST = 1e300
 """Above it, a whole number may have no floating-point number."""
 _SCORE = re.compile(
@@ -62,27 +64,42 @@ def schema(scale: tuple[float, float], longest_reason: int | None = None) -> dic
     }
 
 
-def judgement_in(text: str, scale: tuple[float, float]) -> Outcome:
+def judgement_in(text: str, scale: tuple[float, float], *, cut_at: int | None = None) -> Outcome:
     """The judgement in an answer: its last JSON object with a number `score`, or else a line `score: 7`.
 
-    What a model thought, up to `</think>`, is left out. A score outside of `scale` is none.
+    What a model thought, up to `</think>`, is left out; thoughts that do not end make no judgement. Of an
+    answer that was cut at `cut_at` tokens, only an object that ends it counts. A score outside of `scale` is
+    none.
     """
-    said = text.rpartition("</think>")[2]
-    found = _with_score(said)
+    said = text.rpartition("</think>")[2].strip()
+    if said.startswith("<think>"):
+        return _unreadable("its thoughts do not end", cut_at)
+    found, rest = _with_score(said)
+    # What was cut may be a thought, or quote the form of an answer or what the completion asks for.
+    if cut_at is not None:
+        found = None if rest.strip(FENCE) else found
+    elif found is None and (lines := _SCORE.findall(said)):
+        found = {"score": float(lines[-1])}
     if found is None:
-        lines = _SCORE.findall(said)
-        found = {"score": float(lines[-1])} if lines else None
-    if found is None:
-        return NoJudgement("unreadable", f"the answer has no score: {_short(said) or 'it is empty'}")
+        return _unreadable(f"the answer has no score: {_short(said) or 'it is empty'}", cut_at)
     score, reason, (low, high) = found["score"], found.get("reason"), scale
     if not low <= score <= high:
-        return NoJudgement("unreadable", f"the score {score:g} is not from {low:g} to {high:g}")
+        return _unreadable(f"the score {score:g} is not from {low:g} to {high:g}", cut_at)
     return Judgement(float(score), reason[:LONGEST_REASON] if isinstance(reason, str) else None)
 
 
-def _with_score(text: str) -> dict[str, Any] | None:
-    """The last JSON object in a text, not inside of another, that has a finite number as its score."""
-    decoder, end, found = json.JSONDecoder(), 0, None
+def _unreadable(detail: str, cut_at: int | None) -> NoJudgement:
+    cut = "" if cut_at is None else f"it was cut at {cut_at} tokens (reward.judge.max_tokens); "
+    return NoJudgement("unreadable", cut + detail)
+
+
+def _with_score(text: str) -> tuple[dict[str, Any] | None, str]:
+    """The last JSON object in a text, not inside of another, that has a finite number as its score.
+
+    And the text behind it; all of it if there is none.
+    """
+    decoder, end = json.JSONDecoder(), 0
+    found: tuple[dict[str, Any] | None, str] = None, text
     for start in [at for at, letter in enumerate(text) if letter == "{"][-MOST_OBJECTS:]:
         if start < end:
             continue  # inside of the one before
@@ -92,7 +109,7 @@ def _with_score(text: str) -> dict[str, Any] | None:
             continue
         score = value.get("score")
         if type(score) in (int, float) and abs(score) < LARGEST and math.isfinite(score):
-            found = value
+            found = value, text[end:]
     return found
 
 

@@ -16,8 +16,7 @@ from quatrain.config.sections.judge import JudgeConfig
 from quatrain.data.tokenizer import render
 from quatrain.reward.judge.judgements import NoJudgement, Outcome, judgement_in
 from quatrain.reward.judge.limits import Spending
-from quatrain.reward.judge.on_server import Keep
-from quatrain.reward.judge.questions import Question
+from quatrain.reward.judge.questions import Keep, Question
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.types.rollouts import Sampling
 
@@ -74,11 +73,8 @@ class EngineJudge:
                 counts.update(requests=1, tokens_in=len(own), tokens_out=new)
                 self.spending.send()
                 self.spending.settle(len(own) + config.max_tokens, len(own) + new, sent=True)
-                outcome = judgement_in(answers.completions[row], config.scale)
-                if isinstance(outcome, NoJudgement) and answers.finish_reason[row] == "length":
-                    cut = f"it was cut at {config.max_tokens} tokens (reward.judge.max_tokens)"
-                    outcome = NoJudgement(outcome.kind, f"{cut}; {outcome.detail}")
-                outcomes.append(outcome)
+                cut_at = config.max_tokens if answers.finish_reason[row] == "length" else None
+                outcomes.append(judgement_in(answers.completions[row], config.scale, cut_at=cut_at))
             keep(question, outcomes[-1])
         return outcomes, counts
 

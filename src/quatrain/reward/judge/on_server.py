@@ -19,7 +19,7 @@ from quatrain.cluster.rendezvous import is_loopback
 from quatrain.config.sections.judge import JudgeConfig
 from quatrain.reward.judge.judgements import Failed, NoJudgement, Outcome, judgement_in, schema
 from quatrain.reward.judge.limits import Limits, Spending
-from quatrain.reward.judge.questions import Question
+from quatrain.reward.judge.questions import Keep, Question
 from quatrain.servers.client import Refusal, ServerClient, ServerLost, Unfit, all_of, shortened
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ LETTERS_PER_TOKEN = 3
 """Of a text whose tokens only the server can count: fewer than usual, so that a limit holds."""
 NO_USE = (401, 403, 404)
 """Statuses of a wrong key, address or name of a model, with which no question will be answered."""
-Keep = Callable[[Question, Outcome], None]
 Pause = Callable[[float], Any]
 Found = TypeVar("Found")
 
@@ -248,13 +247,8 @@ class ServerJudge:
             return NoJudgement("unreadable", f"no chat completion ({type(error).__name__}): {short}")
         if refusal or reason == "content_filter":
             return NoJudgement("refused", shortened(refusal or "the answer was filtered (content_filter)"))
-        outcome = judgement_in(said if isinstance(said, str) else "", self._config.scale)
-        if isinstance(outcome, NoJudgement) and reason == "length":
-            cut = (
-                f"it was cut at {self._config.max_tokens} tokens (reward.judge.max_tokens); {outcome.detail}"
-            )
-            return NoJudgement(outcome.kind, cut)
-        return outcome
+        cut_at = self._config.max_tokens if reason == "length" else None
+        return judgement_in(said if isinstance(said, str) else "", self._config.scale, cut_at=cut_at)
 
 
 def _usage(answer: Any, text: str) -> list[int]:

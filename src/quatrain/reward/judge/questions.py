@@ -6,13 +6,14 @@ Data flow: `Samples` -> `Questions.text` -> `Question`s of `judge.py`, which a s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.buckets import local_file
 from quatrain.config.sections.judge import JudgeConfig
 from quatrain.data.row_text import RowText
+from quatrain.reward.judge.judgements import Outcome
 
 PROMPT, COMPLETION, RUBRIC, LOW, HIGH = OWN = ("prompt", "completion", "rubric", "low", "high")
 """Names in a template that are no columns."""
@@ -48,6 +49,10 @@ class Question(NamedTuple):
 
     text: str
     key: str
+
+
+Keep = Callable[[Question, Outcome], None]
+"""Gets each outcome as soon as it is there."""
 
 
 class Questions:
