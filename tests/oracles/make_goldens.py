@@ -333,7 +333,7 @@ def check_multimodal() -> None:
             model.save_pretrained(folder)
             arch, params = load_hf(folder)
             arrays = (jnp.asarray(inputs[name]) for name in ("input_ids", "position_ids", "attention_mask"))
-            ours = np.asarray(decoder.logits(params, arch, decoder.forward(params, arch, *arrays)))
+            ours = np.asarray(decoder.logits(params, arch, decoder.forward(params, arch, *arrays).hidden))
             off = np.abs(ours - run(model, inputs))[inputs["attention_mask"] > 0].max()
             assert off < 1e-4, f"{outer} with {case}: logits differ by {off}"
             save_hf(f"{folder}/text", arch, params)
