@@ -71,7 +71,7 @@ def test_versions_are_replaced_discarded_and_removed(tmp_path, small_arch, small
 
 
 def test_changes_are_held_of_the_newest_version_alone(small_arch, small_params):
-    """Catches changes of all versions that are kept, each up to 0.9 of the weights, in the process's memory."""
+    """Catches changes of all versions that are kept, each up to 0.9 of the weights, on the heap."""
     stream = Stream(small_arch, {}, kept=3)
     weights = gathered(small_params, "float32")
     published = []

@@ -211,7 +211,7 @@ def send_small(receiver):
 
 
 def test_files_that_cannot_be_made_leave_nothing_that_is_claimed(receiver, memory):
-    """Catches a second begin of the same files that is answered with the digests of those that were removed."""
+    """Catches a second begin of the same files that gets the digests of those that were removed."""
     send_small(receiver)
     for _ in range(2):
         with pytest.raises(OSError, match="File name too long"):
