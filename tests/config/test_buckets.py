@@ -171,7 +171,7 @@ OTHERS = ("gcs://b/x", "s3a://b/x", "S3://b/x", "s3://", "s3:///x", "gs:/b/x", "
 
 @pytest.mark.parametrize("place", OTHERS)
 def test_an_address_of_another_scheme_gets_no_checkpoints(place):
-    """Catches checkpoints in a local folder that is called `gcs:`, on a disk that is lost with its machine."""
+    """Catches checkpoints in a local folder that is called `gcs:`, which is lost with its machine."""
     rule = rf"checkpoint\.dir must be a folder, gs://BUCKET/NAME or s3://BUCKET/NAME; .*; got '{place}'"
     with pytest.raises(ConfigError, match=rule):
         load_config(None, [f"checkpoint.dir={place}"], {})
