@@ -981,6 +981,19 @@ def test_a_run_is_evaluated_served_and_exported_by_its_name(quatrain, monkeypatc
         assert (status, "got 'second'; runs in runs: first" in " ".join(err.split())) == (2, True)
 
 
+@pytest.mark.parametrize("output", ["gcs://b/x", "s3a://b/x", "S3://b/x", "s3://", "s3:///x"])
+def test_nothing_is_exported_to_an_address_of_another_scheme(output, quatrain, monkeypatch):
+    """Catches a model in a local folder that is called `gcs:`."""
+    calls = []
+    stand_in(monkeypatch, "loop.export", "export", lambda run, output, *, step: calls.append(run) or 3)
+    folder = Path("runs", "first")
+    (folder / "final").mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 8\n")
+    status, _, err = quatrain("export", "first", output)
+    rule = f"OUTPUT must be a folder, gs://BUCKET/NAME or s3://BUCKET/NAME; got {output}; correct it"
+    assert (status, rule in " ".join(err.split()), calls) == (2, True, [])
+
+
 def test_a_checkpoint_of_a_training_server_is_exported_by_its_folder(quatrain, monkeypatch):
     """It is no run: it has one step, and no card to push."""
     calls = []

@@ -157,13 +157,35 @@ def test_what_is_deleted_or_moved_is_incomplete_from_the_first_moment_on(objects
         ("rollout.weights_dir", "set a folder that all workers see"),
     ],
 )
-def test_what_must_be_on_this_machine_is_refused(key, remedy):
-    """Catches a local folder that is called `s3:`."""
-    with pytest.raises(ConfigError, match=rf"{key}.* must be a local path, not one in a bucket: .*{remedy}"):
-        load_config(None, [f"{key}=s3://b/name", "rollout.servers=[http://localhost:1]"], {})
+@pytest.mark.parametrize("scheme", ["s3", "gcs", "S3"])
+def test_what_must_be_on_this_machine_is_refused(key, remedy, scheme):
+    """Catches a local folder that is called `s3:`, or `gcs:`."""
+    with pytest.raises(
+        ConfigError, match=rf"{key}.* must be a local path, not one in a bucket or .*: .*{remedy}"
+    ):
+        load_config(None, [f"{key}={scheme}://b/name", "rollout.servers=[http://localhost:1]"], {})
 
 
-def test_judgements_are_kept_on_this_machine():
-    judge = "reward.judge={server: 'http://localhost:1', model: m, rubric: r, cache: 's3://b/judged'}"
+OTHERS = ("gcs://b/x", "s3a://b/x", "S3://b/x", "s3://", "s3:///x", "gs:/b/x", "file:///x", "https://b/x")
+
+
+@pytest.mark.parametrize("place", OTHERS)
+def test_an_address_of_another_scheme_gets_no_checkpoints(place):
+    """Catches checkpoints in a local folder that is called `gcs:`, which is lost with its machine."""
+    rule = rf"checkpoint\.dir must be a folder, gs://BUCKET/NAME or s3://BUCKET/NAME; .*; got '{place}'"
+    with pytest.raises(ConfigError, match=rule):
+        load_config(None, [f"checkpoint.dir={place}"], {})
+
+
+@pytest.mark.parametrize("place", ["gs://b", "s3://b/x", "runs", "~/runs", "/a/b:c/d", "run:1/x"])
+def test_folders_and_buckets_get_checkpoints(place):
+    """Catches a folder with a colon in its name that is taken for an address."""
+    assert load_config(None, [f"checkpoint.dir={place}"], {}).config.checkpoint.dir == place
+
+
+@pytest.mark.parametrize("place", ["s3://b/judged", "gcs://b/judged"])
+def test_judgements_are_kept_on_this_machine(place):
+    """Catches a local folder that is called `gcs:`."""
+    judge = f"reward.judge={{server: 'http://localhost:1', model: m, rubric: r, cache: '{place}'}}"
     with pytest.raises(ConfigError, match=r"cache must be true, false or the path of a folder on this"):
         load_config(None, [judge], {})

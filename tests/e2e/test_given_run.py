@@ -17,11 +17,13 @@ import pytest
 from given_runs import ROWS, TASKS, given_run, write_sums
 from runs import interrupted_after, steady_metrics
 
+from quatrain.cluster.processes import _read, _written
 from quatrain.cluster.stop import Stopped
 from quatrain.config.load import load_config
 from quatrain.forward.predict import predict_tokens
+from quatrain.loop import given
 from quatrain.loop.export import export
-from quatrain.loop.given import Course, GivenData
+from quatrain.loop.given import Course, GivenData, ReferenceLogprobs
 from quatrain.loop.policy import load_policy
 from quatrain.loop.train import dry_run, train
 from quatrain.models.lora import adapters_of, with_trained
@@ -29,6 +31,7 @@ from quatrain.report.page_samples import read_samples
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import checkpoint_steps
+from quatrain.types.pictures import PicturesInJson
 from quatrain.update.learner import TooManyBadSteps
 from quatrain.update.supervised import GivenLearner
 
@@ -266,6 +269,29 @@ def test_the_reference_of_adapters_is_their_base_and_another_model_may_be_one(fi
     )
     again.keep_reference(trained_policy.params)
     np.testing.assert_allclose(again.batch(0).table.of_rows["reference"], found, rtol=1e-5)
+
+
+def test_the_main_process_reads_the_reference_for_all(tmp_path, monkeypatch):
+    """Catches a resume that fails on hosts which do not see the folder of process 0."""
+    path, hidden = tmp_path / "reference.npz", tmp_path / "hidden"
+    sums = np.array([[-1.5, -2.25], [-3.0, np.pi]])
+    ReferenceLogprobs(path).keep({"rows": ["a"]}, {"data": ([7, 3], sums)})
+    path.rename(hidden)
+
+    def by_main(decide):  # in which alone the file is there; the result goes to the others as JSON
+        hidden.rename(path)
+        try:
+            text = json.dumps(decide(), default=_written(PicturesInJson()))
+        finally:
+            path.rename(hidden)
+        return json.loads(text, object_hook=_read(PicturesInJson()))
+
+    monkeypatch.setattr(given, "decided_by_main", by_main)
+    reference = ReferenceLogprobs(path)
+    assert reference.read({"rows": ["a"]})
+    np.testing.assert_array_equal(reference.of("data", [3, 7]), sums[::-1])
+    with pytest.raises(ValueError, match="are of another rows"):
+        reference.read({"rows": ["b"]})
 
 
 def test_a_lost_file_of_the_reference_is_computed_from_the_initial_weights_when_resumed(finished):

@@ -344,6 +344,27 @@ def test_a_worker_that_refuses_the_run_ends_it_at_once():
         generate(fleet)
 
 
+def test_a_worker_that_was_given_up_does_not_end_the_run_by_what_it_is_refused(caplog):
+    """Catches a slow send of weights that ends the run: the next worker has taken the server over, so the
+    server refuses what the one that was given up still sends."""
+    refused, loading = threading.Event(), threading.Event()
+
+    def slow(worker):
+        assert loading.wait(LIMIT_S)
+        refused.set()
+        raise WorkerRefused("another sender has begun")
+
+    def next_one(worker):
+        loading.set()
+        assert refused.wait(LIMIT_S)
+        time.sleep(0.1)  # the other's thread ends meanwhile
+
+    workers = Workers(1, {0: in_call("load", slow), 1: in_call("load", next_one)})
+    with fleet_of(workers, timeout_s=0.5) as fleet:
+        assert list(generate(fleet).completions) == texts()
+    assert "no answer for 0.5 s while loading weights" in caplog.text
+
+
 def test_a_worker_that_forgets_its_groups_is_started_again(caplog):
     workers = Workers(1, {0: after(1, lambda worker: worker.groups.clear())})
     with fleet_of(workers) as fleet:

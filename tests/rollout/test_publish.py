@@ -11,7 +11,7 @@ from quatrain.config.schema import LoraConfig, RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.models.params import init_params
-from quatrain.rollout.publish import Folder, gathered
+from quatrain.rollout.publish import Folder, Stream, gathered
 from quatrain.weights import hf
 from quatrain.weights.hf import load_hf
 from quatrain.weights.whole import Whole
@@ -68,6 +68,24 @@ def test_versions_are_replaced_discarded_and_removed(tmp_path, small_arch, small
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v000002", "v000003"]
     folder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_changes_are_held_of_the_newest_version_alone(small_arch, small_params):
+    """Catches changes of all versions that are kept, each up to 0.9 of the weights, on the heap."""
+    stream = Stream(small_arch, {}, kept=3)
+    weights = gathered(small_params, "float32")
+    published = []
+    for version in range(3):
+        weights = {**weights, "final_norm": weights["final_norm"] * 0.5}
+        published.append(stream.publish(weights, version))
+    held = [sum(len(each.changes or b"") for each in pieces.each) for pieces in published]
+    assert held[:2] == [0, 0]
+    assert 0 < held[2] < published[2].num_bytes
+    for number, piece in enumerate(published[1].each):  # older ones are sent whole, to any receiver
+        message = published[1].message("stream", number, piece.before)
+        assert message is None or len(message) > piece.size
+    assert published[1].num_new_bytes > published[2].num_new_bytes
+    stream.close()
 
 
 def test_matrices_get_the_dtype_and_vectors_keep_theirs(small_params):

@@ -39,9 +39,13 @@ def test_a_metric_that_is_missing(tmp_path, caplog):
         (2, [1, 2, 3], 1, 1),  # the same, whatever checkpoints there are
         (4, [1, 4], 1, 1),  # the file's checkpoint was not completed
         (2, [2], None, None),
+        # The file is of the last time that the run was on this machine, and checkpoints are elsewhere. An
+        # older best one would be taken, and the best one would lose its place beside the newest.
+        (9, [3, 8, 9], 8, 8),
     ],
 )
 def test_a_resumed_run_goes_back(tmp_path, step, checkpoints, saved, found):
+    """Catches a best checkpoint that is gone, of another line of steps, or older than what the run knew."""
     noted(tmp_path, "max", 0.0, 1.0, 0.5, 2.0)
     best = Best(tmp_path, "eval/reward", "max")
     host = saved and {"metric": "eval/reward", "mode": "max", "step": saved, "value": 1.0}

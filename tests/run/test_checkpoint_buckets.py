@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from fsspec.config import conf
 from object_store import Bucket, buckets_in_memory
 
 from quatrain.config.buckets import COMPLETE
@@ -66,6 +67,14 @@ def test_a_state_comes_back_bit_for_bit_and_the_newest_are_kept(place, objects):
     )
     assert checkpointer.read_host(10) == {"step": 10}
     checkpointer.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_orbax_keeps_no_listings(place, objects, monkeypatch):
+    """Catches a process that has read nothing from a bucket before: what Orbax lists there would be old."""
+    monkeypatch.delitem(conf, place[:2], raising=False)
+    Checkpointer(place)
+    assert conf[place[:2]]["use_listings_cache"] is False
 
 
 def test_the_mark_is_the_one_that_orbax_writes_last(checkpointer, objects):

@@ -325,6 +325,57 @@ def test_checkpoints_may_be_in_another_folder_which_goes_on_without_the_runs(tmp
     assert checkpoint_steps(made.path) == [4]
 
 
+@pytest.mark.parametrize("left", [[], ["samples/"], [*LOCK_FILES, "samples/", "config.draft"]])
+def test_auto_goes_on_from_the_checkpoints_where_the_folder_is_empty(left, tmp_path):
+    """Catches a command that is refused, and told to be given again as it is: the folder is a new volume, or
+    of a start that was killed before it wrote where the checkpoints are."""
+    stores = str(tmp_path / "stores")
+    with_checkpoint(RunDir.create(tmp_path / "first", "mine", stores=stores), 4).close()
+    folder = tmp_path / "second" / "mine"
+    folder.mkdir(parents=True)
+    for name in left:
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).write_text("")
+    run = RunDir.create(tmp_path / "second", "mine", resume="auto", stores=stores)
+    assert (run.path, run.resumed, checkpoint_steps(folder)) == (folder, True, [4])
+    assert "from step 4 in" in run.note
+
+
+def test_a_place_of_checkpoints_has_one_writer(tmp_path):
+    """Catches two machines that share it alone, and so write, and remove, the files of the same run."""
+    stores = str(tmp_path / "stores")
+    first = RunDir.create(tmp_path / "first", "mine", stores=stores)
+    reference = tmp_path / "stores" / "mine" / "reference"
+    reference.mkdir()
+    with pytest.raises(ValueError, match=r"only one process may write the run in .*stores/mine: process"):
+        RunDir.create(tmp_path / "second", "mine", stores=stores)
+    assert not (tmp_path / "second").exists()
+    first.close()
+    second = RunDir.create(tmp_path / "second", "mine", stores=stores)
+    second.close()
+    second.discard()
+    assert reference.exists()
+
+
+def test_the_lock_of_the_checkpoints_is_released_if_the_folder_cannot_be_made(tmp_path):
+    """Catches a run that holds the place of its checkpoints after it was refused."""
+    stores = str(tmp_path / "stores")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"the run's folder must be writable: .*file/mine") as kept:
+        RunDir.create(tmp_path / "file", "mine", stores=stores)
+    RunDir.create(tmp_path / "runs", "mine", stores=stores).close()
+    with pytest.raises(ValueError, match=r"the checkpoints' folder must be writable: .*checkpoint\.dir="):
+        RunDir.create(tmp_path / "runs", "other", stores=str(tmp_path / "file"))
+    assert kept.value.__traceback__ is not None  # which keeps what it refers to
+
+
+def test_checkpoints_may_be_placed_in_the_folder_of_runs(tmp_path):
+    """Catches a folder that is made twice, or locked twice: it is that of the run itself."""
+    made = RunDir.create(tmp_path, "mine", stores=str(tmp_path))
+    assert (made.store, made.checkpoints) == ("", tmp_path / "mine" / "checkpoints")
+    with_checkpoint(made, 4).close()
+    assert RunDir.create(tmp_path, "mine", resume="auto", stores=str(tmp_path)).resumed
+
+
 def test_a_run_with_its_checkpoints_in_its_folder_does_not_go_on_elsewhere(tmp_path):
     with_checkpoint(RunDir.create(tmp_path, "mine"), 4).close()
     with pytest.raises(ValueError, match=r"mine/checkpoints; got .*stores; set it back"):

@@ -1,6 +1,7 @@
 """The server as its clients see it: the openai package, and requests that are wrong."""
 
 import asyncio
+import hashlib
 import json
 import math
 import re
@@ -25,6 +26,8 @@ from quatrain.models.decoder import forward, logits
 from quatrain.serve.http import CHANGING
 from quatrain.serve.requests import MOST_SEQUENCES
 from quatrain.serve.text import TextStream
+from quatrain.servers.client import BYTES
+from quatrain.servers.pieces import PIECE_BYTES
 from quatrain.types.batches import Prompt
 from quatrain.weights.hf import save_hf
 
@@ -418,6 +421,25 @@ def test_a_client_that_leaves_frees_its_slots_while_tokens_come(server, http, mo
         time.sleep(0.05)
     assert service.totals.sequences_cancelled == cancelled + 1
     assert service.num_running == 0
+
+
+def test_weights_that_are_sent_are_loaded_when_they_are_whole(http):
+    """Catches half a model that is loaded, and a sender that a restarted server refuses for good."""
+    content = b"abc"
+    said = {"number": 0, "digest": hashlib.blake2b(content, digest_size=16).hexdigest(), "changes": False}
+
+    def put(stream):
+        message = json.dumps({**said, "stream": stream}).encode() + b"\n" + content
+        return http.post("/weights/put", content=message, headers={"Content-Type": BYTES})
+
+    late = put("of the server before")
+    assert (late.status_code, "begin again" in late.text) == (503, True)
+    files = {"files": {"a": 3, "b": 3}, "piece_bytes": PIECE_BYTES}
+    begun = http.post("/weights/begin", json=files).json()
+    assert put(begun["stream"]).json() == said["digest"]
+    early = http.post("/weights", json={"path": begun["path"], "version": 9})
+    assert early.status_code == 409
+    assert "lacks 1 of 2 pieces" in early.json()["error"]["message"]
 
 
 def test_new_weights_are_used_from_the_next_token_on(server, http, small_arch, small_params, tmp_path):

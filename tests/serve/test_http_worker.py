@@ -33,6 +33,7 @@ from quatrain.rollout.http_worker import HttpWorker, workers
 from quatrain.rollout.publish import Folder, Stream, gathered
 from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
+from quatrain.servers import pieces
 from quatrain.servers.client import Refusal, ServerClient
 from quatrain.servers.expert_routes import RouteRules
 from quatrain.servers.kinds import Quatrain
@@ -142,6 +143,16 @@ def test_a_vllm_gets_what_has_changed_over_http(vllm, rules, small_arch, small_p
             assert total > 100_000 if version == 4 else 0 < total < 5_000
 
 
+def test_a_vllm_loads_what_it_is_sent_when_it_is_whole():
+    """Catches half a model that vLLM's workers load."""
+    worker = Reload()
+    worker.local_rank = 0
+    path = worker.begin_quatrain_weights({"a": 3}, pieces.PIECE_BYTES)["path"]
+    with pytest.raises(pieces.NotWhole, match=r"lacks 1 of 1 pieces"):
+        worker.load_quatrain_weights(path)
+    worker._quatrain_receiver.close()
+
+
 def test_a_server_that_takes_no_weights_over_http_is_refused(rules, tokenizer, small_arch):
     sglang = Fake("sglang", tokenizer, small_arch.vocab_size)
     with listening(sglang) as url, pytest.raises(WorkerRefused, match=r"SGLang loads.*weights_dir to a"):
@@ -167,6 +178,56 @@ def test_a_piece_that_comes_out_wrong_is_sent_whole(own_server, rules, small_arc
     worker.close()
     stream.close()
     assert not pieces.path.exists()
+
+
+def test_a_server_without_room_for_what_it_is_sent_says_so(
+    own_server, rules, small_arch, small_params, monkeypatch
+):
+    """Catches a full disk that is reported as a server with another model."""
+    stream = Stream(small_arch, {}, kept=KEPT_VERSIONS)
+    weights = stream.publish(gathered(small_params, "float32"), 1)
+    worker = HttpWorker(own_server[0], rules, num_slots=None, timeout_s=20)
+    monkeypatch.setattr(pieces, "_roomiest", lambda num_bytes: (Path("/somewhere"), 10))
+    with pytest.raises(WorkerRefused, match=r"quatrain at .*refused them: .*/somewhere has 0.0 GB") as error:
+        worker.load(weights, 1, 20)
+    assert "the model that is trained" not in str(error.value)
+    worker.close()
+    stream.close()
+
+
+def test_a_sender_that_another_took_over_is_no_wrong_model(own_server, rules, small_arch, small_params):
+    """Catches a run that ends because a worker that was given up goes on sending to its server: pieces of an
+    earlier sender, and files that another one replaces, cost the worker alone."""
+    stream = Stream(small_arch, {}, kept=KEPT_VERSIONS)
+    first = stream.publish(gathered(small_params, "float32"), 1)
+    worker, other = (HttpWorker(own_server[0], rules, num_slots=None, timeout_s=20) for _ in range(2))
+    plain = worker._server._kind.put
+
+    def begin(files):  # called in the loop of the clients, which cannot ask meanwhile
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        body = {"files": files, "piece_bytes": pieces.PIECE_BYTES}
+        httpx.post(f"{own_server[0]}/weights/begin", json=body, headers=headers).raise_for_status()
+
+    def late(message):  # the other begins, and has sent nothing yet
+        begin(first.files)
+        return plain(message)
+
+    worker._server._kind.put = late
+    with pytest.raises(WorkerLost, match=r"status 503, .*another sender has begun"):
+        worker.load(first, 1, 20)
+    worker._server._kind.put = plain
+    assert other.load(first, 1, 20) == 1
+    loading = worker._server._kind.loading
+
+    def later(path, version, timeout_s):
+        begin({"config.json": 3})
+        return loading(path, version, timeout_s)
+
+    worker._server._kind.loading = later
+    with pytest.raises(WorkerLost, match=r"status 409, .*lacks all pieces"):
+        worker.load(first, 1, 20)
+    for each in (worker, other, stream):
+        each.close()
 
 
 def test_a_fleet_of_servers_survives_the_end_of_one(

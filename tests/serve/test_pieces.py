@@ -1,16 +1,28 @@
 """Weights over HTTP: a receiver has the sender's files to the byte, or refuses what came."""
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from quatrain.servers import pieces as module
-from quatrain.servers.pieces import PIECE_BYTES, MemoryFolder, Pieces, Receiver, changed, changes_of
+from quatrain.servers.pieces import (
+    PIECE_BYTES,
+    MemoryFolder,
+    NotWhole,
+    Pieces,
+    Receiver,
+    Superseded,
+    changed,
+    changes_of,
+)
 
 UNITS = 3 * 2**16 + 7
 
@@ -117,6 +129,110 @@ def test_files_outside_of_the_folder_are_refused(name, receiver, memory):
 def test_pieces_of_another_size_are_refused(receiver):
     with pytest.raises(ValueError, match=r"pieces of 16777216 bytes.* of 5; send them with this version"):
         receiver.begin({"a": 3}, 5)
+
+
+def message_of(stream, number, content, digest=None):
+    said = {"stream": stream, "number": number, "digest": digest or module._digest(content), "changes": False}
+    return json.dumps(said).encode() + b"\n" + content
+
+
+def test_a_late_piece_does_not_overwrite_a_newer_one(receiver, monkeypatch):
+    """Catches a put that was checked before another sender began, and is written after that one's piece:
+    the receiver would have the old bytes, and claim the new digest."""
+    plain, reached, go_on = module._digest, threading.Event(), threading.Event()
+
+    def slow(content):
+        if content == b"old":
+            reached.set()
+            assert go_on.wait(10)
+        return plain(content)
+
+    begun = receiver.begin({"a": 3}, PIECE_BYTES)
+    late = message_of(begun["stream"], 0, b"old")
+    monkeypatch.setattr(module, "_digest", slow)
+    with ThreadPoolExecutor() as threads:
+        put = threads.submit(receiver.put, late)
+        assert reached.wait(10)
+        newer = receiver.begin({"a": 3}, PIECE_BYTES)["stream"]
+        digest = receiver.put(message_of(newer, 0, b"new"))
+        go_on.set()
+        assert isinstance(put.exception(10), Superseded)
+    again = receiver.begin({"a": 3}, PIECE_BYTES)
+    assert again["digests"] == [digest]
+    assert (Path(again["path"]) / "a").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("size", [5, 1])
+def test_a_piece_must_have_its_size(size, receiver):
+    """Catches a piece that is too long, and so overwrites the one behind it, or makes the file longer."""
+    begun = receiver.begin({"a": 3}, PIECE_BYTES)
+    with pytest.raises(ValueError, match=rf"piece 0 of a must have 3 bytes; it has {size}; send it again"):
+        receiver.put(message_of(begun["stream"], 0, bytes(size)))
+    assert (Path(begun["path"]) / "a").stat().st_size == 3
+    assert receiver.begin({"a": 3}, PIECE_BYTES)["digests"] == [None]
+
+
+def test_a_sender_that_has_not_begun_is_told_so(receiver):
+    """Catches a plain ValueError, by which a run would end: the server was started again meanwhile."""
+    for stream in ("", "of the server before"):
+        with pytest.raises(Superseded, match="begin again"):
+            receiver.put(message_of(stream, 0, b"abc"))
+
+
+def test_files_without_room_are_refused_with_both_sizes(receiver, memory, monkeypatch):
+    """Catches files that are taken for which there is no room, which a full disk would show much later."""
+    kept = send_small(receiver)
+    sizes = r"they have 1125899\.9 GB, and .* has .* GB left; free space there, enlarge .*memory .*shm-size"
+    with pytest.raises(ValueError, match=sizes):
+        receiver.begin({"a": 2**50}, PIECE_BYTES)
+    assert not list(memory.iterdir())
+    assert receiver.begin(kept, PIECE_BYTES)["digests"] == [None]
+
+    def full(file, start, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"they have 0\.0 GB, and .*memory has .* GB left; free space there"):
+        receiver.begin({"b": 3}, PIECE_BYTES)
+    assert not list(memory.iterdir())
+
+
+def test_room_is_taken_when_files_begin(receiver):
+    """Catches a full memory that shows only when the last pieces come."""
+    path = Path(receiver.begin({"a": 2**20, "empty": 0}, PIECE_BYTES)["path"])
+    assert (path / "a").stat().st_blocks * 512 >= 2**20
+    assert (path / "empty").stat().st_size == 0
+
+
+def send_small(receiver):
+    files = {"a": 3}
+    receiver.put(message_of(receiver.begin(files, PIECE_BYTES)["stream"], 0, b"abc"))
+    return files
+
+
+def test_files_that_cannot_be_made_leave_nothing_that_is_claimed(receiver, memory):
+    """Catches a second begin of the same files that gets the digests of those that were removed."""
+    send_small(receiver)
+    for _ in range(2):
+        with pytest.raises(OSError, match="File name too long"):
+            receiver.begin({"a": 3, "n" * 300: 3}, PIECE_BYTES)
+        assert not list(memory.iterdir())
+    assert receiver.begin({"a": 3}, PIECE_BYTES)["digests"] == [None]
+
+
+def test_files_that_are_not_whole_are_not_to_be_loaded(receiver):
+    """Catches half a model that is loaded because nobody asks the receiver."""
+    begun = receiver.begin({"a": 3, "b": 3}, PIECE_BYTES)
+    path = begun["path"]
+    receiver.put(message_of(begun["stream"], 0, b"abc"))
+    with pytest.raises(NotWhole, match=rf"{path} lacks 1 of 2 pieces; begin again"):
+        receiver.check_whole(path)
+    receiver.put(message_of(begun["stream"], 1, b"abc"))
+    receiver.check_whole(path)
+    receiver.check_whole("/another/folder")
+    receiver.close()
+    with pytest.raises(NotWhole, match=r"lacks all pieces"):
+        receiver.check_whole(path)
 
 
 def test_what_is_not_the_piece_is_refused_and_forgotten(tmp_path, receiver):

@@ -117,7 +117,7 @@ def export(
     """Write the weights of a run, or of a checkpoint of `quatrain serve --train`, as a Hugging Face folder
     (safetensors, config, tokenizer), or push those of a run."""
     from quatrain.config.dotenv import load_dotenv
-    from quatrain.config.places import HUB_ID, is_bucket
+    from quatrain.config.places import FOLDER_OR_BUCKET, HUB_ID, is_bucket, names_no_bucket
     from quatrain.loop.export import export as write
     from quatrain.serve.tinker.checkpoint import META
 
@@ -129,6 +129,8 @@ def export(
         raise ValueError(
             "nothing says where the model goes; give a folder OUTPUT, --push OWNER/NAME, or both"
         )
+    if names_no_bucket(output):
+        raise ValueError(f"OUTPUT {FOLDER_OR_BUCKET}; got {output}; correct it")
     load_dotenv(os.environ)
     of_server = (Path(run) / META).is_file()
     if of_server and (push is not None or step is not None):

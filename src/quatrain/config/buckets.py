@@ -31,16 +31,24 @@ VERSION = ("size", "ETag", "etag", "generation", "LastModified", "updated", "mti
 LONGEST_REASON = 300
 
 
+def keep_no_listings(scheme: str) -> None:
+    """File systems of `scheme` that fsspec makes from now on, also for Orbax, list anew each time.
+
+    Others write to buckets too, which a kept listing would hide.
+    """
+    from fsspec.config import conf
+
+    conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
+
+
 @contextmanager
 def _at(url: str) -> Iterator[Any]:
     """The file system of `url`; what it raises becomes a ValueError, whatever the library and its class."""
     scheme = url.partition("://")[0]
     try:
         import fsspec
-        from fsspec.config import conf
 
-        # Others write there too, which a kept listing would hide; also for those that Orbax makes.
-        conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
+        keep_no_listings(scheme)
         yield fsspec.filesystem(scheme)
     except ImportError as error:
         raise ValueError(

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+FOLDER_OR_BUCKET = "must be a folder, gs://BUCKET/NAME or s3://BUCKET/NAME"
+"""The rule for what is written to either, which `names_no_bucket` breaks."""
+_ADDRESS = re.compile(r"[A-Za-z][\w.+-]+:/")
+_BUCKET = re.compile(r"(gs|s3)://[^/]")
 _LONGEST = 1024
 """Characters of a path; a longer text is none."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -81,6 +85,16 @@ def local_path(path: str | Path) -> Path:
 def is_bucket(path: object) -> bool:
     """Whether `path` names objects in a bucket: `gs://BUCKET/NAME` or `s3://BUCKET/NAME`."""
     return isinstance(path, str) and path.startswith(("gs://", "s3://"))
+
+
+def has_scheme(path: object) -> bool:
+    """Whether `path` names something elsewhere, by whatever scheme, as `s3a://BUCKET/NAME` or `gs:/NAME`."""
+    return isinstance(path, str) and bool(_ADDRESS.match(path))
+
+
+def names_no_bucket(path: object) -> bool:
+    """Whether `path` is an address, and none of a bucket: of another scheme, or without a bucket's name."""
+    return has_scheme(path) and not _BUCKET.match(str(path))
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:

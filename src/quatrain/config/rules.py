@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.fields import is_default, value_at
-from quatrain.config.places import is_bucket
+from quatrain.config.places import FOLDER_OR_BUCKET, has_scheme, names_no_bucket
 from quatrain.config.sections.given import WITHOUT_REFERENCE
 from quatrain.config.sections.judge import JUDGE
 from quatrain.config.sections.model_on_devices import VISION_TARGETS
@@ -178,9 +178,8 @@ def _of_optimizer(section: str) -> list[Rule]:
 
 
 def _on_this_machine(key: str, remedy: str) -> Rule:
-    return Rule(
-        key, lambda c: is_bucket(value_at(c, key)), f"must be a local path, not one in a bucket: {remedy}"
-    )
+    sentence = f"must be a local path, not one in a bucket or at another address: {remedy}"
+    return Rule(key, lambda c: has_scheme(value_at(c, key)), sentence)
 
 
 def _of_pairs(task: str, columns: str) -> Rule:
@@ -745,6 +744,11 @@ RULES: tuple[Rule, ...] = (
     *(_of_estimator(name, estimator.scales) for name, estimator in ESTIMATORS.items()),
     *_of_optimizer("optimizer"),
     *_of_optimizer("critic_optimizer"),
+    Rule(
+        "checkpoint.dir",
+        lambda c: names_no_bucket(c.checkpoint.dir),
+        f"{FOLDER_OR_BUCKET}; correct it, or mount what it names as a folder",
+    ),
     _on_this_machine("run.dir", "log, metrics and lock are files; set checkpoint.dir to the bucket"),
     _on_this_machine("run.compilation_cache", "set a folder, or null"),
     _on_this_machine("data.image_root", "put the pictures into the rows, or mount the bucket"),

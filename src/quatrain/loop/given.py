@@ -421,12 +421,15 @@ class ReferenceLogprobs:
         return self._found[part][[places[key] for key in keys]]
 
     def read(self, made_of: Mapping[str, Any]) -> bool:
-        """Whether there is a file, which is read; raises ValueError if it is of something else."""
-        if not decided_by_main(self._path.is_file):
+        """Whether there is a file, which the main process reads for all: others need not see it.
+
+        Raises ValueError if it is of something else.
+        """
+        content = decided_by_main(self._content)
+        if content is None:
             return False
-        with np.load(self._path) as file:
-            before = json.loads(str(file["made_of"]))
-            parts = {part: (file[f"{part}_keys"].tolist(), file[part]) for part in file["parts"].tolist()}
+        before, arrays = content
+        parts = {part: (keys.tolist(), sums) for part, (keys, sums) in arrays.items()}
         if changed := differing(before, json.loads(json.dumps(made_of))):
             raise ValueError(
                 "the log-probabilities of the reference must be of this run's rows and weights; those in "
@@ -435,6 +438,14 @@ class ReferenceLogprobs:
             )
         self._hold(parts)
         return True
+
+    def _content(self) -> tuple[Any, dict[str, tuple[np.ndarray, np.ndarray]]] | None:
+        """What the file is made of, and by part the keys of rows and [rows, 2]; None if there is no file."""
+        if not self._path.is_file():
+            return None
+        with np.load(self._path) as file:
+            parts = {part: (file[f"{part}_keys"], file[part]) for part in file["parts"].tolist()}
+            return json.loads(str(file["made_of"])), parts
 
     def keep(self, made_of: Mapping[str, Any], found: Mapping[str, tuple[list[int], np.ndarray]]) -> None:
         """Holds what was found, by part: keys of rows, and [rows, 2]; writes it to the file."""

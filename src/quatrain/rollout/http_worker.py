@@ -24,6 +24,8 @@ from quatrain.types.kept import KEPT, all_words
 from quatrain.types.rollouts import Completion
 from quatrain.types.routes import ROUTES
 
+NOT_WHOLE = 409
+"""The status with which `quatrain serve` refuses to load files that are sent and have not all come."""
 CLOSE_S = 5.0
 """Longest wait for a server to go on when its worker is closed while it loads weights."""
 
@@ -93,21 +95,25 @@ class HttpWorker:
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """The server loads `weights`, a folder or `Pieces`; the version that it says it has then.
 
-        Raises WorkerRefused if it answers that it cannot: it has another model, or cannot read the folder.
+        Raises WorkerRefused if it answers that it cannot: it has another model, cannot read the folder, or
+        has no room for what it is sent.
         """
         self._loading = True
         try:
             return self._client.run(self._server.load(weights, version, timeout_s))
         except Refusal as error:
             path = Path(weights)
-            if not path.is_dir():  # a newer version has taken its place meanwhile
+            # What was to be loaded is gone meanwhile: here for a newer version, there by another sender.
+            if error.status == NOT_WHOLE or not path.is_dir():
                 raise WorkerLost(f"it did not load {path}: {error}") from error
             shared = ", where it can read that folder (rollout.weights_dir)"
             raise WorkerRefused(
                 f"{self.name}: it must load the weights of this run, and refused {path}: {error}; start it "
                 f"with the model that is trained{shared if isinstance(weights, str) else ''}"
             ) from error
-        except (ServerLost, Unfit) as error:
+        except Unfit as error:
+            raise _of_worker(error, f"{self.name}: ") from error
+        except ServerLost as error:
             raise _of_worker(error) from error
         finally:
             self._loading = False

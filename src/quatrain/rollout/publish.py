@@ -184,9 +184,9 @@ class _InMemoryFolder(Folder):
 class Stream:
     """Versions as folders in this machine's memory, the files of which servers are sent in pieces.
 
-    A server that has the version before gets what has changed. Arguments as of `Folder`; of `kept` versions
-    the folders stay, as many as the fleet keeps. Adapters alone, which `gathered` returns of a model that is
-    `adapted`, become a folder of adapters.
+    A server that has the version before the newest gets what has changed. Arguments as of `Folder`; of `kept`
+    versions the folders stay, as many as the fleet keeps. Adapters alone, which `gathered` returns of a model
+    that is `adapted`, become a folder of adapters.
     """
 
     def __init__(
@@ -211,7 +211,11 @@ class Stream:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
             self._memory = MemoryFolder((self._kept + 1) * size)
             self._folder = self._make(self._memory.path / "versions")
-        self._last = Pieces.of(Path(self._folder.publish(weights, version)), self._last)
+        folder = Path(self._folder.publish(weights, version))
+        if self._last is not None:
+            # They are in the process's memory, and of most use to servers that are a version behind.
+            self._last.forget_changes()
+        self._last = Pieces.of(folder, self._last)
         logger.info(
             "weights of version %d: %.1f MB, of which %.1f MB are sent to a server with the version before",
             *(version, self._last.num_bytes / 1e6, self._last.num_new_bytes / 1e6),

@@ -243,8 +243,13 @@ class WorkerSupervisor:
             self._keep_at_work(slot, generation, worker)
         except _Ended:
             pass
-        except (WorkerRefused, GroupFailed) as error:
+        except GroupFailed as error:
             self._fail(error)
+        except WorkerRefused as error:
+            # Of one that was given up, it may be the fault of the next: that has taken its server over.
+            with self.changed:
+                if slot.generation == generation:
+                    self._fail(error)
         except Exception as error:
             why = str(error) if isinstance(error, WorkerLost) else f"{type(error).__name__}: {error}"
             with self.changed:

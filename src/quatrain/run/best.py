@@ -60,18 +60,25 @@ class Best:
             self._set(self._before)
 
     def restore(self, saved: dict[str, Any] | None, step: int, checkpoints: Collection[int]) -> None:
-        """What was found up to `step`, to which a run goes back: as in the file, or `saved` in its
-        checkpoint.
+        """What was found up to `step`, to which a run goes back: the later of that in the file, and `saved`
+        in its checkpoint.
 
-        The file may know of a later evaluation of `step`, or of steps that are gone. What was found for
+        The file may know of a later evaluation of `step`, or of steps that are gone; with checkpoints in
+        another place it may be older, of the last time that the run was on this machine. What was found for
         another metric does not count.
         """
-        for found in (decided_by_main(lambda: _read(self._path)), saved):
-            if found is None or (found["metric"], found["mode"]) != (self._metric, self._mode):
-                continue
-            if found["step"] <= step and found["step"] in checkpoints:
-                return self._set(found)
-        self._forget()
+        candidates = [
+            found
+            for found in (decided_by_main(lambda: _read(self._path)), saved)
+            if found is not None
+            and (found["metric"], found["mode"]) == (self._metric, self._mode)
+            and found["step"] <= step
+            and found["step"] in checkpoints
+        ]
+        if candidates:
+            self._set(max(candidates, key=lambda found: int(found["step"])))
+        else:
+            self._forget()
 
     def __str__(self) -> str:
         if self.found is None:

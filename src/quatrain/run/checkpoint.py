@@ -417,6 +417,7 @@ def _bucket_folder(url: str) -> Path:
     os.environ.setdefault("EPATH_USE_TF", "false")
     from etils import epath
 
+    buckets.keep_no_listings(url.partition("://")[0])
     if url.startswith(S3):
         teach_s3()
     folder: Path = epath.Path(url)

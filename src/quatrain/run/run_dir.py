@@ -11,8 +11,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,11 @@ UNBEGUN = ("samples", ".write_probe", "config.draft", STORE_FILE, "checkpoints.d
 class RunLock:
     """The lock of the folder `path`, taken by the constructor; the system releases that of a dead process.
 
-    Raises ValueError, which names host, process and time of the other holder, if the folder is in use.
+    Raises ValueError, which names host, process and time of the other holder, if the folder is in use, and
+    one that names `key`, by which the folder is chosen, if it cannot be locked.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, key: str = "run.dir"):
         self._lock = FileLock(path / LOCK_FILES[0], thread_local=False)
         owner = path / LOCK_FILES[1]
         try:
@@ -54,7 +55,7 @@ class RunLock:
             ) from error
         except (OSError, NotImplementedError) as error:
             raise ValueError(
-                f"run.dir must be on a file system with locks (flock): {path} cannot be locked, "
+                f"{key} must be on a file system with locks (flock): {path} cannot be locked, "
                 f"{getattr(error, 'strerror', None) or error}; choose another folder, or mount it with locks"
             ) from error
         here = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%F %T")}
@@ -98,8 +99,9 @@ class RunDir:
     """Log message that says what is resumed; empty without `--resume`."""
     restarted: bool = False
     """True if the folder has files of an attempt without a checkpoint, and the run starts in it again."""
-    lock: RunLock | None = field(default=None, compare=False, repr=False)
-    """Held by the main process, from before anything in the folder is touched until `close`."""
+    locks: tuple[RunLock, ...] = field(default=(), compare=False, repr=False)
+    """Of the folder, and of `store` if that is a folder. Held by the main process, from before anything in
+    them is touched until `close`."""
     store: str = ""
     """The folder or bucket with checkpoints and reference; empty: they are in `path`."""
 
@@ -119,21 +121,21 @@ class RunDir:
         its folder exists, else a new run `name`; if nobody chose the name (not `named`), it prefers the run
         under `root` with the newest checkpoint to a new one. Only `auto` accepts a run that ended before its
         first checkpoint, and starts it again from its beginning. The main process selects and creates the
-        folder, and locks it. `stores` (`checkpoint.dir`) is the folder or bucket with the checkpoints of
-        runs, each in a folder of its name; with it, `auto` also resumes run `name` if only they are left, and
-        other processes need not see the run's folder. Raises ValueError if the name of a new run is already
-        used, there is nothing to resume, another process uses the folder, it is not writable, or a run to
-        resume has its checkpoints elsewhere.
+        folder, and locks it. `stores` (`checkpoint.dir`) is the folder, locked too, or bucket with the
+        checkpoints of runs, each in a folder of its name; with it, `auto` also resumes run `name` if only
+        they are left, and other processes need not see the run's folder. Raises ValueError if the name of a
+        new run is already used, there is nothing to resume, another process uses the folder, it is not
+        writable, or a run to resume has its checkpoints elsewhere.
         """
         locks: list[RunLock] = []
 
         def chosen() -> tuple[str, bool, str, bool, str]:
-            run = cls._chosen(Path(root).absolute(), name, resume, named, _absolute(stores))
-            locks.append(run._make())
+            run = cls._chosen(Path(root).absolute(), name, resume, named, _absolute(stores, root))
+            locks.extend(run._make())
             return str(run.path), run.resumed, run.note, run.restarted, run.store
 
         path, resumed, note, restarted, store = decided_by_main(chosen)
-        run = cls(Path(path), resumed, note, restarted, next(iter(locks), None), store)
+        run = cls(Path(path), resumed, note, restarted, tuple(locks), store)
         key, shared = ("checkpoint.dir", store) if store else ("run.dir", path)
         seen = gather_objects(is_bucket(shared) or Path(shared).is_dir())
         if not all(seen):
@@ -149,6 +151,15 @@ class RunDir:
         path, store = None, stores and f"{stores}/{name}"
         if resume:
             path = auto_run(root, name, named) if resume == AUTO else _with_checkpoint(find_run(resume, root))
+        # The folder may be there without the run: a new volume, or a start that was killed.
+        lost = path is None or _holds_nothing(path)
+        left = steps_in(_within(store, CHECKPOINTS)) if store and lost else []
+        if left and resume == AUTO and named:
+            note = (
+                f"resuming {name} from step {max(left)} in {store}: its folder {root / name} is not here or "
+                "empty, and gets the metrics and samples of later steps alone"
+            )
+            return cls(path or _fresh(root, name), resumed=True, note=note, store=store)
         if path is not None and resume == AUTO and _can_start_over(path):
             note = f"{path} has no complete checkpoint: starting {name} again from its beginning"
             return cls(path, note=note, restarted=True, store=_unused(store))
@@ -161,13 +172,6 @@ class RunDir:
                     f"their place into {path / STORE_FILE}"
                 )
             return cls(path, resumed=True, note=f"resuming {path} from step {max(steps)}", store=store)
-        left = steps_in(_within(store, CHECKPOINTS)) if store and path is None else []
-        if left and resume == AUTO and named:
-            note = (
-                f"resuming {name} from step {max(left)} in {store}: its folder {root / name} is not here, "
-                "and gets the metrics and samples of later steps alone"
-            )
-            return cls(_fresh(root, name), resumed=True, note=note, store=store)
         missing = f"there is no run {name} in {root}" if named else f"no run in {root} has a checkpoint"
         note = f"{missing}: starting a new run {name}" if resume else ""
         return cls(_fresh(root, name), note=note, store=_unused(store))
@@ -298,39 +302,67 @@ class RunDir:
                 for name in created - {self.samples.name}:
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
-                if self.store and not is_bucket(self.store):
-                    Path(self.store).rmdir()
+                if self._locked_store is not None:
+                    _remove_unused(self._locked_store)
 
     def close(self) -> None:
         """Let other processes use the folder."""
-        if self.lock is not None:
-            self.lock.release()
+        for lock in self.locks:
+            lock.release()
 
-    def _make(self) -> RunLock:
-        """Creates the folder, or takes an existing one; returns its lock."""
+    @property
+    def _locked_store(self) -> Path | None:
+        """The folder with the checkpoints; None if they are in the run's folder, or in a bucket."""
+        return Path(self.store) if self.store and not is_bucket(self.store) else None
+
+    def _make(self) -> list[RunLock]:
+        """Creates the folder, or takes an existing one; returns its lock, and that of the store."""
         if is_bucket(self.store):
             check_writable(self.store)
-        try:
-            if self.store and not is_bucket(self.store):
-                Path(self.store).mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(parents=True, exist_ok=self.resumed or self.restarted)
-            lock = RunLock(self.path)
-            probe = self.path / ".write_probe"
-            probe.write_bytes(b"probe" * 1000)
-            probe.unlink()
-            self.samples.mkdir(exist_ok=True)
-            place = self.path / STORE_FILE
-            if self.store:
-                write_whole(place, self.store + "\n")
-            else:
-                place.unlink(missing_ok=True)
-            return lock
-        except OSError as error:
-            raise ValueError(
-                f"the run's folder must be writable: {self.path} is not ({error.strerror or error}); "
-                f"{'free space' if disk_is_full(error) else 'fix its permissions'}, or choose another folder "
-                "with `--set run.dir=…`"
-            ) from error
+        with ExitStack() as held:
+            locks = []
+            # First that of the store: of a run that is refused for it, no folder is made here.
+            if self._locked_store is not None:
+                with _writable(self._locked_store, "the checkpoints' folder", "checkpoint.dir"):
+                    self._locked_store.mkdir(parents=True, exist_ok=True)
+                    locks.append(RunLock(self._locked_store, "checkpoint.dir"))
+                held.callback(locks[0].release)
+            with _writable(self.path, "the run's folder", "run.dir"):
+                self.path.mkdir(parents=True, exist_ok=self.resumed or self.restarted)
+                locks.append(RunLock(self.path))
+                held.callback(locks[-1].release)
+                probe = self.path / ".write_probe"
+                probe.write_bytes(b"probe" * 1000)
+                probe.unlink()
+                self.samples.mkdir(exist_ok=True)
+                place = self.path / STORE_FILE
+                if self.store:
+                    write_whole(place, self.store + "\n")
+                else:
+                    place.unlink(missing_ok=True)
+            held.pop_all()
+        return locks
+
+
+@contextmanager
+def _writable(place: Path, what: str, key: str) -> Iterator[None]:
+    """An OSError while `place`, which `key` chooses, is made becomes a ValueError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{what} must be writable: {place} is not ({error.strerror or error}); "
+            f"{'free space' if disk_is_full(error) else 'fix its permissions'}, or choose another folder "
+            f"with `--set {key}=…`"
+        ) from error
+
+
+def _remove_unused(store: Path) -> None:
+    """Removes the folder for checkpoints of a run that has not begun, if it has none."""
+    if {entry.name for entry in store.iterdir()} <= {*LOCK_FILES}:
+        for name in LOCK_FILES:
+            (store / name).unlink(missing_ok=True)
+        store.rmdir()
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -367,10 +399,12 @@ def _within(place: Path | str, name: str) -> Path | str:
     return f"{place}/{name}" if is_bucket(place) else Path(place, name)
 
 
-def _absolute(stores: str | None) -> str:
+def _absolute(stores: str | None, root: str | Path) -> str:
+    """The place of runs' checkpoints; empty if it is none but `root`, which has the runs themselves."""
     if stores is None or is_bucket(stores):
         return (stores or "").rstrip("/")
-    return str(local_path(stores).absolute())
+    folder = local_path(stores).absolute()
+    return "" if folder.resolve() == Path(root).resolve() else str(folder)
 
 
 def _unused(store: str) -> str:
@@ -420,6 +454,11 @@ def _can_start_over(path: Path) -> bool:
     names = {entry.name for entry in path.iterdir()}
     begun = "config.yaml" in names or names <= {*UNBEGUN, *LOCK_FILES}
     return begun and "final" not in names and not checkpoint_steps(path)
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Whether the folder `path` has nothing of a run, and does not say where its checkpoints are."""
+    return {entry.name for entry in path.iterdir()} <= {*UNBEGUN, *LOCK_FILES} - {STORE_FILE}
 
 
 def _is_name(name: str) -> bool:

@@ -52,7 +52,7 @@ from quatrain.serve.requests import (
 )
 from quatrain.serve.sessions import Sessions
 from quatrain.servers.client import BYTES
-from quatrain.servers.pieces import LONGEST_MESSAGE, Receiver
+from quatrain.servers.pieces import LONGEST_MESSAGE, NotWhole, Receiver, Superseded
 from quatrain.types.pictures import Tokens
 from quatrain.types.sampler import Sampler, ServiceFailed
 
@@ -209,7 +209,10 @@ class Api:
     async def _weights(self, request: Request) -> Response:
         asked = parsed(WeightsRequest, await body_of(request))
         try:
+            await asyncio.to_thread(self._receiver.check_whole, asked.path)
             version = await asyncio.to_thread(self._service.load, asked.path, asked.version)
+        except NotWhole as error:
+            raise BadRequest(str(error), "path", status=409) from error
         except (ValueError, OSError) as error:
             raise BadRequest(str(error), "path") from error
         return JSONResponse({"weight_version": version})
@@ -225,7 +228,9 @@ class Api:
     async def _received(self, take: Callable[..., Any], *arguments: Any) -> Response:
         try:
             return JSONResponse(await asyncio.to_thread(take, *arguments))
-        except (ValueError, OSError) as error:  # also a full memory
+        except Superseded as error:  # no fault of the request: the sender begins again, or gives way
+            raise BadRequest(str(error), status=503) from error
+        except (ValueError, OSError) as error:
             raise BadRequest(str(error)) from error
 
     async def _pause(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ vLLM's workers import this module: it needs numpy and the standard library alone
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -42,6 +43,14 @@ SAID = ("number", "digest", "stream", "changes")
 logger = logging.getLogger(__name__)
 
 
+class Superseded(ValueError):
+    """What came is of a sender whose files the receiver has no more: another has begun, or nobody has."""
+
+
+class NotWhole(ValueError):
+    """Files are to be loaded of which pieces have not come."""
+
+
 class MemoryFolder:
     """A folder in this machine's memory, or among temporary files if `num_bytes` have no room there.
 
@@ -49,18 +58,13 @@ class MemoryFolder:
     """
 
     def __init__(self, num_bytes: int):
-        parent = Path(tempfile.gettempdir())
-        if MEMORY.is_dir():
-            _remove_left_behind(MEMORY)
-            free = shutil.disk_usage(MEMORY).free
-            if free >= num_bytes:
-                parent = MEMORY
-            else:
-                logger.warning(
-                    "weights of %.1f GB are kept in %s, because %s, which is memory, has %.1f GB left; "
-                    "enlarge it (of a container: --shm-size)",
-                    *(num_bytes / 1e9, parent, MEMORY, free / 1e9),
-                )
+        parent, _ = _roomiest(num_bytes)
+        if MEMORY.is_dir() and parent != MEMORY:
+            logger.warning(
+                "weights of %.1f GB are kept in %s, because %s, which is memory, has %.1f GB left; "
+                "enlarge it (of a container: --shm-size)",
+                *(num_bytes / 1e9, parent, MEMORY, shutil.disk_usage(MEMORY).free / 1e9),
+            )
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             # Held as long as the process lives, by which others know that the folder is in use.
@@ -79,6 +83,16 @@ class MemoryFolder:
 def _end(folder: Path, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
+
+
+def _roomiest(num_bytes: int) -> tuple[Path, int]:
+    """Where a folder of so many bytes belongs, in memory or among temporary files; the bytes free there."""
+    if MEMORY.is_dir():
+        _remove_left_behind(MEMORY)
+        if (free := shutil.disk_usage(MEMORY).free) >= num_bytes:
+            return MEMORY, free
+    temporary = Path(tempfile.gettempdir())
+    return temporary, shutil.disk_usage(temporary).free
 
 
 def _remove_left_behind(parent: Path) -> None:
@@ -149,6 +163,10 @@ class Pieces(NamedTuple):
         """Bytes that are sent to who has the pieces before."""
         return sum(piece.num_new_bytes for piece in self.each)
 
+    def forget_changes(self) -> None:
+        """Frees the changes: from now on, who has the pieces before is sent whole ones, as who has none."""
+        self.each[:] = [piece._replace(changes=None) for piece in self.each]
+
     def message(self, stream: str, number: int, known: str | None) -> bytes | None:
         """What gives the receiver of `stream` a piece of which it has the one with the digest `known`.
 
@@ -167,22 +185,27 @@ class Receiver:
     """The files that a sender has, in this machine's memory.
 
     One sender at a time: one that begins later takes the files over, and messages of an earlier one are
-    refused. Methods may be called in several threads. They raise ValueError for what cannot be taken.
+    refused (Superseded). Methods may be called in several threads. They raise ValueError for what cannot be
+    taken.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
         self._folder: MemoryFolder | None = None
         self._files: dict[str, int] = {}
         self._places: list[tuple[Path, int, int]] = []
         self._digests: list[str | None] = []
         self._stream = ""
+        """The sender that began last; empty: none has."""
 
     def begin(self, files: Mapping[str, int], piece_bytes: int) -> dict[str, Any]:
         """Takes files of these sizes, by their names, in pieces of so many bytes.
 
         Returns the `stream`, which messages name, the `path` of the files, and the `digests` of the pieces
-        that it has, null where it has none.
+        that it has, null where it has none. Raises ValueError if there is no room for the files.
         """
         plain = all(name and name == Path(name).name and not name.startswith(".") for name in files)
         if not plain or piece_bytes != PIECE_BYTES:
@@ -210,48 +233,122 @@ class Receiver:
                 f"a message must begin with a line of JSON that has {', '.join(SAID)}"
             ) from error
         with self._lock:
-            if stream != self._stream or number not in range(len(self._places)):
-                raise ValueError("another sender has begun to send weights to this server; begin again")
-            file, start, size = self._places[number]
-            # While it is written, and if it comes out wrong, nobody takes it for the piece that it was.
+            file, start, size = self._place(stream, number)
+            # Until it is written, and if it comes out wrong, nobody takes it for the piece that it was.
             self._digests[number] = None
+            before = _read(file, start, size) if partial else b""
         if partial:
-            content = changed(_read(file, start, size), content)
+            content = changed(before, content)
+        if len(content) != size:
+            raise ValueError(
+                f"piece {number} of {file.name} must have {size} bytes; it has {len(content)}; send it "
+                "again, whole"
+            )
         if (found := _digest(content)) != digest:
             raise ValueError(
                 f"piece {number} of {file.name} must have the digest {digest} when it has come; it has "
                 f"{found}; send it again, whole"
             )
-        with file.open("r+b") as opened:
-            opened.seek(start)
-            opened.write(content)
         with self._lock:
-            if stream == self._stream:
-                self._digests[number] = digest
+            # Once more: another sender may have put a newer piece in its place meanwhile.
+            self._place(stream, number)
+            self._digests[number] = None
+            with file.open("r+b") as opened:
+                opened.seek(start)
+                opened.write(content)
+            self._digests[number] = digest
         return digest
+
+    def check_whole(self, path: str) -> None:
+        """Raises NotWhole if `path` is one that a receiver gave, and does not have all pieces now."""
+        if not Path(path).parent.name.startswith(PREFIX):
+            return
+        with self._lock:
+            own = self._folder is not None and Path(path) == self._path
+            lacking = self._digests.count(None)
+            if lacking or not own:
+                what = f"{lacking} of {len(self._digests)} pieces" if own else "all pieces"
+                raise NotWhole(
+                    f"files that are sent must be whole before they are loaded: {path} lacks {what}; begin "
+                    "again, and send these"
+                )
 
     def close(self) -> None:
         """Removes the files."""
         with self._lock:
-            if self._folder is not None:
-                self._folder.close()
-            self._folder, self._files, self._stream = None, {}, ""
+            self._remove()
 
     @property
     def _path(self) -> Path:
         assert self._folder is not None
-        return self._folder.path / "model"
+        return _model(self._folder)
 
-    def _make(self, files: dict[str, int]) -> None:
+    def _place(self, stream: str, number: int) -> tuple[Path, int, int]:
+        """File, start and size of a piece that the sender of `stream` sends; the lock is held."""
+        if not self._stream or stream != self._stream:
+            raise Superseded("another sender has begun to send weights to this server; begin again")
+        if number not in range(len(self._places)):
+            raise ValueError(
+                f"a piece must have a number below {len(self._places)}, how many there are of the files; "
+                f"got {number!r}; begin again"
+            )
+        return self._places[number]
+
+    def _remove(self) -> None:
         if self._folder is not None:
             self._folder.close()
-        self._folder, self._files = MemoryFolder(sum(files.values())), files
-        self._path.mkdir()
-        for name, size in files.items():
-            with (self._path / name).open("wb") as file:
-                file.truncate(size)
-        self._places = _places(self._path, files)
+        self._forget()
+
+    def _make(self, files: dict[str, int]) -> None:
+        self._remove()
+        folder = _folder_for(files)
+        self._folder, self._files, self._places = folder, files, _places(_model(folder), files)
         self._digests = [None] * len(self._places)
+
+
+def _model(folder: MemoryFolder) -> Path:
+    return folder.path / "model"
+
+
+def _folder_for(files: Mapping[str, int]) -> MemoryFolder:
+    """A folder with these files, empty, for which there is room; nothing is left where that fails."""
+    num_bytes = sum(files.values())
+    place, free = _roomiest(num_bytes)
+    if free < num_bytes:
+        raise ValueError(_no_room(num_bytes, place, free))
+    folder = MemoryFolder(num_bytes)
+    try:
+        _model(folder).mkdir()
+        for name, size in files.items():
+            with (_model(folder) / name).open("wb") as file:
+                file.truncate(size)
+                _reserve(file.fileno(), size)
+    except BaseException as error:
+        free = shutil.disk_usage(folder.path).free
+        folder.close()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise ValueError(_no_room(num_bytes, folder.path.parent, free)) from error
+        raise
+    return folder
+
+
+def _reserve(file: int, size: int) -> None:
+    """Takes the room for the bytes of an open file now, where the system can: others may fill it later."""
+    if not size or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # what file systems say that cannot
+            raise
+
+
+def _no_room(num_bytes: int, place: Path, free: int) -> str:
+    return (
+        f"weights that are sent must fit into the memory of the server's machine, or among its temporary "
+        f"files: they have {num_bytes / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB left; free space "
+        f"there, enlarge {MEMORY} (of a container: --shm-size), or set rollout.stream_weights to false"
+    )
 
 
 def _places(folder: Path, files: Mapping[str, int]) -> list[tuple[Path, int, int]]:

@@ -158,7 +158,16 @@ class Server:
         return await self.version()
 
     async def send(self, pieces: Pieces, timeout_s: float) -> str:
-        """Sends it the pieces that it has not; the path of the folder that it has then."""
+        """Sends it the pieces that it has not; the path of the folder that it has then.
+
+        Raises Unfit, with its own words, if it refuses them: it has no room, or they come out wrong.
+        """
+        try:
+            return await self._sent(pieces, timeout_s)
+        except Refusal as error:
+            raise Unfit(f"it must take the weights of this run, and refused them: {error}") from error
+
+    async def _sent(self, pieces: Pieces, timeout_s: float) -> str:
         kind, ask = self._kind, self._client.ask
         assert isinstance(kind, RECEIVERS)
         begun = await ask(*kind.begin(pieces), timeout_s=timeout_s)

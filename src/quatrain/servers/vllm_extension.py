@@ -41,9 +41,13 @@ class Reload:
     def load_quatrain_weights(self, path: str) -> None:
         """Loads the safetensors in the folder `path` in place of the model's weights.
 
+        Raises ValueError if they are sent and have not all come.
         A CPU computes with packed copies, of which vLLM's own reload misses two: that of an output head that
         is tied to the embeddings, and those of experts, which are packed with their first kernel only.
         """
+        receiver = getattr(self, "_quatrain_receiver", None)
+        if receiver is not None:
+            receiver.check_whole(path)
         model = self.model_runner.get_model()
         for layer in model.modules():
             experts = getattr(layer, "w13_weight", None)

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.fields import Count, NonNegative, PlainValue, Section, Text, must
-from quatrain.config.places import is_bucket
+from quatrain.config.places import has_scheme
 from quatrain.config.secrets import is_secret_name
 
 JUDGE = "judge"
@@ -113,7 +113,7 @@ class JudgeConfig(Section):
         must(
             "be true, false or the path of a folder on this machine",
             lambda value: (
-                isinstance(value, bool) or (isinstance(value, str) and value and not is_bucket(value))
+                isinstance(value, bool) or (isinstance(value, str) and value and not has_scheme(value))
             ),
             before=True,
         ),
