@@ -115,7 +115,7 @@ smollm2: $(STAMP) ## download SmolLM2-135M-Instruct (98 MB) into models/
 oracles:        ## regenerate tests/golden/ with torch and transformers, in a separate venv (gigabytes)
 	$(PYTHON) -m venv $(ORACLES)
 	$(ORACLES)/bin/python -m pip install --quiet torch==2.13.0
-	$(ORACLES)/bin/python -m pip install --quiet -c constraints.txt -e '.[gguf,vision]' accelerate peft sentencepiece trl==1.16.0 datasets
+	$(ORACLES)/bin/python -m pip install --quiet -c constraints.txt -e '.[gguf,vision]' accelerate peft pytest sentencepiece trl==1.16.0 datasets
 	$(ORACLES)/bin/python scripts/fetch_smollm2.py
 	$(ORACLES)/bin/python tests/oracles/make_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_preparation_goldens.py
