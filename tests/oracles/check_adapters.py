@@ -76,8 +76,9 @@ def check(case: str, targets: tuple[Any, ...]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         base, adapter = model.write_model(Path(folder) / "base"), Path(folder) / "adapter"
         arch, params = load_hf(base)
+        # With three times the scale, half a rounding of each weight changes logits of gemma4_text by 4e-4.
         arch = with_lora(
-            arch.for_length(arrays["input_ids"].shape[1]), LoraConfig(rank=4, alpha=12.0, targets=targets)
+            arch.for_length(arrays["input_ids"].shape[1]), LoraConfig(rank=4, alpha=4.0, targets=targets)
         )
         params = drawn(with_adapters(params, arch, jax.random.key(0)), arch)
         save_adapter(adapter, arch, params, base=str(base))
