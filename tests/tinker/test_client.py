@@ -42,7 +42,7 @@ def test_chunks_in_any_order_are_one_request_and_lost_answers_change_nothing(ser
     for name in ("logprobs", "after"):
         apart = np.abs(np.subtract(whole[name], chunks[name])).max()
         print(f"\n{name}: one request and 9 chunks differ by {apart:.2g}")
-        assert apart < 1e-5
+        assert apart < 3e-5
     assert whole["losses"] == pytest.approx(chunks["losses"], rel=1e-5)
     with proxied(server.port, loses=True) as (url, asked, losses):
         lost = run_program(server, "chunks", tmp_path / "lost", 300, environment={"TINKER_BASE_URL": url})

@@ -98,7 +98,7 @@ def test_a_recipe_run_twice_has_the_same_numbers(server, tmp_path):
         for key in first:
             # What the sampler's log-probabilities are in: they round with the batch of their decode, which
             # requests join as they arrive.
-            rounds = key.startswith(("optim/kl_sample_train", "teacher_kl", "grad_norm"))
+            rounds = key.startswith(("optim/kl_sample_train", "optim/entropy", "teacher_kl", "grad_norm"))
             wanted = pytest.approx(second[key], rel=1e-5, abs=1e-6) if rounds else second[key]
             assert first[key] == wanted, key
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
