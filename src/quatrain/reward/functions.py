@@ -124,15 +124,13 @@ def format(
     that of `has_format`. `opening` is what the chat template begins of each answer, such as `<think>`; None:
     it is not known, and a completion may have the format with `<think>` before it or without.
     """
-    if pattern is None:
-        matches = has_format
-    else:
-        compiled = re.compile(pattern, re.DOTALL)
-        matches = lambda text: compiled.fullmatch(text) is not None  # noqa: E731
+    matches: Callable[[str], Any] = has_format
+    if pattern is not None:
+        matches = re.compile(pattern, re.DOTALL).fullmatch
     if opening is None:
-        return [float(matches(text) or matches(TAGS[0] + text)) for text in completions]
+        return [float(bool(matches(text) or matches(TAGS[0] + text))) for text in completions]
     whole = (begun_answer(prompt, opening) + text for prompt, text in zip(prompts, completions, strict=True))
-    return [float(matches(text)) for text in whole]
+    return [float(bool(matches(text))) for text in whole]
 
 
 def tag_count(prompts: list, completions: list[str], opening: str | None = None, **_: Any) -> list[float]:
@@ -195,7 +193,7 @@ def format_of(config: RewardConfig, opening: str | None) -> Callable[..., list[f
     pattern = args.get("pattern")
     if args.keys() - {"pattern"} or not isinstance(pattern, str | None):
         raise ValueError(
-            f"reward function 'format' is built in and has one argument, pattern, a regular expression; "
+            "reward function 'format' is built in and has one argument, pattern, a regular expression; "
             f"got args {dict(args)}; leave the others out"
         )
     try:

@@ -28,7 +28,7 @@ from quatrain.models.blocks.layer_run import keeps_dtype
 from quatrain.models.lora import adapters_of, has_adapters
 from quatrain.parallel.mesh import to_host
 from quatrain.servers.pieces import MemoryFolder, Pieces
-from quatrain.weights.adapter import adapter_files, adapter_tensors
+from quatrain.weights.adapter import adapter_tensors, write_adapter
 from quatrain.weights.hf import save_hf
 from quatrain.weights.whole import Whole
 
@@ -110,20 +110,20 @@ class Folder:
         Raises OSError, which names the setting, if it cannot be written; nothing of it is left.
         """
         final = self._directory / f"v{version:06}"
-        partial = final.with_name(f".{final.name}.partial")
+        draft = final.with_name(f".{final.name}.partial")
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            self._write(partial, weights)
-            for path in (*partial.iterdir(), partial):  # wait until they are on the disk
+            shutil.rmtree(draft, ignore_errors=True)
+            self._write(draft, weights)
+            for path in (*draft.iterdir(), draft):  # wait until they are on the disk
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
             shutil.rmtree(final, ignore_errors=True)  # of a run that was stopped before
-            partial.rename(final)
+            draft.rename(final)
         except Exception as error:  # safetensors raises its own kind for a full disk
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
             remedy = "free space there, or" if disk_is_full(error) else "see that it can be written, or"
             raise OSError(
                 f"weights of version {version} must fit into the folder from which rollout workers load "
@@ -172,13 +172,11 @@ class _InMemoryFolder(Folder):
 
     def _write(self, directory: Path, weights: Any) -> None:
         if self._adapted is None or not has_adapters(weights):
-            return super()._write(directory, weights)
-        arch, base, fingerprint = self._adapted
-        tensors = adapter_tensors(arch, weights)
-        directory.mkdir(parents=True)
-        for name, content in adapter_files(arch, tensors, base=base, fingerprint=fingerprint).items():
-            (directory / name).write_bytes(content)
-        return None
+            super()._write(directory, weights)
+        else:
+            arch, base, fingerprint = self._adapted
+            tensors = adapter_tensors(arch, weights)
+            write_adapter(directory, arch, tensors, base=base, fingerprint=fingerprint)
 
 
 class Stream:

@@ -52,6 +52,13 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     tensors = adapter_tensors(arch, params)
     if not is_main_process():
         return
+    write_adapter(directory, arch, tensors, base=base, fingerprint=fingerprint)
+
+
+def write_adapter(
+    directory: Path, arch: Architecture, tensors: Mapping[str, np.ndarray], *, base: str, fingerprint: str
+) -> None:
+    """Write the files of `adapter_files` into a folder, which is made."""
     directory.mkdir(parents=True, exist_ok=True)
     for file, content in adapter_files(arch, tensors, base=base, fingerprint=fingerprint).items():
         (directory / file).write_bytes(content)
