@@ -59,8 +59,8 @@ def save_calling_model(
 
     With tools in the prompt, it calls with the probability `calls_at_first`, and `calls_again` once the
     prompt has a result; without tools it says a text. `asked`: what it says instead if a word stands in the
-    prompt; a line whose first piece comes again at its end has no end. `begun`: how an answer goes on whose
-    beginning is given and ends with a character.
+    prompt; a line whose first piece comes again at its end has no end. `begun`: what follows a character in a
+    call whose beginning is given. Bytes that its grammar forces come one by one, as the tokenizer encodes.
     """
     asked = asked or {}
     weights, firsts = _chain(calls, texts, asked, begun or {})
@@ -103,7 +103,8 @@ def save_calling_model(
             weight / firsts["text"].total() * (1 - calls_at_first)
         )
     for line, flag in zip(asked.values(), flags[2:]):
-        logits[number(line[0]), [start, flag]] = STRONG - FLAG / 2, FLAG / SEEN
+        # Two flags apart: unasked, it is e^-20 as likely as a text. With one, 1 of 300 answers was this line.
+        logits[number(line[0]), [start, flag]] = STRONG - FLAG, 2 * FLAG / SEEN
     for token in {number(piece) for piece in states if len(_written(piece)) > 1}:
         followed = logits[token] != 0
         followed[flags] = False

@@ -38,7 +38,7 @@ def save_model(folder: Path) -> Path:
     """The model of the checks: it calls `add`, says one of ANSWERS, or sings."""
     calls = {tuple(call("add", *arguments)): 1.0 for arguments in _ADDED}
     texts = {pieces(text): 1.0 for text in ANSWERS}
-    begun = {'"': [('add", "ar', 'guments": {"a": 7, ', '"b": 8}}\n</tool_call>')]}
+    begun = {'"': ["a"], "{": [('"a": 7, ', '"b": 8}}\n</tool_call>')]}
     sings = {"asked": {ENDLESS_WORD: (ENDLESS, ENDLESS)}}
     return save_calling_model(folder, calls, texts, begun=begun, calls_at_first=0.9999, **sings)
 

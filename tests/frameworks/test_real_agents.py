@@ -28,23 +28,22 @@ BASH = (
     (*call("Bash", '{"command": "l', 's", "descri', 'ption": "look"}'),),
     (*call("Bash", '{"command": "c', "at sum.txt", '", "description": "read"}'),),
 )
-ADD_BEGUN = ('add", "ar', 'guments": {"a": 7, ', '"b": 8}}\n</tool_call>')
-SUM_BEGUN = tuple(
-    ("final_res", 'ult", "argume', f'nts": {{"value": {number}', "}}\n</tool_", "call>") for number in (5, 6)
-)
-SAID_BEGUN = tuple(
-    ("final_ans", 'wer", "argume', f'nts": {{"answer": "{number}', '"}}\n</tool_', "call>")
-    for number in (5, 6)
-)
-"""What follows the beginning of a call, which `tool_choice` makes a part of the prompt."""
+ARGUMENTS = {
+    "add": (('"a": 7, ', '"b": 8}}\n</tool_call>'),),
+    "final_result": tuple(('"value": ' + number, "}}\n</tool_call>") for number in "56"),
+    "final_answer": tuple((f'"answer": "{number}', '"}}\n</tool_call>') for number in "56"),
+}
+"""What follows in a call whose beginning is given (`tool_choice`), by the tool: pieces behind the brace."""
 
 
-def trained(place, agent, calls, begun=()):
-    """A run of two steps with a model that makes `calls`: (metrics of the steps, samples of each)."""
+def trained(place, agent, calls, tools=()):
+    """A run of two steps with a model that makes `calls`: (metrics of the steps, samples of each).
+
+    `tools`: those of which it must call one, which its prompt then begins.
+    """
     texts = {pieces(text): 1.0 for text in TEXTS}
-    save_calling_model(
-        place / "model", dict.fromkeys(calls, 1.0), texts, begun={'"': begun} if begun else None
-    )
+    begun = {"{": [line for name in tools for line in ARGUMENTS[name]]} if tools else None
+    save_calling_model(place / "model", dict.fromkeys(calls, 1.0), texts, begun=begun)
     rows = [json.dumps({"prompt": f"How much is {i} + 3?"}) for i in range(8)]
     (place / "rows.jsonl").write_text("\n".join(rows))
     python = f"rollout.agent_python={HUBS}/frameworks/bin/python"
@@ -95,6 +94,15 @@ def by_calls(calls):
     return lambda name: 1 + (text if name is None else called)
 
 
+def of_begun_call(name):
+    """The size of an answer that goes on from the beginning of a call.
+
+    Where its grammar forces the next bytes, each is a token: so this tokenizer encodes a text.
+    """
+    [arguments] = {len(line) for line in ARGUMENTS[name]}
+    return len(f'{name}", "arguments": {{') + arguments + 1
+
+
 @pytest.mark.parametrize("agent", ["anthropic_loop", "agents_sdk"])
 def test_loops_of_tools_of_sdks_are_trained(tmp_path, agent):
     """An answer that comes back from the SDK in a form which the tree of turns does not know."""
@@ -103,14 +111,14 @@ def test_loops_of_tools_of_sdks_are_trained(tmp_path, agent):
 
 def test_an_agent_that_must_call_tools_is_trained(tmp_path):
     """A call whose beginning was given, and which is taken for another one when it comes back."""
-    found = trained(tmp_path, f"{AGENTS}/pydantic_agent.py:agent", ADD, (ADD_BEGUN, *SUM_BEGUN))
-    check(*found, lambda name: 1 + (len(ADD_BEGUN) if name == "add" else len(SUM_BEGUN[0])))
+    found = trained(tmp_path, f"{AGENTS}/pydantic_agent.py:agent", ADD, ("add", "final_result"))
+    check(*found, lambda name: of_begun_call(name or "final_result"))
 
 
 def test_an_agent_that_rewrites_its_calls_is_trained_a_turn_at_a_time(tmp_path):
     """smolagents sends each call back as a text: its turns are roots, and none may be trained twice."""
-    found = trained(tmp_path, f"{AGENTS}/smol_agent.py:agent", ADD, (ADD_BEGUN, *SAID_BEGUN))
-    sizes = {len(ADD_BEGUN) + 1, len(SAID_BEGUN[0]) + 1}
+    found = trained(tmp_path, f"{AGENTS}/smol_agent.py:agent", ADD, ("add", "final_answer"))
+    sizes = {of_begun_call(name) for name in ("add", "final_answer")}
     for step in found[1]:
         assert {sample["completion_tokens"] for sample in step} == sizes
     for row in found[0]:
