@@ -123,7 +123,7 @@ def compiles(self, *arguments, **options):
 setattr(owner, name, compiles)
 main()
 """
-ROLLOUT = "from quatrain.engine.engine import RolloutEngine as owner\nname = 'generate'"
+ROLLOUT = "from quatrain.engine.engine import RolloutEngine as owner\nname = 'advance'"
 UPDATE = "from quatrain.update.trainer import Trainer as owner\nname = 'step'"
 
 
