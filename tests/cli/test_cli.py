@@ -777,6 +777,22 @@ def test_a_run_is_resumed_by_its_own_command(quatrain, monkeypatch):
     assert len(calls) == 1
 
 
+def test_variables_of_a_run_do_not_keep_its_folder_from_being_found(quatrain, monkeypatch):
+    """A variable that only the run's task or configuration makes valid was an error of every look-up."""
+    calls = []
+    stand_in(monkeypatch, "loop.train", "train", lambda resolved, *, resume: calls.append((resolved, resume)))
+    folder = make_run(Path("elsewhere"), "mine")
+    (folder / "config.yaml").write_text("run: {task: dpo, name: mine}\ndpo: {data: p.jsonl, steps: 9}\n")
+    (folder / "checkpoints" / "3").mkdir(parents=True)
+    monkeypatch.setenv("QUATRAIN__RUN__DIR", "elsewhere")
+    monkeypatch.setenv("QUATRAIN__DPO__BETA", "0.3")
+    for run in ("mine", "auto"):
+        assert quatrain("dpo", "--resume", run)[0] == 0
+    assert [(resolved.config.dpo.beta, Path(run).name) for resolved, run in calls] == [(0.3, "mine")] * 2
+    assert quatrain("samples", "mine", "--step", "2")[0] == 0
+    assert quatrain("report", "mine")[0] == 0
+
+
 def test_half_a_place_is_an_error(quatrain):
     status, _, err = quatrain("train", "--coordinator", "10.0.0.2:8476")
     assert status == 2

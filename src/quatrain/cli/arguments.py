@@ -150,8 +150,12 @@ def _settings_of_runs(overrides: Sequence[str]) -> Resolved:
     """The configuration without a file, for `run.dir` and `run.name`."""
     from quatrain.config.dotenv import load_dotenv
     from quatrain.config.load import load_config
+    from quatrain.config.settings import ENVIRONMENT_PREFIX
 
     load_dotenv(os.environ)
-    # Other overrides may need the run's own configuration to be valid.
-    own = [each for each in overrides if each.partition("=")[0].strip() in ("run.dir", "run.name")]
-    return load_config(None, own, os.environ)
+    # Other settings may need the run's own configuration, or its task, to be valid.
+    keys = ("run.dir", "run.name")
+    own = [each for each in overrides if each.partition("=")[0].strip() in keys]
+    variables = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper() for key in ("run", *keys)}
+    environ = {name: value for name, value in os.environ.items() if name.upper() in variables}
+    return load_config(None, own, environ)
