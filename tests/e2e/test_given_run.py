@@ -398,6 +398,10 @@ def test_rows_of_other_data_do_not_go_on(finished):
         data.write_text(before.replace("10 +", "11 +"))
         with pytest.raises(ValueError, match=r"sft\.data of a resumed run must not change: .* as many rows"):
             train(given_run(folder, "whole", "sft", "sft.epochs=2"), resume="whole")
+        # Of fewer rows the epochs make fewer steps: not the steps are named, which must not change either.
+        data.write_text("".join(before.splitlines(keepends=True)[:10]))
+        with pytest.raises(ValueError, match=r"sft\.data of a resumed run must not change: .* had 22 rows"):
+            train(given_run(folder, "whole", "sft", "sft.epochs=2"), resume="whole")
     finally:
         data.write_text(before)
 
