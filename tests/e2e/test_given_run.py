@@ -389,6 +389,17 @@ def test_the_pairs_with_the_largest_loss_are_samples_with_both_rewards(finished)
     assert not shown.num_damaged
 
 
+def test_a_run_is_exported_without_the_secrets_that_its_configuration_had(finished, tmp_path):
+    """`config.yaml` has `[redacted]` in their place, which an export refused: it has no --set to give them."""
+    whole = finished("sft")[0].run
+    run = shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("final", "samples"))
+    text = (run / "config.yaml").read_text()
+    assert "  system_prompt: null" in text
+    (run / "config.yaml").write_text(text.replace("  system_prompt: null", "  system_prompt: key [redacted]"))
+    assert export(run, tmp_path / "out") == 6
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == _weights(whole)
+
+
 def test_rows_of_other_data_do_not_go_on(finished):
     """A resumed run on other rows would be neither run."""
     _whole, folder = finished("sft")
