@@ -354,6 +354,29 @@ def test_a_run_that_ends_by_the_evaluation_it_was_stopped_in_ends_well(tmp_path,
     )
 
 
+def test_a_step_that_was_stopped_in_its_evaluation_ends_with_its_own_metrics_too(tmp_path, monkeypatch):
+    """The resumed run compared the evaluation alone: it trained on, and `on_step` missed the step."""
+    plain, stops, seen = Course.evaluate, [True], []
+
+    def told(self, params):
+        if stops.pop():
+            raise Stopped(signal.SIGTERM)
+        return plain(self, params)
+
+    def on_step(step, metrics):
+        seen.append((step, metrics["sft/loss"] > 0, metrics["eval/loss"] > 0))
+
+    options = ("run.stop_when={metric: sft/loss, at_most: 1000}", "eval.before=false", "eval.every_steps=1")
+    resolved = given_run(tmp_path, "stopped", "sft", *options)
+    monkeypatch.setattr(Course, "evaluate", told)
+    with pytest.raises(Stopped):
+        train(resolved, on_step=on_step)
+    assert (checkpoint_steps(tmp_path / "stopped"), seen) == ([1], [])
+    stops += [False, False]
+    summary = train(resolved, resume="stopped", on_step=on_step)
+    assert (summary.steps, seen) == (1, [(1, True, True)])
+
+
 def test_bad_steps_end_a_run_with_the_key_of_its_rate(tmp_path, monkeypatch):
     """Each is counted, and the record of the step that was given up is written."""
     plain = GivenLearner.step

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import jax
 
-from quatrain.cluster.processes import agreement, decided_by_main, num_processes
+from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
@@ -31,6 +31,7 @@ from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.plan.batch_plan import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
+from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import RunDir
 from quatrain.run.services import missing_services
 from quatrain.update.learner import TooManyBadSteps, TrainState
@@ -103,8 +104,9 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     recorder, evaluations, checkpoints = run.recorder, run.evaluations, run.checkpoints
     recorder.progress.phase("train", first=state.train_step)
     run.state = state
-    # In a run that was stopped before it was evaluated.
-    end = _end(run, state.train_step, evaluations.when_due(state), None)
+    end = None
+    if found := evaluations.when_due(state):  # stopped before it was evaluated, and so before the end of a step
+        end = _end(run, state.train_step, {**_logged(run, state.train_step), **found}, on_step)
     while state.train_step < run.steps and end is None:
         try:
             with recorder.step(state.train_step + 1):
@@ -123,6 +125,13 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
             checkpoints.save_before_end(state)
             raise
     return state
+
+
+def _logged(run: Run, step: int) -> dict[str, float]:
+    """The finite metrics of `step` that an earlier part of the run has logged; none if they are gone."""
+    rows = read_metrics(run.folder.metrics) if is_main_process() else []
+    row = next((row for row in reversed(rows) if row["step"] == step), {})
+    return {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
 
 
 def _end(run: Run, step: int, numbers: Mapping[str, float], on_step: OnStep | None) -> str | None:
