@@ -136,6 +136,10 @@ def test_prompts_to_complete_bring_the_keys_of_rollouts_and_rewards():
     assert loaded("sft", "rollout.max_new_tokens=5").config.data.eval == "builtin:arithmetic-heldout"
     with pytest.raises(ConfigError, match=r"without data\.eval"):
         loaded("sft", "sft.data=mine.jsonl", "rollout.max_new_tokens=5")
+    # Completions are greedy or drawn as `eval` says: these were accepted, and changed nothing.
+    for setting in ("temperature=0.7", "top_p=0.9", "top_k=20", "min_p=0.1"):
+        with pytest.raises(ConfigError, match=rf"rollout\.{setting[:5]}.* has no effect in quatrain dpo"):
+            loaded("dpo", "data.eval=q.jsonl", f"rollout.{setting}")
 
 
 @pytest.mark.parametrize(

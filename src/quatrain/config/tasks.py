@@ -43,6 +43,7 @@ _OF_TRAINING_STEPS = {
     *("run.steps", "run.epochs", "logging.sample_tokens"),
     *(f"optimizer.{key}" for key in ("learning_rate", "schedule", "warmup_steps", "final_fraction")),
     *(f"rollout.{key}" for key in ("n", "greedy_baseline", "dynamic_sampling_rounds", "max_staleness")),
+    *(f"rollout.{key}" for key in ("temperature", "top_p", "top_k", "min_p")),  # evaluations have `eval.…`
     *("rollout.in_flight", "reward.kl_coef", "reward.kl_target", "reward.kl_horizon"),
 }
 """Keys of those sections that only the training steps of `quatrain train` read."""
