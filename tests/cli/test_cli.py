@@ -791,6 +791,9 @@ def test_variables_of_a_run_do_not_keep_its_folder_from_being_found(quatrain, mo
     assert [(resolved.config.dpo.beta, Path(run).name) for resolved, run in calls] == [(0.3, "mine")] * 2
     assert quatrain("samples", "mine", "--step", "2")[0] == 0
     assert quatrain("report", "mine")[0] == 0
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    monkeypatch.setenv("QUATRAIN__RUN__DIR", "~/elsewhere")
+    assert quatrain("samples", "mine", "--step", "2")[0] == 0
 
 
 def test_half_a_place_is_an_error(quatrain):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from quatrain.cluster.processes import agreement, decided_by_main, is_main_proce
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
+from quatrain.config.places import is_bucket, local_path
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import build_run
 from quatrain.loop.inputs import Inputs
@@ -171,8 +171,10 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
         raise ValueError(
             f"--dry-run needs a single process; got {num_processes()}; start it without the others"
         )
-    root = Path(config.run.dir).absolute()
-    new = [path for path in (root, *root.parents) if not path.exists()]
+    store = config.checkpoint.dir
+    roots = [local_path(root).absolute() for root in (config.run.dir, store) if root and not is_bucket(root)]
+    roots.sort(key=lambda root: -len(root.parts))  # one may be in the other
+    new = [[path for path in (root, *root.parents) if not path.exists()] for root in roots]
     named = resolved.chose("run.name")
     where = (config.run.dir, config.run.name)
     made = RunDir.create(*where, resume=resume, named=named, stores=config.checkpoint.dir)
@@ -192,9 +194,10 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
                 return "\n".join(lines), [*run.warnings, *placed.warnings, *missing_services(config.logging)]
         finally:
             folder.discard()
-            with suppress(OSError):  # another run has begun in it
-                for path in new:
-                    path.rmdir()
+            for paths in new:
+                with suppress(OSError):  # another run has begun in it
+                    for path in paths:
+                        path.rmdir()
 
 
 def _device_memory() -> int | None:
