@@ -245,6 +245,10 @@ def test_the_reference_is_read_again_computed_again_or_refused(tmp_path):
     changed, policy, _ = _course(given_run(tmp_path, "x", "dpo"), file)
     with pytest.raises(ValueError, match=r"are of another the rows of dpo\.data; set these back"):
         changed.keep_reference(policy.params)
+    # A run that is started again without a checkpoint begins anew: what its first attempt left is not its.
+    changed.keep_reference(policy.params, resumed=False)
+    assert not np.array_equal(changed.batch(0).table.of_rows["reference"], sums)
+    changed.keep_reference(policy.params)
 
 
 def test_the_reference_of_adapters_is_their_base_and_another_model_may_be_one(finished, tmp_path):
