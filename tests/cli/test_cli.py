@@ -593,6 +593,10 @@ def test_a_page_is_written_into_the_runs_folder_or_where_it_is_asked_for(quatrai
     status, _, err = quatrain("report", "first", "second")
     assert (status, err[:44]) == (2, "error: the page of several runs needs --outp")
     assert quatrain("report", "third")[0] == 2
+    # The error named a draft of the page, and no remedy.
+    for place, why in (("gone/a.html", "No such file or directory"), (str(tmp_path), "Is a directory")):
+        status, _, err = quatrain("report", "first", "--output", place)
+        assert (status, f"{place} is not ({why}); give another with --output FILE" in err) == (2, True)
 
 
 def test_a_page_is_served(quatrain, tmp_path, monkeypatch):
