@@ -381,6 +381,26 @@ def test_a_step_that_was_stopped_in_its_evaluation_ends_with_its_own_metrics_too
     assert (summary.steps, seen) == (1, [(1, True, True)])
 
 
+def test_a_run_that_was_stopped_in_its_final_evaluation_does_not_train_on(tmp_path, monkeypatch):
+    """It had met its condition: resumed, it took a further step and ended with other weights."""
+    plain, stops = Course.evaluate, [True]
+
+    def told(self, params):
+        if stops.pop():
+            raise Stopped(signal.SIGTERM)
+        return plain(self, params)
+
+    monkeypatch.setattr(Course, "evaluate", told)
+    options = ("run.stop_when={metric: sft/loss, at_most: 1000}", "eval.before=false", "eval.every_steps=0")
+    resolved = given_run(tmp_path, "stopped", "sft", *options)
+    with pytest.raises(Stopped):
+        train(resolved)
+    assert checkpoint_steps(tmp_path / "stopped") == [1]
+    stops += [False, False]
+    assert train(resolved, resume="stopped").steps == 1
+    assert train(resolved, resume="stopped").steps == 2  # now it had its results
+
+
 def test_bad_steps_end_a_run_with_the_key_of_its_rate(tmp_path, monkeypatch):
     """Each is counted, and the record of the step that was given up is written."""
     plain = GivenLearner.step

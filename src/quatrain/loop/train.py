@@ -31,6 +31,7 @@ from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.plan.batch_plan import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
+from quatrain.run.description import has_ended_with
 from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import RunDir
 from quatrain.run.services import missing_services
@@ -104,7 +105,7 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     recorder, evaluations, checkpoints = run.recorder, run.evaluations, run.checkpoints
     recorder.progress.phase("train", first=state.train_step)
     run.state = state
-    end = None
+    end = _ended_before(run, state.train_step, on_step)
     if found := evaluations.when_due(state):  # stopped before it was evaluated, and so before the end of a step
         end = _end(run, state.train_step, {**_logged(run, state.train_step), **found}, on_step)
     while state.train_step < run.steps and end is None:
@@ -154,8 +155,23 @@ def _end(run: Run, step: int, numbers: Mapping[str, float], on_step: OnStep | No
     end = cast("str | None", decided_by_main(decide))
     if end is not None and step < run.steps:
         run.recorder.report.event(f"the run ends with step {step} of {run.steps}: {end}")
-        run.checkpoints.end_at(step)
+        run.checkpoints.end_at(step, end)
     return end
+
+
+def _ended_before(run: Run, step: int, on_step: OnStep | None) -> str | None:
+    """Why a resumed run ends with the `step` of its checkpoint, as it was to before it was stopped, or None.
+
+    It was stopped in its last evaluation or its export; where it has come to its end, it trains on.
+    """
+    why, run.checkpoints.ended = run.checkpoints.ended, None
+    if why is None or (on_step is None and not run.config.run.stop_when):
+        return None
+    if decided_by_main(lambda: has_ended_with(run.folder.description, step)):
+        return None
+    run.recorder.report.event(f"the run had ended with step {step} of {run.steps}, without its results: {why}")
+    run.checkpoints.end_at(step, why)
+    return why
 
 
 def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list[str]]:

@@ -87,6 +87,11 @@ def ended_with(path: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def has_ended_with(path: Path, step: int) -> bool:
+    """Whether a start of the run whose `run.json` is at `path` has ended with `step`, and its results."""
+    return any(start.get("ended_with_step") == step for start in starts_in(path))
+
+
 def _write(run: RunDir, starts: Sequence[Any]) -> None:
     write_whole(run.description, json.dumps({"starts": starts}, indent=2, ensure_ascii=False) + "\n")
 
