@@ -64,7 +64,7 @@ def test_engines_elsewhere_do_not_say_what_their_work_was(config, small_arch):
 
 
 def test_what_a_bench_leaves_out():
-    """With `checkpoint.dir`, what is deleted at the end lay in part elsewhere, and kept the next bench out."""
+    """With `checkpoint.dir`, checkpoints lay elsewhere, and were in the way of the next bench."""
     settings = ["checkpoint.best_metric=eval/reward", "run.profile_steps=[9]", "checkpoint.dir=s3://b/runs"]
     bare = _bare(load_config(None, [*settings, "hub.push=me/model"], {}).config, "folder", steps=2)
     assert bare.hub.push is None  # a bench publishes nothing

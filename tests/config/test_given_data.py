@@ -119,7 +119,7 @@ def test_data_and_a_section_of_its_own_are_not_both_given():
     ],
 )
 def test_keys_of_pictures_have_a_part_where_pictures_are_read(setting):
-    """`quatrain sft` reads pictures, and asked for `data.image_root` where it found none; it refused the key."""
+    """`quatrain sft` asked for `data.image_root` where it found no picture, and refused the key."""
     key = setting.partition("=")[0]
     assert loaded("sft", "sft.data=a.jsonl", "data.eval=null", setting).chose(key)
     assert loaded("dpo", "data.eval=q.jsonl", setting).chose(key)

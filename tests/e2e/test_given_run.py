@@ -437,7 +437,7 @@ def test_the_pairs_with_the_largest_loss_are_samples_with_both_rewards(finished)
 
 
 def test_a_run_is_exported_without_the_secrets_that_its_configuration_had(finished, tmp_path):
-    """`config.yaml` has `[redacted]` in their place, which an export refused: it has no --set to give them."""
+    """`config.yaml` has `[redacted]` in their place: an export asked for them by --set, which it has not."""
     whole = finished("sft")[0].run
     run = shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("final", "samples"))
     text = (run / "config.yaml").read_text()

@@ -74,9 +74,7 @@ def evaluator():
 def with_errors(batch, *failed):
     where = np.zeros(batch.rewards_per_function.shape, bool)
     where[:, [*failed]] = True
-    return replace(
-        batch, metrics={"reward/given/errors": Metric(len(failed), reduction="sum")}, failed=where
-    )
+    return replace(batch, metrics={"reward/given/errors": Metric(len(failed), reduction="sum")}, failed=where)
 
 
 def test_accuracy_is_bounded_and_without_what_failed(evaluator):

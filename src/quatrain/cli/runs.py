@@ -56,8 +56,8 @@ def report(
         Page(folders).write(path)
     except OSError as error:
         raise ValueError(
-            f"the run page must be a file that can be written; {path} is not ({error.strerror}); give another "
-            "with --output FILE"
+            f"the run page must be a file that can be written; {path} is not ({error.strerror}); give "
+            "another with --output FILE"
         ) from error
     typer.echo(f"the run page is {path}")
 

@@ -84,8 +84,8 @@ def load_config(
     `environ` is the process's environment unless given, `now` the present unless given (it names the run).
     `task` is that of the command, `rl`, `sft`, `dpo` or `rm`; None: what `run.task` says. Unless it `trains`,
     there are no warnings about training, and keys without a part in the training of `run.task` may be set.
-    `reads` are how the dotted keys begin that are read: in others, of the `config.yaml` of a run, `[redacted]`
-    may stand in place of a secret.
+    `reads` are how the dotted keys begin that are read: in others, of the `config.yaml` of a run,
+    `[redacted]` may stand in place of a secret.
     Raises ConfigError with one message per bad key: the rule, the value received and its layer.
     """
     environ = os.environ if environ is None else environ

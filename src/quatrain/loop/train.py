@@ -106,7 +106,9 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     recorder.progress.phase("train", first=state.train_step)
     run.state = state
     end = _ended_before(run, state.train_step, on_step)
-    if found := evaluations.when_due(state):  # stopped before it was evaluated, and so before the end of a step
+    if found := evaluations.when_due(
+        state
+    ):  # stopped before it was evaluated, and so before the end of a step
         end = _end(run, state.train_step, {**_logged(run, state.train_step), **found}, on_step)
     while state.train_step < run.steps and end is None:
         try:
@@ -169,7 +171,9 @@ def _ended_before(run: Run, step: int, on_step: OnStep | None) -> str | None:
         return None
     if decided_by_main(lambda: has_ended_with(run.folder.description, step)):
         return None
-    run.recorder.report.event(f"the run had ended with step {step} of {run.steps}, without its results: {why}")
+    run.recorder.report.event(
+        f"the run had ended with step {step} of {run.steps}, without its results: {why}"
+    )
     run.checkpoints.end_at(step, why)
     return why
 
