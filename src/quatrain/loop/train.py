@@ -133,7 +133,7 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
 def _logged(run: Run, step: int) -> dict[str, float]:
     """The finite metrics of `step` that an earlier part of the run has logged; none if they are gone."""
     rows = read_metrics(run.folder.metrics) if is_main_process() else []
-    row = next((row for row in reversed(rows) if row["step"] == step), {})
+    row: Mapping[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
     return {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
 
 
