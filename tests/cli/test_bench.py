@@ -57,8 +57,16 @@ def test_steps_without_a_signal_have_no_gradient_to_time(config, small_arch):
     assert list(stages) == ["prefill", "decode"]
 
 
+def test_engines_elsewhere_do_not_say_what_their_work_was(config, small_arch):
+    """Servers and samplers of one's own have no times of prefill and decoding: a KeyError after the run."""
+    theirs = {name: value for name, value in MEDIANS.items() if not name.startswith("rollout/")}
+    assert list(_stages(config, small_arch, theirs)) == ["gradient"]
+
+
 def test_what_a_bench_leaves_out():
-    settings = ["checkpoint.best_metric=eval/reward", "run.profile_steps=[9]"]
+    """With `checkpoint.dir`, checkpoints lay elsewhere, and were in the way of the next bench."""
+    settings = ["checkpoint.best_metric=eval/reward", "run.profile_steps=[9]", "checkpoint.dir=s3://b/runs"]
     bare = _bare(load_config(None, [*settings, "hub.push=me/model"], {}).config, "folder", steps=2)
     assert bare.hub.push is None  # a bench publishes nothing
+    assert bare.checkpoint.dir is None
     assert (bare.data.eval, bare.checkpoint.best_metric, bare.run.profile_steps) == (None, None, ())

@@ -593,6 +593,10 @@ def test_a_page_is_written_into_the_runs_folder_or_where_it_is_asked_for(quatrai
     status, _, err = quatrain("report", "first", "second")
     assert (status, err[:44]) == (2, "error: the page of several runs needs --outp")
     assert quatrain("report", "third")[0] == 2
+    # The error named a draft of the page, and no remedy.
+    for place, why in (("gone/a.html", "No such file or directory"), (str(tmp_path), "Is a directory")):
+        status, _, err = quatrain("report", "first", "--output", place)
+        assert (status, f"{place} is not ({why}); give another with --output FILE" in err) == (2, True)
 
 
 def test_a_page_is_served(quatrain, tmp_path, monkeypatch):
@@ -775,6 +779,25 @@ def test_a_run_is_resumed_by_its_own_command(quatrain, monkeypatch):
         status, _, err = quatrain(command, "--resume", "mine")
         assert (status, "got 'dpo' (from file runs/mine/config.yaml); use quatrain dpo" in err) == (2, True)
     assert len(calls) == 1
+
+
+def test_variables_of_a_run_do_not_keep_its_folder_from_being_found(quatrain, monkeypatch):
+    """A variable that only the run's task or configuration makes valid was an error of every look-up."""
+    calls = []
+    stand_in(monkeypatch, "loop.train", "train", lambda resolved, *, resume: calls.append((resolved, resume)))
+    folder = make_run(Path("elsewhere"), "mine")
+    (folder / "config.yaml").write_text("run: {task: dpo, name: mine}\ndpo: {data: p.jsonl, steps: 9}\n")
+    (folder / "checkpoints" / "3").mkdir(parents=True)
+    monkeypatch.setenv("QUATRAIN__RUN__DIR", "elsewhere")
+    monkeypatch.setenv("QUATRAIN__DPO__BETA", "0.3")
+    for run in ("mine", "auto"):
+        assert quatrain("dpo", "--resume", run)[0] == 0
+    assert [(resolved.config.dpo.beta, Path(run).name) for resolved, run in calls] == [(0.3, "mine")] * 2
+    assert quatrain("samples", "mine", "--step", "2")[0] == 0
+    assert quatrain("report", "mine")[0] == 0
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    monkeypatch.setenv("QUATRAIN__RUN__DIR", "~/elsewhere")
+    assert quatrain("samples", "mine", "--step", "2")[0] == 0
 
 
 def test_half_a_place_is_an_error(quatrain):

@@ -110,5 +110,8 @@ def test_secrets_in_names_reach_no_dump_and_a_dump_with_them_is_refused(monkeypa
         ConfigError, match=r"reward\.functions has \[redacted\] in place of a secret"
     ) as refused:
         load_config(path, (), {})
-    assert str(refused.value).endswith("set it again, as --set reward.functions=…")
+    assert str(refused.value).endswith("set it again, as --set reward.functions=…, or in that file")
     assert load_config(path, ["reward.functions={correct: 1.0}"], {})
+    assert load_config(path, (), {}, reads=("model.", "lora."))
+    with pytest.raises(ConfigError, match=r"reward\.functions has \[redacted\]"):
+        load_config(path, (), {}, reads=("model.", "reward."))

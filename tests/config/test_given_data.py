@@ -108,6 +108,26 @@ def test_data_and_a_section_of_its_own_are_not_both_given():
     assert loaded("sft", "data.train=a.jsonl").config.sft.data == "a.jsonl"
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "data.image_root=/pictures",
+        "data.verify_images=false",
+        "data.on_bad_image=skip",
+        "data.image_max_pixels=100000",
+        "data.image_min_pixels=1000",
+    ],
+)
+def test_keys_of_pictures_have_a_part_where_pictures_are_read(setting):
+    """`quatrain sft` asked for `data.image_root` where it found no picture, and refused the key."""
+    key = setting.partition("=")[0]
+    assert loaded("sft", "sft.data=a.jsonl", "data.eval=null", setting).chose(key)
+    assert loaded("dpo", "data.eval=q.jsonl", setting).chose(key)
+    for task in ("dpo", "rm"):
+        with pytest.raises(ConfigError, match=rf"{key} has no effect in quatrain {task}"):
+            loaded(task, setting)
+
+
 def test_prompts_to_complete_bring_the_keys_of_rollouts_and_rewards():
     config = loaded(
         "dpo", "data.eval=q.jsonl", "rollout.max_new_tokens=5", "reward.functions={correct: 1}", "eval.n=2"
@@ -116,6 +136,10 @@ def test_prompts_to_complete_bring_the_keys_of_rollouts_and_rewards():
     assert loaded("sft", "rollout.max_new_tokens=5").config.data.eval == "builtin:arithmetic-heldout"
     with pytest.raises(ConfigError, match=r"without data\.eval"):
         loaded("sft", "sft.data=mine.jsonl", "rollout.max_new_tokens=5")
+    # Completions are greedy or drawn as `eval` says: these were accepted, and changed nothing.
+    for setting in ("temperature=0.7", "top_p=0.9", "top_k=20", "min_p=0.1"):
+        with pytest.raises(ConfigError, match=rf"rollout\.{setting[:5]}.* has no effect in quatrain dpo"):
+            loaded("dpo", "data.eval=q.jsonl", f"rollout.{setting}")
 
 
 @pytest.mark.parametrize(

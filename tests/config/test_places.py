@@ -34,7 +34,7 @@ def test_paths_beside_a_configuration_are_found_from_any_folder(tmp_path, monkey
     (folder / "a.yaml").write_text(
         "data: {train: [rows.jsonl, part-*.jsonl], eval: {x: rows.jsonl, y: gone.jsonl}}\n"
         "model: {path: org/model}\n"
-        "rollout: {tools: [mine.py:f, both.py:f]}\n"
+        "rollout: {tools: [mine.py:f, both.py:f], sampler: mine.py:S}\n"
         "reward: {functions: {mine.py:f: 1.0, correct: 0.5, package.module:f: 1.0}}\n"
     )
     monkeypatch.chdir(elsewhere)
@@ -43,6 +43,7 @@ def test_paths_beside_a_configuration_are_found_from_any_folder(tmp_path, monkey
     assert config.data.eval == {"x": f"{folder}/rows.jsonl", "y": "gone.jsonl"}
     assert config.model.path == "org/model"
     assert config.rollout.tools == (f"{folder}/mine.py:f", "both.py:f")
+    assert config.rollout.sampler == f"{folder}/mine.py:S"
     assert [*config.reward.functions] == [f"{folder}/mine.py:f", "correct", "package.module:f"]
     monkeypatch.chdir(folder)
     assert load_config(folder / "a.yaml", [], {}, trains=False).config.data.train[0] == "rows.jsonl"

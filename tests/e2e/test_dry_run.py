@@ -30,6 +30,12 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_leaves_no_folder_for_checkpoints_either(tmp_path):
+    store = f"checkpoint.dir={tmp_path / 'runs' / 'stores' / 'mine'}"
+    dry_run(small_run(tmp_path / "runs", "dry", store))
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize(
     ("reward", "data", "message"),
     [

@@ -245,6 +245,10 @@ def test_the_reference_is_read_again_computed_again_or_refused(tmp_path):
     changed, policy, _ = _course(given_run(tmp_path, "x", "dpo"), file)
     with pytest.raises(ValueError, match=r"are of another the rows of dpo\.data; set these back"):
         changed.keep_reference(policy.params)
+    # A run that is started again without a checkpoint begins anew: what its first attempt left is not its.
+    changed.keep_reference(policy.params, resumed=False)
+    assert not np.array_equal(changed.batch(0).table.of_rows["reference"], sums)
+    changed.keep_reference(policy.params)
 
 
 def test_the_reference_of_adapters_is_their_base_and_another_model_may_be_one(finished, tmp_path):
@@ -354,6 +358,49 @@ def test_a_run_that_ends_by_the_evaluation_it_was_stopped_in_ends_well(tmp_path,
     )
 
 
+def test_a_step_that_was_stopped_in_its_evaluation_ends_with_its_own_metrics_too(tmp_path, monkeypatch):
+    """The resumed run compared the evaluation alone: it trained on, and `on_step` missed the step."""
+    plain, stops, seen = Course.evaluate, [True], []
+
+    def told(self, params):
+        if stops.pop():
+            raise Stopped(signal.SIGTERM)
+        return plain(self, params)
+
+    def on_step(step, metrics):
+        seen.append((step, metrics["sft/loss"] > 0, metrics["eval/loss"] > 0))
+
+    options = ("run.stop_when={metric: sft/loss, at_most: 1000}", "eval.before=false", "eval.every_steps=1")
+    resolved = given_run(tmp_path, "stopped", "sft", *options)
+    monkeypatch.setattr(Course, "evaluate", told)
+    with pytest.raises(Stopped):
+        train(resolved, on_step=on_step)
+    assert (checkpoint_steps(tmp_path / "stopped"), seen) == ([1], [])
+    stops += [False, False]
+    summary = train(resolved, resume="stopped", on_step=on_step)
+    assert (summary.steps, seen) == (1, [(1, True, True)])
+
+
+def test_a_run_that_was_stopped_in_its_final_evaluation_does_not_train_on(tmp_path, monkeypatch):
+    """It had met its condition: resumed, it took a further step and ended with other weights."""
+    plain, stops = Course.evaluate, [True]
+
+    def told(self, params):
+        if stops.pop():
+            raise Stopped(signal.SIGTERM)
+        return plain(self, params)
+
+    monkeypatch.setattr(Course, "evaluate", told)
+    options = ("run.stop_when={metric: sft/loss, at_most: 1000}", "eval.before=false", "eval.every_steps=0")
+    resolved = given_run(tmp_path, "stopped", "sft", *options)
+    with pytest.raises(Stopped):
+        train(resolved)
+    assert checkpoint_steps(tmp_path / "stopped") == [1]
+    stops += [False, False]
+    assert train(resolved, resume="stopped").steps == 1
+    assert train(resolved, resume="stopped").steps == 2  # now it had its results
+
+
 def test_bad_steps_end_a_run_with_the_key_of_its_rate(tmp_path, monkeypatch):
     """Each is counted, and the record of the step that was given up is written."""
     plain = GivenLearner.step
@@ -389,6 +436,17 @@ def test_the_pairs_with_the_largest_loss_are_samples_with_both_rewards(finished)
     assert not shown.num_damaged
 
 
+def test_a_run_is_exported_without_the_secrets_that_its_configuration_had(finished, tmp_path):
+    """`config.yaml` has `[redacted]` in their place: an export asked for them by --set, which it has not."""
+    whole = finished("sft")[0].run
+    run = shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("final", "samples"))
+    text = (run / "config.yaml").read_text()
+    assert "  system_prompt: null" in text
+    (run / "config.yaml").write_text(text.replace("  system_prompt: null", "  system_prompt: key [redacted]"))
+    assert export(run, tmp_path / "out") == 6
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == _weights(whole)
+
+
 def test_rows_of_other_data_do_not_go_on(finished):
     """A resumed run on other rows would be neither run."""
     _whole, folder = finished("sft")
@@ -397,6 +455,10 @@ def test_rows_of_other_data_do_not_go_on(finished):
     try:
         data.write_text(before.replace("10 +", "11 +"))
         with pytest.raises(ValueError, match=r"sft\.data of a resumed run must not change: .* as many rows"):
+            train(given_run(folder, "whole", "sft", "sft.epochs=2"), resume="whole")
+        # Of fewer rows the epochs make fewer steps: not the steps are named, which must not change either.
+        data.write_text("".join(before.splitlines(keepends=True)[:10]))
+        with pytest.raises(ValueError, match=r"sft\.data of a resumed run must not change: .* had 22 rows"):
             train(given_run(folder, "whole", "sft", "sft.epochs=2"), resume="whole")
     finally:
         data.write_text(before)

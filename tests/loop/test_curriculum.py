@@ -1,7 +1,7 @@
 """Prompts drawn by their running pass rates, and the metrics of each data set."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +67,17 @@ def test_rates_are_running_means_of_the_groups(tokenizer):
     assert slow.learned(rates, 11, [2, 0], again)[0] == 0.75
     other = made(tokenizer, values={"reward": "format"}, a=4)
     assert other.learned((), 8, rows, first) == (3.0, None, 0.5, 5.5)
+
+
+def test_failures_of_the_function_say_nothing_of_a_prompt(tokenizer):
+    """The reward of a failure is -1: a prompt that is always right came below the band by a timeout."""
+    curriculum = made(tokenizer, a=4)
+    batch = scored(tokenizer, curriculum._prompts.rows([2, 0], 8), [[1, -1, -1], [-1]])
+    failed = np.zeros((2, 4), bool)
+    failed[1, 1:] = True
+    assert curriculum.learned((), 8, [2, 0], replace(batch, failed=failed)) == (None, None, 1.0, None)
+    found = curriculum.learned((), 8, [2, 0], batch)  # values of its own
+    assert found == (-1.0, None, pytest.approx(-1 / 3), None)
 
 
 RATES = (0.0, 0.1, 0.9, 0.91, None, 0.05)

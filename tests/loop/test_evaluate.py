@@ -71,24 +71,27 @@ def evaluator():
     return made
 
 
-def with_errors(batch, count):
-    return replace(batch, metrics={"reward/given/errors": Metric(count, reduction="sum")})
+def with_errors(batch, *failed):
+    where = np.zeros(batch.rewards_per_function.shape, bool)
+    where[:, [*failed]] = True
+    return replace(batch, metrics={"reward/given/errors": Metric(len(failed), reduction="sum")}, failed=where)
 
 
 def test_accuracy_is_bounded_and_without_what_failed(evaluator):
-    """A failed call has the reward -1, which is no wrong answer; the same of a faulty episode is one."""
-    values = [2.0, -3.0, 0.25, -1.0, -1.0]
-    batch = rewarded(values, reasons=["stop", "stop", "stop", "stop", "error"])
-    right, errors = evaluator._right(with_errors(batch, 1))
-    np.testing.assert_array_equal(right, [1, 0, 0.25, NAN, 0])
+    """A failed call has the reward -1, which is no wrong answer; the same of a faulty episode is one, and
+    so is -1 that the function gave to another completion of a batch with a failure."""
+    values = [2.0, -3.0, 0.25, -1.0, -1.0, -1.0]
+    batch = rewarded(values, reasons=["stop", "stop", "stop", "stop", "error", "stop"])
+    right, errors = evaluator._right(with_errors(batch, 3))
+    np.testing.assert_array_equal(right, [1, 0, 0.25, NAN, 0, 0])
     assert errors.value == 1
-    right, _ = evaluator._right(with_errors(batch, 0))
-    np.testing.assert_array_equal(right, [1, 0, 0.25, 0, 0])  # none failed: -1 was given
+    right, _ = evaluator._right(with_errors(batch))
+    np.testing.assert_array_equal(right, [1, 0, 0.25, 0, 0, 0])  # none failed: -1 was given
 
 
 def test_strict_accuracy_is_right_and_in_the_format(evaluator):
     formed, plain = "<think>a</think>\n<answer>b</answer>", "b"
-    batch = with_errors(rewarded([1.0, 1.0, 0.0], completions=[formed, plain, formed]), 0)
+    batch = with_errors(rewarded([1.0, 1.0, 0.0], completions=[formed, plain, formed]))
     metrics = results(evaluator._judge(batch, greedy=True).metrics)
     assert metrics["accuracy_lenient"] == pytest.approx(2 / 3)
     assert metrics["accuracy_strict"] == pytest.approx(1 / 3)

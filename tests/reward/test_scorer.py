@@ -102,6 +102,20 @@ def test_a_batch_that_raises_without_a_guilty_sample_is_one_error(tmp_path):
     batch = make_scorer(tmp_path, source, "single").score(make_rollouts(["a", "b"]))
     np.testing.assert_array_equal(batch.rewards, [3, 3])
     assert results(batch.metrics)["reward/single/errors"] == 1
+    assert not batch.failed.any()
+
+
+def test_a_batch_says_which_rewards_are_those_of_failures(tmp_path):
+    """Else evaluations take each -1 of a batch with a failure for one, and leave wrong answers out."""
+    source = (
+        "def graded(completions, **_):\n"
+        "    assert 'x' not in completions\n"
+        "    return [-1.0 if c == 'wrong' else 1.0 for c in completions]\n"
+        "def calm(completions, **_): return [-1.0 for _ in completions]\n"
+    )
+    batch = make_scorer(tmp_path, source, "graded", "calm").score(make_rollouts(["wrong", "x", "right"]))
+    np.testing.assert_array_equal(batch.rewards_per_function, [[-1, -1, 1], [-1, -1, -1]])
+    np.testing.assert_array_equal(batch.failed, [[False, True, False], [False] * 3])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

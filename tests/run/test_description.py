@@ -96,6 +96,30 @@ def test_code_is_found_in_modules_without_importing_them_and_of_functions_from_p
     assert sorted(starts(run)[0]["code"]) == sorted([str(package / "losses.py"), __file__])
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "dpo.loss=rewards.py:score",
+        "rm.loss=rewards.py:score",
+        "rollout.agent=rewards.py:score",
+        "rollout.sampler=rewards.py:score",
+    ],
+)
+def test_code_of_losses_of_pairs_agents_and_samplers_is_copied(here, setting):
+    """They decide what is trained as other losses and environments do, and were in no run's folder."""
+    task = setting.partition(".")[0]
+    own = {"dpo": {"task": task}, "rm": {"task": task}}.get(task, {})
+    data = [f"{task}.data=rows.jsonl"] if own else []
+    config = load_config(None, [setting, *data], environ={}, **own).config
+    run = RunDir.create(here / "runs", "first")
+    describe(run, config, {}, {})
+    assert starts(run)[0]["code"] == {str(here / "rewards.py"): "code/rewards.py"}
+    hub = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"agent": "json:tasks", "sampler": None})}
+    )
+    assert not [path for path in description._code_files(hub) if path.parent.name == "json"]
+
+
 def test_paths_are_told_from_other_texts(here):
     (here / "trained").mkdir()
     (here / "correct").mkdir()

@@ -34,6 +34,14 @@ def test_a_fresh_run_has_its_folder_and_names(tmp_path):
     assert {p.name for p in run.path.iterdir()} == {"samples", *LOCK_FILES}
 
 
+def test_runs_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    """`run.dir: ~/runs` made a folder called `~` in the working folder; all other keys fill it in."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert RunDir.create("~/runs", "first", stores="~/runs").path == tmp_path / "home" / "runs" / "first"
+    assert not Path("~").exists()
+
+
 def test_a_taken_name_is_refused_with_both_remedies(tmp_path):
     RunDir.create(tmp_path, "first")
     with pytest.raises(ValueError, match=r"first exists; .*run\.name=.* `--resume first`"):

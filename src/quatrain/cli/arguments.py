@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from quatrain.config.places import local_path
+
 if TYPE_CHECKING:
     from quatrain.config.load import Resolved
 
@@ -87,7 +89,7 @@ def _folder(word: str, overrides: Sequence[str]) -> Path | None:
         return None
     from quatrain.run.run_dir import find_run
 
-    return find_run(word, Path(_settings_of_runs(overrides).config.run.dir))
+    return find_run(word, local_path(_settings_of_runs(overrides).config.run.dir))
 
 
 def _of_folder(folder: Path, config: Path | None, overrides: list[str]) -> Given:
@@ -126,7 +128,7 @@ def run_to_resume(run: str, overrides: Sequence[str]) -> tuple[Path | None, str]
     from quatrain.run.run_dir import auto_run, checkpoint_steps, find_run
 
     settings = _settings_of_runs(overrides)
-    runs = Path(settings.config.run.dir)
+    runs = local_path(settings.config.run.dir)
     if run == "auto":
         folder = auto_run(runs, settings.config.run.name or "", settings.chose("run.name"))
         if folder is None or not (folder / "config.yaml").is_file():
@@ -142,7 +144,7 @@ def run_folders(runs: Sequence[str]) -> list[Path]:
     """The folders of `runs`, each a path or a name under `run.dir`."""
     from quatrain.run.run_dir import find_run
 
-    root = Path(_settings_of_runs([]).config.run.dir)
+    root = local_path(_settings_of_runs([]).config.run.dir)
     return [find_run(run, root) for run in runs]
 
 
@@ -150,8 +152,12 @@ def _settings_of_runs(overrides: Sequence[str]) -> Resolved:
     """The configuration without a file, for `run.dir` and `run.name`."""
     from quatrain.config.dotenv import load_dotenv
     from quatrain.config.load import load_config
+    from quatrain.config.settings import ENVIRONMENT_PREFIX
 
     load_dotenv(os.environ)
-    # Other overrides may need the run's own configuration to be valid.
-    own = [each for each in overrides if each.partition("=")[0].strip() in ("run.dir", "run.name")]
-    return load_config(None, own, os.environ)
+    # Other settings may need the run's own configuration, or its task, to be valid.
+    keys = ("run.dir", "run.name")
+    own = [each for each in overrides if each.partition("=")[0].strip() in keys]
+    variables = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper() for key in ("run", *keys)}
+    environ = {name: value for name, value in os.environ.items() if name.upper() in variables}
+    return load_config(None, own, environ)

@@ -76,7 +76,7 @@ def _bare(config: Config, folder: str, steps: int) -> Config:
         "run": {"dir": folder, "name": "bench", "steps": steps + 1, "profile_steps": (), "stop_when": {}},
         "sft": {"steps": 0},
         "data": {"eval": None},
-        "checkpoint": {"every_steps": 0, "best_metric": None},
+        "checkpoint": {"every_steps": 0, "best_metric": None, "dir": None},
         "hub": {"push": None},
         "rollout": {"dynamic_sampling_rounds": 1},
         "logging": {"wandb": "disabled", "trackio": None, "tensorboard": False},
@@ -89,27 +89,26 @@ def _bare(config: Config, folder: str, steps: int) -> Config:
 def _stages(
     config: Config, arch: Architecture, medians: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """(seconds, floating-point operations) of each stage that multiplies matrices and was run."""
+    """(seconds, floating-point operations) of each stage that multiplies matrices and was run here."""
     prompts = config.data.batch_size
     prompt, completion = medians["length/prompt/mean"], medians["length/completion/mean"]
     sampled = prompts * config.rollout.n * completion
     computed = medians.get("batch/tokens", 0) * (1 - medians.get("batch/shared_fraction", 0))
     whole = forward_flops(arch, tokens=computed, keys=(prompt + completion) / 2, scored=sampled)
-    prefilled = medians["rollout/prefill_tokens"]
-    left_out = prompts * prompt - prefilled  # tokens of a common prefix, computed for one prompt only
-    first = left_out / max(prompts - 1, 1)
-    prompt_keys = (prompts * prompt**2 - left_out * first) / 2
     sweep_s = medians["time/update_logprobs_s"]
-    stages = {
-        "prefill": (
+    stages: dict[str, tuple[float, float]] = {}
+    if prefilled := medians.get("rollout/prefill_tokens"):  # which servers do not say
+        left_out = prompts * prompt - prefilled  # tokens of a common prefix, computed for one prompt only
+        first = left_out / max(prompts - 1, 1)
+        prompt_keys = (prompts * prompt**2 - left_out * first) / 2
+        stages["prefill"] = (
             medians["rollout/prefill_s"],
             forward_flops(arch, tokens=prefilled, keys=prompt_keys / prefilled, scored=prompts),
-        ),
-        "decode": (
+        )
+        stages["decode"] = (
             medians["rollout/decode_s"],
             forward_flops(arch, tokens=sampled, keys=prompt + completion / 2, scored=sampled),
-        ),
-    }
+        )
     if medians["update/optimizer_steps"] >= 1:  # else all advantages were 0, and no gradient was computed
         stages["gradient"] = (medians["time/update_s"] - sweep_s, 3 * whole)
     if config.reward.models:

@@ -52,7 +52,13 @@ def report(
     from quatrain.run.run_dir import RunDir
 
     path = output or RunDir(folders[0]).page
-    Page(folders).write(path)
+    try:
+        Page(folders).write(path)
+    except OSError as error:
+        raise ValueError(
+            f"the run page must be a file that can be written; {path} is not ({error.strerror}); give "
+            "another with --output FILE"
+        ) from error
     typer.echo(f"the run page is {path}")
 
 

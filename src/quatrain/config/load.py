@@ -77,12 +77,15 @@ def load_config(
     task: str | None = None,
     now: datetime | None = None,
     trains: bool = True,
+    reads: Sequence[str] = ("",),
 ) -> Resolved:
     """The configuration of a YAML file (None: the embedded quickstart), `--set` overrides and environment.
 
     `environ` is the process's environment unless given, `now` the present unless given (it names the run).
     `task` is that of the command, `rl`, `sft`, `dpo` or `rm`; None: what `run.task` says. Unless it `trains`,
     there are no warnings about training, and keys without a part in the training of `run.task` may be set.
+    `reads` are how the dotted keys begin that are read: in others, of the `config.yaml` of a run,
+    `[redacted]` may stand in place of a secret.
     Raises ConfigError with one message per bad key: the rule, the value received and its layer.
     """
     environ = os.environ if environ is None else environ
@@ -106,7 +109,7 @@ def load_config(
     merged.add(from_file)
     merged.add(later)
     # Before types are checked, which would complain of `[redacted]` without saying what it is.
-    merged.refuse_redacted()
+    merged.refuse_redacted(tuple(reads))
     config = merged.resolved((file or QUICKSTART).stem, environ, now or datetime.now(UTC))
     warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
     if trains:
@@ -229,14 +232,17 @@ class _Merge:
         self._values[parent] = {**current, name: setting.value}
         self._layers[".".join((*parent, name))] = setting.layer
 
-    def refuse_redacted(self) -> None:
-        """Raises ConfigError for a value that stands for a secret, as in the `config.yaml` of a run."""
+    def refuse_redacted(self, reads: tuple[str, ...]) -> None:
+        """Raises ConfigError for a value that stands for a secret, as in the `config.yaml` of a run.
+
+        Of the keys that begin as `reads` say.
+        """
         redacted = [".".join(path) for path, value in self._values.items() if REDACTED in repr(value)]
-        if redacted:
+        if redacted := [key for key in redacted if key.startswith(reads)]:
             raise ConfigError(
                 [
                     f"{key} has {REDACTED} in place of a secret that was kept out of the file (from "
-                    f"{self._layers.get(key, DEFAULT)}); set it again, as --set {key}=…"
+                    f"{self._layers.get(key, DEFAULT)}); set it again, as --set {key}=…, or in that file"
                     for key in redacted
                 ]
             )

@@ -34,7 +34,8 @@ _IN_FILES = frozenset(
         *("sft.data", "sft.eval", "dpo.data", "dpo.eval", "dpo.loss", "dpo.reference"),
         *("rm.data", "rm.eval", "rm.loss"),
         *("critic.path", "reward.functions", "eval.accuracy", "advantage.estimator", "update.loss"),
-        *("rollout.environment", "rollout.tools", "rollout.agent", "distill.teacher", "distill.prompt"),
+        *("rollout.environment", "rollout.tools", "rollout.agent", "rollout.agent_python"),
+        *("rollout.sampler", "distill.teacher", "distill.prompt"),
         *("reward.judge", "reward.judge.model", "reward.judge.template", "reward.judge.cache"),
     }
 )

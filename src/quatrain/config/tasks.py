@@ -34,10 +34,16 @@ _WHERE_IT_GENERATES = {
     *("offload.reward_models", "data.max_prompt_length", "data.on_long_prompt", "data.answer_column"),
 }
 """Further ones where the run also completes the prompts of `data.eval` and scores them."""
+_OF_PICTURES = {
+    *("data.image_root", "data.verify_images", "data.on_bad_image"),
+    *("data.image_max_pixels", "data.image_min_pixels"),
+}
+"""Keys of the pictures in rows, which `quatrain sft` reads, and evaluations that complete prompts."""
 _OF_TRAINING_STEPS = {
     *("run.steps", "run.epochs", "logging.sample_tokens"),
     *(f"optimizer.{key}" for key in ("learning_rate", "schedule", "warmup_steps", "final_fraction")),
     *(f"rollout.{key}" for key in ("n", "greedy_baseline", "dynamic_sampling_rounds", "max_staleness")),
+    *(f"rollout.{key}" for key in ("temperature", "top_p", "top_k", "min_p")),  # evaluations have `eval.…`
     *("rollout.in_flight", "reward.kl_coef", "reward.kl_target", "reward.kl_horizon"),
 }
 """Keys of those sections that only the training steps of `quatrain train` read."""
@@ -75,6 +81,8 @@ def has_part(c: Any, key: str) -> bool:
         return task != "sft"  # whose rows have a prompt each
     if key in _OF_TRAINING_STEPS:
         return False
+    if key in _OF_PICTURES:
+        return task == "sft" or generates(c)
     named = {key, section}
     return bool(named & _OF_ALL) or (bool(named & _WHERE_IT_GENERATES) and generates(c))
 

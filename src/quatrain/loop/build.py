@@ -89,9 +89,10 @@ def given_run(inputs: Inputs) -> GivenRun:
     config, folder, stop, ended = inputs.config, inputs.folder, inputs.stop, inputs.parts.enter_context
     policy = load_policy(config, critic=False, weights=inputs.weights, environments=config.generates)
     data = GivenData.of(config, policy, inputs.rows)
+    # Before the steps: how many there are changes with the rows, which are named where they have changed.
+    identity = Identity.of(config, folder, data.train, policy, inputs.saved)
     steps = inputs.steps(len(data.train))
     course = Course(config, policy, data, steps=steps, reference_file=folder.reference_logprobs)
-    identity = Identity.of(config, folder, data.train, policy, inputs.saved)
     recorder = Recorder(config, folder.path, stop, left_out(data.train, "rows"))
     names, warnings, generation = course.metric_names(), course.warnings, None
     functions: tuple[str, ...] = ()

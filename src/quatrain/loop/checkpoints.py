@@ -57,6 +57,8 @@ class Checkpoints:
         self._recorder, self._steps, self._identity = recorder, steps, identity
         self._stop_when, self._rate = stop_when, config.key_of("learning_rate")
         self._ahead = config.rollout.max_staleness > 0
+        self.ended: str | None = None
+        """Why the run ends with the newest checkpoint, before the number of its steps; None: it does not."""
         self._failure: SaveFailed | None = None
         """Why the last checkpoint could not be written."""
 
@@ -65,9 +67,9 @@ class Checkpoints:
         best = self._evaluations.best
         return None if best is None or best.found is None else int(best.found["step"])
 
-    def end_at(self, step: int) -> None:
+    def end_at(self, step: int, why: str) -> None:
         """`step` is the last of the run, whatever their number was to be."""
-        self._steps = step
+        self._steps, self.ended = step, why
 
     def save_when_due(self, state: TrainState) -> None:
         """Save every `checkpoint.every_steps` training steps, at a new best, and after the last.
@@ -180,6 +182,7 @@ class Checkpoints:
             )
         if "stop_when" in host:  # a checkpoint of an earlier version has none
             self._stop_when.restore(host["stop_when"])
+        self.ended = host.get("ended")  # as above
         if "reference" in arrays:
             assert self._reference is not None
             self._reference.restore(arrays.pop("reference"))
@@ -209,6 +212,7 @@ class Checkpoints:
             **self._identity.to_save(),
             **self._evaluations.to_save(state.train_step),
             "stop_when": self._stop_when.to_save(),
+            "ended": self.ended if state.train_step == self._steps else None,
         }
 
     @contextmanager

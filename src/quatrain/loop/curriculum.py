@@ -68,12 +68,16 @@ class Curriculum:
         """The rates after `batch`, whose groups from number `first` on are of the prompts `rows`.
 
         rate + newest * (mean of the group's values - rate), and the mean itself for the first group of a
-        prompt. Samples on which the function abstained do not count; a group of such alone changes nothing.
+        prompt. Samples on which the function abstained or failed do not count; a group of such alone changes
+        nothing.
         """
         known = list(rates) or [None] * len(self._prompts)
         episodes = batch.rollouts.episodes.first_rows
         groups = batch.rollouts.group_ids[episodes]
-        values = batch.rewards_per_function[batch.function_names.index(self._values.reward), episodes]
+        function = batch.function_names.index(self._values.reward)
+        values = batch.rewards_per_function[function, episodes]
+        if batch.failed is not None:  # a failure, which has the reward -1, says nothing of the prompt
+            values = np.where(batch.failed[function, episodes], np.nan, values)
         for group, row in enumerate(rows, start=first):
             own = values[(groups == group) & ~np.isnan(values)]
             if own.size:

@@ -26,14 +26,13 @@ from quatrain.loop.stages import build_engine
 from quatrain.parallel.compilation_cache import ProgramCount
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.start_up import starting
-from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format_of
 from quatrain.reward.scorer import STATS, RewardScorer, short_names
 from quatrain.rollout.rollouts import Rollouts
 from quatrain.run.catalogue import CATALOGUE
 from quatrain.run.metrics import reduce_metrics
 from quatrain.run.samples import evaluation_sample
-from quatrain.types.batches import FAULTS, Prompt, RewardedBatch, RolloutBatch, brief
+from quatrain.types.batches import Prompt, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric, Metrics, combine
 from quatrain.types.rollouts import Sampling, rollout_batch
 from quatrain.update.teacher_prompts import TeacherPrompts
@@ -285,11 +284,11 @@ class Evaluator:
         if not self._has_accuracy(rewarded.rollouts):
             return None, Metric(0.0, reduction="sum")
         judged = rewarded if self._own is None else self._own.score(rewarded.rollouts)
-        values = judged.rewards_per_function[judged.function_names.index(self._accuracy)]
+        function = judged.function_names.index(self._accuracy)
+        values = judged.rewards_per_function[function]
         errors = judged.metrics[f"reward/{self._accuracy}/errors"]
-        if errors.value:
-            failed = (values == ERROR_REWARD) & ~np.isin(judged.rollouts.finish_reason, FAULTS)
-            values = np.where(failed, np.nan, values)
+        if judged.failed is not None:  # the reward of a failure is also one that a function may give
+            values = np.where(judged.failed[function], np.nan, values)
         return np.clip(values.astype(np.float64), 0.0, 1.0), errors
 
 

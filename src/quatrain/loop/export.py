@@ -60,6 +60,8 @@ ANY_DEVICES = (
     *(f"offload.{what}=false" for what in OffloadConfig.model_fields),
 )
 """Overrides of a run's configuration that allow exporting on other devices than those used for training."""
+OF_MODEL = ("model.", "lora.", "data.chat_template")
+"""How the keys begin that decide what is exported: other keys may have secrets, which are not needed."""
 
 
 def export_policy(
@@ -166,7 +168,7 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     if (run / META).is_file():
         return _export_checkpoint(run, output)
     number = check_export(run, output, step=step)
-    config = load_config(run / "config.yaml", ANY_DEVICES, environ={}).config
+    config = load_config(run / "config.yaml", ANY_DEVICES, environ={}, reads=OF_MODEL).config
     loaded = load_policy(config, critic=False, environments=False)
     checkpointer = Checkpointer(checkpoints_of(run))
     arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)

@@ -316,15 +316,16 @@ class Course:
         rows, size = source.head(), max(self.section.batch_size, EVALUATED_ROWS)
         return (rows[at : at + size] for at in range(0, len(rows), size))
 
-    def keep_reference(self, params: Any) -> None:
+    def keep_reference(self, params: Any, *, resumed: bool = True) -> None:
         """Reads the log-probabilities of the reference, or computes and keeps them, if the loss reads some.
 
-        `params`: the policy's at the start of the run. Raises ValueError for those of another run.
+        `params`: the policy's at the start of the run. Raises ValueError for those of another run; unless it
+        is `resumed`, they are of an attempt without a checkpoint, and computed again.
         """
         if self._reference is None:
             return
         made_of = self._made_of(params)
-        if self._reference.read(made_of):
+        if self._reference.read(made_of, resumed=resumed):
             return
         weights, spec = self._reference_model(params)
         store = self._policy.store
@@ -420,10 +421,10 @@ class ReferenceLogprobs:
         places = self._places[part]
         return self._found[part][[places[key] for key in keys]]
 
-    def read(self, made_of: Mapping[str, Any]) -> bool:
+    def read(self, made_of: Mapping[str, Any], *, resumed: bool = True) -> bool:
         """Whether there is a file, which the main process reads for all: others need not see it.
 
-        Raises ValueError if it is of something else.
+        One of something else raises ValueError in a `resumed` run, and is no file for another.
         """
         content = decided_by_main(self._content)
         if content is None:
@@ -431,6 +432,8 @@ class ReferenceLogprobs:
         before, arrays = content
         parts = {part: (keys.tolist(), sums) for part, (keys, sums) in arrays.items()}
         if changed := differing(before, json.loads(json.dumps(made_of))):
+            if not resumed:
+                return False
             raise ValueError(
                 "the log-probabilities of the reference must be of this run's rows and weights; those in "
                 f"{self._path} are of another {listed(changed)}; set these back, or remove the file, so that "

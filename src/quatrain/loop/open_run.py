@@ -24,6 +24,7 @@ from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.data_sets import data_set_list
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
+from quatrain.config.places import local_path
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact, redactor
 from quatrain.config.tasks import COMMANDS
@@ -115,7 +116,7 @@ def _in_its_place(resolved: Resolved, folder: RunDir) -> Resolved:
         return resolved
     home = folder.path.resolve()
     place: dict[str, Any] = {"name": home.name}
-    if Path(resolved.config.run.dir).resolve() != home.parent:
+    if local_path(resolved.config.run.dir).resolve() != home.parent:
         place["dir"] = str(home.parent)
     run = resolved.config.run.model_copy(update=place)
     return replace(resolved, config=resolved.config.model_copy(update={"run": run}))

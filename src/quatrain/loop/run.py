@@ -278,7 +278,7 @@ class GivenRun(Run):
         self.loaded = replace(self.loaded, params=None)
         show("reference")
         with self.inputs.stop.interruptible():
-            self.course.keep_reference(params)
+            self.course.keep_reference(params, resumed=resumed)
         show("optimizer state")
         return self.course.learner.init(params)
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 import jax
 
-from quatrain.cluster.processes import agreement, decided_by_main, num_processes
+from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
+from quatrain.config.places import is_bucket, local_path
 from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import build_run
 from quatrain.loop.inputs import Inputs
@@ -31,6 +31,8 @@ from quatrain.plan.batch_plan import plan as batch_plan
 from quatrain.plan.batch_plan import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
+from quatrain.run.description import has_ended_with
+from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import RunDir
 from quatrain.run.services import missing_services
 from quatrain.update.learner import TooManyBadSteps, TrainState
@@ -103,8 +105,11 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     recorder, evaluations, checkpoints = run.recorder, run.evaluations, run.checkpoints
     recorder.progress.phase("train", first=state.train_step)
     run.state = state
-    # In a run that was stopped before it was evaluated.
-    end = _end(run, state.train_step, evaluations.when_due(state), None)
+    end = _ended_before(run, state.train_step, on_step)
+    if found := evaluations.when_due(
+        state
+    ):  # stopped before it was evaluated, and so before the end of a step
+        end = _end(run, state.train_step, {**_logged(run, state.train_step), **found}, on_step)
     while state.train_step < run.steps and end is None:
         try:
             with recorder.step(state.train_step + 1):
@@ -123,6 +128,13 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
             checkpoints.save_before_end(state)
             raise
     return state
+
+
+def _logged(run: Run, step: int) -> dict[str, float]:
+    """The finite metrics of `step` that an earlier part of the run has logged; none if they are gone."""
+    rows = read_metrics(run.folder.metrics) if is_main_process() else []
+    row: Mapping[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
+    return {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
 
 
 def _end(run: Run, step: int, numbers: Mapping[str, float], on_step: OnStep | None) -> str | None:
@@ -145,8 +157,25 @@ def _end(run: Run, step: int, numbers: Mapping[str, float], on_step: OnStep | No
     end = cast("str | None", decided_by_main(decide))
     if end is not None and step < run.steps:
         run.recorder.report.event(f"the run ends with step {step} of {run.steps}: {end}")
-        run.checkpoints.end_at(step)
+        run.checkpoints.end_at(step, end)
     return end
+
+
+def _ended_before(run: Run, step: int, on_step: OnStep | None) -> str | None:
+    """Why a resumed run ends with the `step` of its checkpoint, as it was to before it was stopped, or None.
+
+    It was stopped in its last evaluation or its export; where it has come to its end, it trains on.
+    """
+    why, run.checkpoints.ended = run.checkpoints.ended, None
+    if why is None or (on_step is None and not run.config.run.stop_when):
+        return None
+    if decided_by_main(lambda: has_ended_with(run.folder.description, step)):
+        return None
+    run.recorder.report.event(
+        f"the run had ended with step {step} of {run.steps}, without its results: {why}"
+    )
+    run.checkpoints.end_at(step, why)
+    return why
 
 
 def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list[str]]:
@@ -162,8 +191,10 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
         raise ValueError(
             f"--dry-run needs a single process; got {num_processes()}; start it without the others"
         )
-    root = Path(config.run.dir).absolute()
-    new = [path for path in (root, *root.parents) if not path.exists()]
+    store = config.checkpoint.dir
+    roots = [local_path(root).absolute() for root in (config.run.dir, store) if root and not is_bucket(root)]
+    roots.sort(key=lambda root: -len(root.parts))  # one may be in the other
+    new = [[path for path in (root, *root.parents) if not path.exists()] for root in roots]
     named = resolved.chose("run.name")
     where = (config.run.dir, config.run.name)
     made = RunDir.create(*where, resume=resume, named=named, stores=config.checkpoint.dir)
@@ -183,9 +214,10 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
                 return "\n".join(lines), [*run.warnings, *placed.warnings, *missing_services(config.logging)]
         finally:
             folder.discard()
-            with suppress(OSError):  # another run has begun in it
-                for path in new:
-                    path.rmdir()
+            for paths in new:
+                with suppress(OSError):  # another run has begun in it
+                    for path in paths:
+                        path.rmdir()
 
 
 def _device_memory() -> int | None:

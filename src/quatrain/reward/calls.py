@@ -198,10 +198,11 @@ def call_in_workers(
 
 def score_function(
     function: Function, samples: Samples, per_call: PerCall
-) -> tuple[np.ndarray, Counter[Kind], Log]:
+) -> tuple[np.ndarray, Counter[Kind], list[int], Log]:
     """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
 
-    What the function logged in calls that did not fail comes third, with columns [B].
+    The places of the samples that failed come third, and then what the function logged in calls that did not
+    fail, with columns [B].
 
     Samples of other sources than the function's are abstentions. The first calls get the samples that
     `per_call` says. An episode that a fault of its environment ended is no sample of any call and has NaN.
@@ -212,7 +213,7 @@ def score_function(
     rows = samples.of_sources(function.sources)
     scoring = _FunctionOnBatch(function, samples, rows)
     try:
-        return *scoring.run(samples.pieces(rows, per_call)), scoring.log
+        return *scoring.run(samples.pieces(rows, per_call)), scoring.failed, scoring.log
     finally:  # also if the run is interrupted
         scoring.cancel()
 
@@ -271,6 +272,11 @@ class _FunctionOnBatch:
         if self._failures and not errors:  # it failed on several samples, and on none of them alone
             errors[self._failures[0].kind] = 1
         return self._values, errors
+
+    @property
+    def failed(self) -> list[int]:
+        """The samples that failed."""
+        return sorted(self._kinds)
 
     def cancel(self) -> None:
         """Cancels the calls that have not begun."""

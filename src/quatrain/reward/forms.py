@@ -254,6 +254,8 @@ class FunctionScores(NamedTuple):
     """Sum and number of the values that it logged, by the last part of the metric `reward/<name>/…`."""
     columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
     """[B] each: what it logged for samples."""
+    failed: Sequence[int] = ()
+    """The places of the sequences on which it failed, whose raw reward may also be one that it gives."""
 
 
 def plain_rewards(returned: Any) -> list[float | None] | str | dict[str, Any]:

@@ -479,6 +479,9 @@ class RewardScorer:
         of_row, first_rows = rollouts.episodes
         raw = np.array([scores[name].values for name in self.function_names], np.float32)
         raw = raw.reshape(len(self.function_names), len(first_rows))
+        failed = np.zeros(raw.shape, bool)
+        for row, name in zip(failed, self.function_names, strict=True):
+            row[[*scores[name].failed]] = True
         faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
         raw[:, faults] = self._fault_reward
         metrics = _described(raw, scores, self.function_names)
@@ -510,6 +513,7 @@ class RewardScorer:
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,
             function_weights=self._totals.weights.astype(np.float32),
+            failed=failed[:, of_row],
         )
 
     def _check_environment_rewards(self, rollouts: RolloutBatch, raw: np.ndarray) -> None:
@@ -559,7 +563,7 @@ class RewardScorer:
         samples, called = Samples.of(rollouts), {}
         for function in self._functions:
             began = time.perf_counter()
-            values, errors, log = score_function(function, samples, self._per_call)
+            values, errors, failed, log = score_function(function, samples, self._per_call)
             counts = {"errors": errors.total()} | {f"errors/{kind}": n for kind, n in errors.items()}
             if log.unlogged:
                 counts["unlogged"] = len(log.unlogged)
@@ -571,7 +575,7 @@ class RewardScorer:
                         *(function.name, log.unlogged[0], function.name),
                     )
             seconds = time.perf_counter() - began
-            called[function.name] = values.tolist(), counts, seconds, log.metrics, log.columns
+            called[function.name] = values.tolist(), counts, seconds, log.metrics, log.columns, failed
         return called
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.config.places import local_path
 from quatrain.config.roles import devices_of_worker, worker_config
 from quatrain.config.schema import Config
 from quatrain.data.expansion import BLIND
@@ -195,8 +196,8 @@ def _weights_folder(config: Config, weights_dir: str) -> Path:
     Its name is that of the run, with a digest of the path of the run's folder, which the run has locked.
     """
     run = _run_folder(config).resolve()
-    return Path(weights_dir) / f"{run.name}-{hashlib.sha256(bytes(run)).hexdigest()[:8]}"
+    return local_path(weights_dir) / f"{run.name}-{hashlib.sha256(bytes(run)).hexdigest()[:8]}"
 
 
 def _run_folder(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
+    return local_path(config.run.dir) / config.run.name

@@ -87,6 +87,11 @@ def ended_with(path: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def has_ended_with(path: Path, step: int) -> bool:
+    """Whether a start of the run whose `run.json` is at `path` has ended with `step`, and its results."""
+    return any(start.get("ended_with_step") == step for start in starts_in(path))
+
+
 def _write(run: RunDir, starts: Sequence[Any]) -> None:
     write_whole(run.description, json.dumps({"starts": starts}, indent=2, ensure_ascii=False) + "\n")
 
@@ -118,8 +123,10 @@ def _texts(value: Any) -> Iterator[str]:
 def _code_files(config: Config) -> Iterator[Path]:
     """The files of functions and classes that the configuration names by a path or by a module."""
     reward, rollout = config.reward, config.rollout
-    functions = (config.advantage.estimator, config.update.loss, config.eval.accuracy)
-    for text in _texts([reward.functions, rollout.environment, rollout.tools, functions]):
+    functions = (config.advantage.estimator, config.update.loss, config.dpo.loss, config.rm.loss)
+    agent = rollout.agent if ".py:" in (rollout.agent or "") else None  # not `verifiers:`, which is a module
+    players = (rollout.environment, rollout.tools, agent, rollout.sampler)
+    for text in _texts([reward.functions, players, functions, config.eval.accuracy]):
         where, colon, _ = text.rpartition(":")
         path = Path(where).expanduser() if where.endswith(".py") else _file_of_module(where)
         if colon and path is not None and path.suffix == ".py" and path.is_file():

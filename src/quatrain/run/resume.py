@@ -70,6 +70,7 @@ class _SavedState(Description):
     evaluation_due: bool
     best: dict[str, Any] | None = None
     stop_when: _Patience | None = None
+    ended: str | None = None
     base: str | None = None
     tower: str | None = None
     base_form: str | None = None

@@ -130,7 +130,8 @@ class RunDir:
         locks: list[RunLock] = []
 
         def chosen() -> tuple[str, bool, str, bool, str]:
-            run = cls._chosen(Path(root).absolute(), name, resume, named, _absolute(stores, root))
+            place = local_path(root).absolute()
+            run = cls._chosen(place, name, resume, named, _absolute(stores, place))
             locks.extend(run._make())
             return str(run.path), run.resumed, run.note, run.restarted, run.store
 
@@ -399,12 +400,12 @@ def _within(place: Path | str, name: str) -> Path | str:
     return f"{place}/{name}" if is_bucket(place) else Path(place, name)
 
 
-def _absolute(stores: str | None, root: str | Path) -> str:
+def _absolute(stores: str | None, root: Path) -> str:
     """The place of runs' checkpoints; empty if it is none but `root`, which has the runs themselves."""
     if stores is None or is_bucket(stores):
         return (stores or "").rstrip("/")
     folder = local_path(stores).absolute()
-    return "" if folder.resolve() == Path(root).resolve() else str(folder)
+    return "" if folder.resolve() == root.resolve() else str(folder)
 
 
 def _unused(store: str) -> str:

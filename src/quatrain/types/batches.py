@@ -366,7 +366,8 @@ class RewardedBatch:
 
     `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
     `rewards_per_function` has the raw values, NaN if a function abstained (returned None), and
-    `function_weights` the weights of the sum; None: not known. `token_rewards` are rewards of single tokens,
+    `function_weights` the weights of the sum; None: not known. `failed` says on which sequences a function
+    failed; None: not known. `token_rewards` are rewards of single tokens,
     beside the reward of the sequence; None if there are none. `values` are a critic's estimates of the return
     at each completion token; None without a critic. `token_logprobs` are the log-probabilities that the token
     rewards were computed from, `old_logprobs` and `ref_logprobs`, which the update uses again, and those of a
@@ -393,6 +394,7 @@ class RewardedBatch:
     environment_weight: float = 0.0
     function_weights: np.ndarray | None = None  # [F] float32
     teacher_words: TeacherWords | None = None
+    failed: np.ndarray | None = None  # [F, B] bool
 
     __repr__ = brief
 
@@ -409,6 +411,8 @@ class RewardedBatch:
         check.array("rewards_per_function", self.rewards_per_function, shape, np.float32, allow_nan=True)
         if self.function_weights is not None:
             check.array("function_weights", self.function_weights, shape[:1], np.float32)
+        if self.failed is not None:
+            check.array("failed", self.failed, shape, np.bool_)
         abstained = np.isnan(self.rewards_per_function).all(axis=0)
         check.rule(
             bool((np.isnan(self.rewards) == abstained).all()),

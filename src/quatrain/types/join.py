@@ -40,6 +40,7 @@ def join_groups(batches: Sequence[RewardedBatch], groups: Sequence[int]) -> Rewa
     rollouts = [batch.rollouts for batch in batches]
     rows = _rows_of(groups, rollouts)
     greedy = [batch.baseline_rewards for batch in batches if batch.baseline_rewards is not None]
+    failed = [batch.failed for batch in batches if batch.failed is not None]
     return RewardedBatch(
         _join_rollouts(rollouts, groups),
         np.concatenate([batch.rewards for batch in batches])[rows],
@@ -49,6 +50,7 @@ def join_groups(batches: Sequence[RewardedBatch], groups: Sequence[int]) -> Rewa
         baseline_rewards=np.concatenate(greedy)[rows] if greedy else None,
         environment_weight=batches[0].environment_weight,
         function_weights=batches[0].function_weights,
+        failed=np.concatenate(failed, axis=1)[:, rows] if len(failed) == len(batches) else None,
     )
 
 

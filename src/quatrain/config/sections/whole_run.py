@@ -77,7 +77,7 @@ class RunConfig(Section):
     with its last checkpoint, final evaluation and export. A metric of evaluations is compared after the steps
     that have one (`eval.every_steps`); the better value of `loss` and `perplexity` is the smaller, of others
     the larger. `{}`: never. A run that ended so and is resumed trains on, and compares again after each
-    step."""
+    step; one that was stopped in its final evaluation or export is resumed there."""
     profile_steps: tuple[Count, ...] = Field((), strict=False)
     """Training steps, as `[3, 4]`, of which the main process writes a trace of JAX's profiler to `profile/`
     in the run's folder; consecutive steps are one trace."""
