@@ -106,9 +106,7 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     recorder.progress.phase("train", first=state.train_step)
     run.state = state
     end = _ended_before(run, state.train_step, on_step)
-    if found := evaluations.when_due(
-        state
-    ):  # stopped before it was evaluated, and so before the end of a step
+    if found := evaluations.when_due(state):  # the run was stopped before it, and so within this step
         end = _end(run, state.train_step, {**_logged(run, state.train_step), **found}, on_step)
     while state.train_step < run.steps and end is None:
         try:
