@@ -156,6 +156,13 @@ def column(tmp_path, cells):
     return [row["answer"] for row in read_rows(write(tmp_path / "a.csv", "prompt,answer\n" + table))]
 
 
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
+    """The fault: a row of some MiB, as one with a picture, was refused with `try to increase block size`,
+    which no setting does."""
+    long = '"' + "one line\n" * 300_000 + '"'
+    assert column(tmp_path, ["a", long, "c"]) == ["a", long[1:-1], "c"]
+
+
 @pytest.mark.parametrize(
     ("cells", "values"),
     [

@@ -310,7 +310,10 @@ def _read_csv(path: Path) -> list[Row]:
     if not path.stat().st_size:
         return []
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    read = pyarrow.csv.ReadOptions(use_threads=False)  # one thread, so that errors name the row
+    # One thread, so that errors name the row; one block, as pyarrow refuses rows that begin in one and end in
+    # the next but one.
+    block = min(max(path.stat().st_size, 1), 2**31 - 1)
+    read = pyarrow.csv.ReadOptions(use_threads=False, block_size=block)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             names = next(filter(None, csv.reader(file)), [])  # without empty lines, as pyarrow does
