@@ -590,8 +590,9 @@ def _about_json(table: Table) -> list[str]:
     """A warning if prompts are JSON of messages, which are read as text."""
 
     def kind(row: TokenRow) -> str | None:
-        text = row.text if isinstance(row.text, str) else row.text[-1].get("content", "")
-        return "json" if isinstance(text, str) and is_json_of_messages(text) else None
+        # An example of which all is trained may begin with the answer.
+        last = row.text if isinstance(row.text, str) else row.text[-1].get("content") if row.text else ""
+        return "json" if isinstance(last, str) and is_json_of_messages(last) else None
 
     return [
         f"{count} of {table.size} prompts (the first is row {row}) are the JSON of messages as a text, which "
