@@ -102,8 +102,11 @@ class Admission:
 
     def _positions(self, ticket: int, sample: int) -> int:
         """Positions of a slot that a sample needs in the next call."""
-        positions = max(self.groups[ticket].turn_length(sample) - 1, 0) + self.tokens_per_call
-        return min(positions, self._bounds[-1])
+        group = self.groups[ticket]
+        positions = max(group.turn_length(sample) - 1, 0) + self.tokens_per_call
+        # Its own limit, too: where those with more wait for room, the ring is no longer than those need that
+        # run (`Room.ring`).
+        return min(positions, self._bounds[-1], group.limit)
 
     def _choose_rings(self) -> None:
         """One ring, if all that are unfinished fit into it, else several; grammars have one more."""
