@@ -290,6 +290,14 @@ def test_a_text_among_conversations_is_not_trained_as_an_answer():
     assert len(examples(*rows, train_on="all")) == 2
 
 
+def test_all_of_an_answer_without_a_question_is_trained():
+    """The fault: an empty prompt, beside an answer of which all is trained, ended with an IndexError."""
+    rows = [{"prompt": [], "completion": [ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}]
+    alone, asked = examples(*rows, train_on="all", tokenizer=builtin_tokenizer())
+    assert asked.input_ids.tolist()[-len(alone.input_ids) :] == alone.input_ids.tolist()
+    assert alone.scored.tolist() == [False] + [True] * (len(alone.input_ids) - 1)
+
+
 def test_all_tokens_of_several_forms_in_one_list(tmp_path):
     """Each row in its own form, where a list of data sets gives all rows the columns of all."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "4+1=5"}))

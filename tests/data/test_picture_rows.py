@@ -175,6 +175,15 @@ def test_a_bad_picture_ends_the_run_or_its_row_is_left_out_and_counted(
         )
 
 
+def test_answers_of_which_no_picture_can_be_used_are_said_to_have_none(written, tokenizer) -> None:
+    """The fault: with data.on_bad_image=skip and a wrong folder of pictures, the error named the flags of 0
+    rows (weight, train), which no row had."""
+    spec = written({"prompt": user("a"), "completion": "b", "images": ["missing.png"]})
+    config = DataConfig(on_bad_image="skip")
+    with pytest.raises(ValueError, match=r"no row is left: data\.on_bad_image=skip leaves out every row"):
+        load_examples(spec, config, tokenizer, train_on="completion", seed=0)
+
+
 def test_long_prompts_with_pictures_are_skipped_and_never_cut(written, tokenizer) -> None:
     spec = written({"prompt": user("a" * 99), "images": ["10.png"]}, {"prompt": user("b"), "images": None})
     [short, long] = sorted(load(spec, tokenizer).head(), key=lambda prompt: len(prompt.input_ids))

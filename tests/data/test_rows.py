@@ -156,6 +156,21 @@ def column(tmp_path, cells):
     return [row["answer"] for row in read_rows(write(tmp_path / "a.csv", "prompt,answer\n" + table))]
 
 
+def test_prompts_and_answers_of_a_csv_file_are_texts(tmp_path):
+    """The fault: answers that are all numbers, as of arithmetic, could not be given in a .csv file: they were
+    read as numbers, which were refused row by row as no texts."""
+    names = "prompt,completion,text,chosen,rejected,answer"
+    [row] = read_rows(write(tmp_path / "a.csv", f"{names}\n3,7,1,2,,0.5\n"))
+    assert [row[name] for name in names.split(",")] == ["3", "7", "1", "2", None, 0.5]
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
+    """The fault: a row of some MiB, as one with a picture, was refused with `try to increase block size`,
+    which no setting does."""
+    long = '"' + "one line\n" * 300_000 + '"'
+    assert column(tmp_path, ["a", long, "c"]) == ["a", long[1:-1], "c"]
+
+
 @pytest.mark.parametrize(
     ("cells", "values"),
     [

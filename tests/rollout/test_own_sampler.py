@@ -61,6 +61,9 @@ class Says(Sampler):
         (Piece([1], [float("nan")], [0]), "stop", "log-probabilities must be finite, in nats, .* got nan"),
         (Piece([1], [0.5], [0]), "stop", "log-probabilities must be finite, in nats, and at most 0; got 0.5"),
         (Piece([1] * 6, [-1.0] * 6, [0] * 6), "length", "at most sampling.max_new_tokens tokens; got 1 more"),
+        # Of a turn without tokens, and of tokens that nobody sampled, a run would learn nothing, in silence.
+        (Piece(), "stop", "a turn has at least one token, .* got none at its end; give the stop token too"),
+        (Piece([1], [0.0], [-1]), "stop", "the version of the weights that it was sampled from, .* got -1"),
         (Piece([1], [-1.0], [0]), "done", "finish_reason must be None, stop or length; got 'done'"),
     ],
 )
@@ -69,6 +72,20 @@ def test_what_no_trainer_may_get_is_refused(tokenizer, monkeypatch, piece, reaso
     rollouts = Rollouts(own_sampler(f"{__file__}:Says", {}, 294), tokenizer, GREEDY)
     monkeypatch.setattr(rollouts.sampler._own, "said", Progress(piece, reason), raising=False)
     with pytest.raises(TurnFailed, match=f"Says: .*{message}"):
+        rollouts.generate(PROMPTS[:1])
+
+
+class Forgets(Says):
+    """Returns nothing, and will answer some time."""
+
+    def start(self, requests, listener):
+        pass
+
+
+def test_a_start_that_returns_no_future_is_named(tokenizer):
+    """The fault: the run ended with an AttributeError of NoneType, which names neither sampler nor rule."""
+    rollouts = Rollouts(own_sampler(f"{__file__}:Forgets", {}, 294), tokenizer, GREEDY)
+    with pytest.raises(ValueError, match=r"Forgets: start must return a .*Future .*; got None"):
         rollouts.generate(PROMPTS[:1])
 
 

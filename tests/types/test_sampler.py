@@ -48,6 +48,13 @@ def test_each_turn_comes_to_its_request_if_it_ends_at_once(most):
     assert sampler.most <= max(most, 2)
 
 
+def test_turns_that_end_at_once_may_be_many():
+    """The fault: each began the next from within itself, and after some hundreds, where Python allows no
+    deeper calls, the others were never asked for: an evaluation with such a sampler waited for ever."""
+    turns = AtOnce(AtOnceDone(), 2).sampled(requests_of(*range(10, 2010), n=1))
+    assert [turn.result(5).tokens for turn in turns] == [[i] for i in range(10, 2010)]
+
+
 def test_who_waits_is_told_what_a_sampler_raises():
     """The fault: nobody would set the futures, and the run would wait for ever."""
     turns = AtOnce(AtOnceDone(), 2).sampled(requests_of(4, 9))

@@ -30,6 +30,7 @@ from quatrain.data.expansion import expanded, sees
 from quatrain.data.left_out import REFUSED_OF_ROWS
 from quatrain.data.messages import MESSAGES, checked_messages, joined_text, tools_of, without_nulls
 from quatrain.data.prompts import (
+    NO_PICTURE_LEFT,
     Source,
     TokenRows,
     check_columns_of,
@@ -220,6 +221,8 @@ class GivenReader:
         return kept, 0, truncated, filtered, longer, len(rows) - len(made)
 
     def check_not_empty(self, spec: str, size: int, skipped: int, filtered: int) -> None:
+        if size == 0 and skipped == filtered == 0:
+            raise ValueError(NO_PICTURE_LEFT.format(spec, "row"))
         if size == 0 and skipped == 0:
             raise ValueError(
                 f"{spec}: no row is left: the flags (weight, train) of {filtered} rows say that they are not "

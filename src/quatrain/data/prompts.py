@@ -73,6 +73,11 @@ MOST_THREADS = 16
 USUAL_BATCHES = 0.95
 """Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
 
+NO_PICTURE_LEFT = (
+    "{}: no {} is left: data.on_bad_image=skip leaves out every row; correct the pictures, or set it to "
+    "error, which says what is wrong"
+)
+"""Of a data set and what its rows are."""
 
 _JSON_OF_MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|messages|from|value)["']\s*:""")
 
@@ -399,8 +404,7 @@ class _RowReader:
                 f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
                 "and data.on_long_prompt=skip leaves none; raise data.max_prompt_length"
                 if skipped
-                else f"{spec}: no prompt is left: data.on_bad_image=skip leaves out every row; correct the "
-                "pictures, or set it to error, which says what is wrong"
+                else NO_PICTURE_LEFT.format(spec, "prompt")
             )
 
 
@@ -586,8 +590,9 @@ def _about_json(table: Table) -> list[str]:
     """A warning if prompts are JSON of messages, which are read as text."""
 
     def kind(row: TokenRow) -> str | None:
-        text = row.text if isinstance(row.text, str) else row.text[-1].get("content", "")
-        return "json" if isinstance(text, str) and is_json_of_messages(text) else None
+        # An example of which all is trained may begin with the answer.
+        last = row.text if isinstance(row.text, str) else row.text[-1].get("content") if row.text else ""
+        return "json" if isinstance(last, str) and is_json_of_messages(last) else None
 
     return [
         f"{count} of {table.size} prompts (the first is row {row}) are the JSON of messages as a text, which "

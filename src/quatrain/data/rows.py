@@ -40,6 +40,8 @@ MANY_BYTES = 2**28
 """Bytes of memory that the rows of any Parquet file may take; a larger file may take MOST_TIMES its size."""
 MOST_TIMES = 100
 BATCH_ROWS = 64
+TEXTS = frozenset({"prompt", "completion", "text", "chosen", "rejected"})
+"""Columns of a .csv file that are never numbers, as prompts and answers are texts: `7` answers `3+4=`."""
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
@@ -302,7 +304,7 @@ def _read_csv(path: Path) -> list[Row]:
     """The rows of a table with a header: text, numbers in columns of numbers, None for an empty cell.
 
     A column has numbers if each is written as Python writes it, so that no text changes: 0.5 and 12, but not
-    0.50, 007, 1e3 or 12:30. An empty cell in quotation marks is a text.
+    0.50, 007, 1e3 or 12:30, and it is none of TEXTS. An empty cell in quotation marks is a text.
     """
     import pyarrow
     import pyarrow.csv
@@ -310,7 +312,10 @@ def _read_csv(path: Path) -> list[Row]:
     if not path.stat().st_size:
         return []
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    read = pyarrow.csv.ReadOptions(use_threads=False)  # one thread, so that errors name the row
+    # One thread, so that errors name the row; one block, as pyarrow refuses rows that begin in one and end in
+    # the next but one.
+    block = min(max(path.stat().st_size, 1), 2**31 - 1)
+    read = pyarrow.csv.ReadOptions(use_threads=False, block_size=block)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             names = next(filter(None, csv.reader(file)), [])  # without empty lines, as pyarrow does
@@ -324,7 +329,8 @@ def _read_csv(path: Path) -> list[Row]:
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(_unreadable(path, error)) from error
     _check_names(table.column_names, str(path))
-    columns = {name: _numbers_or_texts(table[name].to_pylist()) for name in table.column_names}
+    cells = {name: table[name].to_pylist() for name in table.column_names}
+    columns = {name: each if name in TEXTS else _numbers_or_texts(each) for name, each in cells.items()}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 

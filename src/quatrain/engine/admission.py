@@ -102,8 +102,13 @@ class Admission:
 
     def _positions(self, ticket: int, sample: int) -> int:
         """Positions of a slot that a sample needs in the next call."""
-        positions = max(self.groups[ticket].turn_length(sample) - 1, 0) + self.tokens_per_call
-        return min(positions, self._bounds[-1])
+        group = self.groups[ticket]
+        return self._at_most(max(group.turn_length(sample) - 1, 0) + self.tokens_per_call, group)
+
+    def _at_most(self, positions: int, group: Group) -> int:
+        """No more than the longest ring has, nor than the group's own limit needs: where others with more
+        tokens wait for room, rings are no longer than those need that run."""
+        return min(positions, self._bounds[-1], group.limit)
 
     def _choose_rings(self) -> None:
         """One ring, if all that are unfinished fit into it, else several; grammars have one more."""
@@ -312,8 +317,8 @@ class Admission:
         slots = _Slots(self.room, self._bounds, margin, scheduler.num_replicas)
         for slot, who in enumerate(scheduler.slots):
             if who is not None:
-                positions, apart = self._positions(who.ticket, who.sample), self._is_apart(who.ticket)
-                slots.add(positions, slot // scheduler.num_slots, apart=apart)
+                group, positions = self.groups[who.ticket], self._positions(who.ticket, who.sample)
+                slots.add(positions, group, slot // scheduler.num_slots)
         return slots
 
     def _sizes_in_rings(self) -> CacheShape:
@@ -333,10 +338,10 @@ class Admission:
         for who, is_queued in chain(waiting, queued):
             ticket = who[0]
             has_tokens = not is_queued or scheduler.has_begun(ticket)
-            positions = self._positions(*who) if has_tokens else self.tokens_per_call
+            group = self.groups[ticket]
+            positions = self._positions(*who) if has_tokens else self._at_most(self.tokens_per_call, group)
             longer = need.and_(self._need(ticket, ()))
-            apart = self._is_apart(ticket)
-            more_now, more_ahead = (each.with_(positions, apart=apart) for each in (now, ahead))
+            more_now, more_ahead = (each.with_(positions, group) for each in (now, ahead))
             new = new_groups + (is_queued and ticket not in admitted)
             prefix_slots = in_use + -(-new // scheduler.num_replicas)
             fits = all(
@@ -392,20 +397,24 @@ class _Slots:
         self._room, self._bounds, self._margin = room, bounds, margin
         self.counts = [[0] * len(bounds) for _ in range(num_replicas)]
         self._longest = [0] * len(bounds)
+        self._limits = [0] * len(bounds)
 
-    def add(self, positions: int, replica: int, *, apart: bool) -> None:
-        """One more sequence; `apart`: in the last ring."""
-        positions = min(positions + self._margin * (positions // MARGIN), self._bounds[-1])
-        ring = len(self._bounds) - 1 if apart else bisect_left(self._bounds, positions)
+    def add(self, positions: int, group: Group, replica: int) -> None:
+        """One more sequence of a group; in the last ring, if it has a grammar."""
+        positions = min(positions + self._margin * (positions // MARGIN), self._bounds[-1], group.limit)
+        last = len(self._bounds) - 1
+        ring = last if group.is_constrained else bisect_left(self._bounds, positions)
         self.counts[replica][ring] += 1
         self._longest[ring] = max(self._longest[ring], positions)
+        self._limits[ring] = max(self._limits[ring], min(group.limit, self._bounds[ring]))
 
-    def with_(self, positions: int, *, apart: bool) -> _Slots:
+    def with_(self, positions: int, group: Group) -> _Slots:
         """These and one more sequence, on the replica that has the fewest."""
         more = _Slots(self._room, self._bounds, self._margin, 0)
         more.counts, more._longest = list(map(list.copy, self.counts)), list(self._longest)
+        more._limits = list(self._limits)
         emptiest = min(range(len(self.counts)), key=lambda replica: sum(self.counts[replica]))
-        more.add(positions, emptiest, apart=apart)
+        more.add(positions, group, emptiest)
         return more
 
     @property
@@ -416,10 +425,11 @@ class _Slots:
     @property
     def rings(self) -> tuple[Ring, ...]:
         """The rings up to the last that is used; at least one slot."""
-        each = zip(zip(*self.counts, strict=True), self._longest, self._bounds, strict=True)
+        each = zip(zip(*self.counts, strict=True), self._longest, self._limits, strict=True)
+        # By the limits of those in it: one that fits alone must not need more because others may have more.
         rings = [
-            Ring(round_up(max(counts), minimum=1), self._room.ring(longest, bound)) if longest else Ring(0, 0)
-            for counts, longest, bound in each
+            Ring(round_up(max(counts), minimum=1), self._room.ring(longest, limit)) if longest else Ring(0, 0)
+            for counts, longest, limit in each
         ]
         while rings and not rings[-1].slots:
             rings.pop()

@@ -90,22 +90,32 @@ class _Checked(Sampler):
 
     def start(self, requests: Sequence[Request], listener: Listener) -> Future[list[int]]:
         """As the user's; a turn that breaks a rule has an error."""
-        limits = [each.sampling.max_new_tokens for each in requests for _ in range(each.sampling.n)]
-
-        refused: set[int] = set()
+        rooms = [each.sampling.max_new_tokens for each in requests for _ in range(each.sampling.n)]
+        limits, refused = [*rooms], set[int]()
 
         def listen(number: int, progress: Progress) -> None:
             if number in refused:
                 return
             problem = self._problem(progress, limits[number])
+            limits[number] -= len(progress.piece.tokens)
+            if limits[number] == rooms[number] and progress.finish_reason is not None:
+                problem = problem or (
+                    "a turn has at least one token, that which ends it if there is no other; got none at its "
+                    "end; give the stop token too, or an `error`"
+                )
             if problem is not None:
                 refused.add(number)
-            limits[number] -= len(progress.piece.tokens)
             self._tokens += len(progress.piece.tokens)
             self._completions += progress.finish_reason is not None
             listener(number, progress if problem is None else Progress(error=f"{self._name}: {problem}"))
 
-        return self._own.start(requests, listen)
+        keys = self._own.start(requests, listen)
+        if not isinstance(keys, Future):
+            raise ValueError(
+                f"{self._name}: start must return a concurrent.futures.Future with a key for each request; "
+                f"got {keys!r}; return one"
+            )
+        return keys
 
     def copy_weights(self, params: Any) -> Any:
         """As the user's."""
@@ -151,6 +161,11 @@ class _Checked(Sampler):
             )
         if outside := [t for t in tokens if not 0 <= t < self._vocab_size]:
             return f"tokens must be ids from 0 to {self._vocab_size - 1}; got {outside[0]}"
+        if given := [version for version in versions if version < 0]:
+            return (
+                "each token has the version of the weights that it was sampled from, as `load` got it, 0 or "
+                f"more; got {given[0]}"
+            )
         if wrong := [p for p in logprobs if not -math.inf < p <= 1e-3]:
             return f"log-probabilities must be finite, in nats, and at most 0; got {wrong[0]}"
         if len(tokens) > room:

@@ -320,6 +320,7 @@ class AtOnce:
         self._waiting: deque[Request] = deque()
         self._futures: deque[Future[Completion]] = deque()
         self._running, self._lock = 0, threading.RLock()
+        self._begins = False
 
     def sampled(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """As the function of this name."""
@@ -331,16 +332,29 @@ class AtOnce:
         return futures
 
     def _begin(self) -> None:
+        """Begins requests as long as there is room for the next."""
+        # Turns may end within `start`: the loop that runs begins the next. A call for each would go deeper
+        # with every request, until Python refuses it.
+        if self._begins:
+            return
+        self._begins = True
+        try:
+            while now := self._next():
+                awaited = [self._futures.popleft() for each in now for _ in range(each.sampling.n)]
+                for outer, future in zip(awaited, sampled(self._sampler, now), strict=True):
+                    future.add_done_callback(partial(self._end, outer))
+        finally:
+            self._begins = False
+
+    def _next(self) -> list[Request]:
+        """The requests for which there is room now, which count as running."""
         now: list[Request] = []
         while self._waiting and (
             not self._running or self._running + self._waiting[0].sampling.n <= self._most
         ):
             now.append(self._waiting.popleft())
             self._running += now[-1].sampling.n
-        # Taken before the turns begin: one that ends at once begins the next from within this.
-        awaited = [self._futures.popleft() for each in now for _ in range(each.sampling.n)]
-        for outer, future in zip(awaited, sampled(self._sampler, now) if now else (), strict=True):
-            future.add_done_callback(partial(self._end, outer))
+        return now
 
     def _end(self, awaited: Future[Completion], done: Future[Completion]) -> None:
         with self._lock:
