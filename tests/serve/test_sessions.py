@@ -290,6 +290,20 @@ def test_the_untrained_policy_is_no_turn():
     assert session.tree.turns == []
 
 
+def test_the_untrained_policy_is_sampled_as_the_trained_one():
+    """Catches answers of a helper that have the run's temperature and not its filters."""
+    held = Held(TOKENIZER, "x")
+    with session_of("", service=held) as (client, _, _, _):
+        other = client.with_options(base_url=f"{str(client.base_url).removesuffix('v1/')}untrained/v1")
+        found = []
+        for own in ({}, {"temperature": 0.5, "top_p": 0.9, "extra_body": {"top_k": 5}}):
+            with pytest.raises(openai.APITimeoutError):
+                say(other, ASK, timeout=1, **own)
+            sampling = held.owners[0].sampling
+            found.append((sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p))
+    assert found == [(0.7, 1.0, 3, 0.0), (0.5, 0.9, 5, 0.0)]
+
+
 def test_room_is_held_for_answers_in_progress():
     """Four siblings share the room; two requests at once do not get it twice."""
     held = Held(TOKENIZER, "a" * 40)

@@ -169,7 +169,8 @@ class Session:
         place = f"{self.rules.seed}/{self.rules.step}/{self.sequence_id}/{self.untrained[digest]}/"
         self.untrained[digest] += 1
         own = hashlib.blake2b(place.encode() + digest, digest_size=4).digest()
-        given = {"seed": int.from_bytes(own), "temperature": sampling.temperature}
+        filters = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given = {"seed": int.from_bytes(own), **filters}
         if isinstance(asked, ChatRequest) and asked.wanted_tokens is None:
             given["max_tokens"] = sampling.max_new_tokens
         return asked.model_copy(update={k: v for k, v in given.items() if getattr(asked, k) is None})
