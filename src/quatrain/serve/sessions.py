@@ -11,7 +11,7 @@ import hashlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,6 +60,8 @@ class Reply:
     """Clients that wait for it: the first, and those that ask again before its connection is seen to be
     broken."""
     is_given: bool = False
+    stop: Callable[[], None] = lambda: None
+    """Ends the sampling of a stream that has not begun; once it has, who reads it does."""
 
     def update(self) -> None:
         """Notes whether the agent may have read the answer, or will."""
