@@ -237,8 +237,9 @@ class Later(Scripted):
 
 def test_a_stream_that_nobody_waits_for_when_it_begins_holds_no_room():
     """Catches an episode that ends early: its room was held for ever for a stream whose client had left while
-    the request waited for the engine; and slots that sample for nobody."""
-    with session_of("", service=Later(TOKENIZER, "late"), max_new_tokens=9) as (client, session, later, _):
+    the request waited for the engine, or it counted as the last answer; and slots that sample for nobody."""
+    limits = {"max_new_tokens": 9, "max_turns": 1}
+    with session_of("", service=Later(TOKENIZER, "late"), **limits) as (client, session, later, _):
         with pytest.raises(openai.APITimeoutError):
             say(client, ASK, stream=True, timeout=0.4)
         time.sleep(0.7)  # its end is seen by now
@@ -251,6 +252,8 @@ def test_a_stream_that_nobody_waits_for_when_it_begins_holds_no_room():
         assert again.choices[0].message.content == "late"
         [row] = session.tree.rows()
         assert (row.path, session.tree.turns[0].tokens) == ([session.tree.turns[1]], [])
+        with pytest.raises(openai.BadRequestError, match="which are used up"):
+            say(client, [*ASK, more()])
 
 
 def test_a_stream_goes_to_the_repetition_that_waits_for_it():

@@ -210,7 +210,9 @@ class Session:
         most, used = rules.sampling.max_new_tokens, sum(len(turn.tokens) for turn in turns)
         reserved = sum(turn.reserved for turn in turns)
         room = min((most - used - reserved) // count, rules.max_tokens - len(found.ids))
-        if len(turns) + count > rules.max_turns:
+        # Not those that failed, or whose stream broke: who asks again for them has no answer yet.
+        answers = sum(bool(turn.tokens or turn.reserved) for turn in turns)
+        if answers + count > rules.max_turns:
             self.refused = "turns"
             self.counts["refused_requests"] += 1
             text = f"an episode has at most {rules.max_turns} answers (rollout.max_turns), which are used up"
