@@ -17,12 +17,14 @@ import openai
 import pytest
 import uvicorn
 from servers import service_of
+from starlette.testclient import TestClient
 
 from quatrain.config.load import load_config
 from quatrain.loop.policy import load_policy
 from quatrain.loop.serve import serve, serving_engine, weights_of
 from quatrain.models.lora import adapters_of, merged, merged_architecture, with_trained
 from quatrain.rollout.publish import Adapted, Folder, Stream, gathered
+from quatrain.servers.kinds import version_of
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 from quatrain.types.sampler import Request
@@ -93,6 +95,24 @@ def test_requests_may_name_the_host_and_the_model_as_given(config, monkeypatch, 
         servers.get(timeout=120).should_exit = True
         thread.join(30)
     assert not thread.is_alive()
+
+
+def test_the_first_weights_have_the_label_of_no_run(config, monkeypatch):
+    """Catches a server that was started again, or stands behind the same proxy as another, which says that it
+    has version 0 of a run: it is not loaded, and samples from the weights before a warm start."""
+    labels = []
+
+    class Server:
+        def __init__(self, settings):
+            self._app = settings.app
+
+        def run(self, sockets):
+            with TestClient(self._app, base_url="http://localhost") as client:
+                labels.append(client.get("/version").json()["weight_version"])
+
+    monkeypatch.setattr(uvicorn, "Server", Server)
+    serve(config, host="127.0.0.1", port=0, ready=print)
+    assert list(map(version_of, labels)) == [-1]
 
 
 def test_an_address_that_is_taken_is_refused_before_the_model_is_loaded(config):

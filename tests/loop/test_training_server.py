@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import uvicorn
 
+from quatrain.config.derive import PREFIX_SHARE
 from quatrain.config.load import load_config
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.loop import training_server as training
@@ -191,7 +192,8 @@ def test_a_models_own_folder_is_its_name_unless_the_client_cuts_it(folder, tmp_p
 
 
 def test_the_tokenizer_that_programs_load_is_the_servers(narrow_model, tmp_path, monkeypatch):
-    """Catches recipes that count and read other tokens than the server's."""
+    """Catches recipes that count and read other tokens than the server's, and a setting that samplers do not
+    get."""
     monkeypatch.delenv("QUATRAIN_TINKER_KEY", raising=False)
     config = config_of(
         "builtin:tiny", f"tinker.state={tmp_path / 'state'}", "tinker.aliases={a/b: builtin:tiny}"
@@ -205,14 +207,18 @@ def test_the_tokenizer_that_programs_load_is_the_servers(narrow_model, tmp_path,
         assert written.encode(text) == loaded.tokenizer.encode(text)
         assert written.chat_template == loaded.tokenizer.chat_template
         assert api._names == (api.name, "builtin:tiny", "mine", "a/b")
+        assert api._samplers._prefix_share == PREFIX_SHARE
         with pytest.raises(ValueError, match="another one uses it"), training_server(config, loaded, memory):
             pass
     monkeypatch.setenv("QUATRAIN_TINKER_KEY", "secret")
     with pytest.raises(ValueError, match="must begin with `tml-`"), training_server(config, loaded, memory):
         pass
+    monkeypatch.delenv("QUATRAIN_TINKER_KEY")
+    none_kept = config_of("builtin:tiny", f"tinker.state={tmp_path / 'none'}", "rollout.prefix_share=0")
+    with training_server(none_kept, loaded, memory) as api:
+        assert api._samplers._prefix_share == 0
     state = tmp_path / "file"
     state.write_text("")
-    monkeypatch.delenv("QUATRAIN_TINKER_KEY")
     other = config_of("builtin:tiny", f"tinker.state={state}")
     with pytest.raises(ValueError, match=r"tinker\.state"), training_server(other, loaded, memory):
         pass

@@ -13,7 +13,14 @@ from sandboxes import needs_bubblewrap
 
 import quatrain
 from quatrain.sandbox import bubblewrap
-from quatrain.sandbox.limits import Limits, Program, Result, SandboxError, SandboxUnavailable
+from quatrain.sandbox.limits import (
+    LONGEST_WORD,
+    Limits,
+    Program,
+    Result,
+    SandboxError,
+    SandboxUnavailable,
+)
 from quatrain.sandbox.sandbox import Sandbox
 from quatrain.sandbox.usage import descendants
 
@@ -244,21 +251,46 @@ def test_a_home_folder_behind_a_link_is_not_readable(monkeypatch, tmp_path):
             Sandbox("bubblewrap", readable=[tmp_path / place])
 
 
+@needs_bubblewrap
+def test_a_command_may_be_any_text():
+    """Catches a policy's command that ends the caller: with half a surrogate pair, or very long."""
+    sandbox = Sandbox("bubblewrap")
+    assert sandbox.run(("printf", "%s", "ü\ud800🙂")).stdout == "ü?🙂"
+    longest = "x" * LONGEST_WORD
+    assert sandbox.run(("sh", "-c", 'printf %s "${#1}"', "sh", longest)).stdout == str(LONGEST_WORD)
+
+
+@needs_bubblewrap
+def test_the_file_of_a_program_is_not_another_one():
+    """Catches a file of the caller that is left out in silence, as the program has its name."""
+    sandbox = Sandbox("bubblewrap")
+    for name in ("main.py", "./main.py"):
+        with pytest.raises(ValueError, match="is the program itself"):
+            sandbox.run_python("print(1)", files={name: "mine"})
+
+
 def test_wrong_arguments_are_refused():
+    """Catches limits of another type, and names of a policy, that end in an error of Python's own."""
     for changed in (
         {"timeout_s": 0},
+        {"timeout_s": "3"},
         {"memory_mb": -1},
+        {"memory_mb": 256.0},
+        {"memory_mb": True},
         {"files_mb": 1 << 40},
+        {"output_kb": 0.5},
         {"num_processes": float("nan")},
     ):
-        with pytest.raises(ValueError, match="must be a number above 0"):
+        with pytest.raises(ValueError, match=r"must be a (whole )?number above 0"):
             Limits(**changed)
-    for name in ("../x", "/x", "a/../../x", "", "a\0"):
+    for name in ("../x", "/x", "a/../../x", "", "a\0", "a\ud800"):
         with pytest.raises(ValueError, match="files are named relative"):
             Program(("true",), files={name: b""})
         with pytest.raises(ValueError, match="files are named relative"):
             Program(("true",), collect=(name,))
     with pytest.raises(ValueError, match="at least one word"):
         Program(())
+    with pytest.raises(ValueError, match=r"at most 131071 bytes.*one of 131072"):
+        Program(("sh", "-c", "ü" * 65536))
     with pytest.raises(ValueError, match="kind is one of auto, bubblewrap, docker, podman, not 'none'"):
         Sandbox("none")

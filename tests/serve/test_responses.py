@@ -504,6 +504,22 @@ def test_log_probabilities_are_those_of_the_text():
             assert {each.logprob for each in part.logprobs} == {-0.5}
 
 
+def test_each_message_has_the_log_probabilities_of_its_own_text():
+    """Where gpt-oss thinks between two messages, the first of a whole answer had those of both."""
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>Six."
+    begun = (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm."
+    )
+    for size in (2, 100):
+        with answering(begun + final, "gpt-oss", size=size) as (client, _, _):
+            for stream in (False, True):
+                answer = Asker(client, stream, include=["message.output_text.logprobs"])("a")
+                first, _, last = [item.content[0] for item in answer.output]
+                said_by = ["".join(each.token for each in part.logprobs) for part in (first, last)]
+                assert ("I look." in said_by[0], "Six." in said_by[0]) == (True, False)
+                assert ("I look." in said_by[1], "Six." in said_by[1]) == (False, True)
+
+
 def test_log_probabilities_of_a_call_are_in_a_stream_too():
     """A stream left out those of all tokens after its last text, which the whole answer has."""
     ids = TOKENIZER.encode(text := f"I add.\n{CALL}", add_special_tokens=False)

@@ -220,6 +220,56 @@ def test_an_answer_whose_client_has_left_is_kept_for_a_repetition_alone():
         assert len(session.tree.rows()) == 1
 
 
+class Later(Scripted):
+    """Takes the first request when it is told to."""
+
+    def start(self, requests, listener):
+        if self.prompts:
+            return super().start(requests, listener)
+        self.taken, self.first = Future(), (requests, listener)
+        self.prompts.append(requests[0].prompt.input_ids.tolist())
+        return self.taken
+
+    def take(self):
+        self.taken.set_result([0])
+        super().start(*self.first)
+
+
+def test_a_stream_that_nobody_waits_for_when_it_begins_holds_no_room():
+    """Catches an episode that ends early: its room was held for ever for a stream whose client had left while
+    the request waited for the engine, or it counted as the last answer; and slots that sample for nobody."""
+    limits = {"max_new_tokens": 9, "max_turns": 1}
+    with session_of("", service=Later(TOKENIZER, "late"), **limits) as (client, session, later, _):
+        with pytest.raises(openai.APITimeoutError):
+            say(client, ASK, stream=True, timeout=0.4)
+        time.sleep(0.7)  # its end is seen by now
+        later.take()
+        deadline = time.monotonic() + 20
+        while not later.cancelled:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        again = say(client, ASK, extra_headers={"x-stainless-retry-count": "1"})
+        assert again.choices[0].message.content == "late"
+        [row] = session.tree.rows()
+        assert (row.path, session.tree.turns[0].tokens) == ([session.tree.turns[1]], [])
+        with pytest.raises(openai.BadRequestError, match="which are used up"):
+            say(client, [*ASK, more()])
+
+
+def test_a_stream_goes_to_the_repetition_that_waits_for_it():
+    """Catches a stream that is read by a connection that is broken, and by its repetition with an error."""
+    with session_of("", service=Later(TOKENIZER, "late")) as (_, session, later, http):
+        path, headers = f"/s/{session.id}/v1/chat/completions", {"Authorization": f"Bearer {session.key}"}
+        body = {"model": MODEL, "messages": ASK, "stream": True}
+        with pytest.raises(httpx.TimeoutException):
+            http.post(path, json=body, headers=headers, timeout=0.1)
+        threading.Timer(0.15, later.take).start()
+        answer = http.post(path, json=body, headers={**headers, "x-stainless-retry-count": "1"})
+        parts = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        assert "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == "late"
+        assert len(session.tree.rows()) == 1
+
+
 @pytest.mark.parametrize(
     ("limits", "fields", "refused", "message"),
     [
@@ -288,6 +338,20 @@ def test_the_untrained_policy_is_no_turn():
         other = client.with_options(base_url=f"{str(client.base_url).removesuffix('v1/')}untrained/v1")
         assert say(other, ASK, temperature=0).choices[0].message.content == "x"
     assert session.tree.turns == []
+
+
+def test_the_untrained_policy_is_sampled_as_the_trained_one():
+    """Catches answers of a helper that have the run's temperature and not its filters."""
+    held = Held(TOKENIZER, "x")
+    with session_of("", service=held) as (client, _, _, _):
+        other = client.with_options(base_url=f"{str(client.base_url).removesuffix('v1/')}untrained/v1")
+        found = []
+        for own in ({}, {"temperature": 0.5, "top_p": 0.9, "extra_body": {"top_k": 5}}):
+            with pytest.raises(openai.APITimeoutError):
+                say(other, ASK, timeout=1, **own)
+            sampling = held.owners[0].sampling
+            found.append((sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p))
+    assert found == [(0.7, 1.0, 3, 0.0), (0.5, 0.9, 5, 0.0)]
 
 
 def test_room_is_held_for_answers_in_progress():

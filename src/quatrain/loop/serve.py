@@ -41,6 +41,8 @@ from quatrain.weights.load_model import load_tower
 
 QUIET_S = 60.0
 """Seconds without compiling after which it is said again."""
+START_VERSION = -1
+"""The label of the weights that the server was started with, which no run has given."""
 CLOSE_S = 5
 """Seconds that answers in progress get when the server is to end."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -94,7 +96,8 @@ def serve(
                 training = ends.enter_context(training_server(config, loaded, memory, name=name))
                 cache_bytes = memory.cache
             engine = serving_engine(config, loaded, cache_bytes)
-            service = EngineService(engine, weights_of(loaded.arch, config, engine))
+            # A run's first version is 0, and a server that is started again must not say that it has it.
+            service = EngineService(engine, weights_of(loaded.arch, config, engine), version=START_VERSION)
             if training is None:
                 # Else the first weights would stay on the device beside those that are loaded later.
                 loaded = replace(loaded, params=None)

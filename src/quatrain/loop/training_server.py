@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from quatrain.config.derive import MICRO_BATCH_TOKENS
+from quatrain.config.derive import MICRO_BATCH_TOKENS, PREFIX_SHARE
 from quatrain.config.places import local_path
 from quatrain.config.schema import Config
 from quatrain.config.secrets import TINKER_KEY
@@ -118,7 +118,13 @@ def training_server(
     try:
         if folder.is_relative_to(state):
             _write_tokenizer(loaded, folder)
-        samplers = Samplers(base, most=memory.num_samplers, cache_bytes=memory.cache * memory.num_samplers)
+        share = config.rollout.prefix_share
+        samplers = Samplers(
+            base,
+            most=memory.num_samplers,
+            cache_bytes=memory.cache * memory.num_samplers,
+            prefix_share=PREFIX_SHARE if share is None else share,
+        )
         api = TinkerApi(
             base,
             Worker(samplers),

@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 """All environment variables of a program; nothing comes from the run."""
+LONGEST_WORD = (1 << 17) - 1
+"""Bytes of an argument of a program: with a null byte behind them the kernel's MAX_ARG_STRLEN."""
 START_S = 30.0
 """Seconds that a sandbox may take to start, on a busy machine."""
 OPEN_FILES = 256
@@ -51,8 +53,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 < value < 1 << 31:
-                raise ValueError(f"{name} must be a number above 0, not {value!r}")
+            kind, what = (int | float, "number") if name == "timeout_s" else (int, "whole number")
+            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < 1 << 31:
+                raise ValueError(f"{name} must be a {what} above 0, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,23 @@ class Program:
             raise ValueError(
                 f"a command has at least one word and no null characters, but this is {self.command}"
             )
+        if (longest := max(len(word.encode()) for word in self.command)) > LONGEST_WORD:
+            raise ValueError(
+                f"a word of a command has at most {LONGEST_WORD} bytes, which Linux takes, but this has one "
+                f"of {longest}; give a long text as a file, or as stdin"
+            )
         for name in (*self.files, *self.collect):
             parts = PurePosixPath(name).parts
-            if not parts or ".." in parts or name.startswith("/") or "\0" in name:
+            if not parts or ".." in parts or name.startswith("/") or "\0" in name or not _is_utf8(name):
                 raise ValueError(
-                    f"files are named relative to the program's folder, without '..', but this is {name!r}"
+                    "files are named relative to the program's folder, without '..', in valid Unicode, but "
+                    f"this is {name!r}"
                 )
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text has no halves of surrogate pairs, which a policy may write in JSON."""
+    return text == text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 from quatrain.sandbox import bubblewrap, container
@@ -83,7 +83,7 @@ class Sandbox:
         """Runs a command to its end, and returns what is known of it.
 
         Args:
-            command: the program and its arguments; no shell reads them.
+            command: the program and its arguments, each of up to 128 KiB; no shell reads them.
             stdin: what its standard input has.
             files: by their names in the folder in which it starts, what they contain.
             collect: names of files of which the content is wanted when it has ended.
@@ -92,7 +92,7 @@ class Sandbox:
         fails.
         """
         program = Program(
-            tuple(command),
+            tuple(_bytes(word).decode() for word in command),
             _bytes(stdin),
             {name: _bytes(content) for name, content in (files or {}).items()},
             tuple(collect),
@@ -112,9 +112,12 @@ class Sandbox:
         """`run` with a Python program, the file main.py.
 
         In bubblewrap, it is run by the Python of this process, with its packages; in a container by the
-        `python3` of the image.
+        `python3` of the image. Raises as `run`, and ValueError if `files` has a main.py too.
         """
-        files = {**(files or {}), _SOURCE: source}
+        files = files or {}
+        if any(PurePosixPath(name) == PurePosixPath(_SOURCE) for name in files):
+            raise ValueError(f"the file {_SOURCE} is the program itself; give another file another name")
+        files = {**files, _SOURCE: source}
         python = sys.executable if self.kind == "bubblewrap" else "python3"
         return self.run((python, _SOURCE), stdin=stdin, files=files, collect=collect)
 

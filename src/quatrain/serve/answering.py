@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,8 @@ class Answering:
         form = protocol.answer(asked, self._model, choices, ids, self._vocabulary)
         session = getattr(request.state, "session", None)
         if asked.stream:
+            if recorded is not None:
+                recorded.reply.stop = partial(self._service.drop, queued.keys)
             parts = self._stream(protocol, form, queued, recorded, session)
             return StreamingResponse(parts, media_type="text/event-stream", headers=NO_CACHE)
         ends = frozenset(asked.stop_token_ids if isinstance(asked, GenerateRequest) else ())

@@ -125,9 +125,12 @@ class Choice:
         for kind, same in groupby(parts, key=lambda part: part[0]):
             yield kind, "".join(new for _, new in same)
 
-    def listed(self, *, every: bool = False) -> Iterator[dict[str, Any]]:
-        """The tokens not listed before of which the text sampled so far consists, or `every` token."""
-        ended = self.finish_reason is not None
+    def listed(self, *, every: bool = False, ended: bool | None = None) -> Iterator[dict[str, Any]]:
+        """The tokens not listed before of which the text sampled so far consists, or `every` token.
+
+        `ended`: whether all tokens were said; None: they were if the answer has ended.
+        """
+        ended = self.finish_reason is not None if ended is None else ended
         certain = every or (ended and not self.text.stopped)
         while self.unlisted:
             token, value = self.unlisted[0]

@@ -181,14 +181,40 @@ async def _once(request: Request, session: Session, handler: Handler) -> Respons
         while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
             if await request.is_disconnected():
                 raise ClientDisconnect
-        failed = task.exception() is not None or isinstance(task.result(), StreamingResponse)
-        if failed and reply in known:
-            known.remove(reply)  # nothing to give again
+        # A stream is read once, so not by a client whose repetition waits for it too.
+        if _is_stream(task) and (reply.is_given or await request.is_disconnected()):
+            raise ClientDisconnect
+        if task.exception() is not None or _is_stream(task):
+            _forget(reply, known)  # nothing to give again
         reply.is_given = True
         return task.result()
     finally:
         reply.waiting -= 1
         reply.update()
+        if not (reply.waiting or reply.is_given):
+            task.add_done_callback(lambda _: _end_unread(reply, known))
+
+
+def _is_stream(task: asyncio.Task[Response]) -> bool:
+    """Whether a task that is done made a stream."""
+    return task.exception() is None and isinstance(task.result(), StreamingResponse)
+
+
+def _forget(reply: Reply, known: list[Reply]) -> None:
+    if reply in known:
+        known.remove(reply)
+
+
+def _end_unread(reply: Reply, known: list[Reply]) -> None:
+    """Ends a stream that nobody waits for any more before it has begun, as one that breaks later is ended.
+
+    Else it would be sampled for nobody, and its turns would hold room of the episode for ever.
+    """
+    assert reply.task is not None
+    if not (reply.waiting or reply.is_given or reply.task.cancelled()) and _is_stream(reply.task):
+        _forget(reply, known)
+        reply.stop()
+        reply.release()
 
 
 async def _worked(request: Request, session: Session, handler: Handler) -> Response:

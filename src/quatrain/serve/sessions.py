@@ -11,7 +11,7 @@ import hashlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,6 +60,8 @@ class Reply:
     """Clients that wait for it: the first, and those that ask again before its connection is seen to be
     broken."""
     is_given: bool = False
+    stop: Callable[[], None] = lambda: None
+    """Ends the sampling of a stream that has not begun; once it has, who reads it does."""
 
     def update(self) -> None:
         """Notes whether the agent may have read the answer, or will."""
@@ -169,7 +171,8 @@ class Session:
         place = f"{self.rules.seed}/{self.rules.step}/{self.sequence_id}/{self.untrained[digest]}/"
         self.untrained[digest] += 1
         own = hashlib.blake2b(place.encode() + digest, digest_size=4).digest()
-        given = {"seed": int.from_bytes(own), "temperature": sampling.temperature}
+        filters = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given = {"seed": int.from_bytes(own), **filters}
         if isinstance(asked, ChatRequest) and asked.wanted_tokens is None:
             given["max_tokens"] = sampling.max_new_tokens
         return asked.model_copy(update={k: v for k, v in given.items() if getattr(asked, k) is None})
@@ -207,7 +210,9 @@ class Session:
         most, used = rules.sampling.max_new_tokens, sum(len(turn.tokens) for turn in turns)
         reserved = sum(turn.reserved for turn in turns)
         room = min((most - used - reserved) // count, rules.max_tokens - len(found.ids))
-        if len(turns) + count > rules.max_turns:
+        # Not those that failed, or whose stream broke: who asks again for them has no answer yet.
+        answers = sum(bool(turn.tokens or turn.reserved) for turn in turns)
+        if answers + count > rules.max_turns:
             self.refused = "turns"
             self.counts["refused_requests"] += 1
             text = f"an episode has at most {rules.max_turns} answers (rollout.max_turns), which are used up"

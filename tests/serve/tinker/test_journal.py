@@ -79,6 +79,17 @@ def test_the_figures_of_a_step_are_over_all_its_calls(journal, kept):
     assert unknown_metrics(row) == []
 
 
+def test_rows_outside_of_the_mask_of_a_sequence_are_not_counted(journal, kept):
+    """Catches figures over rows that gspo leaves out: they have an advantage and no loss."""
+    inputs = {"logprobs": [-1.5, -2.0, -9.0], "advantages": [1.0, 1.0, 1.0]}
+    of_mask = datum([5] * 3, sequence_ratio_mask=[1.0, 1.0, 0.0], **inputs)
+    found = {"loss:sum": 6.0, "clip_fraction:mean": 0.5}
+    journal.passed(Pass((of_mask,), "gspo"), Passed([np.array([-1.0, -2.0, -1.0], np.float32)], found))
+    journal.stepped(1, ADAM, {})
+    ((_, row),) = kept.rows
+    assert (row["loss"], row["update/clip_fraction"], row["rollout/logprob_diff_max"]) == (3.0, 0.5, 0.5)
+
+
 def test_a_loss_without_a_sampler_has_no_ratio(journal, kept):
     """Weights of 0 and targets of -1 make no row; a row of two targets is one; without weights all count."""
     data = (datum([[3, 4], [5, -1], [6, -1]], weights=[[1, 1], [0, 1], [2, 0]]), datum([1, 2]))

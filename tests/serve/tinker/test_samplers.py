@@ -40,8 +40,8 @@ def base(computed_by, small_arch, small_params, tokenizer):
 class Asking:
     """Requests to samplers, whose results come by the numbers of the requests."""
 
-    def __init__(self, base, *snapshots, most=2, cache_bytes=1 << 25):
-        self.samplers = Samplers(base, most=most, cache_bytes=cache_bytes)
+    def __init__(self, base, *snapshots, most=2, cache_bytes=1 << 25, **options):
+        self.samplers = Samplers(base, most=most, cache_bytes=cache_bytes, **options)
         self.keys = [
             self.samplers.open(snapshot, f"owner {i}") for i, snapshot in enumerate(snapshots or [ALONE])
         ]
@@ -236,6 +236,12 @@ def test_samples_share_one_prefill_and_contexts_are_kept(base):
     second = asking.ask(turn, **FREE)
     assert second.cached_tokens >= 128
     assert asking.engine().stats.prefilled_tokens <= 105 + len(turn) - 128
+
+
+def test_no_contexts_are_kept_where_the_setting_says_so(base):
+    """Catches samplers that keep contexts with `rollout.prefix_share: 0`."""
+    asking, prompt = Asking(base, prefix_share=0.0), words(5, 100)
+    assert [asking.ask(prompt, **FREE).cached_tokens for _ in range(2)] == [0, 0]
 
 
 def test_a_cancelled_request_frees_its_slots_and_leaves_the_others(base):

@@ -461,6 +461,24 @@ def test_weights_of_samplers_make_room_for_others(with_settings):
     assert door.samplers.closed == [1, 2]
 
 
+def test_what_has_no_room_takes_none_from_others(with_settings):
+    """Catches a request that is refused, and for which another program has lost a sampler without a name."""
+    server = with_settings(room=10_000_000)
+    door, program, other = server[0], trained(server), trained(server)
+    door.api.tenants.room = door.api.tenants.used_bytes * 5 // 4
+    made = program.result(program.of_model("save_weights_for_sampler", 1, sampling_session_seq_id=1))
+    base = sampler_of(other, 0, base_model="small/model")
+    assert all(
+        isinstance(each.result(sample(each, of)), bytes)
+        for each, of in ((program, made["sampling_session_id"]), (other, base))
+    )
+    refused = other.result(other.create(1))
+    assert "no room for one more training client" in refused["error"]
+    door.worker.call("x", lambda: None).result()
+    assert door.samplers.closed == []
+    assert isinstance(program.result(sample(program, made["sampling_session_id"], 1)), bytes)
+
+
 def test_a_number_names_one_training_client_and_one_sampler(server):
     """Catches a second one under the same number: the first keeps memory that nobody counts."""
     door, program = server[0], trained(server)

@@ -12,7 +12,7 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -428,24 +428,26 @@ class ResponsesAnswer(AnswerForm):
     def _said(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The events of further tokens, and at the end those that close the items."""
         choice, ended = self._choice, self._choice.finish_reason is not None
-        at, finished, said = 0, False, list[tuple[str, str]]()
+        at, finished, said = 0, False, list[tuple[str, str, list[dict[str, Any]]]]()
         while at < len(piece.tokens) or (ended and not finished):
             was_thinking = choice.is_thinking
             # One by one where thoughts may begin or end: their tokens are counted.
             step = slice(at, at + 1 if choice.may_think else len(piece.tokens))
             at, finished = step.stop, ended and step.stop >= len(piece.tokens)
             text, thoughts, _ = choice.said(piece.tokens[step], finished=finished)
-            said += [(kind, new) for kind, new in (("reasoning", thoughts), ("message", text)) if new]
             self._undecided += self._known(piece, step)
             if was_thinking or choice.is_thinking:
                 self._num_thoughts += len(self._undecided)
-            elif choice.is_undecided and not finished:
-                continue
-            elif self._asked.wants_logprobs:
-                choice.unlisted.extend(self._undecided)
-            self._undecided = []
+                self._undecided = []
+            elif finished or not choice.is_undecided:
+                choice.unlisted.extend(self._undecided if self._asked.wants_logprobs else ())
+                self._undecided = []
+            # Now, or those of a text behind further thoughts, another item, would be in this one.
+            new = list(choice.listed(ended=finished)) if text else []
+            said += [each for each in (("reasoning", thoughts, []), ("message", text, new)) if each[1]]
         for kind, same in itertools.groupby(said, key=lambda each: each[0]):
-            yield from self._more(kind, "".join(new for _, new in same))
+            _, texts, logprobs = zip(*same, strict=True)
+            yield from self._more(kind, "".join(texts), itertools.chain.from_iterable(logprobs))
         if ended:
             yield from self._end()
 
@@ -455,7 +457,9 @@ class ResponsesAnswer(AnswerForm):
         texts = map(self._choice.token_texts.push, piece.tokens[step])
         return zip(texts, values[step], strict=True)
 
-    def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _more(
+        self, kind: str, text: str, logprobs: Iterable[dict[str, Any]] = ()
+    ) -> Iterator[dict[str, Any]]:
         """Further text of an item of this type, which is the last one or a new one."""
         if not self._is_open or self._items[-1]["type"] != kind:
             yield from self._close("completed")
@@ -463,9 +467,8 @@ class ResponsesAnswer(AnswerForm):
         part, place = self._items[-1]["content"][0], self._place()
         part["text"] += text
         if kind == "message":
-            new = list(self._choice.listed()) if self._asked.wants_logprobs else []
-            part["logprobs"] += new
-            place["logprobs"] = new
+            place["logprobs"] = list(logprobs)
+            part["logprobs"] += place["logprobs"]
         yield self._event(f"{part['type']}.delta", **place, delta=text)
 
     def _begin(self, kind: str) -> Iterator[dict[str, Any]]:
@@ -497,9 +500,9 @@ class ResponsesAnswer(AnswerForm):
         """The end of the items: of the open one, and of each call; an answer has a message or a call."""
         calls = self._choice.called
         if not calls and not any(item["type"] == "message" for item in self._items):
-            yield from self._more("message", "")
+            yield from self._more("message", "", self._choice.listed())
         elif self._asked.wants_logprobs and self._is_open and self._items[-1]["type"] == "message":
-            yield from self._more("message", "")  # the tokens of calls, which are no text
+            yield from self._more("message", "", self._choice.listed())  # those of calls, which are no text
         yield from self._close("completed" if calls else self._status)
         for call in calls:
             item = _item("function_call", status="in_progress", call_id=CALL + call["id"], arguments="")

@@ -119,7 +119,8 @@ def _metrics_of(asked: Pass, passed: Passed) -> dict[str, Metric]:
 
 
 def _counted(datum: Datum) -> np.ndarray:
-    """[T] bool: the rows that the loss counts, each once however many targets it has."""
+    """[T] bool: the rows that the loss counts, each once however many targets it has; of gspo in its mask."""
     by = datum.columns.get("advantages", datum.columns.get("weights", np.ones(1)))
-    counted = (datum.targets >= 0) & (by != 0)
+    inside = datum.columns.get("sequence_ratio_mask", np.ones(1)) > 0
+    counted = (datum.targets >= 0) & (by != 0) & inside
     return counted if counted.ndim == 1 else counted.any(axis=-1)

@@ -156,10 +156,13 @@ class Samplers:
     """Snapshots of `base` with adapters, or alone, that clients sample from; one thread calls it.
 
     `cache_bytes` is the memory of a device for the caches of all engines; None: a fraction of what is free.
+    `prefix_share` of it keeps contexts for further requests.
     """
 
-    def __init__(self, base: Base, *, most: int, cache_bytes: int | None = None):
-        self._base, self._most = base, most
+    def __init__(
+        self, base: Base, *, most: int, cache_bytes: int | None = None, prefix_share: float = PREFIX_SHARE
+    ):
+        self._base, self._most, self._prefix_share = base, most, prefix_share
         shape = mesh_shape(base.mesh)
         copies = shape.num_devices // (shape.tp * shape.ep)
         # As in training runs: each copy of the model is a replica of the sampler (`config.roles`).
@@ -288,7 +291,7 @@ class Samplers:
         base = self._base
         return RolloutEngine(
             arch,
-            RolloutConfig(lora="adapter", prefix_share=PREFIX_SHARE, record_routes=False),
+            RolloutConfig(lora="adapter", prefix_share=self._prefix_share, record_routes=False),
             base.tokenizer,
             stop_ids=(),  # each request says what ends it
             seed=base.seed,

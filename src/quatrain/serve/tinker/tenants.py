@@ -205,15 +205,18 @@ class Tenants:
         self.make_room(num_bytes, "one more training client")
 
     def make_room(self, num_bytes: int, what: str) -> None:
-        """Frees weights of samplers without requests, the longest unused first; raises Refused."""
-        idle = [sampler for sampler in self._open() if not sampler.waiting]
+        """Frees weights of samplers without requests, the longest unused first.
+
+        Raises Refused, with nothing freed, if that were not enough.
+        """
+        idle = [sampler for sampler in self._open() if sampler.num_bytes and not sampler.waiting]
         idle.sort(key=lambda sampler: sampler.used)
+        if self.used_bytes - sum(sampler.num_bytes for sampler in idle) + num_bytes > self.room:
+            raise Refused(
+                f"the device has no room for {what}: it needs {num_bytes:,} bytes, and of {self.room:,} "
+                f"bytes for adapters {self.used_bytes:,} are used; take a smaller rank, or end a program"
+            )
         while self.used_bytes + num_bytes > self.room:
-            if not idle:
-                raise Refused(
-                    f"the device has no room for {what}: it needs {num_bytes:,} bytes, and of {self.room:,} "
-                    f"bytes for adapters {self.used_bytes:,} are used; take a smaller rank, or end a program"
-                )
             self.close_sampler(idle.pop(0))
 
     def close_sampler(self, sampler: SamplerOf) -> None:
