@@ -344,6 +344,21 @@ def test_of_a_qwen_3_5_folder_the_vision_part_and_the_predictor_of_more_tokens_a
     assert "2 tensors of mtp, visual are not read" in caplog.text
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_predictor_of_more_tokens_beside_a_text_model_is_not_read(family, tmp_path, caplog):
+    """Published folders of Qwen3-Next have it, and were refused as those of another model."""
+    folder = read_golden(family).write_model(tmp_path)
+    expected_arch, expected = load_hf(folder)
+    edit_tensors(folder, lambda tensors: tensors | {"mtp.layers.0.mlp.gate.weight": np.ones(2, np.float32)})
+    with caplog.at_level("INFO"):
+        arch, params = load_hf(folder)
+    assert arch == expected_arch
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert "1 tensors of mtp are not read" in caplog.text
+    save_hf(tmp_path / "after", arch, params)
+    assert not [name for name in load_file(tmp_path / "after" / "model.safetensors") if "mtp" in name]
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_of_a_multimodal_folder_the_text_part_is_loaded(prefix, tmp_path, caplog):
     golden = read_golden("gemma3_text")

@@ -32,7 +32,7 @@ from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, MODEL_FILES, is_bucket, local_path
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.experts import APART, FUSED, Experts
-from quatrain.models.families import architecture_from_hf, architecture_to_hf
+from quatrain.models.families import FAMILIES, architecture_from_hf, architecture_to_hf
 from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
 from quatrain.models.families.towers import has_tower
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
@@ -356,10 +356,13 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 def _read_tensors(directory: Path, *, tower: bool) -> dict[str, Stored]:
     """The tensors of the language model, and of its `tower`; what is not read is said."""
-    files = _tensor_files(directory)
-    if _read_json(directory, CONFIG).get("model_type") not in MODEL_TYPES:
-        return {name: Stored(path, name) for name, path in files.items()}
-    ours, others = text_tensors(files, tower=tower)
+    files, kind = _tensor_files(directory), _read_json(directory, CONFIG).get("model_type")
+    if kind in MODEL_TYPES:
+        ours, others = text_tensors(files, tower=tower)
+    else:
+        unread = FAMILIES[kind].unread
+        ours = {name: name for name in files if not name.startswith(unread)}
+        others = [*(files.keys() - ours.keys())]
     if others:
         parts = sorted({name.removeprefix("model.").split(".")[0] for name in others})
         used = "carried over to the export" if tower else "not read"

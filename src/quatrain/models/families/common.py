@@ -58,6 +58,9 @@ class Family(NamedTuple):
     """None: its GGUF files are not read."""
     omitted: tuple[str, ...] = ()
     """Keys of `write_common` that its config.json must not have."""
+    unread: tuple[str, ...] = ()
+    """Parts of its folders that are not of the model, and that transformers does not read either: how the
+    names of their tensors begin."""
 
     @property
     def hf_class(self) -> str:

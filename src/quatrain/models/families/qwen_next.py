@@ -18,6 +18,8 @@ from quatrain.models.layers import Norm
 from quatrain.models.spec import require
 
 LINEAR = "linear_attention"
+_PREDICTOR = ("mtp.",)
+"""The predictor of several tokens, which published folders have beside the model."""
 _DEFAULTS: Json = {
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -92,6 +94,7 @@ QWEN3_NEXT = Family(
     },
     partial(_read, family="qwen3_next", experts=512, grouped=True),
     lambda arch: {**_write(arch), **write_experts(arch)},
+    unread=_PREDICTOR,
 )
 QWEN3_5 = Family(
     "qwen3_5_text",
@@ -110,6 +113,7 @@ QWEN3_5 = Family(
         config=_of_gguf,
         names={"mlp_norm": "post_attention_norm"},
     ),
+    unread=_PREDICTOR,
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
@@ -118,4 +122,5 @@ QWEN3_5_MOE = Family(
     partial(_read, family="qwen3_5_moe_text", experts=256),
     lambda arch: {**_write(arch), **write_experts(arch)},
     omitted=("intermediate_size", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"),
+    unread=_PREDICTOR,
 )
