@@ -359,6 +359,19 @@ def test_the_predictor_of_more_tokens_beside_a_text_model_is_not_read(family, tm
     assert not [name for name in load_file(tmp_path / "after" / "model.safetensors") if "mtp" in name]
 
 
+def test_end_tokens_of_a_multimodal_folder_are_those_of_its_text_part_too(tmp_path):
+    """generation_config.json took their place: a completion then never ended at one of them."""
+    golden = read_golden("gemma3_text")
+    text = {key: value for key, value in golden.config.items() if key != "eos_token_id"}
+    text["eos_token_id"], config = 9, {"model_type": "gemma3"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2]}))
+    assert hf.read_architecture(tmp_path).eos_token_ids == (9, 3, 2)
+    # Where the folder names some beside its parts, these count for the text too, as before.
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text, "eos_token_id": 5}))
+    assert hf.read_architecture(tmp_path).eos_token_ids == (5, 3, 2)
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_of_a_multimodal_folder_the_text_part_is_loaded(prefix, tmp_path, caplog):
     golden = read_golden("gemma3_text")

@@ -33,7 +33,7 @@ from quatrain.config.places import HUB_ID, MODEL_FILES, is_bucket, local_path
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.blocks.experts import APART, FUSED, Experts
 from quatrain.models.families import FAMILIES, architecture_from_hf, architecture_to_hf
-from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
+from quatrain.models.families.multimodal import MODEL_TYPES, text_config, text_tensors
 from quatrain.models.families.towers import has_tower
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
 from quatrain.models.params import VISION, Params, assemble, leaf_at, tensor_names, tensor_shapes
@@ -151,7 +151,8 @@ def read_architecture(directory: str | Path, vision: VisionChoice = "none") -> A
     config = _read_json(directory, CONFIG)
     ends = _generation_config(directory)
     if ends is not None:
-        ids = checked(GenerationConfig, config, source).eos_token_id + ends.eos_token_id
+        # Those of the text model, which a folder with a tower may name in its own part alone.
+        ids = checked(GenerationConfig, text_config(config), source).eos_token_id + ends.eos_token_id
         # Chat models often name the end of a turn in generation_config.json alone: without it they never
         # stop.
         config["eos_token_id"] = list(dict.fromkeys(ids))
