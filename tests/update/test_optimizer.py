@@ -119,6 +119,16 @@ def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
         np.testing.assert_allclose(leaf, -0.05 if leaf.any() else 0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen3_next", "gemma4_text"])
+def test_weight_decay_is_of_matrices_alone(case):
+    """Sinks, and the logarithms of the decays of DeltaNet layers, were decayed towards 0: gates of 1."""
+    params = abstract_params(of_golden(case))
+    decayed = jax.tree_util.tree_leaves_with_path(is_decayed(params))
+    shapes = dict(jax.tree_util.tree_leaves_with_path(params))
+    assert any(decays for _, decays in decayed)
+    assert not [path for path, decays in decayed if decays and len(shapes[path].shape) < 2]
+
+
 def test_a_tower_has_a_learning_rate_of_its_own_and_no_decay_of_norms():
     """By the schedule of all; decay is times the same rate. Without one, no program has it."""
     matrix = jnp.ones((2, 2))

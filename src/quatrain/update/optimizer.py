@@ -329,8 +329,8 @@ class Optimizer:
 
 
 def is_decayed(params: optax.Params) -> Any:
-    """Whether weight decay applies to each parameter: to all but norms, biases and the scalars of layers,
-    which its name tells.
+    """Whether weight decay applies to each parameter: to all but norms, biases, the scalars of layers, sinks
+    and the logarithms of DeltaNet's decays, which its name tells.
 
     The number of dimensions does not tell: biases of matrices that are stored as one have several.
     """
@@ -339,7 +339,7 @@ def is_decayed(params: optax.Params) -> Any:
         name = jax.tree_util.keystr(path[-1:], simple=True).rstrip(
             "12"
         )  # norm1 and norm2 of a tower's blocks
-        return not name.endswith(("norm", "bias", "scalar"))
+        return not name.endswith(("norm", "bias", "scalar", "sinks", "a_log"))
 
     return jax.tree_util.tree_map_with_path(decays, params)
 
