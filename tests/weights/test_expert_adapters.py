@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from quatrain.models.architecture import LoRA
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
 from quatrain.models.params import init_params
-from quatrain.weights.adapter import save_adapter
+from quatrain.weights.adapter import read_adapter, save_adapter
 
 EXPERTS = ("experts_gate_up", "experts_down")
 
@@ -50,6 +50,13 @@ def test_peft_adds_to_experts_what_is_merged_into_them(case, tmp_path):
             change = change.reshape(len(change), -1, change.shape[-1])
         a, b = (tensors[f"{path}.lora_{end}.weight"] for end in "AB")
         np.testing.assert_allclose(_added_by_peft(a, b, len(change)), change, atol=2e-5)
+
+
+def test_a_server_says_that_it_reads_no_adapters_of_experts(tmp_path):
+    """A folder that quatrain had exported ended in an AssertionError, which a server answers as its fault."""
+    _saved("mixtral", ("qkv", *EXPERTS), tmp_path)
+    with pytest.raises(ValueError, match="experts_gate_up, experts_down; give the folder of the merged"):
+        read_adapter(tmp_path, of_golden("mixtral"))
 
 
 def test_one_parameter_is_not_wrapped(tmp_path):

@@ -112,7 +112,8 @@ def is_adapter_folder(folder: Path) -> bool:
 def read_adapter(folder: Path, arch: Architecture) -> tuple[Architecture, Any, str]:
     """(`arch` with adapters, their tree as of `adapters_from`, the fingerprint of their base) of a folder.
 
-    Raises ValueError if it has not the files of `adapter_files`, for a model of `arch`.
+    Raises ValueError if it has not the files of `adapter_files`, for a model of `arch`, and for adapters of
+    experts' matrices.
     """
     try:
         config, known = read_json(folder / CONFIG), read_json(folder / BASE)
@@ -124,6 +125,11 @@ def read_adapter(folder: Path, arch: Architecture) -> tuple[Architecture, Any, s
             f"{folder} is none: {type(error).__name__}: {error}; write it with `quatrain export`"
         ) from error
     check_lora(arch, lora)
+    if experts := [name for name in lora.targets if name in EXPERT_PARAMETERS]:
+        raise ValueError(
+            f"adapters that are merged onto a model in use must be of other matrices than those of experts; "
+            f"{folder} has some of {', '.join(experts)}; give the folder of the merged model"
+        )
     adapted = replace(arch, lora=lora)
     return adapted, adapters_from(adapted, tensors, folder), fingerprint
 
