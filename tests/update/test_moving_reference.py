@@ -31,3 +31,16 @@ def test_the_part_is_computed_in_float32():
     reference, params = {"w": placed([1.0], jnp.bfloat16)}, {"w": placed([1.5], jnp.bfloat16)}
     moved = followed(reference, params, 0.5)["w"]
     assert (moved.dtype, float(moved[0])) == (jnp.bfloat16, 1.25)
+
+
+def test_a_small_part_arrives_in_the_mean_in_bfloat16():
+    """Rounded to the nearest number it was lost, and the reference never moved, however often it should."""
+    near = 1 + 2**-7  # the next number above 1
+    reference, params = ({"v": placed(OLD), "w": placed(np.full(4096, x), jnp.bfloat16)} for x in (1, near))
+    draw = np.array([5, 3, 2], np.uint32)
+    assert (followed(reference, params, 0.25)["w"] == 1).all()
+    moved, again = (followed(reference, params, 0.25, draw)["w"] for _ in range(2))
+    assert abs(float((moved == near).mean()) - 0.25) < 0.03
+    np.testing.assert_array_equal(moved, again)
+    other = followed(reference, params, 0.25, draw + np.uint32(1))["w"]
+    assert (np.asarray(moved) != np.asarray(other)).any()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from quatrain.config.schema import Config
 from quatrain.data.policy import Policy
@@ -19,6 +20,7 @@ from quatrain.parallel.mesh import copy_if_aliased, to_memory
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.update.learner import Learner, TrainState
 from quatrain.update.moving_reference import followed
+from quatrain.update.trainer import REFERENCE_STREAM
 
 
 class Reference:
@@ -69,7 +71,10 @@ class Reference:
             old, new = (
                 trained_part(params, self._arch) for params in (self._learner.reference, state.params)
             )
-            self.restore(followed(old, new, update.reference_mixup))
+            # Of the step alone, so that a resumed run has the same reference.
+            place = [self._config.seed, REFERENCE_STREAM, state.train_step]
+            draw = np.array(place, np.uint32) if self._config.optimizer.stochastic_rounding else None
+            self.restore(followed(old, new, update.reference_mixup, draw))
 
     def arrays(self, params: Any = None) -> dict[str, Any]:
         """Its part of a checkpoint; that of `params` before it has begun."""

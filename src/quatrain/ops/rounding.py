@@ -53,14 +53,24 @@ def round_tree(exact: Any, like: Any, draw: Any = None) -> Any:
     """
     if draw is None:
         return jax.tree.map(lambda x, other: x.astype(other.dtype), exact, like)
-    key = jax.random.key(draw[0], impl="threefry2x32")
-    key = jax.random.fold_in(jax.random.fold_in(key, draw[1]), draw[2])
-
-    def rounded(place: int, x: jax.Array, dtype: Any) -> jax.Array:
-        if dtype != jnp.bfloat16:
-            return x.astype(dtype)
-        return stochastic_bfloat16(x, random_bits(jax.random.fold_in(key, place), x.shape))
-
+    key = _key(draw)
     leaves, structure = jax.tree.flatten(exact)
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
-    return jax.tree.unflatten(structure, map(rounded, range(len(leaves)), leaves, dtypes))
+    rounded = [_rounded(x, dtype, key, place) for place, (x, dtype) in enumerate(zip(leaves, dtypes))]
+    return jax.tree.unflatten(structure, rounded)
+
+
+def round_array(exact: jax.Array, dtype: Any, place: Any, draw: Any = None) -> jax.Array:
+    """`exact` in `dtype`, as `round_tree` rounds the array at `place` in its tree, counted from 0."""
+    return exact.astype(dtype) if draw is None else _rounded(exact, dtype, _key(draw), place)
+
+
+def _key(draw: Any) -> jax.Array:
+    key = jax.random.key(draw[0], impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, draw[1]), draw[2])
+
+
+def _rounded(exact: jax.Array, dtype: Any, key: jax.Array, place: Any) -> jax.Array:
+    if dtype != jnp.bfloat16:
+        return exact.astype(dtype)
+    return stochastic_bfloat16(exact, random_bits(jax.random.fold_in(key, place), exact.shape))

@@ -38,7 +38,7 @@ from quatrain.update.residuals import residual_memory
 from quatrain.update.teacher import WordTeacher
 
 logger = logging.getLogger(__name__)
-POLICY_STREAM, CRITIC_STREAM, WARM_START_STREAM = range(3)
+POLICY_STREAM, CRITIC_STREAM, WARM_START_STREAM, REFERENCE_STREAM = range(4)
 """The streams of random numbers with which the parameters of each model are rounded."""
 
 FILL_S = 0.05

@@ -205,8 +205,8 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = 0.0
     """Final learning rate of `linear` and `cosine`, as a fraction of the peak."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices and embeddings, not of norms, biases and the numbers of heads (sinks,
-    decays of DeltaNet); must be 0 for sgd."""
+    """Decoupled weight decay of matrices and embeddings, not of norms, biases and the numbers of heads
+    (sinks, decays of DeltaNet); must be 0 for sgd."""
     beta1: Fraction = 0.9
     """Decay of the first moment; momentum of sgd and of muon, whose authors take 0.95. With 0, sgd and
     adafactor keep no first moment."""
