@@ -210,6 +210,17 @@ def test_rope_scaling_counts_beside_the_rope_parameters_that_an_export_has(famil
     assert full.mixer.rope == Rope(theta, **(expected if scaling else {"kind": "linear", "factor": 2.0}))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_key_takes_the_default_of_transformers(family):
+    """And what transformers writes of its defaults is read: Gemma 4's numbers of layers were not, as 05."""
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(family).to_dict()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    least = {key: whole[key] for key in ("model_type", *sizes) if key in whole}
+    assert architecture_from_hf(least) == architecture_from_hf(whole)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_gemma_model_without_sliding_windows_is_written_with_the_size_that_transformers_needs(family):
     config = REAL[family] | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}

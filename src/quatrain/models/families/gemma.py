@@ -92,7 +92,12 @@ GEMMA2 = Family(
     "gemma2",
     "Gemma2",
     _DEFAULTS
-    | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    | {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     _read_2,
     _write,
     GGUF(

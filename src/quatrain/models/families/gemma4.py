@@ -20,7 +20,9 @@ def _read(c: HFConfig) -> Architecture:
     same = not c.hidden_size_per_layer_input or c.vocab_size_per_layer_input in (None, c.vocab_size)
     require(same, "vocab_size_per_layer_input", f"vocab_size, {c.vocab_size}", c.vocab_size_per_layer_input)
     types = [*common.layer_types(c, lambda i: (i + 1) % 6 == 0)[:-1], FULL]
-    given, full_layers = c.per_layer_config or {}, {str(i) for i, kind in enumerate(types) if kind == FULL}
+    # transformers writes numbers of as many digits as the last: 05, 11.
+    given = {number.lstrip("0") or "0": each for number, each in (c.per_layer_config or {}).items()}
+    full_layers = {str(i) for i, kind in enumerate(types) if kind == FULL}
     own = next(iter(given.values()), None)
     alike = not given or (given.keys() == full_layers and all(other == own for other in given.values()))
     require(alike, "per_layer_config", f"the same for all layers of {FULL}, and for no other", [*given])

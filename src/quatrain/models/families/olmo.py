@@ -68,7 +68,7 @@ OLMO3 = Family(
 OLMOE = Family(
     "olmoe",
     "Olmoe",
-    _DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False},
+    _DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False, "max_position_embeddings": 4096},
     _read_experts,
     _write_experts,
     GGUF("olmoe", keys={"expert_count": 0, "expert_used_count": 8}, config=common.experts_of_gguf),
