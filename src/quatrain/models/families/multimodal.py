@@ -19,6 +19,11 @@ _TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl_text
 """Text models that are another family's but for the rotary positions of pictures."""
 _DEFAULT_TEXT = {"idefics3": "llama", "smolvlm": "llama", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 """Of folders that do not say it."""
+_TEXT_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "qwen2_5_vl": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+    "qwen3_vl": {"rope_theta": 5e5, "max_position_embeddings": 128_000},
+}
+"""What transformers takes for keys that their text models lack, where it differs from the family's."""
 _OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
 """Keys that count for the text model where its own configuration lacks them or the outer one has others."""
 _PREFIXES = {
@@ -47,7 +52,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     outer = {key: config[key] for key in _OUTER if config.get(key) not in (None, [])}
     own = text.get("model_type", _DEFAULT_TEXT.get(kind))
-    return {**text, **outer, "model_type": _TEXT_TYPES.get(str(own), own)}
+    return {**_TEXT_DEFAULTS.get(kind, {}), **text, **outer, "model_type": _TEXT_TYPES.get(str(own), own)}
 
 
 def text_tensors(names: Iterable[str], *, tower: bool = False) -> tuple[dict[str, str], list[str]]:
