@@ -361,7 +361,7 @@ def _read_tensors(directory: Path, *, tower: bool) -> dict[str, Stored]:
     if kind in MODEL_TYPES:
         ours, others = text_tensors(files, tower=tower)
     else:
-        unread = FAMILIES[kind].unread
+        unread = FAMILIES[str(kind)].unread
         ours = {name: name for name in files if not name.startswith(unread)}
         others = [*(files.keys() - ours.keys())]
     if others:
