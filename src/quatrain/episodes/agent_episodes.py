@@ -290,7 +290,8 @@ class AgentPlayer(Player):
                 episode.fault = fault
                 if fault.kind == "crash" and count < MOST_PLAYED:
                     continue
-                if session.refused is not None and REFUSAL in f"{fault}\n{fault.detail}":
+                limited = any(each.refused is not None for each in session.every_role())
+                if limited and REFUSAL in f"{fault}\n{fault.detail}":
                     episode.fault, episode.played = None, Played(0.0)  # it left because a limit was met
             finally:
                 await self._sessions.close(session)
