@@ -28,7 +28,7 @@ from quatrain.data.pictures import IMAGES, url_of, url_part
 from quatrain.episodes.agent_processes import CLOSED, AgentProcesses, Played
 from quatrain.episodes.child import Client
 from quatrain.serve.api import Api
-from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
+from quatrain.serve.sessions import MOST_ROLES, Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt
 from quatrain.types.kept import KEPT, all_words
@@ -169,6 +169,12 @@ class Episode:
             return dict.fromkeys(asked or [""], returned)
         forgotten, silent = sorted(asked.keys() - returned.keys()), sorted(returned.keys() - asked.keys())
         wrong = [role for role in returned if role and not is_role(role)]
+        if len({*self.session.roles, *returned} - {""}) > MOST_ROLES:
+            raise AgentFault(
+                f"an agent must return rewards of at most {MOST_ROLES} roles, those that asked among them; it "
+                f"returned those of {len(returned)}; use fewer",
+                "invalid",
+            )
         if wrong or (forgotten and silent):
             raise AgentFault(
                 f"an agent must return rewards of the roles that asked, {sorted(asked)} ('' is the client "
