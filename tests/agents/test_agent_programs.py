@@ -11,7 +11,9 @@ import pytest
 from quatrain.episodes.child import Client, _played, loaded
 from quatrain.workers.faults import Fault
 
-CLIENT = Client("http://x/v1", "key", "small", "http://x/untrained/v1", seed=1, step=2, sample=3, greedy=False)
+CLIENT = Client(
+    "http://x/v1", "key", "small", "http://x/untrained/v1", seed=1, step=2, sample=3, greedy=False
+)
 
 
 @pytest.fixture

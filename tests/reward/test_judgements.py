@@ -219,7 +219,7 @@ def test_a_full_disk_costs_a_warning(tmp_path, caplog, monkeypatch):
 def test_a_cache_that_is_a_file_is_refused(tmp_path):
     """Catches a traceback at the first question."""
     (tmp_path / "kept.json").write_text("{}")
-    with pytest.raises(ValueError, match="kept.json is a file; name another place"):
+    with pytest.raises(ValueError, match=r"kept\.json is a file; name another place"):
         Judge(JudgeConfig(base_url="http://localhost:1/v1", cache=str(tmp_path / "kept.json")))
 
 

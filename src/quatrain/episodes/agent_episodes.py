@@ -171,8 +171,8 @@ class Episode:
         wrong = [role for role in returned if role and not is_role(role)]
         if len({*self.session.roles, *returned} - {""}) > MOST_ROLES:
             raise AgentFault(
-                f"an agent must return rewards of at most {MOST_ROLES} roles, those that asked among them; it "
-                f"returned those of {len(returned)}; use fewer",
+                f"an agent must return rewards of at most {MOST_ROLES} roles, those that asked among them; "
+                f"it returned those of {len(returned)}; use fewer",
                 "invalid",
             )
         if wrong or (forgotten and silent):

@@ -82,10 +82,11 @@ class Hints:
         rollout = self._config.rollout
         if rollout.has_episodes:
             return (
-                f"{fraction:.0%} of the episodes ended where a limit on tokens left no room, most of them before "
-                f"their answer: raise rollout.max_new_tokens ({rollout.max_new_tokens}) if what the policy "
-                "writes in all turns comes near it (length/completion), else rollout.max_environment_tokens "
-                f"({environment_tokens(self._config)}), for what is written between them"
+                f"{fraction:.0%} of the episodes ended where a limit on tokens left no room, most of them "
+                f"before their answer: raise rollout.max_new_tokens ({rollout.max_new_tokens}) if what the "
+                "policy writes in all turns comes near it (length/completion), else "
+                f"rollout.max_environment_tokens ({environment_tokens(self._config)}), for what is written "
+                "between them"
             )
         return (
             f"{fraction:.0%} of the completions were cut at rollout.max_new_tokens "

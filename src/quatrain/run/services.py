@@ -203,8 +203,8 @@ class _TensorBoard:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
-            # A run that goes on logs the steps after its checkpoint again: earlier values are removed. One that
-            # was stopped in an evaluation begins with it, and keeps what its step has logged before.
+            # A run that goes on logs the steps after its checkpoint again: earlier values are removed. One
+            # that was stopped in an evaluation begins with it, and keeps what its step has logged before.
             first = step + self._has_more(step, numbers) if self._again else None
             self._writer = self._new_writer(purge_step=first)
         for name, value in numbers.items():

@@ -74,7 +74,8 @@ class Judge:
             kept = Path(config.cache).expanduser()
             if kept.exists() and not kept.is_dir():
                 raise ValueError(
-                    f"reward.judge.cache must be true, false or a folder; {kept} is a file; name another place"
+                    f"reward.judge.cache must be true, false or a folder; {kept} is a file; name another "
+                    "place"
                 )
         self.cache = JudgementCache(kept if config.cache else None, keeps=bool(config.cache))
         self.spending = Spending(config.budget, folder / SPENT if folder is not None and writes else None)
