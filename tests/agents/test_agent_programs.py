@@ -48,6 +48,15 @@ def test_a_program_that_fails_shows_what_it_printed(run_program, capsys):
     assert capsys.readouterr().out == "maximum context length\nleft\n"
 
 
+@pytest.mark.parametrize(
+    ("spec", "why"), [("command: ", "no program"), ("command: sh 'a", "No closing quot")]
+)
+def test_a_command_that_is_none_is_refused_once(spec, why):
+    """The fault: one without a program was a TypeError of asyncio's in each episode."""
+    with pytest.raises(ValueError, match=f"must be a program and its arguments.*{why}"):
+        loaded(spec, {})
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_program_that_takes_too_long_leaves_nothing_behind(run_program, tmp_path, capsys):
     """The faults: the programs that it had started went on, and what it had printed was lost."""

@@ -126,7 +126,16 @@ def loaded(spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     if spec.startswith(COMMAND):
         if args:
             raise ValueError("rollout.agent_args must be empty for a command; write them into the command")
-        return partial(_command, shlex.split(spec.removeprefix(COMMAND)))
+        try:
+            command = shlex.split(spec.removeprefix(COMMAND))
+            if not command:
+                raise ValueError("it names no program")
+        except ValueError as error:
+            raise ValueError(
+                f"{spec!r} must be a program and its arguments, as a shell reads them, as command: sh play.sh"
+                f"; {error}; correct it"
+            ) from None
+        return partial(_command, command)
     name = f"agent {spec!r}"
     function = find_function(spec, {}, "agent")
     check_arguments(function, name, given=args, inputs=("client", "row"), key="rollout.agent_args")
@@ -277,6 +286,7 @@ async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any
                     process.send_signal(signal.SIGSTOP)  # a shell would go on with its next command
                     end_descendants(process.pid)
                     process.kill()
+                await process.wait()
             said, complaints = (each.read_text("utf-8", "backslashreplace").strip() for each in printed)
             lines = said.splitlines()
             last = None if process.returncode else _last_word(lines)
