@@ -164,6 +164,7 @@ class Episode:
 
     def _rewards(self, asked: Mapping[str, Session]) -> Mapping[str, float | None]:
         """The reward of each role that is trained."""
+        assert self.session is not None
         returned = self.played.reward
         if not isinstance(returned, Mapping):
             return dict.fromkeys(asked or [""], returned)
