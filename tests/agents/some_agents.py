@@ -182,3 +182,15 @@ async def two_players(client, row, log, leave_out="", rename=""):
     rewards = {"first": won, rename or "second": -won}
     rewards.pop(leave_out, None)
     return {"reward": rewards, "metrics": {"won": won}}
+
+
+async def a_role_asks_until_it_is_refused(client, row):
+    """One player goes on until the limit of its own answers, the other answers once."""
+    other, player = client.role("other"), client.role("player")
+    await other.chat(row["prompt"], max_tokens=2)
+    await many_turns(player, row)
+
+
+async def rewards_too_many_roles(client, row):
+    await client.chat(row["prompt"], max_tokens=2)
+    return 1.0 if client.sample else {"reward": {f"role{number}": 1.0 for number in range(100)} | {"": 1.0}}

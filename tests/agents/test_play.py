@@ -207,6 +207,27 @@ def test_limits_end_an_episode_without_a_fault(playing, tokenizer):
 
 
 @pytest.mark.usefixtures("computed_by")
+def test_a_limit_of_one_role_ends_an_episode_without_a_fault(playing, tokenizer):
+    """The fault: only a limit that the agent without a role met was seen, and a role's was an error."""
+    with playing("a_role_asks_until_it_is_refused", n=2, max_turns=3) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer, 1))
+    assert batch.columns["agent_role"] == ("other", "player") * 2
+    assert batch.finish_reason.tolist()[1::2] == ["turns"] * 2
+    assert "error" not in batch.finish_reason.tolist()
+    assert set(batch.columns["environment_reward"]) == {0.0}
+    assert batch.metrics["agent/errors"].result() == 0
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_rewards_of_too_many_roles_cost_one_episode(playing, tokenizer):
+    """The fault: they ended the run, with an error of the server's for a request that nobody made."""
+    with playing("rewards_too_many_roles", n=2) as rollouts:
+        batch = rollouts.generate(prompts(tokenizer, 1))
+    assert batch.finish_reason[0] == "error"
+    assert batch.columns["environment_reward"] == (None, 1.0)
+
+
+@pytest.mark.usefixtures("computed_by")
 def test_an_agent_may_be_a_function_and_a_program(playing, tokenizer, tmp_path):
     with playing("in_a_thread", n=2, args={"reward": 0.25}) as rollouts:
         batch = rollouts.generate(prompts(tokenizer))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 
@@ -176,6 +177,28 @@ def test_a_class_in_trls_form_works_as_it_is():
     assert (game.final_reward(), other.final_reward()) == (0.0, 0.0)
     assert game.counts == Counter(tool_calls=3, tool_errors=1)
     game.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "earned"), [(np.array(0.5), 0.5), (np.float32(0.5), 0.5), (None, 0.0), ("0.5", 0.0)]
+)
+def test_a_reward_may_be_an_array_without_dimensions(reward, earned):
+    """The fault: a reward that numpy, torch or JAX had computed was taken as none, and the episode had 0."""
+
+    class Given(WordGame):
+        def guess(self, guess: str) -> str:
+            """Guess the word.
+
+            Args:
+                guess: A word.
+            """
+            self.reward = reward
+            return "no"
+
+    environment = load_environment(Given)({})
+    environment.reset({"word": "yes"})
+    assert environment.step(guess("no")).reward == earned
+    assert environment.final_reward() == 0.0
 
 
 def test_a_helper_and_a_reset_without_docstring_are_no_tools():

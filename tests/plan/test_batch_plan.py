@@ -505,3 +505,28 @@ def test_the_passes_of_a_teacher(overrides, passes, words):
     [row] = [row for row in found.rows if row.key == "teacher_passes"]
     assert row.value == passes
     assert words in row.why
+
+
+@pytest.mark.parametrize(
+    ("overrides", "judgements", "why"),
+    [
+        ([], 24, "P x G x reward.judge.n = 3 x 4 x 2; less"),
+        (
+            ["advantage.estimator=remax"],
+            30,
+            "P x (G + 1) x reward.judge.n = 3 x (4 + 1) x 2; + 1: of the greedy",
+        ),
+        (
+            ["rollout.dynamic_sampling_rounds=3"],
+            {"min": 24, "max": 72},
+            "up to rollout.dynamic_sampling_rounds = 3 times as many",
+        ),
+    ],
+)
+def test_the_judgements_of_a_step_are_all_that_is_asked(overrides, judgements, why):
+    """The fault: those of the greedy baseline and of further rounds were left out, and a budget too low."""
+    judge = ["reward.functions={judge: 1.0}", "reward.judge={base_url: http://localhost:1/v1, n: 2}"]
+    sizes = ["data.batch_size=3", "rollout.n=4", "update.mini_batch_size=3"]
+    made = plan(load_config(None, [*judge, *sizes, *overrides], environ={}).config)
+    assert made["judgements"] == judgements
+    assert why in next(row.why for row in made.rows if row.key == "judgements")

@@ -45,6 +45,14 @@ def test_what_is_told_once(numbers, name, words):
     assert told(hints(said=[name]), numbers) == []
 
 
+def test_episodes_that_are_cut_name_both_limits():
+    """The fault: an episode that its environment's text has filled was told to let the policy write more."""
+    looking = hints("rollout.environment=a.py:A", "rollout.max_environment_tokens=40")
+    (hint,) = told(looking, {"rollout/truncated_fraction": 0.51})
+    assert "rollout.max_new_tokens (16)" in hint.text
+    assert "rollout.max_environment_tokens (40)" in hint.text
+
+
 @pytest.mark.parametrize(
     ("overrides", "kept", "advice"),
     [

@@ -8,6 +8,7 @@ from page_runs import episode_sample, episode_tokens, sample, tokens, tool_turns
 
 from quatrain.report import page_samples as module
 from quatrain.report.page_samples import SampleFiles, by_group, pack, read_samples, sample_files
+from quatrain.run.samples import _episode, transcript
 
 
 def groups_of(tmp_path, rows):
@@ -200,6 +201,28 @@ def test_an_episode_keeps_turns_rewards_and_the_tokens_between(tmp_path):
     assert first["tokens"]["advantages"][2:4] == [0.25, None]
     assert (second["turns"], second["environment_reward"]) == ([], 0)
     assert group["columns"]["answer"] == "42", "columns of a group are shared"
+
+
+def test_calls_and_thoughts_of_an_agents_answers_are_shown(tmp_path):
+    """The fault: an answer that calls a tool was an empty turn in samples, page, terminal and services."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+    asked = {"role": "user", "content": "q"}
+    said = {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [call]}
+    result = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"}
+    columns = {"messages": [asked, said, result], "turn_rewards": [], "environment_reward": 1.0}
+    record = _episode([asked], columns, {"answers": [[1, 1, True]], "began": None})
+    shown = '<think>\nI add.\n</think>\n\n\n[call] add {"a": 1, "b": "é"}'
+    assert transcript(record["turns"]) == f"[assistant]\n{shown}\n\n[tool add]\n3"
+    (group,) = groups_of(tmp_path, [sample(0, 1.0, prompt=[asked, said], **record)])
+    assert [turn["text"] for turn in group["samples"][0]["turns"]] == [shown, "3"]
+    assert [turn["text"] for turn in group["prompt"]] == ["q", shown]
+
+
+@pytest.mark.parametrize("calls", [5, [None], [{"function": 3}], [{"name": ["f"]}], {"name": "f"}, ["f"]])
+def test_odd_calls_are_no_error(tmp_path, calls):
+    """Catches a file of another program's that ends the page."""
+    (group,) = groups_of(tmp_path, [sample(0, 1.0, turns=[{"role": "assistant", "tool_calls": calls}])])
+    assert group["samples"][0]["turns"][0]["role"] == "assistant"
 
 
 def test_odd_turns_become_what_the_page_relies_on(tmp_path):

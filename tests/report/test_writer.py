@@ -291,6 +291,30 @@ def test_tensorboard_gets_scalars(run, monkeypatch):
     assert told[3:] == [(folder, 4), ("loss", 1.0, 4), "closed"]
 
 
+def test_tensorboard_keeps_the_step_in_whose_evaluation_a_run_was_stopped(run, monkeypatch):
+    """The fault: the evaluation that a resumed run makes first removed the step's own values."""
+    told = []
+    writer = types.SimpleNamespace(add_scalar=lambda *numbers: None, close=lambda: None)
+    fake = types.ModuleType("tensorboardX")
+    fake.SummaryWriter = lambda folder, purge_step: told.append(purge_step) or writer
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
+    settings = LoggingConfig(tensorboard=True)
+    report = Report(run, settings, redactor=lambda: plain)
+    report.log(3, {"loss": 2.0, "ratio": float("nan")})
+    report.log(4, {"loss": 3.0, "ratio": float("nan")})
+    report.close()
+    (run.checkpoints / "3").mkdir(parents=True)
+    run.close()
+    for step, values in ((3, {"eval/loss": 1.0}), (4, {"loss": 2.5, "ratio": float("nan")})):
+        resumed = RunDir.create(run.path.parent, "x", resume="first")
+        report = Report(resumed, settings, redactor=lambda: plain)
+        resumed.rewind(3)
+        report.log(step, values)
+        report.close()
+        resumed.close()
+    assert told == [None, 4, 4]
+
+
 def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):
     monkeypatch.setattr(module, "can_plot", lambda: True)
     monkeypatch.setattr(module, "plot_run", lambda *paths: 1 / 0)

@@ -9,6 +9,7 @@ import pytest
 
 from quatrain.config.sections.judge import JudgeBudget, JudgeConfig
 from quatrain.reward.judge.cache import JudgementCache, key_of
+from quatrain.reward.judge.judge import Judge
 from quatrain.reward.judge.judgements import Judgement, NoJudgement, judgement_in, schema
 from quatrain.reward.judge.limits import Limits, Spending
 from quatrain.reward.judge.questions import Questions, prompt_text
@@ -186,6 +187,40 @@ def test_a_damaged_entry_is_reported_and_asked_again(damage, tmp_path, caplog):
     assert "is damaged" in caplog.text
     cache.put(key, Judgement(0.5))
     assert cache.get(key) == Judgement(0.5)
+
+
+def test_a_full_disk_costs_a_warning(tmp_path, caplog, monkeypatch):
+    """Catches a judgement, or the numbers of a budget, that end the run because they cannot be written."""
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    cache, key = JudgementCache(tmp_path / "judgements"), key_of("a")
+    spending = Spending(JudgeBudget(requests=3), tmp_path / "spent.json")
+    with monkeypatch.context() as patched:
+        patched.setattr("quatrain.reward.judge.cache.write_at_once", full)
+        patched.setattr("pathlib.Path.mkdir", lambda *args, **options: full(None, ""))
+        cache.begin("0" * 16)
+        for _ in range(2):
+            cache.put(key, Judgement(0.25))
+            assert spending.reserve(1)
+            spending.send()
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "judgements cannot be written",
+        "what the judge has used of its budget cannot be written",
+    ]
+    cache.put(key, Judgement(0.25))
+    assert cache.get(key) == Judgement(0.25)
+    assert spending.reserve(1)
+    spending.send()
+    assert json.loads((tmp_path / "spent.json").read_text())["requests"] == 3
+
+
+def test_a_cache_that_is_a_file_is_refused(tmp_path):
+    """Catches a traceback at the first question."""
+    (tmp_path / "kept.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"kept\.json is a file; name another place"):
+        Judge(JudgeConfig(base_url="http://localhost:1/v1", cache=str(tmp_path / "kept.json")))
 
 
 def test_a_changed_score_is_damage(tmp_path):

@@ -28,7 +28,7 @@ from quatrain.data.pictures import IMAGES, url_of, url_part
 from quatrain.episodes.agent_processes import CLOSED, AgentProcesses, Played
 from quatrain.episodes.child import Client
 from quatrain.serve.api import Api
-from quatrain.serve.sessions import Session, SessionRules, Sessions, is_role
+from quatrain.serve.sessions import MOST_ROLES, Session, SessionRules, Sessions, is_role
 from quatrain.serve.turn_tree import Row
 from quatrain.types.batches import AGENT_ROLE, AGENT_SEQUENCE, Prompt
 from quatrain.types.kept import KEPT, all_words
@@ -164,11 +164,18 @@ class Episode:
 
     def _rewards(self, asked: Mapping[str, Session]) -> Mapping[str, float | None]:
         """The reward of each role that is trained."""
+        assert self.session is not None
         returned = self.played.reward
         if not isinstance(returned, Mapping):
             return dict.fromkeys(asked or [""], returned)
         forgotten, silent = sorted(asked.keys() - returned.keys()), sorted(returned.keys() - asked.keys())
         wrong = [role for role in returned if role and not is_role(role)]
+        if len({*self.session.roles, *returned} - {""}) > MOST_ROLES:
+            raise AgentFault(
+                f"an agent must return rewards of at most {MOST_ROLES} roles, those that asked among them; "
+                f"it returned those of {len(returned)}; use fewer",
+                "invalid",
+            )
         if wrong or (forgotten and silent):
             raise AgentFault(
                 f"an agent must return rewards of the roles that asked, {sorted(asked)} ('' is the client "
@@ -290,7 +297,8 @@ class AgentPlayer(Player):
                 episode.fault = fault
                 if fault.kind == "crash" and count < MOST_PLAYED:
                     continue
-                if session.refused is not None and REFUSAL in f"{fault}\n{fault.detail}":
+                limited = any(each.refused is not None for each in session.every_role())
+                if limited and REFUSAL in f"{fault}\n{fault.detail}":
                     episode.fault, episode.played = None, Played(0.0)  # it left because a limit was met
             finally:
                 await self._sessions.close(session)

@@ -15,6 +15,7 @@ import os
 import pickle
 import re
 import shlex
+import signal
 import tempfile
 import threading
 import urllib.error
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from quatrain.workers.descendants import end_descendants
 from quatrain.workers.faults import LONGEST_ERROR, Fault, fault_of
 from quatrain.workers.user_code import check_arguments, find_function
 
@@ -124,7 +126,16 @@ def loaded(spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     if spec.startswith(COMMAND):
         if args:
             raise ValueError("rollout.agent_args must be empty for a command; write them into the command")
-        return partial(_command, shlex.split(spec.removeprefix(COMMAND)))
+        try:
+            command = shlex.split(spec.removeprefix(COMMAND))
+            if not command:
+                raise ValueError("it names no program")
+        except ValueError as error:
+            raise ValueError(
+                f"{spec!r} must be a program and its arguments, as a shell reads them, as command: sh play.sh"
+                f"; {error}; correct it"
+            ) from None
+        return partial(_command, command)
     name = f"agent {spec!r}"
     function = find_function(spec, {}, "agent")
     check_arguments(function, name, given=args, inputs=("client", "row"), key="rollout.agent_args")
@@ -250,7 +261,7 @@ async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any
     What else it prints goes to the run's log.
     """
     with tempfile.TemporaryDirectory(prefix="quatrain-agent-") as folder:
-        path = Path(folder) / "row.json"
+        path, *printed = (Path(folder) / name for name in ("row.json", "output", "errors"))
         path.write_text(json.dumps({"client": asdict(client), **row}, default=str), encoding="utf-8")
         environment = {
             **os.environ,
@@ -258,30 +269,40 @@ async def _command(command: Sequence[str], client: Client, row: Mapping[str, Any
             "QUATRAIN_ROW": str(path),
             "QUATRAIN_SEED": str(client.seed),
         }
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,  # it is in this process's group, with which it ends
-        )
+        # Files and no pipes: what was printed before the time was over is there too.
+        with printed[0].open("wb") as output, printed[1].open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=environment,  # it is in this process's group, with which it ends
+            )
         try:
-            output, errors = await process.communicate()
+            await process.wait()
         finally:
-            with suppress(ProcessLookupError):
-                process.kill()
+            if process.returncode is None:  # its time is over
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGSTOP)  # a shell would go on with its next command
+                    end_descendants(process.pid)
+                    process.kill()
+                await process.wait()
+            said, complaints = (each.read_text("utf-8", "backslashreplace").strip() for each in printed)
+            lines = said.splitlines()
+            last = None if process.returncode else _last_word(lines)
+            for text in ("\n".join(lines[:-1] if last else lines), complaints):
+                if text:
+                    print(text)
     if process.returncode:
-        text = errors.decode(errors="backslashreplace").strip()[-LONGEST_ERROR:]
-        raise Fault(f"the agent's program ended with status {process.returncode}", "error", text)
-    lines = output.decode(errors="backslashreplace").strip().splitlines()
-    for line in lines[:-1]:
-        print(line)
+        ends = [text[-LONGEST_ERROR:] for text in (said, complaints) if text]
+        raise Fault(f"the agent's program ended with status {process.returncode}", "error", "\n".join(ends))
+    return last
+
+
+def _last_word(lines: Sequence[str]) -> Mapping[str, Any] | None:
+    """The reward in the last line that a program printed; None if it has none."""
     try:
         last = json.loads(lines[-1]) if lines else None
     except ValueError:
-        last = None
-    if isinstance(last, Mapping) and "reward" in last:
-        return last
-    if lines:
-        print(lines[-1])
-    return None
+        return None
+    return last if isinstance(last, Mapping) and "reward" in last else None

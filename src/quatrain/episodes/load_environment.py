@@ -11,9 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from types import MethodType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from quatrain.config.errors import listed, shown
 from quatrain.config.sections.rollout import COLUMN
@@ -232,9 +231,10 @@ class ToolMethods:
             return self.made.get_reward()
         return self._account() - self._given
 
-    def _account(self) -> Any:
+    def _account(self) -> float:
         reward = getattr(self.made, "reward", 0.0)
-        return reward if isinstance(reward, Real) else 0.0
+        # Also of numpy, torch and JAX, whose scalars are arrays without dimensions.
+        return float(reward) if isinstance(reward, SupportsFloat) else 0.0
 
 
 def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:

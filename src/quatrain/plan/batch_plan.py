@@ -342,14 +342,17 @@ def _reward_model_rows(config: Config) -> Iterator[PlanRow]:
 
 def _judge_rows(config: Config) -> Iterator[PlanRow]:
     """How many judgements a training step asks for; nothing without a judge."""
-    judge = config.reward.judge
+    judge, rollout = config.reward.judge, config.rollout
     if config.reward.judges and judge is not None:
-        prompts, samples = config.data.batch_size, config.rollout.n
-        why = (
-            f"P x G x reward.judge.n = {prompts} x {samples} x {judge.n}; less what the "
-            "cache has; further attempts are more requests"
-        )
-        yield PlanRow("judgements", prompts * samples * judge.n, "judgements", why)
+        prompts, samples, rounds = config.data.batch_size, rollout.n, rollout.dynamic_sampling_rounds
+        greedy = " + 1" if rollout.greedy_baseline else ""
+        of_group = f"({samples}{greedy})" if greedy else f"{samples}"
+        why = f"P x {f'(G{greedy})' if greedy else 'G'} x reward.judge.n = {prompts} x {of_group} x {judge.n}"
+        why += "; + 1: of the greedy completion" if greedy else ""
+        why += f"; up to rollout.dynamic_sampling_rounds = {rounds} times as many" if rounds > 1 else ""
+        why += "; less what the cache has; further attempts are more requests"
+        asked = prompts * (samples + bool(greedy)) * judge.n
+        yield PlanRow("judgements", _Span(asked, rounds * asked).value, "judgements", why)
 
 
 def _teacher_rows(config: Config, mesh: MeshShape) -> Iterator[PlanRow]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quatrain.config.derive import longest_sequence, value_at
+from quatrain.config.derive import environment_tokens, longest_sequence, value_at
 from quatrain.config.schema import Config
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, FORMATS, IN_WORKERS
 from quatrain.reward.scorer import short_names
@@ -79,6 +79,15 @@ class Hints:
         fraction = numbers.get("rollout/truncated_fraction", 0.0)
         if fraction <= TRUNCATED:
             return None
+        rollout = self._config.rollout
+        if rollout.has_episodes:
+            return (
+                f"{fraction:.0%} of the episodes ended where a limit on tokens left no room, most of them "
+                f"before their answer: raise rollout.max_new_tokens ({rollout.max_new_tokens}) if what the "
+                "policy writes in all turns comes near it (length/completion), else "
+                f"rollout.max_environment_tokens ({environment_tokens(self._config)}), for what is written "
+                "between them"
+            )
         return (
             f"{fraction:.0%} of the completions were cut at rollout.max_new_tokens "
             f"({self._config.rollout.max_new_tokens}), most of them before their answer: raise it, or "

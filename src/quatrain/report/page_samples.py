@@ -21,6 +21,7 @@ from quatrain.config.files import too_deep
 from quatrain.config.settings import parse_yaml
 from quatrain.run.metrics import is_finite
 from quatrain.run.pictures import PICTURE, content_text, mark_of
+from quatrain.run.samples import beside_content
 from quatrain.types.batches import FAULTS
 
 STEP, EVAL = "step", "eval"
@@ -286,7 +287,8 @@ def _prompt(value: Any) -> str | list[dict[str, Any]]:
 def _turn(turn: Any) -> dict[str, Any]:
     """The message with `role` and `text`, and what else the row has of it: `name` (of a tool), `reward`, ….
 
-    If it has pictures, the text has a mark for each, and `parts` are the texts and pictures in their order.
+    The text has its thoughts and calls of tools too. If it has pictures, the text has a mark for each, and
+    `parts` are the texts and pictures in their order.
     `answer` is its number among the answers of an agent's episode, `trained` false if another sequence of the
     episode trains it.
     """
@@ -294,10 +296,12 @@ def _turn(turn: Any) -> dict[str, Any]:
         return {"role": "", "text": _text(turn)}
     name, reward = turn.get("name"), number(turn.get("reward"))
     content = turn.get("text", turn.get("content", ""))
+    before, after = beside_content(turn)
     parts = content if isinstance(content, list) and any(map(mark_of, content)) else []
+    parts = [*filter(None, [before]), *parts, *filter(None, [after])] if parts else []
     return {
         "role": _text(turn.get("role", "")),
-        "text": content_text(parts) if parts else _text(content),
+        "text": content_text(parts) if parts else before + _text(content) + after,
         **({"parts": list(map(_part, parts))} if parts else {}),
         **({} if name is None else {"name": _text(name)}),
         **({} if reward is None else {"reward": reward}),

@@ -5,18 +5,20 @@ Data flow: `AdvantagedBatch` of a training step, or the `RewardedBatch` of an ev
 
 The record of an episode has two further keys: `turns`, the messages after the prompt in the order of the
 dialogue, and `environment_reward`, the sum of the rewards that the environment gave. A turn has `role`,
-`content`, `name` and `tool_call_id` if the message has them, and `reward` if the policy wrote it.
+`content`, `name`, `tool_call_id`, thoughts and `tool_calls` if the message has them, and `reward` if the
+policy wrote it.
 
 A content with pictures is a list of parts (`run.pictures`); the `Picture`s of a record are in its `pictures`,
 which the writer takes out.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from quatrain.data.messages import as_messages
+from quatrain.data.messages import THOUGHTS, as_messages, call_of
 from quatrain.data.pictures import IMAGES
 from quatrain.reward.forms import plain_json
 from quatrain.run.pictures import OF_RECORD, content_text, named
@@ -35,7 +37,7 @@ TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with those of a teacher; NaN for sequences without one."""
-ASSISTANT = "assistant"
+ASSISTANT, CALLS = "assistant", "tool_calls"
 ENDINGS = {
     "environment": "ended by the environment",
     "turns": "out of turns",
@@ -43,7 +45,7 @@ ENDINGS = {
     "timeout": "environment timeout",
 }
 """How an episode ended, for readers, by its finish reason; the run page has the same words."""
-_TURN_KEYS = ("role", "name", "tool_call_id", "content")
+_TURN_KEYS = ("role", "name", "tool_call_id", *THOUGHTS, "content", CALLS)
 TokenText = Callable[[int], str]
 
 
@@ -201,7 +203,34 @@ def num_turns(turns: Iterable[Mapping[str, Any]]) -> int:
 
 def transcript(turns: Iterable[Mapping[str, Any]]) -> str:
     """The turns of a record as one text for readers, each under its heading in brackets."""
-    return "\n\n".join(f"[{turn_heading(turn)}]\n{content_text(turn['content'])}" for turn in turns)
+    return "\n\n".join(f"[{turn_heading(turn)}]\n{_said(turn)}" for turn in turns)
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    before, after = beside_content(turn)
+    return before + content_text(turn["content"]) + after
+
+
+def beside_content(message: Mapping[str, Any]) -> tuple[str, str]:
+    """What readers see before and after the content of a message: its thoughts, and its calls of tools.
+
+    An answer to an agent has them in fields of their own. The message may have been read from a file.
+    """
+    thought = next((said for name in THOUGHTS if isinstance(said := message.get(name), str) and said), "")
+    calls = message.get(CALLS)
+    said = [_call(call) for call in calls] if isinstance(calls, list | tuple) else []
+    return f"<think>\n{thought}\n</think>\n\n" if thought else "", "".join(
+        f"\n[call] {call}" for call in said
+    )
+
+
+def _call(call: Any) -> str:
+    inner = call_of(call) if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping):
+        return json.dumps(call, ensure_ascii=False)
+    arguments = inner.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{inner.get('name')} {text}"
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:

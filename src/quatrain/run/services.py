@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from quatrain.config.errors import installation
 from quatrain.config.files import read_json
 from quatrain.config.schema import LoggingConfig
+from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import RunDir, write_whole
 from quatrain.run.samples import transcript
 
@@ -197,15 +198,23 @@ class _TensorBoard:
         from tensorboardX import SummaryWriter
 
         self._new_writer = partial(SummaryWriter, str(run_dir.path / "tensorboard"))
-        self._again = run_dir.resumed or run_dir.restarted
+        self._again, self._metrics = run_dir.resumed or run_dir.restarted, run_dir.metrics
         self._writer: Any = None
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
-            # A run that goes on logs the steps after its checkpoint again: earlier values are removed.
-            self._writer = self._new_writer(purge_step=step if self._again else None)
+            # A run that goes on logs the steps after its checkpoint again: earlier values are removed. One
+            # that was stopped in an evaluation begins with it, and keeps what its step has logged before.
+            first = step + self._has_more(step, numbers) if self._again else None
+            self._writer = self._new_writer(purge_step=first)
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
+
+    def _has_more(self, step: int, numbers: Mapping[str, float]) -> bool:
+        """Whether `metrics.jsonl`, which has `numbers` already, has other values of the step."""
+        rows = (row for row in read_metrics(self._metrics) if row["step"] == step)
+        left_out = {"step", "non_finite", *numbers}
+        return any(value is not None for row in rows for name, value in row.items() if name not in left_out)
 
     def samples(self, step: int, name: str, records: Records) -> None:
         """TensorBoard has no tables; the samples are in the run's folder."""

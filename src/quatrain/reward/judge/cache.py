@@ -38,6 +38,7 @@ class JudgementCache:
         self.most_weights: int | None = None
         """Weights whose judgements stay, those that were begun last; None: all."""
         self._here: dict[str, Judgement] = {}
+        self._file = Reported("judgements", "they are used, and a run that is resumed asks for them again")
         self.damaged = 0
         """Entries that were damaged, and are asked for again."""
 
@@ -45,14 +46,17 @@ class JudgementCache:
         """From now on the weights with this digest judge, which others did before.
 
         Removes from the folder what was judged by others than the last `most_weights`, and from the memory of
-        this process what the others have judged. Raises OSError if the folder cannot be written.
+        this process what the others have judged. That the folder cannot be written is for `put` to report.
         """
         self._here.clear()
         if self.folder is None or not self._keeps:
             return
         own = self.folder / weights
-        own.mkdir(parents=True, exist_ok=True)
-        os.utime(own)  # the last one again, if a run that is resumed comes back to it
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            os.utime(own)  # the last one again, if a run that is resumed comes back to it
+        except OSError:
+            return
         if self.most_weights is None:
             return
         each = [path for path in self.folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
@@ -90,18 +94,37 @@ class JudgementCache:
         return found
 
     def put(self, key: str, judgement: Judgement, weights: str = "") -> None:
-        """Keep a judgement; raises OSError if it cannot be written."""
+        """Keep a judgement; one that cannot be written, as on a full disk, is reported and not kept."""
         if not self._keeps:
             return
         if self.folder is None:
             self._here[key] = judgement
             return
         entry = {**judgement._asdict(), "sha256": _digest(key, judgement)}
-        write_at_once(self._path(key, weights), json.dumps(entry, ensure_ascii=True))
+        self._file.write(self._path(key, weights), json.dumps(entry, ensure_ascii=True))
 
     def _path(self, key: str, weights: str) -> Path:
         assert self.folder is not None
         return self.folder / weights / key[:2] / f"{key}.json"
+
+
+class Reported:
+    """Writes files; that `what` cannot be written costs a warning, with what `then` happens, until it can."""
+
+    def __init__(self, what: str, then: str):
+        self._what, self._then = what, then
+        self._fails = False
+
+    def write(self, path: Path, text: str) -> None:
+        """`write_at_once`, which may fail: the run goes on."""
+        try:
+            write_at_once(path, text)
+        except OSError as error:
+            if not self._fails:
+                logger.warning("%s cannot be written (%s); %s", self._what, error, self._then)
+            self._fails = True
+        else:
+            self._fails = False
 
 
 def write_at_once(path: Path, text: str) -> None:

@@ -55,7 +55,8 @@ class Judge:
 
     `folder` is that of the run, which has the judgements, if `config` says so, and what was used of the
     budget; None: both are kept in this process. `decide` as in `RewardScorer`; `writes`: this process is the
-    one that reads and writes the folder. Raises ValueError for a template that cannot be used.
+    one that reads and writes the folder. Raises ValueError for a template that cannot be used, and for a
+    cache that is a file.
     """
 
     def __init__(
@@ -71,6 +72,11 @@ class Judge:
         kept = None if folder is None else folder / FOLDER
         if isinstance(config.cache, str):
             kept = Path(config.cache).expanduser()
+            if kept.exists() and not kept.is_dir():
+                raise ValueError(
+                    f"reward.judge.cache must be true, false or a folder; {kept} is a file; name another "
+                    "place"
+                )
         self.cache = JudgementCache(kept if config.cache else None, keeps=bool(config.cache))
         self.spending = Spending(config.budget, folder / SPENT if folder is not None and writes else None)
         self._asked: Asked | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quatrain.config.sections.judge import JudgeBudget
-from quatrain.reward.judge.cache import write_at_once
+from quatrain.reward.judge.cache import Reported
 
 MINUTE_S = 60.0
 
@@ -85,6 +85,9 @@ class Spending:
 
     def __init__(self, budget: JudgeBudget, path: Path | None = None):
         self._budget, self._path = budget, path
+        self._file = Reported(
+            "what the judge has used of its budget", "a run that is resumed would count from what was written"
+        )
         self.requests = self.tokens = 0
         self._unsent_requests = self._asked_tokens = 0  # that are reserved
         if path is not None and path.is_file():
@@ -135,4 +138,4 @@ class Spending:
 
     def _write(self) -> None:
         if self._path is not None:
-            write_at_once(self._path, json.dumps({"requests": self.requests, "tokens": self.tokens}))
+            self._file.write(self._path, json.dumps({"requests": self.requests, "tokens": self.tokens}))
