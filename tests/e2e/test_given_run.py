@@ -358,21 +358,28 @@ def test_a_run_that_ends_by_the_evaluation_it_was_stopped_in_ends_well(tmp_path,
     )
 
 
-def test_a_step_that_was_stopped_in_its_evaluation_ends_with_its_own_metrics_too(tmp_path, monkeypatch):
-    """The resumed run compared the evaluation alone: it trained on, and `on_step` missed the step."""
-    plain, stops, seen = Course.evaluate, [True], []
+def stopped_in_evaluations(monkeypatch, *stops):
+    """Whether each evaluation from now on is stopped, from the last: a list, to which more are added."""
+    plain, left = Course.evaluate, [*stops]
 
-    def told(self, params):
-        if stops.pop():
+    def evaluate(self, params):
+        if left.pop():
             raise Stopped(signal.SIGTERM)
         return plain(self, params)
+
+    monkeypatch.setattr(Course, "evaluate", evaluate)
+    return left
+
+
+def test_a_step_that_was_stopped_in_its_evaluation_ends_with_its_own_metrics_too(tmp_path, monkeypatch):
+    """The resumed run compared the evaluation alone: it trained on, and `on_step` missed the step."""
+    stops, seen = stopped_in_evaluations(monkeypatch, True), []
 
     def on_step(step, metrics):
         seen.append((step, metrics["sft/loss"] > 0, metrics["eval/loss"] > 0))
 
     options = ("run.stop_when={metric: sft/loss, at_most: 1000}", "eval.before=false", "eval.every_steps=1")
     resolved = given_run(tmp_path, "stopped", "sft", *options)
-    monkeypatch.setattr(Course, "evaluate", told)
     with pytest.raises(Stopped):
         train(resolved, on_step=on_step)
     assert (checkpoint_steps(tmp_path / "stopped"), seen) == ([1], [])
@@ -383,14 +390,7 @@ def test_a_step_that_was_stopped_in_its_evaluation_ends_with_its_own_metrics_too
 
 def test_a_run_that_was_stopped_in_its_final_evaluation_does_not_train_on(tmp_path, monkeypatch):
     """It had met its condition: resumed, it took a further step and ended with other weights."""
-    plain, stops = Course.evaluate, [True]
-
-    def told(self, params):
-        if stops.pop():
-            raise Stopped(signal.SIGTERM)
-        return plain(self, params)
-
-    monkeypatch.setattr(Course, "evaluate", told)
+    stops = stopped_in_evaluations(monkeypatch, True)
     options = ("run.stop_when={metric: sft/loss, at_most: 1000}", "eval.before=false", "eval.every_steps=0")
     resolved = given_run(tmp_path, "stopped", "sft", *options)
     with pytest.raises(Stopped):

@@ -227,20 +227,29 @@ def test_any_mixture_of_lengths_fits_and_gives_what_each_gives_alone(limited):
         assert alone.tokens == tokens
 
 
-@pytest.mark.usefixtures("computed_by")
-@pytest.mark.parametrize(("size", "waits"), [((5, 80), (300, 300)), ((100, 96), (300, 500))])
-def test_with_drafts_a_sequence_runs_to_its_limit_while_a_longer_one_waits(limited, engine_of, size, waits):
-    """The fault: a call with drafts may give one more tokens than its limit leaves, for which a ring was
-    asked that only the longer one needs, which waits: an IndexError ended the engine and all in flight."""
-    engine = engine_of(speculate=3)
+def check_while_another_waits(engine, size, waits, rings=None):
+    """That a sequence has the tokens that it has alone, and so has one that waits for memory meanwhile.
+
+    `rings`: the positions of rings, of which there are several with limits above 2,048.
+    """
     engine._cache_bytes = MEMORY * 256
     prompts, owners = asked(size, waits)
     tickets = submit_own(engine, prompts[:1], owners[:1])
+    if rings is not None:
+        engine._session._admission.ring_positions = rings
     engine.advance()
     together = finish(engine, tickets + submit_own(engine, prompts[1:], owners[1:]))
     for prompt, own, completion in zip(prompts, owners, together, strict=True):
         [alone] = finish(engine, submit_own(engine, [prompt], [own]))
         assert alone.tokens == completion.tokens
+
+
+@pytest.mark.usefixtures("computed_by")
+@pytest.mark.parametrize(("size", "waits"), [((5, 80), (300, 300)), ((100, 96), (300, 500))])
+def test_with_drafts_a_sequence_runs_to_its_limit_while_a_longer_one_waits(limited, engine_of, size, waits):
+    """The fault: a call with drafts may give one more tokens than its limit leaves, for which a ring was
+    asked that only the longer one needs, which waits: an IndexError ended the engine and all in flight."""
+    check_while_another_waits(engine_of(speculate=3), size, waits)
 
 
 @pytest.mark.usefixtures("computed_by")
@@ -248,16 +257,7 @@ def test_with_drafts_a_sequence_runs_to_its_limit_while_a_longer_one_waits(limit
 def test_a_sequence_that_fits_alone_runs_while_a_longer_one_waits(limited, engine_of, size, waits):
     """The fault: its ring was made as long as that of the one that waited, for which there was no memory
     beside its context: an AssertionError ended the engine and all in flight."""
-    engine = engine_of()
-    engine._cache_bytes = MEMORY * 256
-    prompts, owners = asked(size, waits)
-    tickets = submit_own(engine, prompts[:1], owners[:1])
-    engine._session._admission.ring_positions = (32, 64)  # as with limits above 2,048
-    engine.advance()
-    together = finish(engine, tickets + submit_own(engine, prompts[1:], owners[1:]))
-    for prompt, own, completion in zip(prompts, owners, together, strict=True):
-        [alone] = finish(engine, submit_own(engine, [prompt], [own]))
-        assert alone.tokens == completion.tokens
+    check_while_another_waits(engine_of(), size, waits, rings=(32, 64))
 
 
 @pytest.mark.usefixtures("computed_by")

@@ -74,10 +74,7 @@ class Curriculum:
         known = list(rates) or [None] * len(self._prompts)
         episodes = batch.rollouts.episodes.first_rows
         groups = batch.rollouts.group_ids[episodes]
-        function = batch.function_names.index(self._values.reward)
-        values = batch.rewards_per_function[function, episodes]
-        if batch.failed is not None:  # a failure, which has the reward -1, says nothing of the prompt
-            values = np.where(batch.failed[function, episodes], np.nan, values)
+        values = batch.judged_by(self._values.reward)[episodes]
         for group, row in enumerate(rows, start=first):
             own = values[(groups == group) & ~np.isnan(values)]
             if own.size:

@@ -284,12 +284,8 @@ class Evaluator:
         if not self._has_accuracy(rewarded.rollouts):
             return None, Metric(0.0, reduction="sum")
         judged = rewarded if self._own is None else self._own.score(rewarded.rollouts)
-        function = judged.function_names.index(self._accuracy)
-        values = judged.rewards_per_function[function]
-        errors = judged.metrics[f"reward/{self._accuracy}/errors"]
-        if judged.failed is not None:  # the reward of a failure is also one that a function may give
-            values = np.where(judged.failed[function], np.nan, values)
-        return np.clip(values.astype(np.float64), 0.0, 1.0), errors
+        values = judged.judged_by(self._accuracy).astype(np.float64)
+        return np.clip(values, 0.0, 1.0), judged.metrics[f"reward/{self._accuracy}/errors"]
 
 
 def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from quatrain.plan.batch_plan import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
 from quatrain.run.description import has_ended_with
-from quatrain.run.metrics import read_metrics
+from quatrain.run.metrics import row_of
 from quatrain.run.run_dir import RunDir
 from quatrain.run.services import missing_services
 from quatrain.update.learner import TooManyBadSteps, TrainState
@@ -130,8 +130,7 @@ def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
 
 def _logged(run: Run, step: int) -> dict[str, float]:
     """The finite metrics of `step` that an earlier part of the run has logged; none if they are gone."""
-    rows = read_metrics(run.folder.metrics) if is_main_process() else []
-    row: Mapping[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
+    row = row_of(run.folder.metrics, step) if is_main_process() else {}
     return {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
 
 

@@ -54,6 +54,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
+def row_of(path: Path, step: int) -> dict[str, Any]:
+    """The row of a step in a metrics file; empty if it has none."""
+    return next((row for row in reversed(read_metrics(path)) if row["step"] == step), {})
+
+
 class MetricsFile:
     """`metrics.jsonl`: one JSON object per step, in step order; `write` returns once it is on disk."""
 

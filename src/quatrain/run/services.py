@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from quatrain.config.errors import installation
 from quatrain.config.files import read_json
 from quatrain.config.schema import LoggingConfig
-from quatrain.run.metrics import read_metrics
+from quatrain.run.metrics import row_of
 from quatrain.run.run_dir import RunDir, write_whole
 from quatrain.run.samples import transcript
 
@@ -212,9 +212,8 @@ class _TensorBoard:
 
     def _has_more(self, step: int, numbers: Mapping[str, float]) -> bool:
         """Whether `metrics.jsonl`, which has `numbers` already, has other values of the step."""
-        rows = (row for row in read_metrics(self._metrics) if row["step"] == step)
-        left_out = {"step", "non_finite", *numbers}
-        return any(value is not None for row in rows for name, value in row.items() if name not in left_out)
+        left_out, row = {"step", "non_finite", *numbers}, row_of(self._metrics, step)
+        return any(value is not None for name, value in row.items() if name not in left_out)
 
     def samples(self, step: int, name: str, records: Records) -> None:
         """TensorBoard has no tables; the samples are in the run's folder."""

@@ -367,9 +367,9 @@ class RewardedBatch:
     `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
     `rewards_per_function` has the raw values, NaN if a function abstained (returned None), and
     `function_weights` the weights of the sum; None: not known. `failed` says on which sequences a function
-    failed; None: not known. `token_rewards` are rewards of single tokens,
-    beside the reward of the sequence; None if there are none. `values` are a critic's estimates of the return
-    at each completion token; None without a critic. `token_logprobs` are the log-probabilities that the token
+    failed; None: not known. `token_rewards` are rewards of single tokens, beside the reward of the sequence;
+    None if there are none. `values` are a critic's estimates of the return at each completion token; None
+    without a critic. `token_logprobs` are the log-probabilities that the token
     rewards were computed from, `old_logprobs` and `ref_logprobs`, which the update uses again, and those of a
     teacher, `teacher_logprobs`; empty if there are none. `teacher_words` are its likeliest words, for losses
     over them; None if there are none. `baseline_rewards` are the rewards of the greedy
@@ -428,6 +428,15 @@ class RewardedBatch:
         for name, values in (("token_rewards", self.token_rewards), ("values", self.values)):
             if values is not None:
                 check.on_completions(name, values, self.rollouts.completion_mask)
+
+    def judged_by(self, name: str) -> np.ndarray:
+        """[B] float32: what the function `name` said of each sequence; NaN where it abstained or failed.
+
+        In the raw rewards a failure has -1, which a function may also give.
+        """
+        function = self.function_names.index(name)
+        values = self.rewards_per_function[function]
+        return values if self.failed is None else np.where(self.failed[function], np.nan, values)
 
 
 @dataclass(frozen=True, eq=False)

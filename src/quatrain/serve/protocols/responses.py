@@ -499,10 +499,11 @@ class ResponsesAnswer(AnswerForm):
     def _end(self) -> Iterator[dict[str, Any]]:
         """The end of the items: of the open one, and of each call; an answer has a message or a call."""
         calls = self._choice.called
-        if not calls and not any(item["type"] == "message" for item in self._items):
+        lacks_message = not calls and not any(item["type"] == "message" for item in self._items)
+        # Tokens of calls are no text: they are listed in the message before them.
+        lists_more = self._asked.wants_logprobs and self._is_open and self._items[-1]["type"] == "message"
+        if lacks_message or lists_more:
             yield from self._more("message", "", self._choice.listed())
-        elif self._asked.wants_logprobs and self._is_open and self._items[-1]["type"] == "message":
-            yield from self._more("message", "", self._choice.listed())  # those of calls, which are no text
         yield from self._close("completed" if calls else self._status)
         for call in calls:
             item = _item("function_call", status="in_progress", call_id=CALL + call["id"], arguments="")
