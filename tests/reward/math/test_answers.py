@@ -1,8 +1,8 @@
 import threading
-import time
 from fractions import Fraction
 
 import pytest
+from effort import within
 
 from quatrain.reward.math.answers import Number, is_correct, whole_number
 
@@ -307,10 +307,9 @@ HOSTILE = [
 @pytest.mark.parametrize("gold", ["7", r"\sqrt{2}+x"])
 def test_hostile_text_costs_little(text, gold):
     is_correct(tagged(r"\sqrt{4}"), gold)  # so that the clock leaves the import out
-    start = time.thread_time()
-    for form in (text, tagged(text), tagged(f"${text}$")):
-        assert is_correct(form, gold) is ("7" in text and gold == "7")
-    assert time.thread_time() - start < 2.0
+    forms = (text, tagged(text), tagged(f"${text}$"))
+    verdicts = within(2, lambda: [is_correct(form, gold) for form in forms])
+    assert verdicts == ["7" in text and gold == "7"] * 3
 
 
 def test_verdicts_hold_in_other_threads():
