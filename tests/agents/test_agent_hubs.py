@@ -1,10 +1,13 @@
 """Environments of hubs as agents, without their packages: names, rows, interpreters and what is missing."""
 
+import asyncio
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from quatrain.config.load import load_config
+from quatrain.episodes import openenv_child
 from quatrain.episodes.hubs import check_python, hub_agent, hub_rows
 
 PACKAGE = """
@@ -114,3 +117,45 @@ def test_interpreters_that_are_none(program, why):
     check_python(sys.executable)
     with pytest.raises(ValueError, match=f"rollout.agent_python must be .*{why}"):
         check_python(program)
+
+
+class _Over:
+    """An environment of openenv that shows `A maze.` and is over."""
+
+    async def connect(self):
+        pass
+
+    close = connect
+
+    async def reset(self):
+        return SimpleNamespace(observation={"text": "A maze."}, done=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "asked"),
+    [
+        ("Play.", "Play.\n\nA maze."),
+        (
+            [{"type": "image_url", "image_url": {"url": "data:"}}],
+            [
+                {"type": "image_url", "image_url": {"url": "data:"}},
+                {"type": "text", "text": "\n\nA maze."},
+            ],
+        ),
+    ],
+)
+def test_the_first_observation_ends_the_prompt(monkeypatch, content, asked):
+    """A prompt with pictures has parts, to which a text would be added letter by letter."""
+    monkeypatch.setattr(openenv_child, "_client", lambda url: _Over())
+    monkeypatch.setattr(openenv_child, "_schema", lambda url: {"action": {}})
+    seen = []
+
+    class Client:
+        async def chat(self, messages, tools):
+            seen.extend(messages)
+            return {"role": "assistant", "content": "Done."}
+
+    row = {"prompt": [{"role": "user", "content": content}]}
+    asyncio.run(openenv_child.agent(Client(), row, "http://a"))
+    assert seen[0]["content"] == asked
+    assert row["prompt"][0]["content"] == content

@@ -170,6 +170,12 @@ def test_every_row_is_seen_as_often_as_there_are_epochs(tmp_path):
     assert course.epoch(9)["data/epoch"].result() == 3
 
 
+def test_parts_of_an_epoch_are_those_of_the_decimal():
+    """As floats 1.1 times 10 is more than 11, and an eleventh batch would be a twelfth."""
+    config = load_config(None, ["run.steps=null", "run.epochs=1.1", "data.batch_size=1"]).config
+    assert [config.steps_of(rows) for rows in (10, 11, 20)] == [11, 13, 22]
+
+
 def test_the_loss_of_an_evaluation_is_the_plain_mean_over_tokens_whatever_the_parts(tmp_path, monkeypatch):
     """A mean of the means of parts would weigh the tokens of a small part more."""
     course, policy, _ = _course(given_run(tmp_path, "x", "sft"))

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from quatrain.config.fields import Mesh, MustAgreeOnResume, Section, value_at
 from quatrain.config.rules import broken_rule
 from quatrain.config.sections.data import DataConfig
-from quatrain.config.sections.given import DPOConfig, GivenConfig, RMConfig, SFTConfig
+from quatrain.config.sections.given import DPOConfig, GivenConfig, RMConfig, SFTConfig, passes
 from quatrain.config.sections.model_on_devices import LoraConfig, ModelConfig, OffloadConfig, PlacementConfig
 from quatrain.config.sections.reward import AdvantageConfig, DistillConfig, RewardConfig
 from quatrain.config.sections.rollout import RolloutConfig
@@ -122,8 +122,8 @@ class Config(Section):
             value_at(self, self.key_of(k)) for k in ("steps", "epochs", "batch_size")
         )
         if self.run.on_given_data:  # the last batch has the rest, so that every row is seen as often
-            return steps or max(1, math.ceil(math.ceil(epochs * num_rows) / batch_size))
-        return steps or max(1, math.ceil(epochs * math.ceil(num_rows / batch_size)))
+            return steps or max(1, math.ceil(passes(epochs, num_rows) / batch_size))
+        return steps or max(1, passes(epochs, math.ceil(num_rows / batch_size)))
 
     @property
     def keeps_supervised_steps(self) -> bool:

@@ -52,7 +52,9 @@ async def _played(client: Any, row: Mapping[str, Any], url: str, reset: Sequence
         tools = await _tools_of(environment, action, is_mcp)
         messages = [dict(message) for message in row["prompt"]]
         if (seen := _text(first.observation)) and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n\n{seen}"
+            content, more = messages[-1]["content"], f"\n\n{seen}"
+            has_parts = isinstance(content, list)  # as with pictures
+            messages[-1]["content"] = content + ([{"type": "text", "text": more}] if has_parts else more)
         elif seen:
             messages.append({"role": "user", "content": seen})
         reward, steps, result = 0.0, 0, first

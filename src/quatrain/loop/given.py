@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +24,7 @@ from quatrain.config.data_sets import data_set_list, shown_data_sets
 from quatrain.config.derive import longest_of_run
 from quatrain.config.errors import listed
 from quatrain.config.schema import Config, OptimizerConfig
-from quatrain.config.sections.given import BY_LENGTH
+from quatrain.config.sections.given import BY_LENGTH, passes
 from quatrain.data.examples import ExampleSource, check_example_columns, load_examples
 from quatrain.data.preferences import (
     JudgedSource,
@@ -239,7 +238,7 @@ class Course:
         size = self.section.batch_size
         rows = self.train.batch(step, size)
         if not self.section.steps:
-            rows = rows[: max(1, math.ceil(self.section.epochs * len(self.train)) - step * size)]
+            rows = rows[: max(1, passes(self.section.epochs, len(self.train)) - step * size)]
         return GivenBatch(rows, self._table(rows, "train"))
 
     def epoch(self, step: int) -> dict[str, Metric]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -28,6 +30,11 @@ BY_LENGTH = ("ipo", *WITHOUT_REFERENCE)
 """Those that divide log-probabilities by the lengths of answers."""
 SCORE_LOSSES = ("bradley_terry",)
 _OWN = "or a coupled loss of your own as `path/file.py:function` or `package.module:function`"
+
+
+def passes(epochs: float, count: int) -> int:
+    """`epochs` times `count`, rounded up; of the decimal as it is written, as 1.1 times 10 are 11."""
+    return math.ceil(Fraction(str(epochs)) * count)
 
 
 class GivenConfig(Section):
