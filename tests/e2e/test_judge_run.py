@@ -1,8 +1,10 @@
 """Whole runs whose reward is a judge: the policy, another model, or a server; also killed and resumed."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from judge_server import JudgeServer, said
@@ -112,6 +114,25 @@ def test_another_model_has_a_slot_on_each_replica(monkeypatch):
         with pytest.raises(InterruptedError):
             judge._other_model(small_run(".", "run").config, loaded, Judge(config), "builtin:tiny")
         assert made.pop().max_concurrency == slots
+
+
+def test_other_weights_at_the_same_path_are_another_judge(monkeypatch):
+    """Would fail if a judge were known by its path alone: what old weights said would be the reward."""
+    for name in ("RolloutEngine", "EngineService", "_sampling_of"):
+        monkeypatch.setattr(judge, name, lambda *_, **__: None)
+    loaded = SimpleNamespace(meshes=SimpleNamespace(reward=one_device()))
+    read, config = judge.load_model, small_run(".", "run").config
+
+    def identity(scale):
+        def scaled(*args, **given):
+            model = read(*args, **given)
+            return replace(model, params=jax.tree.map(lambda leaf: leaf * scale, model.params))
+
+        monkeypatch.setattr(judge, "load_model", scaled)
+        made = Judge(JudgeConfig(model="builtin:tiny"))
+        return judge._other_model(config, loaded, made, "builtin:tiny").identity()
+
+    assert identity(1) == identity(1) != identity(2)
 
 
 def test_a_resumed_run_asks_a_server_nothing_twice(tmp_path):

@@ -112,7 +112,9 @@ def _other_model(config: Config, loaded: LoadedPolicy, judge: Judge, path: str) 
         finally:
             own.release()
 
-    identity = ["model", path, config.seed, config.model.param_dtype, dtype]
+    # Other weights may be saved at the same path: what they say is not what is kept.
+    weights = tree_fingerprint(model.params)
+    identity = ["model", path, weights, config.seed, config.model.param_dtype, dtype]
     return EngineJudge(
         judge.config, judge.spending, generate, tokenizer, arch.longest, lambda: identity, decided_by_main
     )
