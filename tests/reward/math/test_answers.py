@@ -4,7 +4,7 @@ from fractions import Fraction
 import pytest
 from effort import within
 
-from quatrain.reward.math.answers import Number, is_correct, whole_number
+from quatrain.reward.math.answers import Number, _verdict, is_correct, whole_number
 
 
 def tagged(answer):
@@ -300,6 +300,11 @@ HOSTILE = [
     "__import__('os').getcwd()",
     "x" * 100 + "1",
     "\x00\ud800 7 \u202f",
+    # Patterns that read a text in 2^40 ways:
+    "答案是 5 " + "是" * 40 + "+",
+    "5 " + "\t" * 40 + "+",
+    "été  " * 40 + "@ 5",
+    r"\boxed{\text{" + "word " * 10 + "is 5}}",
 ]
 
 
@@ -307,9 +312,12 @@ HOSTILE = [
 @pytest.mark.parametrize("gold", ["7", r"\sqrt{2}+x"])
 def test_hostile_text_costs_little(text, gold):
     is_correct(tagged(r"\sqrt{4}"), gold)  # so that the clock leaves the import out
-    forms = (text, tagged(text), tagged(f"${text}$"))
-    verdicts = within(2, lambda: [is_correct(form, gold) for form in forms])
-    assert verdicts == ["7" in text and gold == "7"] * 3
+
+    def verdicts():
+        _verdict.cache_clear()
+        return [is_correct(form, gold) for form in (text, tagged(text), tagged(f"${text}$"))]
+
+    assert within(2, verdicts) == ["7" in text and gold == "7"] * 3
 
 
 def test_verdicts_hold_in_other_threads():

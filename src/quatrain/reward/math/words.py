@@ -17,7 +17,8 @@ _GROUP = re.compile(
     r"\\(?P<command>text|textrm|textit|textbf|textnormal|mbox|mathrm|operatorname)\s*"
     rf"\{{(?P<content>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}\s*(?P<exponent>{_EXPONENT}?)"
 )
-_WORDS_IN_GROUP = re.compile(rf"(?:[A-Za-z]+{_EXPONENT}?|\\cdot(?![A-Za-z])|[\s~.,:;'/()*-])*")
+# `++`: a word is read in one way; of 2^30 otherwise, where a digit follows one of 31 letters.
+_WORDS_IN_GROUP = re.compile(rf"(?:[A-Za-z]++{_EXPONENT}?|\\cdot(?![A-Za-z])|[\s~.,:;'/()*-])*")
 # \text{kg}\cdot\text{m} is one group.
 _JOINED = re.compile(
     r"(\\(?:text|mathrm)\s?\{[A-Za-z ~]*)\}\s?(\\cdot(?![A-Za-z])|/)\s?"
