@@ -87,8 +87,8 @@ _LIST_AFTER = re.compile(r"[\s$)}]{0,3}(?:[,;]|\b(?:and|or)\b)[\s$(]{0,3}-?[b-zB
 _BREAK = re.compile(
     r"\n|=|\\(?:approx|to|(?:long)?[rR]ightarrow|implies|therefore)(?![A-Za-z])|[.:;!?](?=\s)|####|</?[a-z]{1,10}>"
 )
-# What one alternative has taken no other takes again (`*+`): a letter that is not ASCII, or white space, would
-# be read in two ways, and a text of 30 of them in 2^30.
+# What one alternative has taken no other takes again (`*+`): else a letter that is not ASCII, or white space,
+# is read in two ways, and a text of 30 of them in 2^30.
 _PLAIN_BEFORE = re.compile(
     r"(?:(?<![^\W\d_])(?:[aAI]|[^\W\d_]{2,})[,:.]?\s+|\([a-z]{1,3}\)\s"
     r"|[\s$£€#*_.,:;'\"({\[+-]|[^\x00-\x7f]|[\x00-\x1f]|\\[(\[{]|\\f?boxed\s?\{)*+"
