@@ -47,6 +47,11 @@ NEEDS = {
     "--serve": "a reader, until it is stopped; tests/report asks its server",
     "OWNER/NAME": "an account on the Hub; tests/loop pushes to one in its place",
     "--fit": "the Hub; tests/plan/test_fit.py searches, and tests/test_readme.py compares what is shown",
+    "gs://": "a bucket; tests/buckets keeps checkpoints in some",
+    "distill.teacher=": "another model, or a server; tests/e2e/test_distill_run.py learns from each kind",
+    "agent_python=hub/": "the packages of a hub; tests/hubs plays its environments",
+    "ep: 4": "a model with experts; tests/equivalence/test_routed_meshes.py trains some",
+    "tinker-state/": "the state of a training server; tests/loop/test_export.py exports from one",
     "people.yaml": "the files of the tutorial; tests/e2e/test_tutorial.py follows the page",
     **dict.fromkeys(
         ("chat.yaml", "pairs.yaml", "judge.yaml", "rl.yaml", "pairs.jsonl"),
@@ -150,7 +155,7 @@ def test_a_command_that_trains_or_reads_a_run(place_with_runs, tmp_path, command
         settings |= {f"{task.upper()}__STEPS": "2", f"{task.upper()}__BATCH_SIZE": "2"}
     else:
         settings["RUN__STEPS"] = "51" if "--resume" in command else "1"
-    devices = 8 if "placement.train" in command else 1
+    devices = 8 if "placement.train" in command or "mesh={" in command else 1
     done = quatrain(folder, arguments(command), devices, **settings)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (folder / "runs").iterdir()}
