@@ -8,6 +8,7 @@ losses, gradients (their running mean, which the optimizer keeps) and what each 
 COORDINATOR, NUM_PROCESSES and PROCESS_ID in the environment, the devices are those of all processes.
 """
 
+import gc
 import os
 import sys
 from dataclasses import replace
@@ -259,6 +260,10 @@ def main() -> None:
     for layout in layouts:
         for mode in os.environ.get("MODES", " ".join(MODES)).split():
             results |= {f"{layout} {mode} {name}": value for name, value in train(layout, mode).items()}
+        # Programs take memory maps, of which a process has a limit that all layouts together exceed; XLA then
+        # ends the process by a signal.
+        jax.clear_caches()
+        gc.collect()
     if hosts.is_main_process():
         np.savez(target, **results)
     hosts.shutdown()
