@@ -10,7 +10,7 @@ ATTEMPTS = 3
 
 
 def within(
-    seconds: float, call: Callable[[], Result], clock: Callable[[], float] = time.thread_time
+    seconds: float, call: Callable[[], Result], clock: Callable[[], float] = time.process_time
 ) -> Result:
     """What ``call`` returns; one of three attempts must take less than ``seconds``.
 

@@ -48,7 +48,8 @@ NEEDS = {
     "OWNER/NAME": "an account on the Hub; tests/loop pushes to one in its place",
     "--fit": "the Hub; tests/plan/test_fit.py searches, and tests/test_readme.py compares what is shown",
     "gs://": "a bucket; tests/buckets keeps checkpoints in some",
-    "distill.teacher=": "another model, or a server; tests/e2e/test_distill_run.py learns from each kind",
+    "teacher=models/": "another model; tests/e2e/test_distill_run.py learns from one",
+    "teacher=http": "a server; tests/serve/test_server_teacher.py learns from one",
     "agent_python=hub/": "the packages of a hub; tests/hubs plays its environments",
     "ep: 4": "a model with experts; tests/equivalence/test_routed_meshes.py trains some",
     "tinker-state/": "the state of a training server; tests/loop/test_export.py exports from one",
@@ -80,7 +81,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     for name in ("configs", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copy(ROOT / "src" / "quatrain" / "config" / "quickstart.yaml", folder / "CONFIG.yaml")
+    for name in ("CONFIG.yaml", "my.yaml"):
+        shutil.copy(ROOT / "src" / "quatrain" / "config" / "quickstart.yaml", folder / name)
     theirs = {name: text for name, _, text, _ in translations()}
     theirs["prefs.yaml"] = (ROOT / "tests" / "config" / "theirs" / "trl_dpo.yaml").read_text("utf-8")
     for name, text in (task() | theirs).items():

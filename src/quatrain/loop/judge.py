@@ -113,7 +113,7 @@ def _other_model(config: Config, loaded: LoadedPolicy, judge: Judge, path: str) 
             own.release()
 
     # Other weights may be saved at the same path: what they say is not what is kept.
-    weights = tree_fingerprint(model.params)
+    weights = tree_fingerprint(model.params) if judge.config.cache else None
     identity = ["model", path, weights, config.seed, config.model.param_dtype, dtype]
     return EngineJudge(
         judge.config, judge.spending, generate, tokenizer, arch.longest, lambda: identity, decided_by_main

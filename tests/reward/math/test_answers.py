@@ -1,4 +1,5 @@
 import threading
+import time
 from fractions import Fraction
 
 import pytest
@@ -317,7 +318,7 @@ def test_hostile_text_costs_little(text, gold):
         _verdict.cache_clear()
         return [is_correct(form, gold) for form in (text, tagged(text), tagged(f"${text}$"))]
 
-    assert within(2, verdicts) == ["7" in text and gold == "7"] * 3
+    assert within(2, verdicts, time.thread_time) == ["7" in text and gold == "7"] * 3
 
 
 def test_verdicts_hold_in_other_threads():
