@@ -184,7 +184,7 @@ def run(name: str, seed: int, settings: Settings) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         every = {**settings, "run.dir": folder, "run.name": "run"}
         overrides = [part for key, value in every.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-        command = [sys.executable, "-m", "quatrain.cli", "train", *overrides]
+        command = [sys.executable, "-m", "quatrain", "train", *overrides]
         began = time.perf_counter()
         done = subprocess.run(command, env=environ, capture_output=True, text=True)
         row["wall_s"] = round(time.perf_counter() - began, 1)

@@ -133,7 +133,7 @@ def main() -> None:
 @contextmanager
 def serving(model: str) -> Iterator[str]:
     """The address of `quatrain serve` with a model, in a process of its own."""
-    words = [sys.executable, "-m", "quatrain.cli", "serve", "--set", f"model.path={model}", "--port", "0"]
+    words = [sys.executable, "-m", "quatrain", "serve", "--set", f"model.path={model}", "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -152,7 +152,7 @@ def train_teacher(folder: Path) -> None:
     where = {"run.dir": str(folder.parent), "run.name": folder.name, **COMMON}
     overrides = [part for key, value in where.items() for part in ("--set", f"{key}={json.dumps(value)}")]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
-    done = subprocess.run([sys.executable, "-m", "quatrain.cli", "train", *overrides], env=environ)
+    done = subprocess.run([sys.executable, "-m", "quatrain", "train", *overrides], env=environ)
     if done.returncode:
         raise SystemExit("the teacher could not be trained")
 

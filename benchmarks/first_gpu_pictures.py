@@ -227,7 +227,7 @@ def _trained(run: Run, name: str, arguments: list[str], options: dict[str, Any])
     """Figures of a run of `quatrain train`: medians after its first two steps, which compile."""
     run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     options = {**options, "run.name": run_name, "run.dir": str(run.out / "runs")}
-    command = [sys.executable, "-m", "quatrain.cli", "train", *arguments]
+    command = [sys.executable, "-m", "quatrain", "train", *arguments]
     for key, value in options.items():
         command += ["--set", f"{key}={value}"]
     subprocess.run(command, check=True, cwd=ROOT)

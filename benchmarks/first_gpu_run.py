@@ -346,7 +346,7 @@ def train(run: Run, figures: Figures) -> None:
         options |= {"data.batch_size": 2, "rollout.n": 2, "rollout.max_new_tokens": 16}
     if run.data is not None:
         options |= {"data.question_column": "question"}
-    command = [sys.executable, "-m", "quatrain.cli", "train"]
+    command = [sys.executable, "-m", "quatrain", "train"]
     for key, value in options.items():
         command += ["--set", f"{key}={value}"]
     subprocess.run(command, check=True, cwd=ROOT)

@@ -95,7 +95,7 @@ def ours(rows: Path, seed: int, steps: int, config: dict[str, Any]) -> dict[str,
             "run.compilation_cache": Path(folder) / "programs",
         }
         settings = [f"--set={key}={value}" for key, value in given.items()]
-        run([sys.executable, "-m", "quatrain.cli", "train", str(CONFIG), *settings])
+        run([sys.executable, "-m", "quatrain", "train", str(CONFIG), *settings])
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     logged = [row for row in map(json.loads, lines) if "reward/mean" in row]
     seconds, found = 0.0, []

@@ -217,7 +217,7 @@ def run(stage: str, folder: Path, seed: int) -> Row:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
     # The other commands take of the quickstart what they read only where it is not named.
     file = [str(QUICKSTART)] if command == "train" else []
-    words = [sys.executable, "-m", "quatrain.cli", command, *file, *overrides]
+    words = [sys.executable, "-m", "quatrain", command, *file, *overrides]
     done = subprocess.run(words, env=environ, capture_output=True, text=True)
     row["wall_s"] = round(time.perf_counter() - began, 1)
     if done.returncode:

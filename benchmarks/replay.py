@@ -46,7 +46,7 @@ def run(folder: Path, name: str, seed: int, steps: int, more: list[str]) -> Rows
     if not path.is_file() or read_metrics(path)[-1]["step"] < steps:
         settings = [*VARIANTS[name][1], f"seed={seed}", f"run.steps={steps}", "checkpoint.every_steps=0"]
         settings += [f"run.dir={folder}", f"run.name={name}_s{seed}", *more]
-        command = [sys.executable, "-m", "quatrain.cli", "train", str(QUICKSTART)]
+        command = [sys.executable, "-m", "quatrain", "train", str(QUICKSTART)]
         subprocess.run([*command, *(part for each in settings for part in ("--set", each))], check=True)
     return read_metrics(path)
 

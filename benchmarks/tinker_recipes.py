@@ -212,7 +212,7 @@ def quatrain(place: Path, command: str, settings: Sequence[str]) -> None:
     words = [word for setting in settings for word in ("--set", setting)]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
     done = subprocess.run(
-        [sys.executable, "-m", "quatrain.cli", command, *words],
+        [sys.executable, "-m", "quatrain", command, *words],
         env=environ,
         cwd=place,
         capture_output=True,

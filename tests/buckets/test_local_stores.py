@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.buckets
 MOTO = Path(__file__).parents[2] / ".buckets" / "bin" / "python"
-QUATRAIN = (sys.executable, "-m", "quatrain.cli")
+QUATRAIN = (sys.executable, "-m", "quatrain")
 TIMEOUT_S = 600
 CAPTURED = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
 TOGETHER = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -906,7 +906,7 @@ def _refused_eval(quatrain, run):
 @pytest.mark.parametrize("arguments", [("plan", "--json"), ("config",), ("--version",), ("--help",)])
 def test_a_result_that_cannot_be_written_is_an_error(arguments):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "quatrain.cli", *arguments]
+        command = [sys.executable, "-m", "quatrain", *arguments]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     message = "error: part of standard output is lost, because it could not be written: [Errno 28] "
@@ -915,13 +915,13 @@ def test_a_result_that_cannot_be_written_is_an_error(arguments):
 
 def test_the_error_of_a_result_that_cannot_be_written_needs_no_standard_error():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "quatrain.cli", "config"]
+        command = [sys.executable, "-m", "quatrain", "config"]
         assert subprocess.run(command, stdout=full, stderr=full).returncode == 2
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_command_without_standard_output_succeeds(closed):
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "quatrain.cli", "config"]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "quatrain", "config"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

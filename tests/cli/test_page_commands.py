@@ -115,7 +115,7 @@ def quatrain(folder, arguments, devices=1, **settings):
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
         "HOME": str(folder),
     }
-    command = [sys.executable, "-m", "quatrain.cli", *arguments]
+    command = [sys.executable, "-m", "quatrain", *arguments]
     return subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=300
     )

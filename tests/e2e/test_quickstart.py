@@ -32,7 +32,7 @@ def quickstart(tmp_path_factory):
         settings = (
             part for override in (*short, f"run.name={name}", *overrides) for part in ("--set", override)
         )
-        command = (sys.executable, "-m", "quatrain.cli", "train", *settings)
+        command = (sys.executable, "-m", "quatrain", "train", *settings)
         done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         rows = read_metrics(folder / name / "metrics.jsonl")

@@ -78,7 +78,7 @@ def test_the_recipe_learns_to_look(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     settings = ("run.steps=125", "eval.every_steps=0", f"run.dir={tmp_path}", "run.name=shapes")
     changed = [part for setting in settings for part in ("--set", setting)]
-    command = (sys.executable, "-m", "quatrain.cli", "train", str(RECIPE), *changed)
+    command = (sys.executable, "-m", "quatrain", "train", str(RECIPE), *changed)
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / "shapes" / "metrics.jsonl")

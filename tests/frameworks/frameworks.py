@@ -52,7 +52,7 @@ def free_port() -> int:
 @contextmanager
 def served(place: Path, model: Path, port: int):
     """The address of `quatrain serve` with `model`, in a process of its own."""
-    command = [sys.executable, "-m", "quatrain.cli", "serve", "--port", str(port), "--name", MODEL]
+    command = [sys.executable, "-m", "quatrain", "serve", "--port", str(port), "--name", MODEL]
     command += ["--set", f"model.path={model}", "--set", "rollout.max_concurrency=8"]
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + BEGIN_S
     with (

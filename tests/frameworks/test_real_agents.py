@@ -48,7 +48,7 @@ def trained(place, agent, calls, tools=()):
     (place / "rows.jsonl").write_text("\n".join(rows))
     python = f"rollout.agent_python={HUBS}/frameworks/bin/python"
     settings = (*SETTINGS, python, f"rollout.agent={json.dumps(agent)}")
-    command = [sys.executable, "-m", "quatrain.cli", "train", *(f"--set={s}" for s in settings)]
+    command = [sys.executable, "-m", "quatrain", "train", *(f"--set={s}" for s in settings)]
     own = environment(place) | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     done = subprocess.run(command, cwd=place, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

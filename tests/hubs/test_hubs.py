@@ -26,7 +26,7 @@ SETTINGS = (
 
 def trained(place, *settings):
     """A run of two steps with the quickstart's model: (metrics of the steps, samples of the first)."""
-    command = [sys.executable, "-m", "quatrain.cli", "train", *(f"--set={s}" for s in (*SETTINGS, *settings))]
+    command = [sys.executable, "-m", "quatrain", "train", *(f"--set={s}" for s in (*SETTINGS, *settings))]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     run = place / "runs" / "hub"

@@ -30,7 +30,7 @@ from quatrain.types.rollouts import Sampling
 from quatrain.types.sampler import Request
 from quatrain.weights.hf import save_hf
 
-QUATRAIN = (sys.executable, "-m", "quatrain.cli")
+QUATRAIN = (sys.executable, "-m", "quatrain")
 
 
 @pytest.fixture(scope="module")

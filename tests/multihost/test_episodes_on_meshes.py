@@ -120,10 +120,10 @@ def run_of(folder, settings, processes):
     env = {name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")}
     if processes == 1:
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-        command = [sys.executable, "-m", "quatrain.cli", *command]
+        command = [sys.executable, "-m", "quatrain", *command]
     else:
         launch = ("launch", "--processes", "2", "--devices-per-process", "4", "--")
-        command = [sys.executable, "-m", "quatrain.cli", *launch, *command]
+        command = [sys.executable, "-m", "quatrain", *launch, *command]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return folder / "run"

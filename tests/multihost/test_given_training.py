@@ -36,7 +36,7 @@ def test_two_processes_train_on_given_data_as_one_device_does(task, mesh, tmp_pa
     config.write_text(dump_yaml(given_run(tmp_path, "together", task, *settings)))
     launched = subprocess.run(
         [
-            *(sys.executable, "-m", "quatrain.cli", "launch", "--processes", "2"),
+            *(sys.executable, "-m", "quatrain", "launch", "--processes", "2"),
             *("--devices-per-process", "4", "--", task, str(config), "--set", f"mesh={mesh}"),
         ],
         env={name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")}

@@ -56,7 +56,7 @@ def in_two_processes(folder, settings):
     arguments = [part for each in (*settings, f"run.dir={folder}") for part in ("--set", each)]
     launch = ("launch", "--processes", "2", "--devices-per-process", "1", "--", "train")
     env = {name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")}
-    command = [sys.executable, "-m", "quatrain.cli", *launch, *arguments]
+    command = [sys.executable, "-m", "quatrain", *launch, *arguments]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return folder / "run"

@@ -156,7 +156,7 @@ def test_the_other_ends_when_one_no_longer_answers_and_names_it():
 
 
 def quatrain(tmp_path, *arguments):
-    return ("-m", "quatrain.cli", "train", "--set", f"run.dir={tmp_path}", *arguments)
+    return ("-m", "quatrain", "train", "--set", f"run.dir={tmp_path}", *arguments)
 
 
 def test_processes_with_different_configurations_end_before_anything_starts(tmp_path):

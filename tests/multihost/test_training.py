@@ -74,7 +74,7 @@ def _launch(folder, settings, *more, devices=4, resume=None):
     arguments = [part for override in overrides for part in ("--set", override)]
     return subprocess.run(
         [
-            *(sys.executable, "-m", "quatrain.cli", "launch", "--processes", "2"),
+            *(sys.executable, "-m", "quatrain", "launch", "--processes", "2"),
             *("--devices-per-process", str(devices), "--", "train", str(QUICKSTART), *arguments),
             *(("--resume", resume) if resume else ()),
         ],

@@ -18,7 +18,7 @@ from quatrain.loop.policy import load_policy
 from quatrain.run.metrics import read_metrics
 from quatrain.weights.hf import save_hf
 
-QUATRAIN = (sys.executable, "-m", "quatrain.cli")
+QUATRAIN = (sys.executable, "-m", "quatrain")
 SETTINGS = (
     "run.steps=3",
     "sft.steps=0",

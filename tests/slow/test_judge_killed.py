@@ -63,7 +63,7 @@ def start(folder: Path, address: str) -> subprocess.Popen[str]:
     keys = f"base_url: {address}, served_model: one, template: {folder / 'template'}, rubric: ok"
     judge = f"reward.judge={{{keys}, concurrency: {AT_ONCE}}}"
     options = [x for s in (*SETTINGS, judge, f"run.dir={folder}", "run.name=run") for x in ("--set", s)]
-    command = [sys.executable, "-m", "quatrain.cli", "train", *options, "--resume", "auto"]
+    command = [sys.executable, "-m", "quatrain", "train", *options, "--resume", "auto"]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
     with (folder / "output").open("a") as log:
         return subprocess.Popen(command, env=environ, stdout=log, stderr=log, text=True)

@@ -85,7 +85,7 @@ def folder(tmp_path):
 def served(folder):
     """The address of `quatrain serve`, and the name of the model."""
     model = str(folder / "model")
-    command = [sys.executable, "-m", "quatrain.cli", "serve", "--set", f"model.path={model}", "--port", "0"]
+    command = [sys.executable, "-m", "quatrain", "serve", "--set", f"model.path={model}", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -30,7 +30,7 @@ TIMEOUT_S = 600.0
 
 def start(folder: Path, *settings: str, resume: str | None = None) -> subprocess.Popen[str]:
     options = [x for s in (*SETTINGS, *settings, f"run.dir={folder}", "run.name=run") for x in ("--set", s)]
-    command = [sys.executable, "-m", "quatrain.cli", "train", *options]
+    command = [sys.executable, "-m", "quatrain", "train", *options]
     if resume:
         command += ["--resume", resume]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}

@@ -170,7 +170,7 @@ def test_a_signal_while_a_program_is_compiled_leaves_the_last_step(
 
 def test_a_run_whose_reader_leaves_finishes(tmp_path: Path) -> None:
     options = [x for s in (*SETTINGS, f"run.dir={tmp_path}", "run.name=run") for x in ("--set", s)]
-    quatrain = [sys.executable, "-m", "quatrain.cli", "train", *options]
+    quatrain = [sys.executable, "-m", "quatrain", "train", *options]
     training = subprocess.Popen(quatrain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert training.stdout is not None
     assert subprocess.run(["head", "-2"], stdin=training.stdout, capture_output=True).stdout.count(b"\n") == 2

@@ -38,7 +38,7 @@ class Server:
 
     def start(self):
         words = [word for setting in self.settings for word in ("--set", setting)]
-        command = [sys.executable, "-m", "quatrain.cli", "serve", "--train", "--port", str(self.port), *words]
+        command = [sys.executable, "-m", "quatrain", "serve", "--train", "--port", str(self.port), *words]
         self.log = (self.place / "server.log").open("ab")
         self.process = subprocess.Popen(
             command, cwd=self.place, stdout=subprocess.PIPE, stderr=self.log, text=True

@@ -29,7 +29,7 @@ from quatrain.cluster.stop import Signals
 COMMANDS = ("train", "eval", "sft", "dpo", "rm")
 # Options that `launch` adds to the command of each process.
 OWN_OPTIONS = ("--coordinator", "--num-processes", "--process-id")
-QUATRAIN = (sys.executable, "-m", "quatrain.cli")
+QUATRAIN = (sys.executable, "-m", "quatrain")
 # Connected processes end by themselves, with an error message, when another one fails: the time they get.
 FAILURE_MESSAGE_S = 3.0
 # Exit statuses of such processes, which were ended by `processes.py` or by JAX's runtime (SIGABRT).

@@ -1,4 +1,4 @@
-"""`python -m quatrain.cli` is the command `quatrain`."""
+"""`python -m quatrain` is the command `quatrain`."""
 
 from quatrain.cli.main import main
 
