@@ -41,7 +41,8 @@ durations: $(STAMP) ## the test suite, and what each of its files takes into tes
 
 test-slow: $(STAMP) ## the long proofs
 	$(INSTALL) -e '.[ray,reasoning-gym]' nbclient ipykernel
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=15
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=15 \
+		-o faulthandler_timeout=3600 # a fixture of tests/equivalence takes 20 minutes on two cores
 
 test-browser: $(STAMP) ## the run page in Chromium (in Debian: apt install chromium chromium-driver)
 	$(INSTALL) 'selenium>=4.30'
