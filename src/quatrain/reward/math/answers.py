@@ -201,7 +201,7 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     if _DECIMAL_COMMA.fullmatch(gold) and whole_number(said) == whole_number(gold.replace(",", ".")):
         return True
     if not is_judgeable(gold):
-        return None
+        return False if choices else None
     return _as_text(said) == _as_text(gold) or same_expression(line, gold)
 
 
