@@ -657,6 +657,18 @@ def test_tokens_are_named_by_their_ids():
 GENERATE = {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 30, "logprobs": 1}}
 
 
+def test_tokens_of_a_stop_string_are_not_listed_before_it_is_whole():
+    """A stop string that is one character of several tokens: a stream listed all of them but the last."""
+    asked = {"messages": ASK, "model": MODEL, "logprobs": True, "stop": "🙂"}
+    with answering("aü🙂b", size=1) as (client, _, _):
+        events = [*client.chat.completions.create(**asked, stream=True)]
+        [whole] = client.chat.completions.create(**asked).choices
+    listed = [e.choices[0].logprobs.content for e in events if e.choices[0].logprobs]
+    tokens = [token for part in listed for token in part]
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == whole.message.content == "aü"
+    assert [token.token for token in tokens] == [token.token for token in whole.logprobs.content]
+
+
 def test_generate_takes_ids_and_answers_ids():
     tokenizer = TOKENIZERS["qwen2.5"]
     ids = [*tokenizer.encode("four", add_special_tokens=False), tokenizer.eos_token_id]
