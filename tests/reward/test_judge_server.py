@@ -101,6 +101,31 @@ def test_retry_after_is_waited_for():
     assert 4 * 0.75 <= waited[2] <= 4 * 1.25
 
 
+def test_a_long_pause_is_warned_of_once(caplog):
+    """Catches a run that waits for hours, because its server wants that, without a word."""
+    slow_down = (429, {"Retry-After": "7200"}, "come back later")
+    server = JudgeServer(lambda number, _: slow_down if number < 2 else said(GOOD))
+    with judging(server) as judge:
+        judge._asked._limits.pause = lambda seconds: None
+        assert score(judge, "a").values == [0.75]
+    [warning] = [record.getMessage() for record in caplog.records if "Retry-After" in record.getMessage()]
+    assert "is not asked for 7200 s" in warning
+    assert "come back later" in warning
+
+
+def test_the_tokens_that_the_body_asks_for_are_those_that_the_budget_reserves():
+    """Catches a budget and a message that count `max_tokens` where `body` has another number in its place."""
+    server = JudgeServer(lambda *_: said("{", finish_reason="length"))
+    body = {"max_tokens": None, "max_completion_tokens": 4000}
+    with judging(server, body=body, budget={"tokens": 3000}, on_budget="abstain") as judge:
+        assert score(judge, "a").counts["failed/budget"] == 1
+    assert server.requests == []
+    with judging(server, body=body) as judge:
+        [outcome], _ = judge._outcomes(["a"], 1)
+    assert "it was cut at 4000 tokens" in outcome.detail
+    assert "max_tokens" not in server.requests[0]
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [

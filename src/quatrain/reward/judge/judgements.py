@@ -89,7 +89,7 @@ def judgement_in(text: str, scale: tuple[float, float], *, cut_at: int | None = 
 
 
 def _unreadable(detail: str, cut_at: int | None) -> NoJudgement:
-    cut = "" if cut_at is None else f"it was cut at {cut_at} tokens (reward.judge.max_tokens); "
+    cut = "" if cut_at is None else f"it was cut at {cut_at} tokens (reward.judge.max_tokens, or its body); "
     return NoJudgement("unreadable", cut + detail)
 
 

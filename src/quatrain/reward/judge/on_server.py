@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -75,10 +76,13 @@ class ServerJudge:
         except Unfit as error:
             raise ValueError(f"reward.judge.base_url: {error}") from error
         self._model = config.served_model
+        self._most_tokens = most_tokens(config)
         self._takes_schema: bool | None = None
         """Whether the server takes `response_format`; None: it was not asked yet."""
         self._probe = asyncio.Lock()
         self._lost_in_a_row = 0
+        self._told_until = 0.0
+        """By `time.monotonic`, when a long pause ends that was warned of."""
 
     def identity(self) -> list[Any]:
         """What the judge is, for the cache; asks the server for its model's name unless that is known.
@@ -137,6 +141,7 @@ class ServerJudge:
                 if error.retry_after_s is not None:
                     wait_s = error.retry_after_s
                     self._limits.pause(wait_s)
+                    self._warn_of_pause(wait_s, error)
             except Refusal as error:
                 if error.status in NO_USE:
                     raise
@@ -144,6 +149,17 @@ class ServerJudge:
             attempt += 1
             counts["retries"] += 1
             await self._pause(wait_s)
+
+    def _warn_of_pause(self, wait_s: float, error: ServerLost) -> None:
+        """Says once of a long pause that the run waits, as nothing else does."""
+        if wait_s > LONGEST_PAUSE_S and time.monotonic() >= self._told_until:
+            self._told_until = time.monotonic() + wait_s
+            logger.warning(
+                "the judge at %s is not asked for %.0f s, because it wants that (Retry-After): %s; if its "
+                "limits are known, set reward.judge.rpm and tpm; a run that is interrupted and resumed asks "
+                "nothing again that was answered",
+                *(self._config.base_url, wait_s, error),
+            )
 
     async def _attempt(self, question: Question, counts: Counter[str]) -> Outcome:
         try:
@@ -179,7 +195,7 @@ class ServerJudge:
     async def _post(self, text: str, counts: Counter[str], *, with_schema: bool) -> Any:
         """The answer to one request, which the limits let through; raises _UsedUp without a budget for it."""
         config = self._config
-        estimate = len(text) // LETTERS_PER_TOKEN + config.max_tokens
+        estimate = len(text) // LETTERS_PER_TOKEN + self._most_tokens
         if not self._spending.reserve(estimate):
             raise _UsedUp
         answer: Any = None
@@ -247,8 +263,14 @@ class ServerJudge:
             return NoJudgement("unreadable", f"no chat completion ({type(error).__name__}): {short}")
         if refusal or reason == "content_filter":
             return NoJudgement("refused", shortened(refusal or "the answer was filtered (content_filter)"))
-        cut_at = self._config.max_tokens if reason == "length" else None
+        cut_at = self._most_tokens if reason == "length" else None
         return judgement_in(said if isinstance(said, str) else "", self._config.scale, cut_at=cut_at)
+
+
+def most_tokens(config: JudgeConfig) -> int:
+    """The most tokens of an answer that a request asks for, also by its further entries."""
+    given = (config.body.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    return next((count for count in given if type(count) is int), config.max_tokens)
 
 
 def _usage(answer: Any, text: str) -> list[int]:
