@@ -34,7 +34,8 @@ def checked_messages(prompt: Any) -> list[dict[str, Any]]:
     Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
     calls an empty one. With pictures, `{"type": "image", "image": Picture}`, it stays a list, in which texts
     that follow one another are joined. The arguments of past tool calls become objects; they may come as JSON
-    text. An empty or null list of calls is left out, because some templates ask only whether there is one.
+    text. An empty list of calls, null or false is left out, because some templates ask only whether there is
+    a list.
     The result of a tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template
     asks for it.
     """
@@ -64,7 +65,7 @@ def _checked_message(message: Any) -> dict[str, Any]:
         )
     if calls:
         fields["tool_calls"] = _checked_calls(calls)
-    elif calls is None or calls == []:
+    else:
         fields.pop("tool_calls", None)
     reason = unfit(fields)
     if reason:
