@@ -188,6 +188,13 @@ def test_what_the_fields_become():
     assert (named.must_call, named.called) == (True, "add")
 
 
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+def test_empty_instructions_are_none(system):
+    """They were an empty system message, in place of the template's own, and refused by some templates."""
+    with_them, without = ({**GOOD, "system": value} for value in (system, None))
+    assert asked(with_them).messages == asked(without).messages
+
+
 @pytest.mark.parametrize(
     ("body", "path", "message"),
     [
