@@ -146,6 +146,8 @@ CHOICES = [
     ("I and II", "II", False),
     ("I and II", "I and II", True),
     ("II", "III", False),
+    ("I and II only", r"\boxed{\text{I and II only}}", True),
+    ("I and II only", r"\boxed{\text{I and III only}}", False),
     ("(A, B)", "(B, A)", False),
     ("C", "The answer can't be (C)", False),
     ("C", "Rule out option C", False),

@@ -202,7 +202,8 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
         return True
     if not is_judgeable(gold):
         return False if choices else None
-    return _as_text(said) == _as_text(gold) or same_expression(line, gold)
+    same = _as_text(texts.ungrouped(said)) == _as_text(texts.ungrouped(gold))
+    return same or same_expression(line, gold)
 
 
 def _same_number(said: str, gold: Number) -> bool:

@@ -88,7 +88,12 @@ class Moment(NamedTuple):
 
 def without_text(text: str) -> str:
     r"""`text` with the content of each `\text{…}` in its place, without $ and emphasis, one space at most."""
-    return " ".join(_IN_BRACKETS.sub(r"(\1)", _EMPHASIS.sub("", _GROUP.sub(r" \1 ", text))).split())
+    return " ".join(_IN_BRACKETS.sub(r"(\1)", _EMPHASIS.sub("", ungrouped(text))).split())
+
+
+def ungrouped(text: str) -> str:
+    r"""`text` with the content of each `\text{…}` in its place."""
+    return _GROUP.sub(r" \1 ", text)
 
 
 def split_label(text: str) -> tuple[str, str]:
