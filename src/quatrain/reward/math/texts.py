@@ -42,8 +42,9 @@ _SMALL = re.compile(
     rf"(?:\((?P<a>[a-j])\)|(?<=[:\s])(?<!\bis )(?P<b>[b-hj]))[.!]?"
 )
 _SEVERAL = re.compile(
-    rf"(?:(?i:the\s)?(?i:correct\s)?(?:(?i:answers?)|{_CHOICE})\s?(?:{_IS})?[\s:]{{0,3}})?"
-    r"(?P<letters>(?:\([A-J]\)|[A-J])(?:\s?(?:[,;&]|,?\s?and\b)?\s?(?:\([A-J]\)|[A-J])){1,9})[.!]?"
+    r"(?:(?:(?i:so|thus|hence|therefore|the|my|final|correct|right|best)\b,?\s){0,4}"
+    rf"(?:(?i:answers?)|{_CHOICE})\s?(?:{_IS})?[\s:]{{0,3}})?"
+    r"(?P<letters>(?:\([A-J]\)|[A-J])(?:\s?(?:[,;&]|,?\s?and\b)?\s?(?:\([A-J]\)|[A-J])){1,9})\s?[.!]?"
 )
 _LIST_GOES_ON = re.compile(r"[,;&(]|and\b")
 _CALLED_RIGHT = re.compile(rf"(?<![A-Za-z]){_LETTER}(?={_RIGHT})")
