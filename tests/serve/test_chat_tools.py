@@ -611,6 +611,19 @@ def test_bad_requests_get_one_error_that_names_the_field():
         assert service.prompts == []
 
 
+def test_null_fields_of_a_tool_are_left_out_of_the_prompt():
+    """Templates write descriptions as JSON: `"strict": null` was a part of the prompt."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
+    plain = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    nulls = {**plain, "id": None, "function": {**plain["function"], "description": None, "strict": None}}
+    with answering("5") as (client, _, service):
+        for tool in (plain, nulls):
+            ask(client, tools=[tool])
+    without, with_nulls = service.prompts
+    assert without == with_nulls
+    assert '"default": null' in TOKENIZERS["qwen2.5"].decode(without)
+
+
 def test_fields_that_clients_send_are_taken():
     with answering("4", "qwen3") as (client, _, service):
         answer = ask(

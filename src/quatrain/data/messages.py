@@ -128,7 +128,10 @@ def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The descriptions of functions that a model may call, in OpenAI's form; ValueError for others."""
+    """The descriptions of functions that a model may call, in OpenAI's form; ValueError for others.
+
+    Fields that are null are left out, as templates write descriptions whole; those of schemas stay.
+    """
     names = []
     for tool in tools:
         described = isinstance(tool, Mapping) and tool.get("type") == "function"
@@ -146,7 +149,11 @@ def checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
         names.append(name)
     if len(set(names)) < len(names):
         raise ValueError(f"tools must each have a name of their own; got {listed(names)}; rename one")
-    return [dict(tool) for tool in tools]
+    return [{**_given(tool), "function": _given(tool["function"])} for tool in tools]
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
