@@ -173,13 +173,15 @@ def test_a_server_that_is_down_does_not_hold_a_step():
         assert score(judge, "later").values == [0.75]
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_wrong_key_or_model_ends_the_run(status):
-    """Catches a run that goes on without any reward."""
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "key_variable"), (403, "key_variable"), (404, "mostly ends in /v1")]
+)
+def test_a_wrong_key_or_model_ends_the_run(status, remedy):
+    """Catches a run that goes on without any reward, and an error that does not say what to set."""
     server = JudgeServer(lambda *_: (status, {}, {"error": {"message": "wrong"}}))
     with (
         judging(server) as judge,
-        pytest.raises(ValueError, match=rf"the judge at .*: status {status}, wrong"),
+        pytest.raises(ValueError, match=rf"the judge at .*: status {status}, wrong; .*{remedy}"),
     ):
         score(judge, "a", "b")
 

@@ -29,8 +29,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the second attempt, which double with each further one up to the longest."""
 LETTERS_PER_TOKEN = 3
 """Of a text whose tokens only the server can count: fewer than usual, so that a limit holds."""
-NO_USE = (401, 403, 404)
-"""Statuses of a wrong key, address or name of a model, with which no question will be answered."""
+_KEY = "name the variable that has its key in reward.judge.key_variable"
+NO_USE = {
+    401: _KEY,
+    403: _KEY,
+    404: "reward.judge.base_url mostly ends in /v1, and reward.judge.served_model must be one of its models",
+}
+"""Statuses of a wrong key, address or name of a model, with which no question will be answered; remedies."""
 Pause = Callable[[float], Any]
 Found = TypeVar("Found")
 
@@ -111,7 +116,9 @@ class ServerJudge:
         try:
             return self._client.run(work)
         except (Unfit, Refusal, ServerLost) as error:
-            raise ValueError(f"the judge at {self._config.base_url}: {error}") from error
+            remedy = NO_USE.get(error.status) if isinstance(error, Refusal) else None
+            text = f"the judge at {self._config.base_url}: {error}"
+            raise ValueError(f"{text}; {remedy}" if remedy else text) from error
 
     async def _asked(self, question: Question, keep: Keep, counts: Counter[str]) -> Outcome:
         async with self._client.room:
