@@ -117,7 +117,7 @@ def test_the_tokens_that_the_body_asks_for_are_those_that_the_budget_reserves():
     """Catches a budget and a message that count `max_tokens` where `body` has another number in its place."""
     server = JudgeServer(lambda *_: said("{", finish_reason="length"))
     body = {"max_tokens": None, "max_completion_tokens": 4000}
-    with judging(server, body=body, budget={"tokens": 3000}, on_budget="abstain") as judge:
+    with judging(server, body=body, budget={"tokens": 4050}, on_budget="abstain") as judge:
         assert score(judge, "a").counts["failed/budget"] == 1
     assert server.requests == []
     with judging(server, body=body) as judge:

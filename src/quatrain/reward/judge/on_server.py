@@ -81,7 +81,6 @@ class ServerJudge:
         except Unfit as error:
             raise ValueError(f"reward.judge.base_url: {error}") from error
         self._model = config.served_model
-        self._most_tokens = most_tokens(config)
         self._takes_schema: bool | None = None
         """Whether the server takes `response_format`; None: it was not asked yet."""
         self._probe = asyncio.Lock()
@@ -202,7 +201,7 @@ class ServerJudge:
     async def _post(self, text: str, counts: Counter[str], *, with_schema: bool) -> Any:
         """The answer to one request, which the limits let through; raises _UsedUp without a budget for it."""
         config = self._config
-        estimate = len(text) // LETTERS_PER_TOKEN + self._most_tokens
+        estimate = len(text) // LETTERS_PER_TOKEN + config.most_tokens
         if not self._spending.reserve(estimate):
             raise _UsedUp
         answer: Any = None
@@ -270,14 +269,8 @@ class ServerJudge:
             return NoJudgement("unreadable", f"no chat completion ({type(error).__name__}): {short}")
         if refusal or reason == "content_filter":
             return NoJudgement("refused", shortened(refusal or "the answer was filtered (content_filter)"))
-        cut_at = self._most_tokens if reason == "length" else None
+        cut_at = self._config.most_tokens if reason == "length" else None
         return judgement_in(said if isinstance(said, str) else "", self._config.scale, cut_at=cut_at)
-
-
-def most_tokens(config: JudgeConfig) -> int:
-    """The most tokens of an answer that a request asks for, also by its further entries."""
-    given = (config.body.get(name) for name in ("max_completion_tokens", "max_tokens"))
-    return next((count for count in given if type(count) is int), config.max_tokens)
 
 
 def _usage(answer: Any, text: str) -> list[int]:
