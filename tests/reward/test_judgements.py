@@ -64,7 +64,8 @@ def test_a_score_in_an_unfinished_answer_is_none(text, cut_at):
     found = judgement_in(text, SCALE, cut_at=cut_at)
     assert isinstance(found, NoJudgement)
     assert found.kind == "unreadable"
-    assert ("it was cut at 9 tokens (reward.judge.max_tokens, or its body); " in found.detail) == (cut_at is not None)
+    cut = "it was cut at 9 tokens (reward.judge.max_tokens, or its body); "
+    assert (cut in found.detail) == (cut_at is not None)
 
 
 @pytest.mark.parametrize(
