@@ -109,6 +109,13 @@ def test_rows_may_have_a_rubric_of_their_own():
     assert "Usual." in questions.text({"criteria": None}, "q", "c")
 
 
+@pytest.mark.parametrize("empty", [None, "", " \n", [], {}])
+def test_an_empty_rubric_of_a_row_is_none(empty):
+    """The rubric of a row with an empty list was `[]`, by which a judge scored."""
+    questions = Questions(JudgeConfig(self=True, rubric="Usual.", rubric_column="criteria"))
+    assert "<rubric>\nUsual.\n</rubric>" in questions.text({"criteria": empty}, "p", "c")
+
+
 def test_a_template_is_the_whole_question(tmp_path):
     """Catches a template whose names are not filled, or beside which the built-in question stays."""
     path = tmp_path / "judge.txt"

@@ -84,7 +84,8 @@ class Questions:
         """
         values = {**columns, PROMPT: prompt_text(prompt), COMPLETION: completion}
         rubric = None if self._column is None else columns[self._column]
-        filled = self._rubric.filled(values, _written) if rubric in (None, "") else _written(rubric)
+        own = "" if not rubric else _written(rubric)  # an empty list is no rubric either
+        filled = own if own.strip() else self._rubric.filled(values, _written)
         values |= {RUBRIC: filled, LOW: self._low, HIGH: self._high}
         if self._template is not None:
             return self._template.filled(values, _written)
