@@ -110,10 +110,13 @@ def test_rows_may_have_a_rubric_of_their_own():
 
 
 @pytest.mark.parametrize("empty", [None, "", " \n", [], {}])
-def test_an_empty_rubric_of_a_row_is_none(empty):
-    """The rubric of a row with an empty list was `[]`, by which a judge scored."""
+def test_an_empty_rubric_or_answer_of_a_row_is_none(empty):
+    """The rubric of a row with an empty list was `[]`, and its reference an empty text, by which to score."""
     questions = Questions(JudgeConfig(self=True, rubric="Usual.", rubric_column="criteria"))
-    assert "<rubric>\nUsual.\n</rubric>" in questions.text({"criteria": empty}, "p", "c")
+    asked = questions.text({"criteria": empty, "answer": empty}, "p", "c")
+    assert "<rubric>\nUsual.\n</rubric>" in asked
+    assert "<reference_answer>" not in asked
+    assert "<reference_answer>\n0\n" in questions.text({"criteria": empty, "answer": 0}, "p", "c")
 
 
 def test_a_template_is_the_whole_question(tmp_path):
