@@ -151,6 +151,14 @@ def test_a_judge_that_fails_abstains(answer, kind, caplog):
     assert f"1 of 2 judgements failed ({kind}: 1)" in caplog.text
 
 
+def test_an_answer_in_parts_is_read_without_its_thoughts():
+    """Servers of thinking models send a list of parts, which was an answer without any text."""
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": '{"score": 0.1}'}]}
+    message = {"role": "assistant", "content": [thought, {"type": "text", "text": GOOD}]}
+    with judging(JudgeServer(lambda *_: said("", message=message))) as judge:
+        assert score(judge, "a").values == [0.75]
+
+
 def test_a_slow_answer_is_given_up():
     """Catches an answer that is waited for longer than timeout_s, and a try that is not made."""
     server = JudgeServer(lambda number, _: said(GOOD) if number else slowly(1.0, said(GOOD)))

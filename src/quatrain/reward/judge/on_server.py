@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from quatrain.cluster.rendezvous import is_loopback
 from quatrain.config.sections.judge import JudgeConfig
+from quatrain.data.messages import text_of
 from quatrain.reward.judge.judgements import Failed, NoJudgement, Outcome, judgement_in, schema
 from quatrain.reward.judge.limits import Limits, Spending
 from quatrain.reward.judge.questions import Keep, Question
@@ -263,14 +264,14 @@ class ServerJudge:
         try:
             choice = answer["choices"][0]
             message, reason = choice["message"], choice.get("finish_reason")
-            said, refusal = message.get("content"), message.get("refusal")
+            said, refusal = text_of(message), message.get("refusal")
         except (TypeError, KeyError, IndexError, AttributeError) as error:
             short = shortened(answer)
             return NoJudgement("unreadable", f"no chat completion ({type(error).__name__}): {short}")
         if refusal or reason == "content_filter":
             return NoJudgement("refused", shortened(refusal or "the answer was filtered (content_filter)"))
         cut_at = self._config.most_tokens if reason == "length" else None
-        return judgement_in(said if isinstance(said, str) else "", self._config.scale, cut_at=cut_at)
+        return judgement_in(said, self._config.scale, cut_at=cut_at)
 
 
 def _usage(answer: Any, text: str) -> list[int]:
