@@ -27,6 +27,8 @@ SCALE = (0.0, 10.0)
         ("{{{ no {json\nScore: 4", 4.0),
         ("**Score:** 6.5 of 10", 6.5),
         ('{"score": "7"}', 7.0),
+        ("Score: **7** / 10", 7.0),
+        ("Score: 7\nMaximum score: 10", 7.0),
     ],
 )
 def test_a_score_is_found(text, score):
@@ -39,10 +41,10 @@ def test_a_score_is_found(text, score):
 @pytest.mark.parametrize(
     "text",
     ["", "good", '{"score": true}', '{"score": 11}', '{"score": NaN}', '{"score": 1e999}',
-     '{"score": -1}', "score of 7", '{"score": ' + "9" * 400 + "}", "[" * 5000 + "{" * 5000],
+     '{"score": -1}', "score of 7", "Score: 4/5", "Score: 80 out of 100", "Max score: 10", '{"score": ' + "9" * 400 + "}", "[" * 5000 + "{" * 5000],
 )  # fmt: skip
 def test_no_score_is_made_up(text):
-    """Catches scores that are clipped, converted or guessed, and answers that break the reader."""
+    """Catches scores that are clipped, converted, guessed or of another scale, and what breaks the reader."""
     found = judgement_in(text, SCALE)
     assert isinstance(found, NoJudgement)
     assert found.kind == "unreadable"
