@@ -41,7 +41,8 @@ def test_a_score_is_found(text, score):
 @pytest.mark.parametrize(
     "text",
     ["", "good", '{"score": true}', '{"score": 11}', '{"score": NaN}', '{"score": 1e999}',
-     '{"score": -1}', "score of 7", "Score: 4/5", "Score: 80 out of 100", "Max score: 10", '{"score": ' + "9" * 400 + "}", "[" * 5000 + "{" * 5000],
+     '{"score": -1}', "score of 7", "Score: 4/5", "Score: 80 out of 100", "Max score: 10",
+     '{"score": ' + "9" * 400 + "}", "[" * 5000 + "{" * 5000],
 )  # fmt: skip
 def test_no_score_is_made_up(text):
     """Catches scores that are clipped, converted, guessed or of another scale, and what breaks the reader."""
