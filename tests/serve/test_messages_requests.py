@@ -205,6 +205,7 @@ def test_empty_instructions_are_none(system):
         ({"model": None}, "model", "is missing"),
         ({"system": 5}, "system", "must be a text or a list of blocks"),
         ({"stop_sequences": "END"}, "stop_sequences", "must be a list"),
+        ({"stop_sequences": [1]}, "stop_sequences", "must be a text, or a list of texts"),
         ({"stop_sequences": [""]}, "stop_sequences", "none of them empty"),
         ({"top_k": -7}, "top_k", "greater than or equal to -1"),
         ({"guided_json": {}}, "guided_json", "is not supported; leave it out"),
