@@ -18,7 +18,7 @@ from quatrain import Sandbox
 
 # Without isolation on this machine, this raises an error, and the run does not start.
 SANDBOX = Sandbox(timeout_s=2.0, memory_mb=256)
-BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 
 
 def passes(prompts, completions, tests):
@@ -28,9 +28,17 @@ def passes(prompts, completions, tests):
 
 
 def passes_all(completion, tests):
-    """Whether the last block of code passes all tests; the first one that fails decides."""
-    blocks = [code for language, code in BLOCK.findall(completion) if language in ("", "py", "python")]
-    return bool(blocks) and all(passes_one(blocks[-1], test) for test in tests)
+    """Whether the program passes all tests; the first one that fails decides."""
+    program = program_of(completion)
+    return program is not None and all(passes_one(program, test) for test in tests)
+
+
+def program_of(completion):
+    """The last block of Python, or the last one without a language, which beside Python is often output."""
+    blocks = BLOCK.findall(completion)
+    python = [code for language, code in blocks if language.lower() in ("py", "python", "python3")]
+    plain = [code for language, code in blocks if not language]
+    return next(reversed(python or plain), None)
 
 
 def passes_one(program, test):

@@ -136,6 +136,23 @@ def test_the_code_reward_takes_the_last_python_block_and_needs_tests():
     assert module["passes"](["", ""], [text, text], [tests, []]) == [1.0, None]
 
 
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("```python\nprint(3)\n```\nIt prints:\n```\n3\n```", "print(3)\n"),
+        ("```Python3\nprint(3)\n```", "print(3)\n"),
+        ("```python \nprint(3)\n```\nand\n```text\n3\n```", "print(3)\n"),
+        ("```\nprint(2)\n```\nor\n```\nprint(3)\n```", "print(3)\n"),
+        ("```cpp\nint x;\n```", None),
+        ("print(3)", None),
+    ],
+)
+def test_the_program_of_the_code_reward_is_no_output_beside_it(completion, program):
+    """A block with what the program prints was run in its place, and a space behind `python` lost it."""
+    assert runpy.run_path(str(EXAMPLES / "code_reward.py"))["program_of"](completion) == program
+
+
 def test_the_loop_by_hand_is_that_of_the_page_and_trains(narrow_model, monkeypatch, capsys):
     """In the process of the test, as in a notebook: the functions are those of `__main__`."""
     path = EXAMPLES / "by_hand.py"

@@ -43,6 +43,12 @@ def test_files_beside_a_configuration_are_found(tmp_path):
     [
         (["reward.judge={}"], r"exactly one of self, model and base_url, .*; it has none; keep one"),
         (["reward.judge={self: true, model: a}"], r"it has self and model; keep one"),
+        ([SERVER, "reward.judge.body={n: 4}"], r"body without .*; it has n: set reward\.judge\.n"),
+        ([SERVER, "reward.judge.body={stream: true}"], r"it has stream: an answer is read whole"),
+        (
+            [SERVER, "reward.judge.body={max_tokens: null, max_completion_tokens: 9}", "reward.judge.tpm=9"],
+            r"tpm above max_tokens \(9\)",
+        ),
         (["reward.judge={self: true, rpm: 3}"], r"must have rpm with base_url alone"),
         (["reward.judge=yes please"], r"reward\.judge.*unknown key|unknown key 'reward\.judge\.yes please'"),
         (

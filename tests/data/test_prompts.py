@@ -11,6 +11,7 @@ from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.examples import load_examples
+from quatrain.data.messages import checked_messages
 from quatrain.data.prompts import load_prompts
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
@@ -124,6 +125,12 @@ def test_messages_are_kept_in_one_form(dataset, tokenizer):
     row = dataset({"prompt": dialogue})
     (prompt,) = load(row, with_chat_template(builtin_tokenizer(), DataConfig(chat_template=template))).head()
     assert prompt.text[1]["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize("none", [None, [], (), "", {}, False, 0])
+def test_a_message_without_calls_has_no_field_of_them(none):
+    """False and 0 were a TypeError, and what is empty in another way stayed for the template to ask for."""
+    assert checked_messages([{**USER[0], "tool_calls": none}]) == USER
 
 
 def test_every_other_column_goes_to_the_rewards(dataset, tokenizer):

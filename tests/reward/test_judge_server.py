@@ -101,6 +101,31 @@ def test_retry_after_is_waited_for():
     assert 4 * 0.75 <= waited[2] <= 4 * 1.25
 
 
+def test_a_long_pause_is_warned_of_once(caplog):
+    """Catches a run that waits for hours, because its server wants that, without a word."""
+    slow_down = (429, {"Retry-After": "7200"}, "come back later")
+    server = JudgeServer(lambda number, _: slow_down if number < 2 else said(GOOD))
+    with judging(server) as judge:
+        judge._asked._limits.pause = lambda seconds: None
+        assert score(judge, "a").values == [0.75]
+    [warning] = [record.getMessage() for record in caplog.records if "Retry-After" in record.getMessage()]
+    assert "is not asked for 7200 s" in warning
+    assert "come back later" in warning
+
+
+def test_the_tokens_that_the_body_asks_for_are_those_that_the_budget_reserves():
+    """Catches a budget and a message that count `max_tokens` where `body` has another number in its place."""
+    server = JudgeServer(lambda *_: said("{", finish_reason="length"))
+    body = {"max_tokens": None, "max_completion_tokens": 4000}
+    with judging(server, body=body, budget={"tokens": 4050}, on_budget="abstain") as judge:
+        assert score(judge, "a").counts["failed/budget"] == 1
+    assert server.requests == []
+    with judging(server, body=body) as judge:
+        [outcome], _ = judge._outcomes(["a"], 1)
+    assert "it was cut at 4000 tokens" in outcome.detail
+    assert "max_tokens" not in server.requests[0]
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
@@ -126,6 +151,14 @@ def test_a_judge_that_fails_abstains(answer, kind, caplog):
     assert f"1 of 2 judgements failed ({kind}: 1)" in caplog.text
 
 
+def test_an_answer_in_parts_is_read_without_its_thoughts():
+    """Servers of thinking models send a list of parts, which was an answer without any text."""
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": '{"score": 0.1}'}]}
+    message = {"role": "assistant", "content": [thought, {"type": "text", "text": GOOD}]}
+    with judging(JudgeServer(lambda *_: said("", message=message))) as judge:
+        assert score(judge, "a").values == [0.75]
+
+
 def test_a_slow_answer_is_given_up():
     """Catches an answer that is waited for longer than timeout_s, and a try that is not made."""
     server = JudgeServer(lambda number, _: said(GOOD) if number else slowly(1.0, said(GOOD)))
@@ -148,13 +181,15 @@ def test_a_server_that_is_down_does_not_hold_a_step():
         assert score(judge, "later").values == [0.75]
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_wrong_key_or_model_ends_the_run(status):
-    """Catches a run that goes on without any reward."""
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "key_variable"), (403, "key_variable"), (404, "mostly ends in /v1")]
+)
+def test_a_wrong_key_or_model_ends_the_run(status, remedy):
+    """Catches a run that goes on without any reward, and an error that does not say what to set."""
     server = JudgeServer(lambda *_: (status, {}, {"error": {"message": "wrong"}}))
     with (
         judging(server) as judge,
-        pytest.raises(ValueError, match=rf"the judge at .*: status {status}, wrong"),
+        pytest.raises(ValueError, match=rf"the judge at .*: status {status}, wrong; .*{remedy}"),
     ):
         score(judge, "a", "b")
 

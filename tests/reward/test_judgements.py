@@ -27,6 +27,8 @@ SCALE = (0.0, 10.0)
         ("{{{ no {json\nScore: 4", 4.0),
         ("**Score:** 6.5 of 10", 6.5),
         ('{"score": "7"}', 7.0),
+        ("Score: **7** / 10", 7.0),
+        ("Score: 7\nMaximum score: 10", 7.0),
     ],
 )
 def test_a_score_is_found(text, score):
@@ -39,10 +41,11 @@ def test_a_score_is_found(text, score):
 @pytest.mark.parametrize(
     "text",
     ["", "good", '{"score": true}', '{"score": 11}', '{"score": NaN}', '{"score": 1e999}',
-     '{"score": -1}', "score of 7", '{"score": ' + "9" * 400 + "}", "[" * 5000 + "{" * 5000],
+     '{"score": -1}', "score of 7", "Score: 4/5", "Score: 80 out of 100", "Max score: 10",
+     '{"score": ' + "9" * 400 + "}", "[" * 5000 + "{" * 5000],
 )  # fmt: skip
 def test_no_score_is_made_up(text):
-    """Catches scores that are clipped, converted or guessed, and answers that break the reader."""
+    """Catches scores that are clipped, converted, guessed or of another scale, and what breaks the reader."""
     found = judgement_in(text, SCALE)
     assert isinstance(found, NoJudgement)
     assert found.kind == "unreadable"
@@ -64,7 +67,8 @@ def test_a_score_in_an_unfinished_answer_is_none(text, cut_at):
     found = judgement_in(text, SCALE, cut_at=cut_at)
     assert isinstance(found, NoJudgement)
     assert found.kind == "unreadable"
-    assert ("it was cut at 9 tokens (reward.judge.max_tokens); " in found.detail) == (cut_at is not None)
+    cut = "it was cut at 9 tokens (reward.judge.max_tokens, or its body); "
+    assert (cut in found.detail) == (cut_at is not None)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +110,16 @@ def test_rows_may_have_a_rubric_of_their_own():
     assert '["names {the} capital"]' in own
     assert "Usual." not in own
     assert "Usual." in questions.text({"criteria": None}, "q", "c")
+
+
+@pytest.mark.parametrize("empty", [None, "", " \n", [], {}])
+def test_an_empty_rubric_or_answer_of_a_row_is_none(empty):
+    """The rubric of a row with an empty list was `[]`, and its reference an empty text, by which to score."""
+    questions = Questions(JudgeConfig(self=True, rubric="Usual.", rubric_column="criteria"))
+    asked = questions.text({"criteria": empty, "answer": empty}, "p", "c")
+    assert "<rubric>\nUsual.\n</rubric>" in asked
+    assert "<reference_answer>" not in asked
+    assert "<reference_answer>\n0\n" in questions.text({"criteria": empty, "answer": 0}, "p", "c")
 
 
 def test_a_template_is_the_whole_question(tmp_path):

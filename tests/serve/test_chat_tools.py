@@ -611,6 +611,19 @@ def test_bad_requests_get_one_error_that_names_the_field():
         assert service.prompts == []
 
 
+def test_null_fields_of_a_tool_are_left_out_of_the_prompt():
+    """Templates write descriptions as JSON: `"strict": null` was a part of the prompt."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
+    plain = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    nulls = {**plain, "id": None, "function": {**plain["function"], "description": None, "strict": None}}
+    with answering("5") as (client, _, service):
+        for tool in (plain, nulls):
+            ask(client, tools=[tool])
+    without, with_nulls = service.prompts
+    assert without == with_nulls
+    assert '"default": null' in TOKENIZERS["qwen2.5"].decode(without)
+
+
 def test_fields_that_clients_send_are_taken():
     with answering("4", "qwen3") as (client, _, service):
         answer = ask(
@@ -655,6 +668,18 @@ def test_tokens_are_named_by_their_ids():
 
 
 GENERATE = {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 30, "logprobs": 1}}
+
+
+def test_tokens_of_a_stop_string_are_not_listed_before_it_is_whole():
+    """A stop string that is one character of several tokens: a stream listed all of them but the last."""
+    asked = {"messages": ASK, "model": MODEL, "logprobs": True, "stop": "🙂"}
+    with answering("aü🙂b", size=1) as (client, _, _):
+        events = [*client.chat.completions.create(**asked, stream=True)]
+        [whole] = client.chat.completions.create(**asked).choices
+    listed = [e.choices[0].logprobs.content for e in events if e.choices[0].logprobs]
+    tokens = [token for part in listed for token in part]
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == whole.message.content == "aü"
+    assert [token.token for token in tokens] == [token.token for token in whole.logprobs.content]
 
 
 def test_generate_takes_ids_and_answers_ids():

@@ -188,6 +188,13 @@ def test_what_the_fields_become():
     assert (named.must_call, named.called) == (True, "add")
 
 
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+def test_empty_instructions_are_none(system):
+    """They were an empty system message, in place of the template's own, and refused by some templates."""
+    with_them, without = ({**GOOD, "system": value} for value in (system, None))
+    assert asked(with_them).messages == asked(without).messages
+
+
 @pytest.mark.parametrize(
     ("body", "path", "message"),
     [
@@ -198,6 +205,7 @@ def test_what_the_fields_become():
         ({"model": None}, "model", "is missing"),
         ({"system": 5}, "system", "must be a text or a list of blocks"),
         ({"stop_sequences": "END"}, "stop_sequences", "must be a list"),
+        ({"stop_sequences": [1]}, "stop_sequences", "must be a text, or a list of texts"),
         ({"stop_sequences": [""]}, "stop_sequences", "none of them empty"),
         ({"top_k": -7}, "top_k", "greater than or equal to -1"),
         ({"guided_json": {}}, "guided_json", "is not supported; leave it out"),

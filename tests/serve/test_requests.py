@@ -141,6 +141,23 @@ def test_unknown_fields_are_refused_unless_they_are_null():
         asked(ChatRequest, guided_json={})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("prompt", [-1], "token ids (whole numbers from 0)"),
+        ("prompt", [[1], ["a"]], "or a list of either"),
+        ("stop", [13], "a text, or a list of texts"),
+    ],
+)
+def test_a_field_of_several_types_is_refused_by_its_own_rule(field, value, rule):
+    """A prompt with a negative id was `prompt.str: Input should be a valid string`."""
+    with pytest.raises(BadRequest) as refused:
+        parsed(CompletionRequest, json.dumps({"model": "m", "prompt": "x", field: value}).encode())
+    assert str(refused.value).startswith(f"{field}: must be a text")
+    assert rule in str(refused.value)
+    assert (refused.value.field, str(value) in str(refused.value)) == (field, True)
+
+
 def test_best_of_is_n():
     assert asked(CompletionRequest, n=3, best_of=3).n == 3
     with pytest.raises(BadRequest, match="best_of: must be n"):

@@ -34,7 +34,8 @@ def checked_messages(prompt: Any) -> list[dict[str, Any]]:
     Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
     calls an empty one. With pictures, `{"type": "image", "image": Picture}`, it stays a list, in which texts
     that follow one another are joined. The arguments of past tool calls become objects; they may come as JSON
-    text. An empty or null list of calls is left out, because some templates ask only whether there is one.
+    text. An empty list of calls, null or false is left out, because some templates ask only whether there is
+    a list.
     The result of a tool without a `name` gets that of the last call with its `tool_call_id`: Hermes' template
     asks for it.
     """
@@ -64,7 +65,7 @@ def _checked_message(message: Any) -> dict[str, Any]:
         )
     if calls:
         fields["tool_calls"] = _checked_calls(calls)
-    elif calls is None or calls == []:
+    else:
         fields.pop("tool_calls", None)
     reason = unfit(fields)
     if reason:
@@ -127,7 +128,10 @@ def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The descriptions of functions that a model may call, in OpenAI's form; ValueError for others."""
+    """The descriptions of functions that a model may call, in OpenAI's form; ValueError for others.
+
+    Fields that are null are left out, as templates write descriptions whole; those of schemas stay.
+    """
     names = []
     for tool in tools:
         described = isinstance(tool, Mapping) and tool.get("type") == "function"
@@ -145,7 +149,11 @@ def checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
         names.append(name)
     if len(set(names)) < len(names):
         raise ValueError(f"tools must each have a name of their own; got {listed(names)}; rename one")
-    return [dict(tool) for tool in tools]
+    return [{**_given(tool), "function": _given(tool["function"])} for tool in tools]
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -134,8 +134,9 @@ class Choice:
         certain = every or (ended and not self.text.stopped)
         while self.unlisted:
             token, value = self.unlisted[0]
-            is_said = token.start < self.text.length if ended else token.end <= self.text.length
-            if not (certain or is_said):
+            # Bytes of a character that is not whole end where they begin; it may be that of a stop string.
+            is_said = token.start < self.text.length or not token.bytes
+            if not (certain or (is_said and (ended or token.end <= self.text.length))):
                 return
             self.unlisted.popleft()
             if token.bytes or every:

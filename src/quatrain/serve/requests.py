@@ -85,6 +85,11 @@ UNCHANGING: dict[str, tuple[Any, ...]] = {
 }
 """Fields that a kind of request does not have: the values that change nothing, with which it accepts them."""
 
+_FORMS = {
+    "prompt": "must be a text, token ids (whole numbers from 0), or a list of either",
+    "stop": "must be a text, or a list of texts",
+}
+"""Fields that may have values of several types, of which pydantic would name the first."""
 OVERRIDDEN = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -588,6 +593,8 @@ def first_fault(error: ValidationError, names: Mapping[str, str] = MappingProxyT
     field = names.get(str(first), str(first))
     place = ".".join(map(str, [field, *inner]))
     what = fault["msg"].removeprefix("Value error, ")
+    if first in _FORMS and inner == ["str"]:
+        return f"{field}: {_FORMS[first]}; got {shown(fault['input'])}", field
     if fault["type"] == "extra_forbidden":
         return f"{place} is not supported; leave it out", field
     if fault["type"] == "missing":

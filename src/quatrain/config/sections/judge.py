@@ -22,6 +22,13 @@ RUBRIC = (
 )
 OF_SERVERS = ("served_model", "key_variable", "body", "rpm", "tpm", "retries", "timeout_s")
 """Keys that only a judge behind a server reads."""
+OWN = {
+    "messages": "reward.judge.template is the question",
+    "model": "name it in served_model",
+    "n": "set reward.judge.n, as one answer of a request is read",
+    "stream": "an answer is read whole",
+}
+"""Entries that `body` must not have, and why."""
 _USER = re.compile(r"^https?://[^/?#\s]*@")
 
 
@@ -97,7 +104,8 @@ class JudgeConfig(Section):
     max_tokens: Count = 512
     """Tokens of a judgement at most."""
     body: dict[Text, PlainValue] = Field({})
-    """Further entries of each request to the server, as `{reasoning_effort: low}`; null takes one out."""
+    """Further entries of each request to the server, as `{reasoning_effort: low}`; null takes one out. Not
+    `messages`, `model`, `n` and `stream`."""
     concurrency: Count = 16
     """Judgements that are asked for at the same time."""
     rpm: Count | None = None
@@ -139,7 +147,9 @@ class JudgeConfig(Section):
         defaults = type(self).model_fields
         unread = [name for name in OF_SERVERS if getattr(self, name) != defaults[name].default]
         named = [name for name in (SELF, "model", "base_url") if getattr(self, name)]
-        most, budget = self.max_tokens, self.budget.tokens
+        most, budget = self.most_tokens, self.budget.tokens
+        harmless = {"n": 1, "stream": False}
+        own = [name for name in OWN if self.body.get(name) not in (None, harmless.get(name))]
         return [
             (
                 len(named) != 1,
@@ -150,6 +160,11 @@ class JudgeConfig(Section):
                 unread and not self.base_url,
                 f"must have {', '.join(unread)} with base_url alone: a judge on this run's devices has no "
                 "server; leave that out, or name a server",
+            ),
+            (
+                own,
+                "must have a body without the entries that a judge writes or reads itself; it has "
+                + "; ".join(f"{name}: {OWN[name]}" for name in own),
             ),
             (
                 self.n > 1 and self.temperature == 0,
@@ -177,6 +192,12 @@ class JudgeConfig(Section):
                 "the folder of several; set true",
             ),
         ]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of an answer at most, as a request says, also by `body`."""
+        given = (self.body.get(name) for name in ("max_completion_tokens", "max_tokens"))
+        return next((count for count in given if type(count) is int), self.max_tokens)
 
     @property
     def judging_temperature(self) -> float:

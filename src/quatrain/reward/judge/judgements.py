@@ -23,8 +23,12 @@ FENCE = "` \t\r\n"
 LARGEST = 1e300
 """Above it, a whole number may have no floating-point number."""
 _SCORE = re.compile(
-    r"""\bscore["'*]{0,3}\s{0,4}[:=]["'*\s]{0,6}(-?\d{1,9}(?:\.\d{1,9})?)(?!\d|\.\d|[eE])""", re.IGNORECASE
+    r"""(?<!max )(?<!maximum )(?<!possible )(?<!highest )(?<!full )(?<!min )(?<!minimum )(?<!lowest )"""
+    r"""\bscore["'*]{0,3}\s{0,4}[:=]["'*\s]{0,6}(-?\d{1,9}(?:\.\d{1,9})?)(?!\d|\.\d|[eE])"""
+    r"""(?:[*\s]{0,4}(?:/|(?:out\s)?of\b)[*\s]{0,4}(\d{1,9}(?:\.\d{1,9})?))?""",
+    re.IGNORECASE,
 )
+"""A line with a score, and the highest one if the line says it; not one that says the highest one alone."""
 
 
 class Judgement(NamedTuple):
@@ -79,7 +83,10 @@ def judgement_in(text: str, scale: tuple[float, float], *, cut_at: int | None = 
     if cut_at is not None:
         found = None if rest.strip(FENCE) else found
     elif found is None and (lines := _SCORE.findall(said)):
-        found = {"score": float(lines[-1])}
+        number, highest = lines[-1]
+        if highest and float(highest) != scale[1]:
+            return _unreadable(f"the score {number} of {highest} is not of the scale to {scale[1]:g}", None)
+        found = {"score": float(number)}
     if found is None:
         return _unreadable(f"the answer has no score: {_short(said) or 'it is empty'}", cut_at)
     score, reason, (low, high) = found["score"], found.get("reason"), scale
@@ -89,7 +96,7 @@ def judgement_in(text: str, scale: tuple[float, float], *, cut_at: int | None = 
 
 
 def _unreadable(detail: str, cut_at: int | None) -> NoJudgement:
-    cut = "" if cut_at is None else f"it was cut at {cut_at} tokens (reward.judge.max_tokens); "
+    cut = "" if cut_at is None else f"it was cut at {cut_at} tokens (reward.judge.max_tokens, or its body); "
     return NoJudgement("unreadable", cut + detail)
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 from quatrain.cluster.rendezvous import is_loopback
 from quatrain.config.sections.judge import JudgeConfig
+from quatrain.data.messages import text_of
 from quatrain.reward.judge.judgements import Failed, NoJudgement, Outcome, judgement_in, schema
 from quatrain.reward.judge.limits import Limits, Spending
 from quatrain.reward.judge.questions import Keep, Question
@@ -28,8 +30,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the second attempt, which double with each further one up to the longest."""
 LETTERS_PER_TOKEN = 3
 """Of a text whose tokens only the server can count: fewer than usual, so that a limit holds."""
-NO_USE = (401, 403, 404)
-"""Statuses of a wrong key, address or name of a model, with which no question will be answered."""
+_KEY = "name the variable that has its key in reward.judge.key_variable"
+NO_USE = {
+    401: _KEY,
+    403: _KEY,
+    404: "reward.judge.base_url mostly ends in /v1, and reward.judge.served_model must be one of its models",
+}
+"""Statuses of a wrong key, address or name of a model, with which no question will be answered; remedies."""
 Pause = Callable[[float], Any]
 Found = TypeVar("Found")
 
@@ -79,6 +86,8 @@ class ServerJudge:
         """Whether the server takes `response_format`; None: it was not asked yet."""
         self._probe = asyncio.Lock()
         self._lost_in_a_row = 0
+        self._told_until = 0.0
+        """By `time.monotonic`, when a long pause ends that was warned of."""
 
     def identity(self) -> list[Any]:
         """What the judge is, for the cache; asks the server for its model's name unless that is known.
@@ -107,7 +116,9 @@ class ServerJudge:
         try:
             return self._client.run(work)
         except (Unfit, Refusal, ServerLost) as error:
-            raise ValueError(f"the judge at {self._config.base_url}: {error}") from error
+            remedy = NO_USE.get(error.status) if isinstance(error, Refusal) else None
+            text = f"the judge at {self._config.base_url}: {error}"
+            raise ValueError(f"{text}; {remedy}" if remedy else text) from error
 
     async def _asked(self, question: Question, keep: Keep, counts: Counter[str]) -> Outcome:
         async with self._client.room:
@@ -137,6 +148,7 @@ class ServerJudge:
                 if error.retry_after_s is not None:
                     wait_s = error.retry_after_s
                     self._limits.pause(wait_s)
+                    self._warn_of_pause(wait_s, error)
             except Refusal as error:
                 if error.status in NO_USE:
                     raise
@@ -144,6 +156,17 @@ class ServerJudge:
             attempt += 1
             counts["retries"] += 1
             await self._pause(wait_s)
+
+    def _warn_of_pause(self, wait_s: float, error: ServerLost) -> None:
+        """Says once of a long pause that the run waits, as nothing else does."""
+        if wait_s > LONGEST_PAUSE_S and time.monotonic() >= self._told_until:
+            self._told_until = time.monotonic() + wait_s
+            logger.warning(
+                "the judge at %s is not asked for %.0f s, because it wants that (Retry-After): %s; if its "
+                "limits are known, set reward.judge.rpm and tpm; a run that is interrupted and resumed asks "
+                "nothing again that was answered",
+                *(self._config.base_url, wait_s, error),
+            )
 
     async def _attempt(self, question: Question, counts: Counter[str]) -> Outcome:
         try:
@@ -179,7 +202,7 @@ class ServerJudge:
     async def _post(self, text: str, counts: Counter[str], *, with_schema: bool) -> Any:
         """The answer to one request, which the limits let through; raises _UsedUp without a budget for it."""
         config = self._config
-        estimate = len(text) // LETTERS_PER_TOKEN + config.max_tokens
+        estimate = len(text) // LETTERS_PER_TOKEN + config.most_tokens
         if not self._spending.reserve(estimate):
             raise _UsedUp
         answer: Any = None
@@ -241,14 +264,14 @@ class ServerJudge:
         try:
             choice = answer["choices"][0]
             message, reason = choice["message"], choice.get("finish_reason")
-            said, refusal = message.get("content"), message.get("refusal")
+            said, refusal = text_of(message), message.get("refusal")
         except (TypeError, KeyError, IndexError, AttributeError) as error:
             short = shortened(answer)
             return NoJudgement("unreadable", f"no chat completion ({type(error).__name__}): {short}")
         if refusal or reason == "content_filter":
             return NoJudgement("refused", shortened(refusal or "the answer was filtered (content_filter)"))
-        cut_at = self._config.max_tokens if reason == "length" else None
-        return judgement_in(said if isinstance(said, str) else "", self._config.scale, cut_at=cut_at)
+        cut_at = self._config.most_tokens if reason == "length" else None
+        return judgement_in(said, self._config.scale, cut_at=cut_at)
 
 
 def _usage(answer: Any, text: str) -> list[int]:

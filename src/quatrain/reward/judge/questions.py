@@ -84,11 +84,11 @@ class Questions:
         """
         values = {**columns, PROMPT: prompt_text(prompt), COMPLETION: completion}
         rubric = None if self._column is None else columns[self._column]
-        filled = self._rubric.filled(values, _written) if rubric in (None, "") else _written(rubric)
+        filled = self._rubric.filled(values, _written) if _is_empty(rubric) else _written(rubric)
         values |= {RUBRIC: filled, LOW: self._low, HIGH: self._high}
         if self._template is not None:
             return self._template.filled(values, _written)
-        reference = REFERENCE if columns.get(ANSWER) is not None else ""
+        reference = "" if _is_empty(columns.get(ANSWER)) else REFERENCE
         return RowText(TEMPLATE + reference + ENDING, "the question").filled(values, _written)
 
 
@@ -112,6 +112,11 @@ def _content(message: Mapping[str, Any]) -> str:
         content = "".join(part.get("text") or "" for part in content)
     calls = message.get("tool_calls")
     return "\n".join(filter(None, (content, _written(calls) if calls else None)))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a column says nothing: it is null, blank, or an empty list; 0 and false say something."""
+    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], (), {})
 
 
 def _written(value: Any) -> str:

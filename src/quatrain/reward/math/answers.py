@@ -201,8 +201,9 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     if _DECIMAL_COMMA.fullmatch(gold) and whole_number(said) == whole_number(gold.replace(",", ".")):
         return True
     if not is_judgeable(gold):
-        return None
-    return _as_text(said) == _as_text(gold) or same_expression(line, gold)
+        return False if choices else None
+    same = _as_text(texts.ungrouped(said)) == _as_text(texts.ungrouped(gold))
+    return same or same_expression(line, gold)
 
 
 def _same_number(said: str, gold: Number) -> bool:

@@ -42,9 +42,11 @@ _SMALL = re.compile(
     rf"(?:\((?P<a>[a-j])\)|(?<=[:\s])(?<!\bis )(?P<b>[b-hj]))[.!]?"
 )
 _SEVERAL = re.compile(
-    rf"(?:(?i:the\s)?(?i:correct\s)?(?:(?i:answers?)|{_CHOICE})\s?(?:{_IS})?[\s:]{{0,3}})?"
-    r"(?P<letters>(?:\([A-J]\)|[A-J])(?:\s?(?:[,;&]|,?\s?and\b)?\s?(?:\([A-J]\)|[A-J])){1,9})[.!]?"
+    r"(?:(?:(?i:so|thus|hence|therefore|the|my|final|correct|right|best)\b,?\s){0,4}"
+    rf"(?:(?i:answers?)|{_CHOICE})\s?(?:{_IS})?[\s:]{{0,3}})?"
+    r"(?P<letters>(?:\([A-J]\)|[A-J])(?:\s?(?:[,;&]|,?\s?and\b)?\s?(?:\([A-J]\)|[A-J])){1,9})\s?[.!]?"
 )
+_LIST_GOES_ON = re.compile(r"[,;&(]|and\b")
 _CALLED_RIGHT = re.compile(rf"(?<![A-Za-z]){_LETTER}(?={_RIGHT})")
 _BESIDE = re.compile(rf"(?<!out )(?<!reject )(?<!eliminate )\b{_CHOICE}[\s:]{{1,3}}{_LETTER}")
 _LAST = re.compile(
@@ -87,14 +89,24 @@ class Moment(NamedTuple):
 
 def without_text(text: str) -> str:
     r"""`text` with the content of each `\text{…}` in its place, without $ and emphasis, one space at most."""
-    return " ".join(_IN_BRACKETS.sub(r"(\1)", _EMPHASIS.sub("", _GROUP.sub(r" \1 ", text))).split())
+    return " ".join(_IN_BRACKETS.sub(r"(\1)", _EMPHASIS.sub("", ungrouped(text))).split())
+
+
+def ungrouped(text: str) -> str:
+    r"""`text` with the content of each `\text{…}` in its place."""
+    return _GROUP.sub(r" \1 ", text)
 
 
 def split_label(text: str) -> tuple[str, str]:
-    """The letter of a choice at the start of `text`, and the text after it: `(B) 5` gives B and 5."""
+    """The letter of a choice at the start of `text`, and the text after it: `(B) 5` gives B and 5.
+
+    The first of several, as in `(B) and (D)`, is none.
+    """
     text = without_text(text)
     match = _LABEL.match(text)
-    return ((match["a"] or match["b"]), text[match.end() :]) if match else ("", text)
+    if match is None or (_LIST_GOES_ON.match(text, match.end()) and choices_of(text)):
+        return "", text
+    return match["a"] or match["b"], text[match.end() :]
 
 
 def choice_of(said: str) -> str:
@@ -122,7 +134,8 @@ def choice_of(said: str) -> str:
 def choices_of(said: str) -> list[str]:
     """The letters, in order, if `said` chooses several: `BD`, `B, D` and `The answers are (B) and (D)`."""
     match = _SEVERAL.fullmatch(without_text(said))
-    return sorted(set(re.findall("[A-J]", match["letters"]))) if match else []
+    letters = re.findall("[A-J]", match["letters"]) if match else []
+    return sorted(letters) if len(set(letters)) == len(letters) else []  # I and II are numerals
 
 
 def _letters(pattern: re.Pattern[str], text: str) -> list[str]:

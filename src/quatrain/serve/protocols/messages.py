@@ -298,7 +298,7 @@ def _system(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     # The line alone: where the prompt is one text, the instructions follow it there.
     kept = [t.lstrip().partition("\n")[2] if t.lstrip().startswith(BILLING) else t for t in texts]
     kept = [text for text, whole in zip(kept, texts, strict=True) if text.strip() or text == whole]
-    if kept:
+    if any(kept):  # an empty text says what none does, and templates would write it, or refuse it
         yield {"role": "system", "content": "\n\n".join(kept)}
 
 
