@@ -359,6 +359,65 @@ def test_overrides_of_hydra_come_after_the_file_and_need_none(tmp_path):
     assert converted("", tmp_path, "actor_rollout_ref.rollout.n=3")[1].rollout.n == 3
 
 
+SCRIPT = """set -x
+max_response_length=$((1024 * 20))
+export MINI=${MINI:-$((64 / 2))} N=16
+MODEL_PATH=${MODEL_PATH:-"${ROOT:-"${HOME}/verl"}/models/Qwen2.5-32B"}
+name="grpo_$(date +%Y %m)"
+#   an old command with \\
+DATA=(
+    data.max_response_length=${max_response_length}
+    data.train_batch_size=$((MINI << 4)))
+python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
+    algorithm.adv_estimator=grpo actor_rollout_ref.model.path="${MODEL_PATH}" \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=$MINI actor_rollout_ref.rollout.n=$(( N - 2 * 4 )) \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True trainer.experiment_name=$name \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((max_response_length + 1024) * 2)) $@
+"""
+
+
+def test_a_script_has_the_numbers_that_a_shell_computes(tmp_path):
+    """Catches `$((1024 * 20))`, which was taken for a key of OmegaConf and left out in silence: rollouts had
+    quatrain's 256 tokens in place of the 20480 of verl's own DAPO scripts."""
+    made, config = converted(SCRIPT, tmp_path)
+    assert config.rollout.max_new_tokens == 20480
+    assert (config.data.batch_size, config.update.mini_batch_size, config.rollout.n) == (512, 32, 8)
+    assert config.update.max_tokens_per_device == 43008
+    assert config.model.path == "${HOME}/verl/models/Qwen2.5-32B"
+    assert "trainer.experiment_name: grpo_$(date +%Y %m)" in made
+
+
+@pytest.mark.parametrize("value", ["$1", "${LENGTH}", "$((LENGTH * 2))", "$(nproc --all)", "$((7 / 0))"])
+def test_a_value_that_a_script_does_not_say_is_asked_for(value, tmp_path):
+    """Catches a variable of the environment that became a default, without a word."""
+    script = f"n={value}\npython3 -m verl data.max_response_length=$n trainer.nnodes=1 data.seed={value}\n"
+    with pytest.raises(ConfigError, match=r"theirs.yaml must say its values itself; got data.max_resp") as e:
+        converted(script, tmp_path)
+    assert "quatrain convert theirs.yaml data.max_response_length=VALUE data.seed=VALUE" in str(e.value)
+    given = ("data.max_response_length=99", "data.seed=1")
+    assert converted(script, tmp_path, *given)[1].rollout.max_new_tokens == 99
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "reward_model.overlong_buffer",
+        "reward_model.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    ],
+)
+def test_the_penalty_on_long_completions_is_read_where_verl_has_it(section, tmp_path):
+    """Catches one below `reward_kwargs` that was left out as if it belonged to a reward model."""
+    longest = section.rpartition(".")[0] + ".max_resp_len"
+    text = f"algorithm.adv_estimator: grpo\n{section}: {{enable: true, len: 64, penalty_factor: 0.5}}\n"
+    made, config = converted(f"{text}{longest}: 400\n", tmp_path)
+    assert config.reward.functions == {"correct": 1.0, "overlong": 0.5}
+    assert (config.reward.overlong_buffer, config.reward.overlong_limit) == (64, 400)
+    assert "no reward model" not in made
+    assert "overlong" not in converted(text.replace("true", "false"), tmp_path)[1].reward.functions
+
+
 def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
     made, _ = of_sample("trl_grpo.yaml", tmp_path)
     comments = re.sub(r"\n#\s+", " ", made)

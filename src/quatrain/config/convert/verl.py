@@ -4,6 +4,7 @@ All other keys go by the table in `config/aliases.py`. verl counts prompts per t
 mini-batch, as quatrain does; its micro-batches count sequences of one GPU.
 """
 
+import re
 from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
@@ -20,6 +21,8 @@ DEFAULTS = {
 """verl's defaults that differ from ours, of keys that the table of names translates."""
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "ref"))
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_BUFFER = re.compile(r"\boverlong_buffer(_cfg)?\.enable$")
+"""The buffer of verl's reward manager `dapo`: below `reward_model`, `reward`, or `reward_kwargs` of these."""
 _FRACTION = "a fraction of all steps there; give optimizer.warmup_steps as a number of optimizer steps"
 
 
@@ -139,6 +142,7 @@ def _rewards(t: Translation) -> None:
             entry = {"weight": 1.0, "args": args} if args else 1.0
             functions[f"{path}:{name}"] = entry
             names += [f"{section}.path", f"{section}.name"]
+    buffer = next((n for n in t.given if _BUFFER.search(n) and t.given[n]), None)
     for enable, path_name in (
         ("reward_model.enable", "reward_model.model.path"),
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
@@ -149,15 +153,21 @@ def _rewards(t: Translation) -> None:
             names += [enable, path_name]
         else:
             section = enable.rpartition(".")[0]
-            about = [n for n in t.given if n.startswith(f"{section}.") and "reward_manager" not in n]
+            others = ("reward_manager", "reward_kwargs", "overlong_buffer", "max_resp_len")
+            about = [n for n in t.given if n.startswith(f"{section}.") and not any(o in n for o in others)]
             t.leave("no reward model is enabled", *about)
-    buffer = next((n for n in t.given if n.endswith("overlong_buffer.enable") and t.given[n]), None)
     if buffer:
         prefix = buffer.removesuffix("enable")
         functions["overlong"] = t.number(f"{prefix}penalty_factor", 1.0)
         t.put("reward.overlong_buffer", t.number(f"{prefix}len"), f"{prefix}len", buffer)
+        longest = f"{prefix.rstrip('.').rpartition('.')[0]}.max_resp_len"
+        if (limit := t.number(longest)) is not None:
+            t.put("reward.overlong_limit", limit, longest)
         t.take(f"{prefix}log")
         names.append(f"{prefix}penalty_factor")
+    else:
+        unread = (n for n in t.given if "overlong_buffer" in n or n.endswith(".max_resp_len"))
+        t.leave("overlong_buffer is not enabled", *unread)
     remark = ""
     if not set(functions) - {"overlong"}:
         functions = {"correct": 1.0, **functions}
