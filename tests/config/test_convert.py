@@ -232,6 +232,13 @@ VERL = "algorithm: {adv_estimator: grpo}\n"
 ACTOR = "actor_rollout_ref.actor: "
 TUNIX = "grpo_config: {beta: 0.0}\nrl_training_config: "
 RATIO = {"clip_low": 0.2, "clip_high": 0.28}
+SAMPLED = "actor_rollout_ref.rollout: {val_kwargs: "
+CRITIC = """algorithm.adv_estimator: gae
+data.train_batch_size: 256
+actor_rollout_ref.actor: {ppo_mini_batch_size: 64, optim: {lr_warmup_steps: 10}}
+critic: {ppo_mini_batch_size: 32, ppo_epochs: 4, ppo_micro_batch_size: 32, optim: {lr_warmup_steps: 10}}
+trainer.critic_warmup: 5
+"""
 
 
 @pytest.mark.parametrize(
@@ -261,6 +268,14 @@ RATIO = {"clip_low": 0.2, "clip_high": 0.28}
         (VERL, "data.batch_size", 1024),
         (VERL, "optimizer.weight_decay", 0.01),
         ("algorithm: {gamma: 0.9}", "advantage.estimator", "gae"),
+        (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.steps", 70),
+        (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.epochs", 1.0),
+        (VERL + SAMPLED + "{do_sample: true, temperature: 0, n: 4}}", "eval.n", 0),
+        (VERL + SAMPLED + "{do_sample: true, temperature: 0.6, n: 4}}", "eval.n", 4),
+        (CRITIC, "critic_optimizer.warmup_steps", 320),  # 10 training steps of 8 mini-batches, 4 times
+        (CRITIC, "optimizer.warmup_steps", 40),  # 10 of 4 mini-batches, once
+        (CRITIC, "critic.micro_batch_size", 4),  # 32 sequences of 8 GPUs
+        (CRITIC, "critic.warmup_steps", 4),  # verl trains the policy from step 5 on
         (VERL + ACTOR + "{policy_loss: {loss_mode: gspo}, clip_ratio_high: 0.28}", "update.loss_args", RATIO),
         (VERL + ACTOR + "{policy_loss: {loss_mode: geo_mean}}", "update.loss", "gmpo"),
         (
@@ -329,6 +344,14 @@ def test_each_trainer_of_trl_on_given_data_has_its_section_and_its_defaults(text
     config = load_config(path, [], {}).config
     assert {key: value_at(config, key) for key in values} == values
     assert config.given.data == "a/b"
+
+
+def test_bounds_that_a_loss_of_verl_reads_are_not_among_what_it_does_not_read(tmp_path):
+    """Catches clip ratios of gspo, which stood both in `update.loss_args` and as not translated."""
+    text = VERL + ACTOR + "{policy_loss: {loss_mode: gspo}, clip_ratio_high: 0.28, clip_ratio_c: 4.0}"
+    left = converted(text, tmp_path)[0].partition("Not translated")[2]
+    assert "clip_ratio_c: 4.0" in left
+    assert "clip_ratio_high" not in left
 
 
 def test_losses_of_trl_that_are_not_here_are_named(tmp_path):

@@ -23,7 +23,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}" for role in ("actor", "rollou
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _BUFFER = re.compile(r"\boverlong_buffer(_cfg)?\.enable$")
 """The buffer of verl's reward manager `dapo`: below `reward_model`, `reward`, or `reward_kwargs` of these."""
-_FRACTION = "a fraction of all steps there; give optimizer.warmup_steps as a number of optimizer steps"
+_FRACTION = "a fraction of all steps there; give it as a number of optimizer steps: {}.warmup_steps"
 
 
 def translate(t: Translation, devices: int | None) -> None:
@@ -41,7 +41,7 @@ def translate(t: Translation, devices: int | None) -> None:
     _batches(t, devices)
     _optimizer(t, f"{ACTOR}.optim", "optimizer", ACTOR)
     if takes(estimator, "values"):
-        _critic(t)
+        _critic(t, devices)
     else:
         critic = [name for name in t.given if name.startswith("critic.")]
         t.leave(f"no critic is trained with advantage.estimator {estimator}", *critic)
@@ -101,15 +101,15 @@ def _rollout(t: Translation, devices: int) -> None:
         t.put("rollout.max_concurrency", sequences * replicas, f"{ROLLOUT}.max_num_seqs", remark=remark)
     validation = f"{ROLLOUT}.val_kwargs"
     n, samples = t.number(f"{validation}.n", 1), t.take(f"{validation}.do_sample", False)
+    temperature = t.number(f"{validation}.temperature", 0)
     t.take(f"{validation}.top_k")
-    if samples:
+    if samples and temperature:
         t.put("eval.n", n, f"{validation}.n", f"{validation}.do_sample")
-        t.put(
-            "eval.temperature", t.number(f"{validation}.temperature", 0) or 1.0, f"{validation}.temperature"
-        )
+        t.put("eval.temperature", temperature, f"{validation}.temperature")
         t.move("eval.top_p", f"{validation}.top_p", 1.0)
     else:
-        why = "evaluations are greedy without do_sample, there as here; eval.n samples beside"
+        lacks = "a temperature above 0" if samples else "do_sample"
+        why = f"evaluations are greedy without {lacks}, there as here; eval.n samples beside"
         t.leave(why, *(f"{validation}.{name}" for name in ("n", "temperature", "top_p")))
     if t.take(f"{ROLLOUT}.multi_turn.enable", False) is False:
         sections = (f"{ROLLOUT}.multi_turn.", f"{ROLLOUT}.agent.")
@@ -208,7 +208,8 @@ def _policy_loss(t: Translation) -> str:
         if "clip_low" in known:
             args |= {"clip_low": low, "clip_high": high}
             sources += sides
-        t.leave(f"update.loss {loss} does not read it", f"{ACTOR}.clip_ratio_c", *sides)
+        unread = [f"{ACTOR}.clip_ratio_c", *(side for side in sides if side not in sources)]
+        t.leave(f"update.loss {loss} does not read it", *unread)
     if args:
         t.put("update.loss_args", args, *(sources or [mode]))
     t.leave(f"update.loss {loss} does not read it", *(p for p in places.values() if p not in t.taken))
@@ -357,7 +358,7 @@ def _optimizer(t: Translation, theirs: str, ours: str, role: str) -> None:
         t.put(f"{ours}.final_fraction", final, f"{theirs}.min_lr_ratio")
     t.leave("it belongs to the cosine", f"{theirs}.min_lr_ratio", f"{theirs}.num_cycles")
     warmup, ratio = f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio"
-    per_step = _optimizer_steps(t)
+    per_step = _optimizer_steps(t, role)
     total = t.number("trainer.total_training_steps")
     steps, fraction = t.number(warmup, -1), t.number(ratio, 0.0)
     counted = f"optimizer steps, {per_step} in a training step; training steps there"
@@ -367,34 +368,48 @@ def _optimizer(t: Translation, theirs: str, ours: str, role: str) -> None:
     elif fraction and total:
         t.put(f"{ours}.warmup_steps", round(fraction * total) * per_step, ratio, remark=counted)
     elif fraction:
-        t.leave(_FRACTION, ratio)
+        t.leave(_FRACTION.format(ours), ratio)
     t.take(f"{theirs}.total_training_steps")
     if (kind := t.take(f"{theirs}.optimizer", "AdamW")) != "AdamW":
         t.leave(f"{ours}.name is {OPTIMIZERS} here, not {kind}", f"{theirs}.optimizer")
 
 
-def _optimizer_steps(t: Translation) -> int:
-    """Optimizer steps of the policy in a training step."""
+def _optimizer_steps(t: Translation, role: str) -> int:
+    """Optimizer steps of the policy or the critic in a training step; the critic's sizes are the policy's."""
+
+    def of_role(name: str) -> Any:
+        return t.given.get(f"{role}.{name}") or t.given.get(f"{ACTOR}.{name}")
+
     batch = t.given.get("data.train_batch_size") or DEFAULTS["data.train_batch_size"]
-    mini = t.given.get(f"{ACTOR}.ppo_mini_batch_size") or DEFAULTS[f"{ACTOR}.ppo_mini_batch_size"]
-    return max(1, round(batch / mini)) * (t.given.get(f"{ACTOR}.ppo_epochs") or 1)
+    mini = of_role("ppo_mini_batch_size") or DEFAULTS[f"{ACTOR}.ppo_mini_batch_size"]
+    return max(1, round(batch / mini)) * (of_role("ppo_epochs") or 1)
 
 
-def _critic(t: Translation) -> None:
+def _critic(t: Translation, devices: int) -> None:
     path = t.take("critic.model.path")
     if path is not None:
         t.put("critic.path", path, "critic.model.path")
     dynamic = t.take("critic.use_dynamic_bsz", t.given.get(f"{ACTOR}.use_dynamic_bsz", False))
-    _micro(t, "critic", "critic", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", dynamic, 1)
+    _micro(t, "critic", "critic", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", dynamic, devices)
     for name in ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu"):
         t.leave("it is twice critic.micro_batch_size here", f"critic.{name}")
     if not dynamic:
         t.leave("use_dynamic_bsz is false: sequences are counted", "critic.forward_max_token_len_per_gpu")
     t.leave("the critic's loss is a mean over tokens here", "critic.loss_agg_mode")
+    rests = t.number("trainer.critic_warmup", 0)
+    remark = "the policy's first step is the one of this number there" * (rests > 0)
+    t.put("critic.warmup_steps", max(0, rests - 1), "trainer.critic_warmup", remark=remark)
     _optimizer(t, "critic.optim", "critic_optimizer", "critic")
 
 
 def _run(t: Translation) -> None:
+    most = "trainer.total_training_steps"
+    if t.number(most) is not None:
+        t.put("run.steps", t.given[most], most)
+        t.leave(
+            "total_training_steps counts; verl ends sooner, after total_epochs, if the data are fewer",
+            "trainer.total_epochs",
+        )
     for name, ours, never in (
         ("trainer.test_freq", "eval.every_steps", "only before and after training here"),
         ("trainer.save_freq", "checkpoint.every_steps", "only after the last step here"),
