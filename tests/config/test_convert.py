@@ -231,6 +231,7 @@ TRL_ = "num_generations: 4\n"
 VERL = "algorithm: {adv_estimator: grpo}\n"
 ACTOR = "actor_rollout_ref.actor: "
 TUNIX = "grpo_config: {beta: 0.0}\nrl_training_config: "
+MIN_LR = "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-5\nlr_scheduler_kwargs: {min_lr: 1.0e-6}"
 RATIO = {"clip_low": 0.2, "clip_high": 0.28}
 SAMPLED = "actor_rollout_ref.rollout: {val_kwargs: "
 CRITIC = """algorithm.adv_estimator: gae
@@ -264,6 +265,19 @@ trainer.critic_warmup: 5
         (TRL_ + "warmup_steps: 0.25\nmax_steps: 40", "optimizer.warmup_steps", 10),
         ("num_generations: 3\nper_device_train_batch_size: 8", "data.batch_size", 3),
         (TRL_, "optimizer.schedule", "linear"),
+        (TRL_ + MIN_LR, "optimizer.final_fraction", 0.1),
+        (TRL_ + "use_peft: true", "lora.targets", ("qkv",)),  # peft's q_proj and v_proj
+        (TRL_ + "use_peft: true\nlora_target_modules: all-linear", "lora.targets", ("all-linear",)),
+        (TRL_ + "use_peft: true\nlora_r: 64\nuse_rslora: true", "lora.alpha", 256.0),  # 32 x 8
+        (TRL_ + "generation_kwargs: {stop: [x, y], top_k: 5}", "rollout.stop", ("x", "y")),
+        (TRL_ + "top_k: 7\ngeneration_kwargs: {stop_strings: x, top_k: 5}", "rollout.top_k", 5),
+        (TRL_ + "chat_template_kwargs: {a: false}", "data.chat_template_kwargs", {"a": False}),
+        (VERL + "data.apply_chat_template_kwargs: {a: 1}", "data.chat_template_kwargs", {"a": 1}),
+        (
+            TRL_ + "reward_funcs: [accuracy_reward, reasoning_accuracy_reward]\nreward_weights: [1, 2]",
+            "reward.functions",
+            {"correct": 3},
+        ),
         (TRL_ + "normalize_advantages: true", "advantage.estimator", "rloo"),
         (VERL, "data.batch_size", 1024),
         (VERL, "optimizer.weight_decay", 0.01),
@@ -334,6 +348,16 @@ GIVEN_ = "model_name_or_path: m\ndataset_name: a/b\n"
             {"dpo.loss": "kto", "dpo.desirable_weight": 1.5, "dpo.beta": 0.3, "update.micro_batch_size": 8},
         ),
         ("beta: 0.3", "trl-orpo", {"dpo.loss": "orpo", "dpo.beta": 0.3}),
+        (
+            "max_seq_length: 2048\npacking: true",
+            None,
+            {"sft.max_length": 2048, "update.max_tokens_per_device": 8 * 2048},
+        ),
+        (
+            "beta: 0.1",
+            "trl-rloo",
+            {"advantage.estimator": "rloo", "rollout.n": 2, "reward.kl_coef": 0.1, "update.kl_coef": 0.0},
+        ),
         ("lr_scheduler_type: constant", "trl-orpo", {"dpo.schedule": "constant", "dpo.warmup_steps": 0}),
     ],
 )
@@ -450,6 +474,9 @@ def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
     assert "deepspeed: zero3.json ^ here it is 'mesh'" in comments
     assert "loss_type dapo is an aggregation" in comments
     assert "on 1 device (give others with" in comments
+    text = "algorithm.rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2.0}"
+    made = re.sub(r"\n#\s+", " ", converted(text, tmp_path)[0])
+    assert "rollout_rs: token_k1 algorithm.rollout_correction.rollout_rs_threshold: 2.0 ^ here it is" in made
 
 
 @pytest.mark.parametrize(
@@ -495,7 +522,7 @@ def test_what_is_missing_is_said(tmp_path):
             r"must be a configuration of verl, TRL, Tunix; .*\(a\); name the library, as --from verl",
         ),
         ("", {}, "found no keys in it"),
-        (TRL_, {"library": "trlx"}, "--from must be verl or trl or tunix or trl-sft or .*; got 'trlx'"),
+        (TRL_, {"library": "trlx"}, "--from must be verl or trl or tunix or trl-rloo or .*; got 'trlx'"),
         (GIVEN_ + "max_length: 9", {}, "has keys of several trainers of TRL .*; name the trainer, as --from"),
         ("num_generations: four", {}, "num_generations must be a number to be translated; got 'four'"),
         ("num_generations: [", {}, "not valid YAML"),

@@ -21,7 +21,7 @@ from quatrain.config.settings import parse_yaml
 _MODULES = {"verl": verl, "trl": trl, "tunix": tunix}
 _GIVEN = {f"trl-{kind}": f"TRL ({name})" for kind, name in trl_given.KINDS.items()}
 """Trainers of TRL on data that exist, as values of `--from`, and as messages name them."""
-
+_RLOO = "trl-rloo"
 
 OF_GRPO = {
     *("num_generations", "reward_funcs", "use_vllm", "vllm_mode", "scale_rewards", "steps_per_generation"),
@@ -49,22 +49,24 @@ def convert(
 
     Args:
         source: name of the file, for comments and errors.
-        library: `verl`, `trl`, `tunix`, or one of TRL's trainers on data that exist, as `trl-sft`; null:
-            found by the keys.
+        library: `verl`, `trl`, `tunix`, `trl-rloo`, or one of TRL's trainers on data that exist, as
+            `trl-sft`; null: found by the keys.
         devices: devices of the run, for sizes that are given per device; null: what the file says, or 1.
 
     Raises ConfigError for text that is no configuration, and for one of an unknown library.
     """
     given = read_theirs(text, source, overrides)
     name = library or _library(given, source)
+    rloo = name == _RLOO or (name == "trl" and _is_rloo(given))
+    name = "trl" if rloo else name
     if name not in (*_MODULES, *_GIVEN):
         raise ConfigError(
             f"{source} must be a configuration of {listed(LIBRARIES.values())}; its keys are those of none "
             f"({listed(given)}); name the library, as --from verl"
             if name is None
-            else f"--from must be {' or '.join((*LIBRARIES, *_GIVEN))}; got {shown(name)}"
+            else f"--from must be {' or '.join((*LIBRARIES, _RLOO, *_GIVEN))}; got {shown(name)}"
         )
-    shown_name = "TRL (RLOO)" if name == "trl" and _is_rloo(given) else (LIBRARIES | _GIVEN)[name]
+    shown_name = "TRL (RLOO)" if rloo else (LIBRARIES | _GIVEN)[name]
     module = trl_given if name in _GIVEN else _MODULES[name]
     translation = Translation(shown_name, source, given)
     module.translate(translation, devices)

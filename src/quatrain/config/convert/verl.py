@@ -82,6 +82,7 @@ def _data(t: Translation) -> None:
         t.leave(
             "the column of a row's messages is called prompt or messages here: rename it", "data.prompt_key"
         )
+    t.copy_mapping("data.chat_template_kwargs", "data.apply_chat_template_kwargs")
     t.take("data.return_raw_chat")
     t.take("data.reward_fn_key")
 
@@ -102,15 +103,16 @@ def _rollout(t: Translation, devices: int) -> None:
     validation = f"{ROLLOUT}.val_kwargs"
     n, samples = t.number(f"{validation}.n", 1), t.take(f"{validation}.do_sample", False)
     temperature = t.number(f"{validation}.temperature", 0)
-    t.take(f"{validation}.top_k")
     if samples and temperature:
         t.put("eval.n", n, f"{validation}.n", f"{validation}.do_sample")
         t.put("eval.temperature", temperature, f"{validation}.temperature")
         t.move("eval.top_p", f"{validation}.top_p", 1.0)
+        if t.number(f"{validation}.top_k", -1) > 0:
+            t.leave("evaluations have no top_k here", f"{validation}.top_k")
     else:
         lacks = "a temperature above 0" if samples else "do_sample"
         why = f"evaluations are greedy without {lacks}, there as here; eval.n samples beside"
-        t.leave(why, *(f"{validation}.{name}" for name in ("n", "temperature", "top_p")))
+        t.leave(why, *(f"{validation}.{name}" for name in ("n", "temperature", "top_p", "top_k")))
     if t.take(f"{ROLLOUT}.multi_turn.enable", False) is False:
         sections = (f"{ROLLOUT}.multi_turn.", f"{ROLLOUT}.agent.")
         t.leave_all("multi_turn.enable is false", sections)
@@ -298,8 +300,11 @@ def _correction(t: Translation) -> None:
             t.put("update.correction_floor", float(bounds[0]), f"{section}.rollout_is_threshold")
     elif level is None:
         t.leave("rollout_is is null", f"{section}.rollout_is_threshold")
-    if t.take(f"{section}.rollout_rs") is None:
-        t.leave("rollout_rs is null", f"{section}.rollout_rs_threshold")
+    rejects = f"{section}.rollout_rs"
+    if t.take(rejects) is None:
+        t.leave("rollout_rs is null", f"{rejects}_threshold")
+    else:
+        t.leave("here it is update.reject, whose rules have other names", rejects, f"{rejects}_threshold")
     t.leave(
         "it is read in bypass mode, where it chooses the loss; here update.loss does", f"{section}.loss_type"
     )
