@@ -230,9 +230,12 @@ def test_values_of_a_sample(name, devices, expected, tmp_path):
 TRL_ = "num_generations: 4\n"
 VERL = "algorithm: {adv_estimator: grpo}\n"
 ACTOR = "actor_rollout_ref.actor: "
-TUNIX = "grpo_config: {beta: 0.0}\nrl_training_config: "
+TUNIX_ = "grpo_config: {beta: 0.0}\nrl_training_config: "
 MIN_LR = "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-5\nlr_scheduler_kwargs: {min_lr: 1.0e-6}"
 RATIO = {"clip_low": 0.2, "clip_high": 0.28}
+DECAYS = TUNIX_.replace("{", "{{").replace("}", "}}") + (
+    "{{actor_optimizer_config: {{schedule_type: {}, init_value: 2.0e-5, warmup_steps: 186.9, {}: 0.1}}}}"
+)
 SAMPLED = "actor_rollout_ref.rollout: {val_kwargs: "
 CRITIC = """algorithm.adv_estimator: gae
 data.train_batch_size: 256
@@ -319,6 +322,18 @@ trainer.critic_warmup: 5
         ("grpo_config: {beta: 0.0}", "update.kl_coef", 0.0),
         ("grpo_config: {loss_algo: gspo-token, epsilon: 0.001}", "update.loss", "gspo"),
         ("ppo_config: {gae_lambda: 0.9}", "advantage.args", {"gamma": 1.0, "lam": 0.9}),
+        ("ppo_config: {epsilon: 0.1, epsilon_low: 0.15}", "update.clip_high", 0.1),
+        ("ppo_config: {epsilon: 0.1, epsilon_low: 0.15}", "update.clip_low", 0.15),
+        ("ppo_config: {entropy_coef: 0.01}", "update.entropy_coef", 0.01),
+        (DECAYS.format("cosine_decay_schedule", "alpha"), "optimizer.learning_rate", 2e-5),
+        (DECAYS.format("cosine_decay_schedule", "alpha"), "optimizer.final_fraction", 0.1),
+        (
+            DECAYS.replace("0.1", "2.0e-6").format("linear_schedule", "end_value"),
+            "optimizer.final_fraction",
+            0.1,
+        ),
+        (DECAYS.format("warmup_constant_schedule", "peak_value"), "optimizer.learning_rate", 0.1),
+        (DECAYS.format("warmup_constant_schedule", "peak_value"), "optimizer.warmup_steps", 187),
         ('["algorithm.adv_estimator=grpo", "++data.train_batch_size=8"]', "data.batch_size", 8),
     ],
 )
@@ -484,7 +499,7 @@ def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
     [
         (TRL_ + "optim: adamw_bnb_8bit", "optim: adamw_bnb_8bit ^ no moments of 8 bits here; "),
         (TRL_ + "optim: adagrad", "optim: adagrad ^ optimizer.name is adamw, lion, sgd, muon or adafactor"),
-        (TUNIX + "{actor_optimizer_config: {opt_type: adagrad}}", "here, not adagrad"),
+        (TUNIX_ + "{actor_optimizer_config: {opt_type: adagrad}}", "here, not adagrad"),
     ],
 )
 def test_optimizers_without_a_counterpart(text, comment, tmp_path):
