@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -67,6 +67,14 @@ class Resolved:
     def chose(self, key: str) -> bool:
         """Whether a layer set `key`, rather than its default or what was derived for it."""
         return self.provenance.get(key, DEFAULT) not in (DEFAULT, DERIVED)
+
+    if not TYPE_CHECKING:  # a type checker is to see that there is no such name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"what load_config returns has no {name!r}; the configuration is its .config: give "
+                "load_config(…).config"
+            )
 
 
 def load_config(
