@@ -268,6 +268,9 @@ trainer.critic_warmup: 5
         (TRL_ + "warmup_steps: 0.25\nmax_steps: 40", "optimizer.warmup_steps", 10),
         ("num_generations: 3\nper_device_train_batch_size: 8", "data.batch_size", 3),
         (TRL_, "optimizer.schedule", "linear"),
+        (TRL_ + "lr_scheduler_type: constant\nwarmup_steps: 9", "optimizer.warmup_steps", 0),
+        (TRL_ + "gradient_accumulation_steps: 6\nsteps_per_generation: 2", "data.batch_size", 12),
+        (TRL_ + "gradient_accumulation_steps: 6\nsteps_per_generation: 2", "update.mini_batch_size", 12),
         (TRL_ + MIN_LR, "optimizer.final_fraction", 0.1),
         (TRL_ + "use_peft: true", "lora.targets", ("qkv",)),  # peft's q_proj and v_proj
         (TRL_ + "use_peft: true\nlora_target_modules: all-linear", "lora.targets", ("all-linear",)),

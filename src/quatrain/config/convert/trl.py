@@ -130,6 +130,9 @@ def _batches(t: Translation, devices: int | None) -> float:
     else:
         product = f"{generation} completions"
     step = rows * count * accumulation
+    if generation < step:  # an optimizer step accumulates over several generations, all of the same weights
+        generation = step
+        product = f"{rows} completions x {count} devices x {accumulation} steps of an optimizer step"
     batch, mini = (max(1, math.ceil(size / n)) for size in (generation, step))
     even = "" if generation % n == 0 and step % n == 0 else "; rounded up"
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -351,7 +354,10 @@ def put_optimizer(t: Translation, section: str, rate: float) -> None:
     warmup, ratio = t.number("warmup_steps", 0), t.number("warmup_ratio", 0.0)
     fraction = warmup if 0 < warmup < 1 else ratio if not warmup else 0
     total = t.number("max_steps", -1)
-    if fraction and total > 0:
+    if scheduler == "constant":
+        t.put(f"{section}.warmup_steps", 0, "lr_scheduler_type")
+        t.leave("only constant_with_warmup has a warm-up in TRL", "warmup_ratio", "warmup_steps")
+    elif fraction and total > 0:
         remark = f"{fraction} of {total} optimizer steps"
         t.put(
             f"{section}.warmup_steps",
