@@ -231,6 +231,12 @@ TRL_ = "num_generations: 4\n"
 VERL = "algorithm: {adv_estimator: grpo}\n"
 ACTOR = "actor_rollout_ref.actor: "
 TUNIX_ = "grpo_config: {beta: 0.0}\nrl_training_config: "
+OPEN_R1 = """max_prompt_length: 512
+system_prompt: Think.
+dataset_prompt_column: problem
+reward_funcs: [accuracy]
+reward_weights: [2]
+"""
 MIN_LR = "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-5\nlr_scheduler_kwargs: {min_lr: 1.0e-6}"
 RATIO = {"clip_low": 0.2, "clip_high": 0.28}
 DECAYS = TUNIX_.replace("{", "{{").replace("}", "}}") + (
@@ -271,6 +277,11 @@ trainer.critic_warmup: 5
         (TRL_ + "lr_scheduler_type: constant\nwarmup_steps: 9", "optimizer.warmup_steps", 0),
         (TRL_ + "gradient_accumulation_steps: 6\nsteps_per_generation: 2", "data.batch_size", 12),
         (TRL_ + "gradient_accumulation_steps: 6\nsteps_per_generation: 2", "update.mini_batch_size", 12),
+        (TRL_ + OPEN_R1, "data.max_prompt_length", 512),
+        (TRL_ + OPEN_R1, "data.on_long_prompt", "truncate_left"),
+        (TRL_ + OPEN_R1, "data.system_prompt", "Think."),
+        (TRL_ + OPEN_R1, "data.question_column", "problem"),
+        (TRL_ + OPEN_R1, "reward.functions", {"correct": 2}),
         (TRL_ + MIN_LR, "optimizer.final_fraction", 0.1),
         (TRL_ + "use_peft: true", "lora.targets", ("qkv",)),  # peft's q_proj and v_proj
         (TRL_ + "use_peft: true\nlora_target_modules: all-linear", "lora.targets", ("all-linear",)),

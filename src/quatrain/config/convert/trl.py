@@ -13,7 +13,7 @@ from quatrain.config.convert.translation import OPTIMIZERS, Translation, put_lor
 DEFAULTS = {"num_generations": 8, "max_completion_length": 512, "num_train_epochs": 3.0, "seed": 42}
 """TRL's defaults that differ from ours, of keys that the table of names translates."""
 _REWARDS = {
-    "accuracy_reward": "correct",
+    **dict.fromkeys(("accuracy", "accuracy_reward"), "correct"),  # the first as open-r1 calls it
     "reasoning_accuracy_reward": "correct",
     "think_format_reward": "format",
     "get_soft_overlong_punishment": "overlong",
@@ -149,6 +149,10 @@ def _batches(t: Translation, devices: int | None) -> float:
 
 
 def _rollout(t: Translation) -> None:
+    if t.number(longest := "max_prompt_length") is not None:
+        t.put("data.max_prompt_length", t.given[longest], longest)
+        remark = "TRL, which had the key before version 1, cut longer prompts on the left"
+        t.put("data.on_long_prompt", "truncate_left", longest, remark=remark)
     t.put("rollout.top_k", max(0, t.number("top_k", 0)), "top_k")
     t.move("rollout.min_p", "min_p", 0.0)
     section = "generation_kwargs"

@@ -57,6 +57,8 @@ def translate(t: Translation, devices: int | None) -> None:
     t.leave("there is no dropout here", "disable_dropout")
     put_data(t, f"{task}.data", f"{task}.eval")
     _batches(t, task, devices, pairs=kind not in ("sft", "kto"))
+    together = f"prompt and answer together have {task}.max_length here"
+    t.leave(together, "max_completion_length", "max_prompt_length")
     _lengths(t, task, drops=kind == "rm")
     {"sft": _supervised, "rm": _scores, "dpo": _preferences, "kto": _judged, "orpo": _odds}[kind](t)
     put_optimizer(t, task, _RATES.get(kind, 1e-6))
@@ -163,6 +165,3 @@ def _judged(t: Translation) -> None:
 def _odds(t: Translation) -> None:
     t.put("dpo.loss", "orpo")
     t.move("dpo.beta", "beta", 0.1)
-    t.leave(
-        "prompt and answer together have dpo.max_length here", "max_completion_length", "max_prompt_length"
-    )
