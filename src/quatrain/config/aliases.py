@@ -154,7 +154,7 @@ _ALONE = {
     name: f"optimizer.{name}" for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm")
 }
 _ALONE |= {name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "tools")}
-_ALONE |= {"entropy_coef": "update.entropy_coef"}
+_ALONE |= {"entropy_coef": "update.entropy_coef", "max_prompt_length": "data.max_prompt_length"}
 """Keys of other libraries without a section, which keys of several sections here are called too."""
 _LORA = "adapters have a section of their own here: 'lora.rank', 'lora.alpha' and 'lora.targets'"
 _ENGINE = (
