@@ -242,6 +242,7 @@ RATIO = {"clip_low": 0.2, "clip_high": 0.28}
 DECAYS = TUNIX_.replace("{", "{{").replace("}", "}}") + (
     "{{actor_optimizer_config: {{schedule_type: {}, init_value: 2.0e-5, warmup_steps: 186.9, {}: 0.1}}}}"
 )
+GSPO = "{policy_loss: {loss_mode: gspo}, loss_agg_mode: token-mean}"
 SAMPLED = "actor_rollout_ref.rollout: {val_kwargs: "
 CRITIC = """algorithm.adv_estimator: gae
 data.train_batch_size: 256
@@ -299,6 +300,11 @@ trainer.critic_warmup: 5
         (VERL, "data.batch_size", 1024),
         (VERL, "optimizer.weight_decay", 0.01),
         ("algorithm: {gamma: 0.9}", "advantage.estimator", "gae"),
+        # verl's gspo, sapo and geo_mean are means over sequences, whatever the key and its default say
+        (VERL + ACTOR + GSPO, "update.loss_aggregation", "seq_mean_token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "sapo"), "update.loss_aggregation", "seq_mean_token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "geo_mean"), "update.loss_aggregation", "seq_mean_token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "gpg"), "update.loss_aggregation", "token_mean"),
         (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.steps", 70),
         (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.epochs", 1.0),
         (VERL + SAMPLED + "{do_sample: true, temperature: 0, n: 4}}", "eval.n", 0),

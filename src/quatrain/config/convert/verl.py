@@ -23,6 +23,8 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}" for role in ("actor", "rollou
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _BUFFER = re.compile(r"\boverlong_buffer(_cfg)?\.enable$")
 """The buffer of verl's reward manager `dapo`: below `reward_model`, `reward`, or `reward_kwargs` of these."""
+_OF_SEQUENCES = ("gspo", "sapo", "gmpo")
+"""Losses that verl takes the mean over sequences of, whatever `loss_agg_mode` says."""
 _FRACTION = "a fraction of all steps there; give it as a number of optimizer steps: {}.warmup_steps"
 
 
@@ -216,8 +218,13 @@ def _policy_loss(t: Translation) -> str:
         t.put("update.loss_args", args, *(sources or [mode]))
     t.leave(f"update.loss {loss} does not read it", *(p for p in places.values() if p not in t.taken))
     aggregation = f"{ACTOR}.loss_agg_mode"
-    ours = value_for("update.loss_aggregation", t.take(aggregation, "token-mean"))
-    t.put("update.loss_aggregation", ours or t.take(aggregation), aggregation)
+    if loss in _OF_SEQUENCES:
+        t.put("update.loss_aggregation", "seq_mean_token_mean", mode)
+        t.leave(f"{theirs} does not read it there: it is a mean over sequences", aggregation)
+    else:
+        named = t.take(aggregation, "token-mean")
+        ours = value_for("update.loss_aggregation", named) or named
+        t.put("update.loss_aggregation", ours, aggregation)
     if t.take(f"{ACTOR}.loss_scale_factor") is not None:
         t.leave(
             "the divisor of seq_mean_token_sum_norm is rollout.max_new_tokens", f"{ACTOR}.loss_scale_factor"
