@@ -305,6 +305,13 @@ trainer.critic_warmup: 5
         (VERL + ACTOR + GSPO.replace("gspo", "sapo"), "update.loss_aggregation", "seq_mean_token_mean"),
         (VERL + ACTOR + GSPO.replace("gspo", "geo_mean"), "update.loss_aggregation", "seq_mean_token_mean"),
         (VERL + ACTOR + GSPO.replace("gspo", "gpg"), "update.loss_aggregation", "token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "clip_cov"), "update.dual_clip", None),
+        (
+            "algorithm: {adv_estimator: reinforce_plus_plus_baseline, gamma: 0.9}",
+            "advantage.args",
+            {},
+        ),
+        ("algorithm: {adv_estimator: reinforce_plus_plus, gamma: 0.9}", "advantage.args", {"gamma": 0.9}),
         (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.steps", 70),
         (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.epochs", 1.0),
         (VERL + SAMPLED + "{do_sample: true, temperature: 0, n: 4}}", "eval.n", 0),

@@ -207,7 +207,10 @@ def _policy_loss(t: Translation) -> str:
     if loss in ("ppo_clip", "clip_cov"):
         t.put("update.clip_low", low, sides[0])
         t.put("update.clip_high", high, sides[1])
-        t.move("update.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0)
+        if loss == "ppo_clip":
+            t.move("update.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0)
+        else:
+            t.leave("clip_cov does not read it there", f"{ACTOR}.clip_ratio_c")
     else:
         if "clip_low" in known:
             args |= {"clip_low": low, "clip_high": high}
@@ -247,6 +250,8 @@ def _advantages(t: Translation, loss: str) -> str:
     else:
         t.take("algorithm.norm_adv_by_std_in_grpo")
     known = ESTIMATORS[estimator].parameters if estimator in ESTIMATORS else ()
+    if estimator == "reinforce_pp_baseline":  # verl's gives every token the same return
+        known = ()
     args = {
         argument: t.given[f"algorithm.{argument}"]
         for argument in ("gamma", "lam")
@@ -255,7 +260,7 @@ def _advantages(t: Translation, loss: str) -> str:
     if args:
         t.put("advantage.args", args, *(f"algorithm.{argument}" for argument in args))
     unread = [f"algorithm.{a}" for a in ("gamma", "lam") if a not in args]
-    t.leave(f"advantage.estimator {estimator} does not read it", *unread)
+    t.leave(f"{theirs} does not read it", *unread)
     rounds, groups = "rollout.dynamic_sampling_rounds", "algorithm.filter_groups"
     if t.take(f"{groups}.enable", False):
         most = t.number(f"{groups}.max_num_gen_batches", 0)
