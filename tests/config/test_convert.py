@@ -283,6 +283,7 @@ trainer.critic_warmup: 5
         (TRL_ + OPEN_R1, "data.system_prompt", "Think."),
         (TRL_ + OPEN_R1, "data.question_column", "problem"),
         (TRL_ + OPEN_R1, "reward.functions", {"correct": 2}),
+        (TRL_ + "reward_funcs: [a.b.c, org/V2.1]", "reward.functions", {"a.b:c": 1, "model:org/V2.1": 1}),
         (TRL_ + MIN_LR, "optimizer.final_fraction", 0.1),
         (TRL_ + "use_peft: true", "lora.targets", ("qkv",)),  # peft's q_proj and v_proj
         (TRL_ + "use_peft: true\nlora_target_modules: all-linear", "lora.targets", ("all-linear",)),

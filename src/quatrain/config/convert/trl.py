@@ -218,7 +218,9 @@ def _rewards(t: Translation) -> None:
     ]
     remarks = []
     for name in functions:
-        if "." in str(name):  # package.module.function
+        if "/" in str(name):
+            ours.append(f"model:{name}")
+        elif "." in str(name):  # package.module.function
             ours.append(":".join(str(name).rsplit(".", 1)))
         else:
             ours.append(_REWARDS.get(name, str(name)))
