@@ -421,6 +421,14 @@ def test_bounds_that_a_loss_of_verl_reads_are_not_among_what_it_does_not_read(tm
     assert "clip_ratio_high" not in left
 
 
+def test_a_batch_of_packs_is_said_to_be_no_batch_of_rows(tmp_path):
+    """Catches a step of 8 short rows in place of 8 packs of 1024 tokens, without a word."""
+    said = "packs of 1024 tokens there, and rows here"
+    made = convert(GIVEN_ + "packing: true", "theirs.yaml").text
+    assert said in re.sub(r"\n\s*#\s+", " ", made)
+    assert said not in convert(GIVEN_ + "packing: false", "theirs.yaml").text
+
+
 def test_losses_of_trl_that_are_not_here_are_named(tmp_path):
     for loss in ("loss_type: apo_zero", "loss_type: [sigmoid, sft]"):
         made = convert(GIVEN_ + loss, "theirs.yaml").text

@@ -75,9 +75,14 @@ def translate(t: Translation, devices: int | None) -> None:
 def _batches(t: Translation, task: str, devices: int | None, *, pairs: bool) -> None:
     count, said = devices_of(t, devices)
     rows, accumulation = t.number(_ROWS[0], 8), t.number(_ROWS[1], 1)
-    remark = f"{rows} x {count} x {accumulation}, on {said}"
-    t.put(f"{task}.batch_size", rows * count * accumulation, *_ROWS, remark=remark)
     packed, longest = t.take("packing", False), t.number(*_longest(t))
+    remark = f"{rows} x {count} x {accumulation}, on {said}"
+    if packed:
+        remark += (
+            f"; packs of {longest or 'max_length'} tokens there, and rows here: for as many tokens in a step, "
+            "multiply by the rows of a pack"
+        )
+    t.put(f"{task}.batch_size", rows * count * accumulation, *_ROWS, remark=remark)
     if packed and longest:
         remark = f"{rows} x {longest}: rows are packed whole, and none sees another"
         t.put("update.max_tokens_per_device", rows * longest, "packing", remark=remark)
