@@ -485,7 +485,9 @@ def test_a_script_has_the_numbers_that_a_shell_computes(tmp_path):
     assert "trainer.experiment_name: grpo_$(date +%Y %m)" in made
 
 
-@pytest.mark.parametrize("value", ["$1", "${LENGTH}", "$((LENGTH * 2))", "$(nproc --all)", "$((7 / 0))"])
+@pytest.mark.parametrize(
+    "value", ["$1", "${LENGTH}", "${LENGTH:?set it}", "$((LENGTH * 2))", "$(nproc --all)", "$((7 / 0))"]
+)
 def test_a_value_that_a_script_does_not_say_is_asked_for(value, tmp_path):
     """Catches a variable of the environment that became a default, without a word."""
     script = f"n={value}\npython3 -m verl data.max_response_length=$n trainer.nnodes=1 data.seed={value}\n"

@@ -17,7 +17,7 @@ _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _ARRAY = re.compile(r"^\s*\w+\+?=\((?!\()")
 _NAME = re.compile(r"\$(\w+)")
 _BRACES = re.compile(r"(\w+)(?::?[-=](.*))?", re.DOTALL)
-_UNSET = re.compile(r"\$\w+|\$\{\w+(:?[-=].*)?\}|\$\([^(].*\)|`.*`", re.DOTALL)
+_UNSET = re.compile(r"\$\w+|\$\{\w+([^\w.].*)?\}|\$\([^(].*\)|`.*`", re.DOTALL)
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -68,7 +68,7 @@ def _words(line: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def _filled(text: str, variables: Mapping[str, str], kept: list[str], depth: int = _MAX_DEPTH) -> str:
-    """`text` with what is known; a command or arithmetic that is not becomes `\\0number\\0` of `kept`."""
+    """`text` with what is known; what is in brackets and is not becomes `\\0number\\0`, a place of `kept`."""
     parts, at = [], 0
     while (dollar := text.find("$", at)) >= 0 and depth:
         parts.append(text[at:dollar])
@@ -107,14 +107,14 @@ def _closed(text: str, start: int) -> int:
 
 
 def _of_braces(whole: str, inside: str, variables: Mapping[str, str], kept: list[str], depth: int) -> str:
-    """`${NAME}` or `${NAME:-default}`; anything else as it is."""
+    """The value of `${NAME}` or `${NAME:-default}`, or a place of `kept`."""
     found = _BRACES.fullmatch(inside)
     if found is None:
-        return whole
+        return _kept(whole, kept)
     if found[1] in variables:
         return _known(found[1], variables, kept)
     if found[2] is None:
-        return whole
+        return _kept(whole, kept)
     default = found[2]
     if len(default) > 1 and default[0] == default[-1] == '"':
         default = default[1:-1]
@@ -124,7 +124,7 @@ def _of_braces(whole: str, inside: str, variables: Mapping[str, str], kept: list
 def _of_parentheses(
     whole: str, inside: str, variables: Mapping[str, str], kept: list[str], depth: int
 ) -> str:
-    """The number of `$((arithmetic))`, or a place of `kept`, which no word is split at."""
+    """The number of `$((arithmetic))`, or a place of `kept`."""
     if inside.startswith("(") and inside.endswith(")"):
         expression = _filled(inside[1:-1], variables, [], depth - 1)
         expression = re.sub(r"[A-Za-z_]\w*", lambda match: variables.get(match[0], match[0]), expression)
@@ -132,7 +132,12 @@ def _of_parentheses(
             return str(_number(ast.parse(expression.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ArithmeticError, RecursionError):
             pass
-    kept.append(whole)
+    return _kept(whole, kept)
+
+
+def _kept(text: str, kept: list[str]) -> str:
+    """A place of `kept` for `text`, at whose spaces no word ends."""
+    kept.append(text)
     return f"\0{len(kept) - 1}\0"
 
 

@@ -79,8 +79,8 @@ def _batches(t: Translation, task: str, devices: int | None, *, pairs: bool) -> 
     remark = f"{rows} x {count} x {accumulation}, on {said}"
     if packed:
         remark += (
-            f"; packs of {longest or 'max_length'} tokens there, and rows here: for as many tokens in a step, "
-            "multiply by the rows of a pack"
+            f"; packs of {longest or 'max_length'} tokens there, and rows here: for as many tokens in a "
+            "step, multiply by the rows of a pack"
         )
     t.put(f"{task}.batch_size", rows * count * accumulation, *_ROWS, remark=remark)
     if packed and longest:
