@@ -242,6 +242,11 @@ RATIO = {"clip_low": 0.2, "clip_high": 0.28}
 DECAYS = TUNIX_.replace("{", "{{").replace("}", "}}") + (
     "{{actor_optimizer_config: {{schedule_type: {}, init_value: 2.0e-5, warmup_steps: 186.9, {}: 0.1}}}}"
 )
+OF_REFERENCE = """actor_rollout_ref.ref:
+  model: {path: other/model}
+  fsdp_config: {model_dtype: bfloat16, optimizer_offload: true, param_offload: true}
+actor_rollout_ref.actor: {use_kl_loss: true}
+"""
 GSPO = "{policy_loss: {loss_mode: gspo}, loss_agg_mode: token-mean}"
 SAMPLED = "actor_rollout_ref.rollout: {val_kwargs: "
 CRITIC = """algorithm.adv_estimator: gae
@@ -313,6 +318,10 @@ trainer.critic_warmup: 5
             {},
         ),
         ("algorithm: {adv_estimator: reinforce_plus_plus, gamma: 0.9}", "advantage.args", {"gamma": 0.9}),
+        # What verl says of the reference alone is not the policy's
+        (VERL + OF_REFERENCE, "model.param_dtype", "float32"),
+        (VERL + OF_REFERENCE, "offload.optimizer", False),
+        (VERL + OF_REFERENCE, "offload.reference", True),
         (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.steps", 70),
         (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.epochs", 1.0),
         (VERL + SAMPLED + "{do_sample: true, temperature: 0, n: 4}}", "eval.n", 0),

@@ -70,6 +70,11 @@ def _others(t: Translation) -> None:
         )
         t.put("rollout.max_staleness", t.number(most, 8), most, mode, remark=remark)
     t.leave_all("all weights of the critic are trained", "critic.model.lora")
+    own = ("model", "fsdp_config.model_dtype", "fsdp_config.dtype", "fsdp_config.optimizer_offload")
+    t.leave_all(
+        "the reference is the policy at the start of the run here, and has its dtype",
+        tuple(f"{REF}.{name}" for name in own),
+    )
 
 
 def _data(t: Translation) -> None:
