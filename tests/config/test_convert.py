@@ -478,6 +478,7 @@ DATA=(
 python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
     algorithm.adv_estimator=grpo actor_rollout_ref.model.path="${MODEL_PATH}" \\
     actor_rollout_ref.actor.ppo_mini_batch_size=$MINI actor_rollout_ref.rollout.n=$(( N - 2 * 4 )) \\
+    trainer.project_name=run#1 \\
     actor_rollout_ref.actor.use_dynamic_bsz=True trainer.experiment_name=$name \\
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((max_response_length + 1024) * 2)) $@
 """
@@ -490,6 +491,7 @@ def test_a_script_has_the_numbers_that_a_shell_computes(tmp_path):
     assert config.rollout.max_new_tokens == 20480
     assert (config.data.batch_size, config.update.mini_batch_size, config.rollout.n) == (512, 32, 8)
     assert config.update.max_tokens_per_device == 43008
+    assert config.logging.wandb_project == "run#1"
     assert config.model.path == "${HOME}/verl/models/Qwen2.5-32B"
     assert "trainer.experiment_name: grpo_$(date +%Y %m)" in made
 

@@ -59,11 +59,12 @@ def _words(line: str, variables: Mapping[str, str]) -> list[str]:
     if line.rstrip().endswith(")") and line.count("(") < line.count(")"):
         line = line.rstrip()[:-1]
     kept: list[str] = []
-    text = _filled(line, variables, kept)
+    text = re.sub(r"(?<=\S)#", "\1", _filled(line, variables, kept))  # no comment begins within a word
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
         return []
+    words = [word.replace("\1", "#") for word in words]
     return [re.sub(r"\0(\d+)\0", lambda match: kept[int(match[1])], word) for word in words]
 
 
