@@ -32,7 +32,7 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > LONGEST_EXPRESSION:
         raise ValueError(f"an expression has at most {LONGEST_EXPRESSION} characters")
-    return f"{value(ast.parse(expression, mode='eval').body):g}"
+    return f"{value(ast.parse(expression, mode='eval').body):.15g}"
 
 
 def value(node: ast.expr) -> float:

@@ -21,7 +21,8 @@ def completion(answer: str) -> str | None:
 
 def convert(source: Path, target: Path) -> tuple[int, int]:
     """Writes demonstrations for `source` to `target`; returns the numbers of rows written and left out."""
-    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    with source.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
     rows = [row | {"completion": completion(row["answer"])} for row in rows]
     kept = [row for row in rows if row["completion"] is not None]
     target.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")

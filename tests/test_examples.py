@@ -173,7 +173,9 @@ def test_gsm8k_demonstrations_show_the_calculations_in_the_format(tmp_path):
         {"question": "How many?", "answer": "She sold 48/2 = <<48/2=24>>24, in all <<48+24=72>>72.\n#### 72"},
         {"question": "How many?", "answer": "One, of course.\n#### 1"},
     ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    rows[0]["question"] += "\u2028Two?"  # as JSON may have it, and no end of a line there
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / "train.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
     script = EXAMPLES / "gsm8k_demonstrations.py"
     _, _, *arguments = command_of(script, "python ")
     done = subprocess.run(
@@ -292,6 +294,8 @@ def test_the_calculator_calculates_and_nothing_else(monkeypatch):
         return message["content"]
 
     assert [result(text) for text in ("47+38", "12*(3+4)", "-7/2", "90 - 12")] == ["85", "84", "-3.5", "78"]
+    # Six digits, as `:g` has, made 1.23457e+06 of the first, in silence.
+    assert [result(text) for text in ("1234567+1", "0.1+0.2")] == ["1234568", "0.3"]
     for text in ("__import__('os').getcwd()", "9**9**9", "a+1", "1/0", "1+", "1" * 101, "'a'*3", "(" * 99):
         assert result(text).startswith("Error: "), text
 

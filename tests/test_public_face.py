@@ -29,3 +29,9 @@ def test_a_name_that_is_not_there():
     assert set(quatrain.__all__) <= set(dir(quatrain))
     with pytest.raises(AttributeError, match="'optimize'; it has AdvantagedBatch"):
         _ = quatrain.optimize
+
+
+def test_what_load_config_returns_says_where_the_configuration_is():
+    """Catches an AttributeError of an inner function, for one who gives the result and not its `.config`."""
+    with pytest.raises(AttributeError, match=r"no 'placement'; the configuration is its .config: give"):
+        quatrain.load_policy(quatrain.load_config())

@@ -230,8 +230,31 @@ def test_values_of_a_sample(name, devices, expected, tmp_path):
 TRL_ = "num_generations: 4\n"
 VERL = "algorithm: {adv_estimator: grpo}\n"
 ACTOR = "actor_rollout_ref.actor: "
-TUNIX = "grpo_config: {beta: 0.0}\nrl_training_config: "
+TUNIX_ = "grpo_config: {beta: 0.0}\nrl_training_config: "
+OPEN_R1 = """max_prompt_length: 512
+system_prompt: Think.
+dataset_prompt_column: problem
+reward_funcs: [accuracy]
+reward_weights: [2]
+"""
+MIN_LR = "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-5\nlr_scheduler_kwargs: {min_lr: 1.0e-6}"
 RATIO = {"clip_low": 0.2, "clip_high": 0.28}
+DECAYS = TUNIX_.replace("{", "{{").replace("}", "}}") + (
+    "{{actor_optimizer_config: {{schedule_type: {}, init_value: 2.0e-5, warmup_steps: 186.9, {}: 0.1}}}}"
+)
+OF_REFERENCE = """actor_rollout_ref.ref:
+  model: {path: other/model}
+  fsdp_config: {model_dtype: bfloat16, optimizer_offload: true, param_offload: true}
+actor_rollout_ref.actor: {use_kl_loss: true}
+"""
+GSPO = "{policy_loss: {loss_mode: gspo}, loss_agg_mode: token-mean}"
+SAMPLED = "actor_rollout_ref.rollout: {val_kwargs: "
+CRITIC = """algorithm.adv_estimator: gae
+data.train_batch_size: 256
+actor_rollout_ref.actor: {ppo_mini_batch_size: 64, optim: {lr_warmup_steps: 10}}
+critic: {ppo_mini_batch_size: 32, ppo_epochs: 4, ppo_micro_batch_size: 32, optim: {lr_warmup_steps: 10}}
+trainer.critic_warmup: 5
+"""
 
 
 @pytest.mark.parametrize(
@@ -257,10 +280,56 @@ RATIO = {"clip_low": 0.2, "clip_high": 0.28}
         (TRL_ + "warmup_steps: 0.25\nmax_steps: 40", "optimizer.warmup_steps", 10),
         ("num_generations: 3\nper_device_train_batch_size: 8", "data.batch_size", 3),
         (TRL_, "optimizer.schedule", "linear"),
+        (TRL_ + "lr_scheduler_type: constant\nwarmup_steps: 9", "optimizer.warmup_steps", 0),
+        (TRL_ + "gradient_accumulation_steps: 6\nsteps_per_generation: 2", "data.batch_size", 12),
+        (TRL_ + "gradient_accumulation_steps: 6\nsteps_per_generation: 2", "update.mini_batch_size", 12),
+        (TRL_ + OPEN_R1, "data.max_prompt_length", 512),
+        (TRL_ + OPEN_R1, "data.on_long_prompt", "truncate_left"),
+        (TRL_ + OPEN_R1, "data.system_prompt", "Think."),
+        (TRL_ + OPEN_R1, "data.question_column", "problem"),
+        (TRL_ + OPEN_R1, "reward.functions", {"correct": 2}),
+        (TRL_ + "reward_funcs: [a.b.c, org/V2.1]", "reward.functions", {"a.b:c": 1, "model:org/V2.1": 1}),
+        (TRL_ + MIN_LR, "optimizer.final_fraction", 0.1),
+        (TRL_ + "use_peft: true", "lora.targets", ("qkv",)),  # peft's q_proj and v_proj
+        (TRL_ + "use_peft: true\nlora_target_modules: all-linear", "lora.targets", ("all-linear",)),
+        (TRL_ + "use_peft: true\nlora_r: 64\nuse_rslora: true", "lora.alpha", 256.0),  # 32 x 8
+        (TRL_ + "generation_kwargs: {stop: [x, y], top_k: 5}", "rollout.stop", ("x", "y")),
+        (TRL_ + "top_k: 7\ngeneration_kwargs: {stop_strings: x, top_k: 5}", "rollout.top_k", 5),
+        (TRL_ + "chat_template_kwargs: {a: false}", "data.chat_template_kwargs", {"a": False}),
+        (VERL + "data.apply_chat_template_kwargs: {a: 1}", "data.chat_template_kwargs", {"a": 1}),
+        (
+            TRL_ + "reward_funcs: [accuracy_reward, reasoning_accuracy_reward]\nreward_weights: [1, 2]",
+            "reward.functions",
+            {"correct": 3},
+        ),
         (TRL_ + "normalize_advantages: true", "advantage.estimator", "rloo"),
         (VERL, "data.batch_size", 1024),
         (VERL, "optimizer.weight_decay", 0.01),
         ("algorithm: {gamma: 0.9}", "advantage.estimator", "gae"),
+        # verl's gspo, sapo and geo_mean are means over sequences, whatever the key and its default say
+        (VERL + ACTOR + GSPO, "update.loss_aggregation", "seq_mean_token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "sapo"), "update.loss_aggregation", "seq_mean_token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "geo_mean"), "update.loss_aggregation", "seq_mean_token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "gpg"), "update.loss_aggregation", "token_mean"),
+        (VERL + ACTOR + GSPO.replace("gspo", "clip_cov"), "update.dual_clip", None),
+        (
+            "algorithm: {adv_estimator: reinforce_plus_plus_baseline, gamma: 0.9}",
+            "advantage.args",
+            {},
+        ),
+        ("algorithm: {adv_estimator: reinforce_plus_plus, gamma: 0.9}", "advantage.args", {"gamma": 0.9}),
+        # What verl says of the reference alone is not the policy's
+        (VERL + OF_REFERENCE, "model.param_dtype", "float32"),
+        (VERL + OF_REFERENCE, "offload.optimizer", False),
+        (VERL + OF_REFERENCE, "offload.reference", True),
+        (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.steps", 70),
+        (VERL + "trainer: {total_training_steps: 70, total_epochs: 2}", "run.epochs", 1.0),
+        (VERL + SAMPLED + "{do_sample: true, temperature: 0, n: 4}}", "eval.n", 0),
+        (VERL + SAMPLED + "{do_sample: true, temperature: 0.6, n: 4}}", "eval.n", 4),
+        (CRITIC, "critic_optimizer.warmup_steps", 320),  # 10 training steps of 8 mini-batches, 4 times
+        (CRITIC, "optimizer.warmup_steps", 40),  # 10 of 4 mini-batches, once
+        (CRITIC, "critic.micro_batch_size", 4),  # 32 sequences of 8 GPUs
+        (CRITIC, "critic.warmup_steps", 4),  # verl trains the policy from step 5 on
         (VERL + ACTOR + "{policy_loss: {loss_mode: gspo}, clip_ratio_high: 0.28}", "update.loss_args", RATIO),
         (VERL + ACTOR + "{policy_loss: {loss_mode: geo_mean}}", "update.loss", "gmpo"),
         (
@@ -290,6 +359,18 @@ RATIO = {"clip_low": 0.2, "clip_high": 0.28}
         ("grpo_config: {beta: 0.0}", "update.kl_coef", 0.0),
         ("grpo_config: {loss_algo: gspo-token, epsilon: 0.001}", "update.loss", "gspo"),
         ("ppo_config: {gae_lambda: 0.9}", "advantage.args", {"gamma": 1.0, "lam": 0.9}),
+        ("ppo_config: {epsilon: 0.1, epsilon_low: 0.15}", "update.clip_high", 0.1),
+        ("ppo_config: {epsilon: 0.1, epsilon_low: 0.15}", "update.clip_low", 0.15),
+        ("ppo_config: {entropy_coef: 0.01}", "update.entropy_coef", 0.01),
+        (DECAYS.format("cosine_decay_schedule", "alpha"), "optimizer.learning_rate", 2e-5),
+        (DECAYS.format("cosine_decay_schedule", "alpha"), "optimizer.final_fraction", 0.1),
+        (
+            DECAYS.replace("0.1", "2.0e-6").format("linear_schedule", "end_value"),
+            "optimizer.final_fraction",
+            0.1,
+        ),
+        (DECAYS.format("warmup_constant_schedule", "peak_value"), "optimizer.learning_rate", 0.1),
+        (DECAYS.format("warmup_constant_schedule", "peak_value"), "optimizer.warmup_steps", 187),
         ('["algorithm.adv_estimator=grpo", "++data.train_batch_size=8"]', "data.batch_size", 8),
     ],
 )
@@ -319,6 +400,16 @@ GIVEN_ = "model_name_or_path: m\ndataset_name: a/b\n"
             {"dpo.loss": "kto", "dpo.desirable_weight": 1.5, "dpo.beta": 0.3, "update.micro_batch_size": 8},
         ),
         ("beta: 0.3", "trl-orpo", {"dpo.loss": "orpo", "dpo.beta": 0.3}),
+        (
+            "max_seq_length: 2048\npacking: true",
+            None,
+            {"sft.max_length": 2048, "update.max_tokens_per_device": 8 * 2048},
+        ),
+        (
+            "beta: 0.1",
+            "trl-rloo",
+            {"advantage.estimator": "rloo", "rollout.n": 2, "reward.kl_coef": 0.1, "update.kl_coef": 0.0},
+        ),
         ("lr_scheduler_type: constant", "trl-orpo", {"dpo.schedule": "constant", "dpo.warmup_steps": 0}),
     ],
 )
@@ -329,6 +420,22 @@ def test_each_trainer_of_trl_on_given_data_has_its_section_and_its_defaults(text
     config = load_config(path, [], {}).config
     assert {key: value_at(config, key) for key in values} == values
     assert config.given.data == "a/b"
+
+
+def test_bounds_that_a_loss_of_verl_reads_are_not_among_what_it_does_not_read(tmp_path):
+    """Catches clip ratios of gspo, which stood both in `update.loss_args` and as not translated."""
+    text = VERL + ACTOR + "{policy_loss: {loss_mode: gspo}, clip_ratio_high: 0.28, clip_ratio_c: 4.0}"
+    left = converted(text, tmp_path)[0].partition("Not translated")[2]
+    assert "clip_ratio_c: 4.0" in left
+    assert "clip_ratio_high" not in left
+
+
+def test_a_batch_of_packs_is_said_to_be_no_batch_of_rows(tmp_path):
+    """Catches a step of 8 short rows in place of 8 packs of 1024 tokens, without a word."""
+    said = "packs of 1024 tokens there, and rows here"
+    made = convert(GIVEN_ + "packing: true", "theirs.yaml").text
+    assert said in re.sub(r"\n\s*#\s+", " ", made)
+    assert said not in convert(GIVEN_ + "packing: false", "theirs.yaml").text
 
 
 def test_losses_of_trl_that_are_not_here_are_named(tmp_path):
@@ -359,6 +466,69 @@ def test_overrides_of_hydra_come_after_the_file_and_need_none(tmp_path):
     assert converted("", tmp_path, "actor_rollout_ref.rollout.n=3")[1].rollout.n == 3
 
 
+SCRIPT = """set -x
+max_response_length=$((1024 * 20))
+export MINI=${MINI:-$((64 / 2))} N=16
+MODEL_PATH=${MODEL_PATH:-"${ROOT:-"${HOME}/verl"}/models/Qwen2.5-32B"}
+name="grpo_$(date +%Y %m)"
+#   an old command with \\
+DATA=(
+    data.max_response_length=${max_response_length}
+    data.train_batch_size=$((MINI << 4)))
+python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
+    algorithm.adv_estimator=grpo actor_rollout_ref.model.path="${MODEL_PATH}" \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=$MINI actor_rollout_ref.rollout.n=$(( N - 2 * 4 )) \\
+    trainer.project_name=run#1 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True trainer.experiment_name=$name \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((max_response_length + 1024) * 2)) $@
+"""
+
+
+def test_a_script_has_the_numbers_that_a_shell_computes(tmp_path):
+    """Catches `$((1024 * 20))`, which was taken for a key of OmegaConf and left out in silence: rollouts had
+    quatrain's 256 tokens in place of the 20480 of verl's own DAPO scripts."""
+    made, config = converted(SCRIPT, tmp_path)
+    assert config.rollout.max_new_tokens == 20480
+    assert (config.data.batch_size, config.update.mini_batch_size, config.rollout.n) == (512, 32, 8)
+    assert config.update.max_tokens_per_device == 43008
+    assert config.logging.wandb_project == "run#1"
+    assert config.model.path == "${HOME}/verl/models/Qwen2.5-32B"
+    assert "trainer.experiment_name: grpo_$(date +%Y %m)" in made
+
+
+@pytest.mark.parametrize(
+    "value", ["$1", "${LENGTH}", "${LENGTH:?set it}", "$((LENGTH * 2))", "$(nproc --all)", "$((7 / 0))"]
+)
+def test_a_value_that_a_script_does_not_say_is_asked_for(value, tmp_path):
+    """Catches a variable of the environment that became a default, without a word."""
+    script = f"n={value}\npython3 -m verl data.max_response_length=$n trainer.nnodes=1 data.seed={value}\n"
+    with pytest.raises(ConfigError, match=r"theirs.yaml must say its values itself; got data.max_resp") as e:
+        converted(script, tmp_path)
+    assert "quatrain convert theirs.yaml data.max_response_length=VALUE data.seed=VALUE" in str(e.value)
+    given = ("data.max_response_length=99", "data.seed=1")
+    assert converted(script, tmp_path, *given)[1].rollout.max_new_tokens == 99
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "reward_model.overlong_buffer",
+        "reward_model.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    ],
+)
+def test_the_penalty_on_long_completions_is_read_where_verl_has_it(section, tmp_path):
+    """Catches one below `reward_kwargs` that was left out as if it belonged to a reward model."""
+    longest = section.rpartition(".")[0] + ".max_resp_len"
+    text = f"algorithm.adv_estimator: grpo\n{section}: {{enable: true, len: 64, penalty_factor: 0.5}}\n"
+    made, config = converted(f"{text}{longest}: 400\n", tmp_path)
+    assert config.reward.functions == {"correct": 1.0, "overlong": 0.5}
+    assert (config.reward.overlong_buffer, config.reward.overlong_limit) == (64, 400)
+    assert "no reward model" not in made
+    assert "overlong" not in converted(text.replace("true", "false"), tmp_path)[1].reward.functions
+
+
 def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
     made, _ = of_sample("trl_grpo.yaml", tmp_path)
     comments = re.sub(r"\n#\s+", " ", made)
@@ -368,6 +538,9 @@ def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
     assert "deepspeed: zero3.json ^ here it is 'mesh'" in comments
     assert "loss_type dapo is an aggregation" in comments
     assert "on 1 device (give others with" in comments
+    text = "algorithm.rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2.0}"
+    made = re.sub(r"\n#\s+", " ", converted(text, tmp_path)[0])
+    assert "rollout_rs: token_k1 algorithm.rollout_correction.rollout_rs_threshold: 2.0 ^ here it is" in made
 
 
 @pytest.mark.parametrize(
@@ -375,7 +548,7 @@ def test_what_has_no_counterpart_is_a_comment_with_its_reason(tmp_path):
     [
         (TRL_ + "optim: adamw_bnb_8bit", "optim: adamw_bnb_8bit ^ no moments of 8 bits here; "),
         (TRL_ + "optim: adagrad", "optim: adagrad ^ optimizer.name is adamw, lion, sgd, muon or adafactor"),
-        (TUNIX + "{actor_optimizer_config: {opt_type: adagrad}}", "here, not adagrad"),
+        (TUNIX_ + "{actor_optimizer_config: {opt_type: adagrad}}", "here, not adagrad"),
     ],
 )
 def test_optimizers_without_a_counterpart(text, comment, tmp_path):
@@ -413,7 +586,7 @@ def test_what_is_missing_is_said(tmp_path):
             r"must be a configuration of verl, TRL, Tunix; .*\(a\); name the library, as --from verl",
         ),
         ("", {}, "found no keys in it"),
-        (TRL_, {"library": "trlx"}, "--from must be verl or trl or tunix or trl-sft or .*; got 'trlx'"),
+        (TRL_, {"library": "trlx"}, "--from must be verl or trl or tunix or trl-rloo or .*; got 'trlx'"),
         (GIVEN_ + "max_length: 9", {}, "has keys of several trainers of TRL .*; name the trainer, as --from"),
         ("num_generations: four", {}, "num_generations must be a number to be translated; got 'four'"),
         ("num_generations: [", {}, "not valid YAML"),

@@ -318,7 +318,10 @@ def test_the_quickstart_gives_a_command_what_it_reads():
 
 
 def test_surprises_are_warned_about():
-    assert "sft.epochs (2) has no effect, because sft.steps is set" in loaded("sft", "sft.epochs=2").warnings
+    said = "has no effect, because sft.steps is 80; set sft.steps=0 to count epochs"
+    assert f"sft.epochs (2) {said}" in loaded("sft", "sft.epochs=2").warnings
+    # The default, asked for: the quickstart's 80 steps were 426 epochs of a small file, without a word.
+    assert f"sft.epochs (1) {said}" in loaded("sft", "sft.epochs=1").warnings
     assert [w for w in loaded("rm").warnings if w.startswith("rm.eval is null: there is no evaluation")]
     assert [w for w in loaded("rm", "rm.learning_rate=0").warnings if w.startswith("rm.learning_rate is 0")]
     found = loaded("dpo", "lora.rank=4", "dpo.learning_rate=5e-7").warnings

@@ -146,5 +146,6 @@ def test_rewards_learn_the_size_in_which_a_model_sees_a_picture(limits, seen):
 
 
 def test_a_model_without_a_tower_sees_no_size():
-    with pytest.raises(ValueError, match="builtin:tiny has none"):
+    """Catches the advice to set `model.vision` to none, which it is."""
+    with pytest.raises(ValueError, match=r"builtin:tiny \(model\.path\) has none; give the configuration of"):
         quatrain.seen_size((200, 100), quatrain.load_config(overrides=(), environ={}).config)

@@ -26,6 +26,16 @@ def updated(tmp_path_factory):
     return config, policy, stages, prompts, advantaged, state, stages.update.step(state, advantaged)
 
 
+def test_the_reference_is_asked_for_where_the_loss_needs_it(updated, monkeypatch):
+    """Catches an AssertionError of an inner function, for a loop with the quickstart's `update.kl_coef`."""
+    _, _, stages, _, advantaged, _, state = updated
+    monkeypatch.setattr(stages.update, "reference", None)
+    with pytest.raises(
+        ValueError, match="needs its parameters, and build_stages got none; give it a copy of"
+    ):
+        stages.update._reference_logprobs(state.params, advantaged.rewarded.rollouts)
+
+
 CALL = r"call sync_weights\(state\.params, state\.step\) before generate, wait and an evaluation, after each"
 
 

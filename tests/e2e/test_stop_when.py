@@ -42,6 +42,14 @@ def test_on_step_sees_each_step_and_ends_the_run(tmp_path, staleness):
     assert "ends with step 3 of 6: on_step returned True" in (summary.run / "run.log").read_text()
 
 
+@pytest.mark.parametrize("on_step", [3, lambda metrics: None, lambda step, metrics, more: None])
+def test_what_cannot_be_called_after_a_step_is_refused_before_anything_is_computed(tmp_path, on_step):
+    """Catches one that ended a run as a TypeError after its warm start and its first training step."""
+    with pytest.raises(ValueError, match="on_step must be a function of the step and its metrics; got"):
+        train(small_run(tmp_path, "refused"), on_step=on_step)
+    assert not (tmp_path / "refused").exists()
+
+
 def test_a_run_stops_when_a_metric_of_evaluations_reaches_its_bound_and_can_be_resumed(tmp_path):
     bound = "run.stop_when={metric: eval/accuracy_strict, at_most: 1}"
     options = ("sft.steps=0", "eval.before=false")

@@ -271,7 +271,9 @@ def convert_(
     from_: Annotated[
         str | None,
         option(
-            "verl, trl, tunix, or trl-sft, -dpo, -rm, -kto, -orpo; default: by its keys.", "LIBRARY", "--from"
+            "verl, trl, tunix, or trl-rloo, -sft, -dpo, -rm, -kto, -orpo; default: by its keys.",
+            "LIBRARY",
+            "--from",
         ),
     ] = None,
     devices: Annotated[

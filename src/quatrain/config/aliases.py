@@ -40,7 +40,8 @@ _NAMES = {
     "model.dtype": "fsdp_config.dtype bf16",
     "model.param_dtype": "model_dtype",
     "eval.temperature": "val_kwargs.temperature",
-    "data.question_column": "prompt_key",
+    "data.question_column": "prompt_key dataset_prompt_column",
+    "data.system_prompt": "system_prompt",
     "data.shuffle": "shuffle_dataset",
     "data.chat_template": "custom_chat_template chat_template_path",
     "data.chat_template_kwargs": "apply_chat_template_kwargs chat_template_kwargs",
@@ -153,7 +154,7 @@ _ALONE = {
     name: f"optimizer.{name}" for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm")
 }
 _ALONE |= {name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "tools")}
-_ALONE |= {"entropy_coef": "update.entropy_coef"}
+_ALONE |= {"entropy_coef": "update.entropy_coef", "max_prompt_length": "data.max_prompt_length"}
 """Keys of other libraries without a section, which keys of several sections here are called too."""
 _LORA = "adapters have a section of their own here: 'lora.rank', 'lora.alpha' and 'lora.targets'"
 _ENGINE = (

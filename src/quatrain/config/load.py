@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -68,6 +68,14 @@ class Resolved:
         """Whether a layer set `key`, rather than its default or what was derived for it."""
         return self.provenance.get(key, DEFAULT) not in (DEFAULT, DERIVED)
 
+    if not TYPE_CHECKING:  # a type checker is to see that there is no such name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"what load_config returns has no {name!r}; the configuration is its .config: give "
+                "load_config(…).config"
+            )
+
 
 def load_config(
     path: str | Path | None = None,
@@ -112,9 +120,11 @@ def load_config(
     merged.refuse_redacted(tuple(reads))
     config = merged.resolved((file or QUICKSTART).stem, environ, now or datetime.now(UTC))
     warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
+    provenance = merged.provenance(config)
     if trains:
-        warnings += [*unsuitable, *warnings_about(config, environ)]
-    return Resolved(config, merged.provenance(config), warnings)
+        chosen = {key for key, origin in provenance.items() if origin not in (DEFAULT, DERIVED)}
+        warnings += [*unsuitable, *warnings_about(config, environ, chosen)]
+    return Resolved(config, provenance, warnings)
 
 
 def keys_read_by(command: str) -> list[str]:

@@ -3,11 +3,11 @@
 Data flow: the resolved `Config` -> `warnings_about` -> the log and the output of `quatrain config`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, takes
-from quatrain.config.fields import is_default
+from quatrain.config.fields import is_default, value_at
 from quatrain.config.schema import Config
 
 WANDB_MODES = ("disabled", "offline", "online")
@@ -101,10 +101,6 @@ WARNINGS: tuple[tuple[Callable[[Config], object], str], ...] = (
         "data.eval is null: there is no evaluation before, during or after training",
     ),
     (
-        lambda c: c.run.steps is not None and not is_default(c, "run.epochs"),
-        "run.epochs ({c.run.epochs:g}) has no effect, because run.steps is set",
-    ),
-    (
         lambda c: c.reward.model_max_tokens_per_device is not None and not c.reward.models,
         "reward.model_max_tokens_per_device has no effect, because reward.functions has no reward model "
         "(model:PATH)",
@@ -116,10 +112,6 @@ ON_GIVEN_DATA: tuple[tuple[Callable[[Config], object], str], ...] = (
         "{c.run.task}.learning_rate is 0: training does not change the weights",
     ),
     (
-        lambda c: c.given.steps and not is_default(c, f"{c.run.task}.epochs"),
-        "{c.run.task}.epochs ({c.given.epochs:g}) has no effect, because {c.run.task}.steps is set",
-    ),
-    (
         lambda c: c.given.eval is None and c.data.eval is None,
         "{c.run.task}.eval is null: there is no evaluation before, during or after training",
     ),
@@ -127,10 +119,19 @@ ON_GIVEN_DATA: tuple[tuple[Callable[[Config], object], str], ...] = (
 """Those of `quatrain sft`, `dpo` and `rm`, in place of the table above."""
 
 
-def warnings_about(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """One warning for each setting that is valid but probably not intended."""
+def warnings_about(config: Config, environ: Mapping[str, str], chosen: Collection[str] = ()) -> list[str]:
+    """One warning for each setting that is valid but probably not intended; layers have set `chosen`."""
     table = ON_GIVEN_DATA if config.run.on_given_data else WARNINGS
     warnings = [sentence.format(c=config) for holds, sentence in table if holds(config)]
+    steps, epochs = config.key_of("steps"), config.key_of("epochs")
+    number, passes = value_at(config, steps), value_at(config, epochs)
+    # The default too, where somebody has asked for it: the steps may be those of the quickstart.
+    if number and (epochs in chosen or not is_default(config, epochs)):
+        unset = "0" if config.run.on_given_data else "null"
+        warnings.append(
+            f"{epochs} ({passes:g}) has no effect, because {steps} is {number}; set {steps}={unset} to count "
+            "epochs"
+        )
     warnings += _about_rates(config)
     mode = environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES and config.logging.wandb == "disabled":

@@ -93,8 +93,12 @@ def seen_size(size: tuple[int, int], config: Config) -> tuple[int, int]:
     path = config.model.path
     # Of a built-in model the vocabulary has its tokenizer's size; the picture does not depend on it.
     own = len(load_tokenizer(config.model.tokenizer)) if path.startswith(BUILTIN) else None
-    vision = load_architecture(path, vocab_size=own, vision="all").vision
-    assert vision is not None, "a model without a tower is refused"
+    vision = load_architecture(path, vocab_size=own, vision=None).vision
+    if vision is None:
+        raise ValueError(
+            f"quatrain.seen_size needs a model with a supported tower; {path} (model.path) has none; give "
+            "the configuration of a model that sees (docs/images.md)"
+        )
     return with_limits(vision, config.data).seen_size(size)
 
 

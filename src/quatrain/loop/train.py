@@ -6,6 +6,7 @@ on data that exist. Run folder, resuming, evaluation, checkpoints and logging ar
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -67,6 +68,7 @@ def train(
             f"quatrain.train takes what quatrain.load_config returns; got {type(resolved).__name__}; give "
             "quatrain.load_config('my.yaml')"
         )
+    _check_on_step(on_step)
     with open_run(resolved, resume, reward_functions, rows) as run:
         first = max(run.folder.steps(), default=0)
         task = resolved.config.run.task
@@ -77,6 +79,21 @@ def train(
             after = run.evaluations.last(state.params, state.train_step, version=state.step)
             export(run, state.params, state.train_step)
         return conclude(run, state.train_step, after)
+
+
+def _check_on_step(on_step: OnStep | None) -> None:
+    """Raises ValueError unless it can be called with the number of a step and its metrics."""
+    if on_step is None:
+        return
+    try:
+        inspect.signature(on_step).bind(0, {})
+    except TypeError as error:  # also what `signature` raises for what cannot be called
+        raise ValueError(
+            f"on_step must be a function of the step and its metrics; got {shown(on_step)} ({error}); write "
+            "it as def on_step(step, metrics)"
+        ) from None
+    except ValueError:
+        pass  # a function of C without a signature
 
 
 def _of_task(

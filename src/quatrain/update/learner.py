@@ -598,7 +598,12 @@ class Learner:
 
         That base has the policy's routers, and so the routes of `table`; another model has routes of its own.
         """
-        assert self.reference is not None, "KL to the reference needs the reference parameters"
+        if self.reference is None:
+            raise ValueError(
+                "the KL to the reference needs its parameters, and build_stages got none; give it a copy of "
+                "the policy's, as reference=jax.tree.map(jnp.copy, policy.params), or set update.kl_coef and "
+                "reward.kl_coef to 0"
+            )
         reference, arch = self.reference, policy.arch
         check_held(reference, "the parameters of the reference", "give build_stages a copy of them")
         mesh = jax.tree.leaves(reference)[0].sharding.mesh

@@ -6,13 +6,13 @@ on values) and the table of names in `config/aliases.py` (all other keys) -> `tr
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.aliases import LIBRARIES, library_of
 from quatrain.config.convert import trl, trl_given, tunix, verl
+from quatrain.config.convert.script import OVERRIDE, is_unset, overrides_of
 from quatrain.config.convert.translation import Translation
 from quatrain.config.dump import by_dotted_key
 from quatrain.config.errors import ConfigError, listed, shown
@@ -21,7 +21,7 @@ from quatrain.config.settings import parse_yaml
 _MODULES = {"verl": verl, "trl": trl, "tunix": tunix}
 _GIVEN = {f"trl-{kind}": f"TRL ({name})" for kind, name in trl_given.KINDS.items()}
 """Trainers of TRL on data that exist, as values of `--from`, and as messages name them."""
-
+_RLOO = "trl-rloo"
 
 OF_GRPO = {
     *("num_generations", "reward_funcs", "use_vllm", "vllm_mode", "scale_rewards", "steps_per_generation"),
@@ -49,22 +49,24 @@ def convert(
 
     Args:
         source: name of the file, for comments and errors.
-        library: `verl`, `trl`, `tunix`, or one of TRL's trainers on data that exist, as `trl-sft`; null:
-            found by the keys.
+        library: `verl`, `trl`, `tunix`, `trl-rloo`, or one of TRL's trainers on data that exist, as
+            `trl-sft`; null: found by the keys.
         devices: devices of the run, for sizes that are given per device; null: what the file says, or 1.
 
     Raises ConfigError for text that is no configuration, and for one of an unknown library.
     """
     given = read_theirs(text, source, overrides)
     name = library or _library(given, source)
+    rloo = name == _RLOO or (name == "trl" and _is_rloo(given))
+    name = "trl" if rloo else name
     if name not in (*_MODULES, *_GIVEN):
         raise ConfigError(
             f"{source} must be a configuration of {listed(LIBRARIES.values())}; its keys are those of none "
             f"({listed(given)}); name the library, as --from verl"
             if name is None
-            else f"--from must be {' or '.join((*LIBRARIES, *_GIVEN))}; got {shown(name)}"
+            else f"--from must be {' or '.join((*LIBRARIES, _RLOO, *_GIVEN))}; got {shown(name)}"
         )
-    shown_name = "TRL (RLOO)" if name == "trl" and _is_rloo(given) else (LIBRARIES | _GIVEN)[name]
+    shown_name = "TRL (RLOO)" if rloo else (LIBRARIES | _GIVEN)[name]
     module = trl_given if name in _GIVEN else _MODULES[name]
     translation = Translation(shown_name, source, given)
     module.translate(translation, devices)
@@ -118,8 +120,6 @@ def read_file(path: Path) -> str:
         raise ConfigError(f"{path} must be a file of text: YAML, JSON, or a script with KEY=VALUE") from None
 
 
-_OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*[\w.]+)\s*(?:,\s*(.*?))?\}")
 _MAX_FILLED = 10
 
@@ -130,6 +130,7 @@ def read_theirs(text: str, source: str, overrides: Sequence[str] = ()) -> dict[s
     The text is YAML or JSON with nested or dotted keys, a list of overrides, or a shell script whose command
     has them. Raises ConfigError.
     """
+    is_script = False
     if text.strip():
         values = _parse(text, source)
         if isinstance(values, dict):
@@ -137,10 +138,17 @@ def read_theirs(text: str, source: str, overrides: Sequence[str] = ()) -> dict[s
         elif isinstance(values, list) and all(isinstance(each, str) and "=" in each for each in values):
             theirs = _of_overrides(values, {})
         else:
-            theirs = _of_script(text)
+            theirs, is_script = _of_script(text), True
     else:
         theirs = {}
     theirs = _of_overrides(overrides, theirs)
+    if unset := [key for key, value in theirs.items() if is_script and is_unset(value)]:
+        said = listed((f"{key}={theirs[key]}" for key in unset), len(unset))
+        raise ConfigError(
+            f"{source} must say its values itself; got {said}, from the environment, an argument, a command "
+            f"or arithmetic with one; give the values after the file: quatrain convert {source} "
+            f"{' '.join(f'{key}=VALUE' for key in unset)}"
+        )
     if not theirs:
         raise ConfigError(
             f"{source} must be a configuration of {listed(LIBRARIES.values())}: YAML, JSON, or a script with "
@@ -167,7 +175,7 @@ def _of_overrides(words: Sequence[str], before: Mapping[str, Any]) -> dict[str, 
     """`before` with Hydra's overrides: `key=value`, `+key=value`, `++key=value`; `~key` deletes."""
     values = dict(before)
     for word in words:
-        found = _OVERRIDE.fullmatch(word)
+        found = OVERRIDE.fullmatch(word)
         if word.startswith("~"):
             gone = word.lstrip("~").partition("=")[0]
             values = {k: v for k, v in values.items() if k != gone and not k.startswith(f"{gone}.")}
@@ -186,31 +194,7 @@ def _value(text: str) -> Any:
 
 
 def _of_script(text: str) -> dict[str, Any]:
-    """The overrides in a shell script; variables that the script sets are filled in, as are its defaults."""
-    variables: dict[str, str] = {}
-    overrides: list[str] = []
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(_with(line, variables), comments=True)
-        except ValueError:
-            continue  # a quotation mark that is closed in another line: no command with overrides
-        words = words[1:] if words[:1] == ["export"] else words
-        found = [(word, match) for word in words if (match := _OVERRIDE.fullmatch(word))]
-        if found and len(found) == len(words) and "." not in found[0][1]["key"]:
-            variables |= {match["key"]: match["value"] for _, match in found}
-        else:
-            overrides += [word for word, match in found if "." in match["key"]]
-    return _of_overrides(overrides, {})
-
-
-def _with(line: str, variables: Mapping[str, str]) -> str:
-    """`line` with the values of variables that are known, or the defaults of `${NAME:-default}`."""
-
-    def value(match: re.Match[str]) -> str:
-        known = variables.get(match[1] or match[3])
-        return known if known is not None else match[0] if match[2] is None else match[2]
-
-    return _VARIABLE.sub(value, line)
+    return _of_overrides(overrides_of(text), {})
 
 
 def _filled(value: Any, key: str, values: Mapping[str, Any], depth: int = _MAX_FILLED) -> Any:

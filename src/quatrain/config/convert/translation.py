@@ -102,6 +102,11 @@ class Translation:
         if self.number(name) is not None:
             self.move(key, name)
 
+    def copy_mapping(self, key: str, name: str) -> None:
+        """Gives `key` here the mapping that the file has at or below their key `name`, if there is one."""
+        if whole := self.mapping(name):
+            self.put(key, whole, *(each for each in self.given if f"{each}.".startswith(f"{name}.")))
+
     def leave_all(self, why: str, begin: str | tuple[str, ...]) -> None:
         """As `leave`, all keys that begin so."""
         self.leave(why, *(name for name in self.given if name.startswith(begin)))
@@ -238,9 +243,9 @@ _MATRICES = {
 }
 
 
-def put_lora_targets(t: Translation, name: str) -> None:
+def put_lora_targets(t: Translation, name: str, default: str | list[str] = "all-linear") -> None:
     """The matrices with adapters from names of modules, a list or a pattern of them."""
-    theirs = t.take(name, "all-linear")
+    theirs = t.take(name, default)
     text = theirs if isinstance(theirs, str) else " ".join(map(str, theirs))
     ours = [matrix for matrix, modules in _MATRICES.items() if any(module in text for module in modules)]
     whole = all(module in text for matrix in ours for module in _MATRICES[matrix] if module.endswith("_proj"))

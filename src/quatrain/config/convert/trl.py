@@ -13,7 +13,7 @@ from quatrain.config.convert.translation import OPTIMIZERS, Translation, put_lor
 DEFAULTS = {"num_generations": 8, "max_completion_length": 512, "num_train_epochs": 3.0, "seed": 42}
 """TRL's defaults that differ from ours, of keys that the table of names translates."""
 _REWARDS = {
-    "accuracy_reward": "correct",
+    **dict.fromkeys(("accuracy", "accuracy_reward"), "correct"),  # the first as open-r1 calls it
     "reasoning_accuracy_reward": "correct",
     "think_format_reward": "format",
     "get_soft_overlong_punishment": "overlong",
@@ -25,6 +25,8 @@ _SCHEDULES = {
     **dict.fromkeys(("linear", "cosine"), "linear"),
     **dict.fromkeys(("cosine", "cosine_with_min_lr"), "cosine"),
 }
+_PEFT = ["q_proj", "v_proj"]
+"""peft's default of `target_modules` for Llama, Mistral, Qwen, Gemma and others."""
 _VLLM = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
@@ -63,12 +65,18 @@ def put_model(t: Translation) -> None:
         "model.remat", "layer" if t.take("gradient_checkpointing", True) else "none", "gradient_checkpointing"
     )
     if t.take("use_peft", False):
-        t.put("lora.rank", t.number("lora_r", 16), "lora_r", "use_peft")
-        t.move("lora.alpha", "lora_alpha", 32)
-        put_lora_targets(t, "lora_target_modules")
+        rank, alpha = t.number("lora_r", 16), t.number("lora_alpha", 32)
+        t.put("lora.rank", rank, "lora_r", "use_peft")
+        if t.take("use_rslora", False):
+            remark = f"{alpha} x sqrt({rank}): what adapters add is multiplied by alpha / sqrt(rank) there"
+            t.put("lora.alpha", alpha * math.sqrt(rank), "lora_alpha", "use_rslora", remark=remark)
+        else:
+            t.put("lora.alpha", alpha, "lora_alpha")
+        put_lora_targets(t, "lora_target_modules", _PEFT)
         t.leave("adapters have no dropout here", "lora_dropout")
     else:
         t.leave_all("use_peft is false", "lora_")
+    t.copy_mapping("data.chat_template_kwargs", "chat_template_kwargs")
     t.move("seed", "seed", 42)
 
 
@@ -122,6 +130,9 @@ def _batches(t: Translation, devices: int | None) -> float:
     else:
         product = f"{generation} completions"
     step = rows * count * accumulation
+    if generation < step:  # an optimizer step accumulates over several generations, all of the same weights
+        generation = step
+        product = f"{rows} completions x {count} devices x {accumulation} steps of an optimizer step"
     batch, mini = (max(1, math.ceil(size / n)) for size in (generation, step))
     even = "" if generation % n == 0 and step % n == 0 else "; rounded up"
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -138,13 +149,26 @@ def _batches(t: Translation, devices: int | None) -> float:
 
 
 def _rollout(t: Translation) -> None:
+    if t.number(longest := "max_prompt_length") is not None:
+        t.put("data.max_prompt_length", t.given[longest], longest)
+        remark = "TRL, which had the key before version 1, cut longer prompts on the left"
+        t.put("data.on_long_prompt", "truncate_left", longest, remark=remark)
     t.put("rollout.top_k", max(0, t.number("top_k", 0)), "top_k")
     t.move("rollout.min_p", "min_p", 0.0)
-    extra = t.take("generation_kwargs") or {}
-    if stop := extra.get("stop"):
-        t.put("rollout.stop", [stop] if isinstance(stop, str) else stop, "generation_kwargs")
-    if set(extra) - {"stop"}:
-        t.leave("of these only `stop` has a counterpart, rollout.stop", "generation_kwargs")
+    section = "generation_kwargs"
+    extra = t.mapping(section)
+    ours = {
+        **{name: name for name in ("stop", "temperature", "top_p", "top_k", "min_p")},
+        "stop_strings": "stop",
+    }
+    for name, value in extra.items():
+        place = section if section in t.given else f"{section}.{name}"
+        if name not in ours:
+            t.leave("of these, keys of rollout have the stop strings, the temperature and the filters", place)
+        elif ours[name] == "stop":
+            t.put("rollout.stop", [value] if isinstance(value, str) else value, place)
+        else:
+            t.put(f"rollout.{name}", value, place, remark="it comes before the key of its own in TRL")
     vllm, mode = t.take("use_vllm", False), t.take("vllm_mode", "colocate")
     server = bool(vllm) and mode == "server"
     if server:
@@ -194,7 +218,9 @@ def _rewards(t: Translation) -> None:
     ]
     remarks = []
     for name in functions:
-        if "." in str(name):  # package.module.function
+        if "/" in str(name):
+            ours.append(f"model:{name}")
+        elif "." in str(name):  # package.module.function
             ours.append(":".join(str(name).rsplit(".", 1)))
         else:
             ours.append(_REWARDS.get(name, str(name)))
@@ -210,7 +236,9 @@ def _rewards(t: Translation) -> None:
             t.put("reward.overlong_limit", _OVERLONG[0], "reward_funcs")
             t.put("reward.overlong_buffer", _OVERLONG[1], "reward_funcs")
     if ours:
-        weighted = dict(zip(ours, [*weights, *[1.0] * len(ours)], strict=False))
+        weighted: dict[str, float] = {}
+        for name, weight in zip(ours, [*weights, *[1.0] * len(ours)], strict=False):
+            weighted[name] = weighted.get(name, 0.0) + weight
         t.put("reward.functions", weighted, *names, remark="; ".join(remarks))
 
 
@@ -317,17 +345,25 @@ def put_optimizer(t: Translation, section: str, rate: float) -> None:
     extra = t.take("lr_scheduler_kwargs") or t.mapping("lr_scheduler_kwargs")
     if schedule:
         t.put(f"{section}.schedule", schedule, "lr_scheduler_type")
+        ends = f"lr_scheduler_kwargs.min_lr{'_rate' * ('min_lr_rate' in extra)}"
         last = extra.get("min_lr_rate")
+        if last is None and extra.get("min_lr") is not None:
+            last = round(extra["min_lr"] / t.number("learning_rate", rate), 9)
         if scheduler == "cosine_with_min_lr" and last is not None and section == "optimizer":
-            t.put("optimizer.final_fraction", last, "lr_scheduler_kwargs.min_lr_rate")
+            t.put("optimizer.final_fraction", last, ends)
         elif last is not None:
-            t.leave(f"{section}.schedule {schedule} ends at 0 here", "lr_scheduler_kwargs.min_lr_rate")
+            t.leave(f"{section}.schedule {schedule} ends at 0 here", ends)
+        others = (f"lr_scheduler_kwargs.{name}" for name in extra if not name.startswith("min_lr"))
+        t.leave("a cosine is one half of a wave here, from the warm-up to the last step", *others)
     else:
         t.leave(f"{section}.schedule is constant, linear or cosine here", "lr_scheduler_type")
     warmup, ratio = t.number("warmup_steps", 0), t.number("warmup_ratio", 0.0)
     fraction = warmup if 0 < warmup < 1 else ratio if not warmup else 0
     total = t.number("max_steps", -1)
-    if fraction and total > 0:
+    if scheduler == "constant":
+        t.put(f"{section}.warmup_steps", 0, "lr_scheduler_type")
+        t.leave("only constant_with_warmup has a warm-up in TRL", "warmup_ratio", "warmup_steps")
+    elif fraction and total > 0:
         remark = f"{fraction} of {total} optimizer steps"
         t.put(
             f"{section}.warmup_steps",

@@ -57,6 +57,8 @@ def translate(t: Translation, devices: int | None) -> None:
     t.leave("there is no dropout here", "disable_dropout")
     put_data(t, f"{task}.data", f"{task}.eval")
     _batches(t, task, devices, pairs=kind not in ("sft", "kto"))
+    together = f"prompt and answer together have {task}.max_length here"
+    t.leave(together, "max_completion_length", "max_prompt_length")
     _lengths(t, task, drops=kind == "rm")
     {"sft": _supervised, "rm": _scores, "dpo": _preferences, "kto": _judged, "orpo": _odds}[kind](t)
     put_optimizer(t, task, _RATES.get(kind, 1e-6))
@@ -73,9 +75,14 @@ def translate(t: Translation, devices: int | None) -> None:
 def _batches(t: Translation, task: str, devices: int | None, *, pairs: bool) -> None:
     count, said = devices_of(t, devices)
     rows, accumulation = t.number(_ROWS[0], 8), t.number(_ROWS[1], 1)
+    packed, longest = t.take("packing", False), t.number(*_longest(t))
     remark = f"{rows} x {count} x {accumulation}, on {said}"
+    if packed:
+        remark += (
+            f"; packs of {longest or 'max_length'} tokens there, and rows here: for as many tokens in a "
+            "step, multiply by the rows of a pack"
+        )
     t.put(f"{task}.batch_size", rows * count * accumulation, *_ROWS, remark=remark)
-    packed, longest = t.take("packing", False), t.number("max_length", 1024)
     if packed and longest:
         remark = f"{rows} x {longest}: rows are packed whole, and none sees another"
         t.put("update.max_tokens_per_device", rows * longest, "packing", remark=remark)
@@ -86,13 +93,21 @@ def _batches(t: Translation, task: str, devices: int | None, *, pairs: bool) -> 
     t.leave(_PADDING, "padding_free", "pad_to_multiple_of", "eval_packing", "per_device_eval_batch_size")
 
 
+def _longest(t: Translation) -> tuple[str, int | None]:
+    """The key of the longest row and its default; null, which cuts none, is none."""
+    if "max_seq_length" in t.given and "max_length" not in t.given:  # its name before TRL 0.16
+        return "max_seq_length", None
+    return "max_length", None if "max_length" in t.given else 1024
+
+
 def _lengths(t: Translation, task: str, *, drops: bool) -> None:
-    longest = t.number("max_length", 1024) if t.given.get("max_length", 1024) is not None else None
+    name, default = _longest(t)
+    longest = t.number(name, default)
     if longest is None:
         return
-    t.put(f"{task}.max_length", longest, "max_length")
+    t.put(f"{task}.max_length", longest, name)
     remark = "TRL drops such rows" if drops else "TRL cuts such rows"
-    t.put(f"{task}.on_long", "skip" if drops else "truncate", "max_length", remark=remark)
+    t.put(f"{task}.on_long", "skip" if drops else "truncate", name, remark=remark)
     if t.take("truncation_mode", "keep_start") != "keep_start":
         t.leave("what is cut here is the end of a row", "truncation_mode")
 
@@ -155,6 +170,3 @@ def _judged(t: Translation) -> None:
 def _odds(t: Translation) -> None:
     t.put("dpo.loss", "orpo")
     t.move("dpo.beta", "beta", 0.1)
-    t.leave(
-        "prompt and answer together have dpo.max_length here", "max_completion_length", "max_prompt_length"
-    )

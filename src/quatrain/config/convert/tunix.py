@@ -166,6 +166,7 @@ def _loss(t: Translation, algorithm: str) -> None:
         t.put("advantage.args", args, place("gamma"), place("gae_lambda"))
         t.move("reward.kl_coef", place("beta"), 0.04)
         t.move("update.dual_clip", place("epsilon_c"))
+        t.copy("update.entropy_coef", place("entropy_coef"))
         t.move("critic.clip_value", place("clip_range_value"), 0.2)
     else:
         theirs = t.take(place("advantage_estimator"), "grpo")
@@ -178,8 +179,8 @@ def _loss(t: Translation, algorithm: str) -> None:
         ours = value_for("update.loss_aggregation", aggregation) or aggregation
         t.put("update.loss_aggregation", ours, place("loss_agg_mode"))
         _kl(t, place("beta"), place("kl_loss_mode"))
-    low = t.number(place("epsilon_low"), t.number(place("epsilon"), 0.2))
-    high = t.number(place("epsilon_high"), low)
+    both = t.number(place("epsilon"), 0.2)
+    low, high = (t.number(place(f"epsilon_{side}"), both) for side in ("low", "high"))
     if t.take(place("loss_algo"), "grpo") in ("gspo-token", "gspo"):
         t.put("update.loss", "gspo", place("loss_algo"))
         t.put(
@@ -210,28 +211,35 @@ def _optimizer(t: Translation) -> None:
         at = f"{TRAINING}.{theirs}"
         if not any(name.startswith(f"{at}.") for name in t.given):
             continue
-        schedule = t.take(f"{at}.schedule_type")
-        peak, value, rate = (t.number(f"{at}.{name}") for name in ("peak_value", "value", "learning_rate"))
-        names = [f"{at}.{name}" for name in ("peak_value", "value", "learning_rate")]
-        cosine = "cosine" in str(schedule or "")
-        used = next(
-            (i for i in ((0, 1, 2) if cosine else (2, 1, 0)) if (peak, value, rate)[i] is not None), None
-        )
+        schedule = str(t.take(f"{at}.schedule_type") or "")
+        cosine, linear = "cosine" in schedule, "linear" in schedule
+        # optax's schedules that decay without a warm-up have their peak at the beginning
+        decays = cosine or linear
+        first = ["init_value"] if decays and "warmup" not in schedule else []
+        order = ["peak_value", "value", "learning_rate"]
+        order = first + (order if cosine else order[::-1])
+        rates = {name: rate for name in order if (rate := t.number(f"{at}.{name}")) is not None}
+        used = next(iter(rates), None)
         if used is not None:
-            t.put(f"{ours}.learning_rate", (peak, value, rate)[used], names[used])
-        t.leave(f"schedule_type {schedule} does not read it", *(n for i, n in enumerate(names) if i != used))
+            t.put(f"{ours}.learning_rate", rates[used], f"{at}.{used}")
+        unread = (f"{at}.{name}" for name in rates if name != used)
+        t.leave(f"schedule_type {schedule or None} does not read it", *unread)
         if schedule:
-            kind = "cosine" if cosine else "linear" if "linear" in schedule else "constant"
+            kind = "cosine" if cosine else "linear" if linear else "constant"
             t.put(f"{ours}.schedule", kind, f"{at}.schedule_type")
-        end = t.number(f"{at}.end_value", 0.0)
-        if cosine and end and peak:
-            t.put(f"{ours}.final_fraction", end / peak, f"{at}.end_value")
-        steps = t.number(f"{at}.warmup_steps", 0)
+        end, part = t.number(f"{at}.end_value", 0.0), t.number(f"{at}.alpha", 0.0)
+        if decays and (part or end) and used:
+            fraction = part or round(end / rates[used], 9)
+            t.put(f"{ours}.final_fraction", fraction, f"{at}.alpha" if part else f"{at}.end_value")
+        elif part or end:
+            t.leave("it belongs to a schedule that decays, with a peak", f"{at}.alpha", f"{at}.end_value")
+        steps = round(t.number(f"{at}.warmup_steps", 0))
         t.put(f"{ours}.warmup_steps", steps, f"{at}.warmup_steps")
         t.leave("warmup_steps counts", *([f"{at}.warmup_ratio"] if steps else []))
-        t.leave(
-            "the schedule ends with the run here, and begins at 0", f"{at}.decay_steps", f"{at}.init_value"
-        )
+        length = (f"{at}.decay_steps", f"{at}.transition_steps")
+        t.leave("the schedule ends with the run here", *length)
+        if used != "init_value":
+            t.leave("the warm-up begins near 0 here", f"{at}.init_value")
         for name, key in (("b1", "beta1"), ("b2", "beta2"), ("eps", "eps")):
             t.copy(f"{ours}.{key}", f"{at}.{name}")
         t.move(f"{ours}.weight_decay", f"{at}.weight_decay", 0.0)

@@ -4,6 +4,7 @@ All other keys go by the table in `config/aliases.py`. verl counts prompts per t
 mini-batch, as quatrain does; its micro-batches count sequences of one GPU.
 """
 
+import re
 from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
@@ -20,7 +21,11 @@ DEFAULTS = {
 """verl's defaults that differ from ours, of keys that the table of names translates."""
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "ref"))
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
-_FRACTION = "a fraction of all steps there; give optimizer.warmup_steps as a number of optimizer steps"
+_BUFFER = re.compile(r"\boverlong_buffer(_cfg)?\.enable$")
+"""The buffer of verl's reward manager `dapo`: below `reward_model`, `reward`, or `reward_kwargs` of these."""
+_OF_SEQUENCES = ("gspo", "sapo", "gmpo")
+"""Losses that verl takes the mean over sequences of, whatever `loss_agg_mode` says."""
+_FRACTION = "a fraction of all steps there; give it as a number of optimizer steps: {}.warmup_steps"
 
 
 def translate(t: Translation, devices: int | None) -> None:
@@ -38,7 +43,7 @@ def translate(t: Translation, devices: int | None) -> None:
     _batches(t, devices)
     _optimizer(t, f"{ACTOR}.optim", "optimizer", ACTOR)
     if takes(estimator, "values"):
-        _critic(t)
+        _critic(t, devices)
     else:
         critic = [name for name in t.given if name.startswith("critic.")]
         t.leave(f"no critic is trained with advantage.estimator {estimator}", *critic)
@@ -65,6 +70,11 @@ def _others(t: Translation) -> None:
         )
         t.put("rollout.max_staleness", t.number(most, 8), most, mode, remark=remark)
     t.leave_all("all weights of the critic are trained", "critic.model.lora")
+    own = ("model", "fsdp_config.model_dtype", "fsdp_config.dtype", "fsdp_config.optimizer_offload")
+    t.leave_all(
+        "the reference is the policy at the start of the run here, and has its dtype",
+        tuple(f"{REF}.{name}" for name in own),
+    )
 
 
 def _data(t: Translation) -> None:
@@ -79,6 +89,7 @@ def _data(t: Translation) -> None:
         t.leave(
             "the column of a row's messages is called prompt or messages here: rename it", "data.prompt_key"
         )
+    t.copy_mapping("data.chat_template_kwargs", "data.apply_chat_template_kwargs")
     t.take("data.return_raw_chat")
     t.take("data.reward_fn_key")
 
@@ -98,16 +109,17 @@ def _rollout(t: Translation, devices: int) -> None:
         t.put("rollout.max_concurrency", sequences * replicas, f"{ROLLOUT}.max_num_seqs", remark=remark)
     validation = f"{ROLLOUT}.val_kwargs"
     n, samples = t.number(f"{validation}.n", 1), t.take(f"{validation}.do_sample", False)
-    t.take(f"{validation}.top_k")
-    if samples:
+    temperature = t.number(f"{validation}.temperature", 0)
+    if samples and temperature:
         t.put("eval.n", n, f"{validation}.n", f"{validation}.do_sample")
-        t.put(
-            "eval.temperature", t.number(f"{validation}.temperature", 0) or 1.0, f"{validation}.temperature"
-        )
+        t.put("eval.temperature", temperature, f"{validation}.temperature")
         t.move("eval.top_p", f"{validation}.top_p", 1.0)
+        if t.number(f"{validation}.top_k", -1) > 0:
+            t.leave("evaluations have no top_k here", f"{validation}.top_k")
     else:
-        why = "evaluations are greedy without do_sample, there as here; eval.n samples beside"
-        t.leave(why, *(f"{validation}.{name}" for name in ("n", "temperature", "top_p")))
+        lacks = "a temperature above 0" if samples else "do_sample"
+        why = f"evaluations are greedy without {lacks}, there as here; eval.n samples beside"
+        t.leave(why, *(f"{validation}.{name}" for name in ("n", "temperature", "top_p", "top_k")))
     if t.take(f"{ROLLOUT}.multi_turn.enable", False) is False:
         sections = (f"{ROLLOUT}.multi_turn.", f"{ROLLOUT}.agent.")
         t.leave_all("multi_turn.enable is false", sections)
@@ -139,6 +151,7 @@ def _rewards(t: Translation) -> None:
             entry = {"weight": 1.0, "args": args} if args else 1.0
             functions[f"{path}:{name}"] = entry
             names += [f"{section}.path", f"{section}.name"]
+    buffer = next((n for n in t.given if _BUFFER.search(n) and t.given[n]), None)
     for enable, path_name in (
         ("reward_model.enable", "reward_model.model.path"),
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
@@ -149,15 +162,21 @@ def _rewards(t: Translation) -> None:
             names += [enable, path_name]
         else:
             section = enable.rpartition(".")[0]
-            about = [n for n in t.given if n.startswith(f"{section}.") and "reward_manager" not in n]
+            others = ("reward_manager", "reward_kwargs", "overlong_buffer", "max_resp_len")
+            about = [n for n in t.given if n.startswith(f"{section}.") and not any(o in n for o in others)]
             t.leave("no reward model is enabled", *about)
-    buffer = next((n for n in t.given if n.endswith("overlong_buffer.enable") and t.given[n]), None)
     if buffer:
         prefix = buffer.removesuffix("enable")
         functions["overlong"] = t.number(f"{prefix}penalty_factor", 1.0)
         t.put("reward.overlong_buffer", t.number(f"{prefix}len"), f"{prefix}len", buffer)
+        longest = f"{prefix.rstrip('.').rpartition('.')[0]}.max_resp_len"
+        if (limit := t.number(longest)) is not None:
+            t.put("reward.overlong_limit", limit, longest)
         t.take(f"{prefix}log")
         names.append(f"{prefix}penalty_factor")
+    else:
+        unread = (n for n in t.given if "overlong_buffer" in n or n.endswith(".max_resp_len"))
+        t.leave("overlong_buffer is not enabled", *unread)
     remark = ""
     if not set(functions) - {"overlong"}:
         functions = {"correct": 1.0, **functions}
@@ -193,18 +212,27 @@ def _policy_loss(t: Translation) -> str:
     if loss in ("ppo_clip", "clip_cov"):
         t.put("update.clip_low", low, sides[0])
         t.put("update.clip_high", high, sides[1])
-        t.move("update.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0)
+        if loss == "ppo_clip":
+            t.move("update.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0)
+        else:
+            t.leave("clip_cov does not read it there", f"{ACTOR}.clip_ratio_c")
     else:
         if "clip_low" in known:
             args |= {"clip_low": low, "clip_high": high}
             sources += sides
-        t.leave(f"update.loss {loss} does not read it", f"{ACTOR}.clip_ratio_c", *sides)
+        unread = [f"{ACTOR}.clip_ratio_c", *(side for side in sides if side not in sources)]
+        t.leave(f"update.loss {loss} does not read it", *unread)
     if args:
         t.put("update.loss_args", args, *(sources or [mode]))
     t.leave(f"update.loss {loss} does not read it", *(p for p in places.values() if p not in t.taken))
     aggregation = f"{ACTOR}.loss_agg_mode"
-    ours = value_for("update.loss_aggregation", t.take(aggregation, "token-mean"))
-    t.put("update.loss_aggregation", ours or t.take(aggregation), aggregation)
+    if loss in _OF_SEQUENCES:
+        t.put("update.loss_aggregation", "seq_mean_token_mean", mode)
+        t.leave(f"{theirs} does not read it there: it is a mean over sequences", aggregation)
+    else:
+        named = t.take(aggregation, "token-mean")
+        ours = value_for("update.loss_aggregation", named) or named
+        t.put("update.loss_aggregation", ours, aggregation)
     if t.take(f"{ACTOR}.loss_scale_factor") is not None:
         t.leave(
             "the divisor of seq_mean_token_sum_norm is rollout.max_new_tokens", f"{ACTOR}.loss_scale_factor"
@@ -227,6 +255,8 @@ def _advantages(t: Translation, loss: str) -> str:
     else:
         t.take("algorithm.norm_adv_by_std_in_grpo")
     known = ESTIMATORS[estimator].parameters if estimator in ESTIMATORS else ()
+    if estimator == "reinforce_pp_baseline":  # verl's gives every token the same return
+        known = ()
     args = {
         argument: t.given[f"algorithm.{argument}"]
         for argument in ("gamma", "lam")
@@ -235,7 +265,7 @@ def _advantages(t: Translation, loss: str) -> str:
     if args:
         t.put("advantage.args", args, *(f"algorithm.{argument}" for argument in args))
     unread = [f"algorithm.{a}" for a in ("gamma", "lam") if a not in args]
-    t.leave(f"advantage.estimator {estimator} does not read it", *unread)
+    t.leave(f"{theirs} does not read it", *unread)
     rounds, groups = "rollout.dynamic_sampling_rounds", "algorithm.filter_groups"
     if t.take(f"{groups}.enable", False):
         most = t.number(f"{groups}.max_num_gen_batches", 0)
@@ -287,8 +317,11 @@ def _correction(t: Translation) -> None:
             t.put("update.correction_floor", float(bounds[0]), f"{section}.rollout_is_threshold")
     elif level is None:
         t.leave("rollout_is is null", f"{section}.rollout_is_threshold")
-    if t.take(f"{section}.rollout_rs") is None:
-        t.leave("rollout_rs is null", f"{section}.rollout_rs_threshold")
+    rejects = f"{section}.rollout_rs"
+    if t.take(rejects) is None:
+        t.leave("rollout_rs is null", f"{rejects}_threshold")
+    else:
+        t.leave("here it is update.reject, whose rules have other names", rejects, f"{rejects}_threshold")
     t.leave(
         "it is read in bypass mode, where it chooses the loss; here update.loss does", f"{section}.loss_type"
     )
@@ -347,7 +380,7 @@ def _optimizer(t: Translation, theirs: str, ours: str, role: str) -> None:
         t.put(f"{ours}.final_fraction", final, f"{theirs}.min_lr_ratio")
     t.leave("it belongs to the cosine", f"{theirs}.min_lr_ratio", f"{theirs}.num_cycles")
     warmup, ratio = f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio"
-    per_step = _optimizer_steps(t)
+    per_step = _optimizer_steps(t, role)
     total = t.number("trainer.total_training_steps")
     steps, fraction = t.number(warmup, -1), t.number(ratio, 0.0)
     counted = f"optimizer steps, {per_step} in a training step; training steps there"
@@ -357,34 +390,48 @@ def _optimizer(t: Translation, theirs: str, ours: str, role: str) -> None:
     elif fraction and total:
         t.put(f"{ours}.warmup_steps", round(fraction * total) * per_step, ratio, remark=counted)
     elif fraction:
-        t.leave(_FRACTION, ratio)
+        t.leave(_FRACTION.format(ours), ratio)
     t.take(f"{theirs}.total_training_steps")
     if (kind := t.take(f"{theirs}.optimizer", "AdamW")) != "AdamW":
         t.leave(f"{ours}.name is {OPTIMIZERS} here, not {kind}", f"{theirs}.optimizer")
 
 
-def _optimizer_steps(t: Translation) -> int:
-    """Optimizer steps of the policy in a training step."""
+def _optimizer_steps(t: Translation, role: str) -> int:
+    """Optimizer steps of the policy or the critic in a training step; the critic's sizes are the policy's."""
+
+    def of_role(name: str) -> Any:
+        return t.given.get(f"{role}.{name}") or t.given.get(f"{ACTOR}.{name}")
+
     batch = t.given.get("data.train_batch_size") or DEFAULTS["data.train_batch_size"]
-    mini = t.given.get(f"{ACTOR}.ppo_mini_batch_size") or DEFAULTS[f"{ACTOR}.ppo_mini_batch_size"]
-    return max(1, round(batch / mini)) * (t.given.get(f"{ACTOR}.ppo_epochs") or 1)
+    mini = of_role("ppo_mini_batch_size") or DEFAULTS[f"{ACTOR}.ppo_mini_batch_size"]
+    return max(1, round(batch / mini)) * (of_role("ppo_epochs") or 1)
 
 
-def _critic(t: Translation) -> None:
+def _critic(t: Translation, devices: int) -> None:
     path = t.take("critic.model.path")
     if path is not None:
         t.put("critic.path", path, "critic.model.path")
     dynamic = t.take("critic.use_dynamic_bsz", t.given.get(f"{ACTOR}.use_dynamic_bsz", False))
-    _micro(t, "critic", "critic", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", dynamic, 1)
+    _micro(t, "critic", "critic", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", dynamic, devices)
     for name in ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu"):
         t.leave("it is twice critic.micro_batch_size here", f"critic.{name}")
     if not dynamic:
         t.leave("use_dynamic_bsz is false: sequences are counted", "critic.forward_max_token_len_per_gpu")
     t.leave("the critic's loss is a mean over tokens here", "critic.loss_agg_mode")
+    rests = t.number("trainer.critic_warmup", 0)
+    remark = "the policy's first step is the one of this number there" * (rests > 0)
+    t.put("critic.warmup_steps", max(0, rests - 1), "trainer.critic_warmup", remark=remark)
     _optimizer(t, "critic.optim", "critic_optimizer", "critic")
 
 
 def _run(t: Translation) -> None:
+    most = "trainer.total_training_steps"
+    if t.number(most) is not None:
+        t.put("run.steps", t.given[most], most)
+        t.leave(
+            "total_training_steps counts; verl ends sooner, after total_epochs, if the data are fewer",
+            "trainer.total_epochs",
+        )
     for name, ours, never in (
         ("trainer.test_freq", "eval.every_steps", "only before and after training here"),
         ("trainer.save_freq", "checkpoint.every_steps", "only after the last step here"),
