@@ -81,7 +81,8 @@ class UpdateConfig(Section):
     `update.num_mini_batches` is set."""
     num_mini_batches: Count | None = None
     """Number of parts into which the prompts of a training step are split, each for one optimizer step:
-    `update.mini_batch_size` is then derived as `data.batch_size` / this, rounded up."""
+    `update.mini_batch_size` is then derived as `data.batch_size` / this, rounded up. Where so large parts are
+    fewer (9 prompts in 4 parts are 3 parts of 3), there are as many steps, and a warning."""
     epochs: Count = 1
     """Passes over the sequences of a training step (μ)."""
     micro_batch_size: Count | None = None
