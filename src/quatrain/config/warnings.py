@@ -83,6 +83,11 @@ WARNINGS: tuple[tuple[Callable[[Config], object], str], ...] = (
         "{c.checkpoint.every_steps}; save checkpoints less often, or lower rollout.max_staleness",
     ),
     (
+        lambda c: c.run.steps is not None and c.run.steps <= c.critic.warmup_steps,
+        "critic.warmup_steps is {c.critic.warmup_steps} and run.steps {c.run.steps}: the policy rests in "
+        "every training step and is not trained; set critic.warmup_steps below run.steps",
+    ),
+    (
         lambda c: (c.update.num_mini_batches or 0) > c.mini_batches_by_number,
         "update.num_mini_batches is {c.update.num_mini_batches} and data.batch_size {c.data.batch_size}: "
         "parts of {c.size_of_mini_batches} prompts (update.mini_batch_size) are {c.mini_batches_by_number}, "
