@@ -36,7 +36,8 @@ class NoSignal(RuntimeError):
     def __init__(self, rounds: int, prompts: int):
         super().__init__(
             f"in {STEPS_WITHOUT_SIGNAL} training steps in a row, no two samples of a prompt had different "
-            f"rewards (the last of these steps drew {prompts} prompts in {rounds} rounds); resume with a "
+            "rewards (with advantage.estimator gdpo: an advantage from the values of its functions; the last "
+            f"of these steps drew {prompts} prompts in {rounds} rounds); resume with a "
             "higher rollout.temperature or rollout.dynamic_sampling_rounds, or start another run with easier "
             "or harder prompts, a larger rollout.n or another reward"
         )
