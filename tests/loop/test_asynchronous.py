@@ -98,11 +98,7 @@ def make(source):
     opened = []
 
     def make(max_staleness, *, steps=12, barrier_every=0, in_flight=False):
-        stages = SimpleNamespace(
-            rollout=Rollout(load_tokenizer("builtin:tiny")),
-            reward=Reward(),
-            advantage=SimpleNamespace(inputs=("rewards", "group_ids")),
-        )
+        stages = SimpleNamespace(rollout=Rollout(load_tokenizer("builtin:tiny")), reward=Reward())
         config = Config(
             data={"batch_size": 3},
             rollout={"max_staleness": max_staleness, "in_flight": in_flight},

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from quatrain.config.algorithms import takes
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource
 from quatrain.loop.curriculum import Curriculum
@@ -87,7 +88,7 @@ class AsyncRollouts:
             batch_size=size,
             rounds=rounds,
             curriculum=curriculum,
-            by_function="function_rewards" in stages.advantage.inputs,
+            by_function=takes(config.advantage.estimator, "function_rewards"),
         )
         self._max_staleness, self._in_flight = rollout.max_staleness, rollout.in_flight
         self._steps, self._barrier_every = steps, config.checkpoint.every_steps
