@@ -135,6 +135,8 @@ class PolicyObjective:
         policy = self._policy_loss(tokens)
         if self.correction is not None or self.rejections:
             policy = self._corrected(policy, tokens)
+        if policy.weighted is not None:
+            weighted = policy.weighted if weighted is None else weighted + policy.weighted
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
@@ -173,7 +175,8 @@ class PolicyObjective:
                 f"{self.name} must return a TokenLoss; it returned {type(result).__name__}; "
                 "wrap the token losses: TokenLoss(loss)"
             )
-        for name, values in {"loss": result.loss, **result.means, **result.peaks}.items():
+        more = {} if result.weighted is None else {"weighted": result.weighted}
+        for name, values in {"loss": result.loss, **more, **result.means, **result.peaks}.items():
             if jnp.shape(values) != tokens.mask.shape:
                 raise ValueError(
                     f"{self.name} must return one number per token, shape {tokens.mask.shape}; "
