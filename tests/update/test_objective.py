@@ -60,6 +60,12 @@ def with_more(tokens):
 def one_weighted_number(tokens):
     return TokenLoss(tokens.logprobs, weighted=tokens.entropy.mean())
 
+def own_entropy(tokens):
+    return TokenLoss(tokens.logprobs, {"entropy": tokens.logprobs})
+
+def twice(tokens):
+    return TokenLoss(tokens.logprobs, {"mine": tokens.logprobs}, {"mine": tokens.entropy})
+
 def bare(tokens):
     return tokens.logprobs
 
@@ -322,6 +328,8 @@ def test_an_argument_without_a_default_is_the_key_of_the_update_of_that_name(obj
         ("wants_values", {}, r"got 'values'; they have logprobs, entropy, mask, advantages"),
         ("one_number", {}, r"one number per token, shape \(2, 8\); 'loss' has shape \(\)"),
         ("metric_of_another_shape", {}, r"'short' has shape \(1, 8\)"),
+        ("own_entropy", {}, "names of its own .* got 'entropy', which is logged already"),
+        ("twice", {}, "each once; got 'mine'"),
         ("short_columns", {}, r"float32 of its shape \(2, 8\); 'short' is float32 of shape \(1, 8\)"),
         ("few_inputs", {}, r"failed: TypeError"),
         ("bare", {}, "must return a TokenLoss; it returned"),

@@ -28,6 +28,15 @@ from quatrain.workers.user_code import find_function, first_parameter, own_argum
 SQUARES = "behaviour_weight_squares"
 """Mean of the squared weights, of which the learner makes the effective sample size."""
 
+LOGGED = {
+    *("policy_loss", "entropy", "ratio_mean", "ratio_max", "kl", "grad_norm", "learning_rate"),
+    *("behaviour_weight_mean", "behaviour_weight_max", "behaviour_kl", "corrected_fraction", SQUARES),
+    *("effective_sample_fraction", "optimizer_steps", "bad_steps", "skipped_steps", "compilations"),
+    *("masked_sequences", "masked_groups", "dropped_fraction", "router_aux_loss"),
+}
+"""Metrics `update/…` of every loss, which one of the loss's own would replace. Not `sampler_kl`, which `dro`
+logs: it is the same number."""
+
 
 @dataclass(frozen=True)
 class PolicyObjective:
@@ -175,8 +184,15 @@ class PolicyObjective:
                 f"{self.name} must return a TokenLoss; it returned {type(result).__name__}; "
                 "wrap the token losses: TokenLoss(loss)"
             )
-        more = {} if result.weighted is None else {"weighted": result.weighted}
-        for name, values in {"loss": result.loss, **more, **result.means, **result.peaks}.items():
+        logged = [*result.means.items(), *result.peaks.items()]
+        names = [name for name, _ in logged]
+        if taken := [name for name in names if name in LOGGED or names.count(name) > 1]:
+            raise ValueError(
+                f"{self.name} must have names of its own for what it logs, each once; got {taken[0]!r}, "
+                "which is logged already; rename it"
+            )
+        more = [] if result.weighted is None else [("weighted", result.weighted)]
+        for name, values in [("loss", result.loss), *more, *logged]:
             if jnp.shape(values) != tokens.mask.shape:
                 raise ValueError(
                     f"{self.name} must return one number per token, shape {tokens.mask.shape}; "
