@@ -9,6 +9,7 @@ from episode_batches import episodes
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.algorithms import ESTIMATORS
 from quatrain.config.schema import AdvantageConfig
+from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS
 from quatrain.types.batches import RewardedBatch, RolloutBatch
 
 
@@ -354,6 +355,17 @@ def test_with_one_turn_each_credit_of_turns_is_the_estimator_itself(name):
     )
     assert plain.any()
     np.testing.assert_allclose(advantages, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["maxrl", "grpo", "dr_grpo"])
+def test_rounding_is_no_rest_of_the_rewards_of_turns(name):
+    """Turns that earned all of the reward leave 0: `maxrl` divided the rounding of their sum by its mean."""
+    turns = np.array([[0.1, 0.2], [0.1, 0.7], [0.2, 0.1], [0.0, 0.0]])
+    config = AdvantageConfig(estimator=name, turn_credit=True)
+    advantages = AdvantageEstimator(config).estimate(with_turns(turns.sum(1), turns))
+    for turn, place in enumerate((1, 3)):
+        expected = ADVANTAGE_ESTIMATORS[name](turns[:, turn], np.full(4, 7))
+        np.testing.assert_allclose(advantages.advantages[:, place], expected, atol=1e-6)
 
 
 def test_a_faults_turns_are_compared_with_nothing():

@@ -65,6 +65,16 @@ def test_a_bad_form_is_one_error(override, message):
     assert message in problem
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.beta1=1.0", "optimizer.beta2=1", "critic_optimizer.beta2=1", "optimizer.eps=1e-50"],
+)
+def test_an_optimizer_that_would_divide_by_zero(override):
+    """With a decay of 1, or an eps that is 0 in float32, the first step made the weights NaN."""
+    with pytest.raises(ConfigError, match=rf"{override.partition('=')[0]} must be .*; got"):
+        load_config(None, ["advantage.estimator=gae", override], {})
+
+
 def test_mini_batches_are_given_by_size_or_number():
     sizes = ["data.batch_size=10", "update.num_mini_batches=4"]
     assert load_config(None, sizes, {}).config.update.mini_batch_size == 3

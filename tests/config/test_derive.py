@@ -296,6 +296,22 @@ def test_other_surprises():
     assert "WANDB_MODE is none of disabled, offline, online" in mode
 
 
+def test_a_critic_that_warms_up_in_every_step():
+    """The policy was never trained, and nothing said so."""
+    critic = {"advantage": {"estimator": "gae"}, "critic": {"warmup_steps": 20}}
+    (warning,) = warnings(run={"steps": 20}, **critic)
+    assert "the policy rests in every training step and is not trained" in warning
+    assert warnings(run={"steps": 21}, **critic) == []
+
+
+@pytest.mark.parametrize(("prompts", "parts", "made"), [(9, 4, 3), (2, 4, 2), (10, 4, None), (9, 3, None)])
+def test_fewer_mini_batches_than_were_asked_for(prompts, parts, made):
+    """9 prompts in 4 parts were trained in 3 optimizer steps, and nothing said so."""
+    found = warnings(data={"batch_size": prompts}, update={"num_mini_batches": parts})
+    assert len(found) == (made is not None)
+    assert all(f"are {made}, and an epoch has as many optimizer steps" in warning for warning in found)
+
+
 @pytest.mark.parametrize(
     ("estimator", "warned"), [("gae", True), ("reinforce", True), ("rloo", False), ("remax", False)]
 )

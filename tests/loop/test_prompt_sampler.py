@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from quatrain.config.schema import DataConfig
+from quatrain.advantage.estimate import AdvantageEstimator
+from quatrain.config.schema import AdvantageConfig, DataConfig
 from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.loop.prompts import NoSignal, PromptSampler, groups_with_signal
@@ -202,6 +203,29 @@ def test_a_group_has_a_signal_if_one_of_its_roles_has(source, tokenizer):
     rollouts = given.generate(source.take(0, 4))
     roles = replace(rollouts, columns={**rollouts.columns, "agent_role": ("a", "b", "b") * 4})
     assert groups_with_signal(RewardedBatch(roles, rewards, rewards[None], ("r",))) == [1, 3]
+
+
+def test_values_of_functions_are_a_signal_where_their_sums_are_none(source, tokenizer):
+    """`gdpo` learns from equal sums of different values: such groups were dropped as without a signal."""
+    given = Given(lambda group: True, tokenizer)
+    rollouts = given.generate(source.take(0, 4))
+    nan = float("nan")
+    each = np.float32(
+        [
+            [1, 0, 0, 1, 1, 1, nan, 0, 0, 1, 0, 1],
+            [0, 1, 0, 0, 0, 0, nan, 0, 0, 0, 1, 0],
+            [0, 0, 1, 0, 0, 0, nan, 0, 0, 0, 0, 0],
+            [0, 0, 0, 1, 2, 3, nan, 0, 0, 0, 0, 0],
+        ]
+    )
+    weights = np.float32([1, 1, 0.5, 0])
+    each[2] *= 2
+    rewards = np.float32(weights @ each)
+    batch = RewardedBatch(rollouts, rewards, each, ("a", "b", "c", "log"), function_weights=weights)
+    assert groups_with_signal(batch) == []
+    assert groups_with_signal(batch, by_function=True) == [0]
+    advantages = AdvantageEstimator(AdvantageConfig(estimator="gdpo")).estimate(batch).advantages
+    assert np.unique(rollouts.group_ids[advantages.any(axis=1)]).tolist() == [0]
 
 
 def test_a_greedy_completion_of_another_reward_is_a_signal(source, tokenizer):

@@ -1,6 +1,7 @@
 """Policy losses, built in and of one's own: their arguments, and what is refused before anything runs."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from goldens import GOLDEN
 from quatrain.config.schema import UpdateConfig
 from quatrain.forward.table import TokenTable
 from quatrain.ops.losses import POLICY_LOSSES
-from quatrain.ops.tokens import ScoredTokens
+from quatrain.ops.tokens import DistilledTokens, ScoredTokens
+from quatrain.update.distillation import Distillation
 from quatrain.update.objective import PolicyObjective
 
 SOURCE = """
@@ -51,6 +53,18 @@ def one_number(tokens):
 
 def metric_of_another_shape(tokens):
     return TokenLoss(tokens.logprobs, {"short": tokens.logprobs[:1]})
+
+def with_more(tokens):
+    return TokenLoss(tokens.logprobs, weighted=3 * tokens.entropy)
+
+def one_weighted_number(tokens):
+    return TokenLoss(tokens.logprobs, weighted=tokens.entropy.mean())
+
+def own_entropy(tokens):
+    return TokenLoss(tokens.logprobs, {"entropy": tokens.logprobs})
+
+def twice(tokens):
+    return TokenLoss(tokens.logprobs, {"mine": tokens.logprobs}, {"mine": tokens.entropy})
 
 def bare(tokens):
     return tokens.logprobs
@@ -97,6 +111,22 @@ def test_a_loss_of_ones_own_gets_its_arguments_and_logs_its_metrics(objective):
     assert result.means["update/ratio_mean"].tolist() == [[1.0, 1.0]]
     assert result.peaks["update/most"].tolist() == [[0.5, 0.25]]
     assert dict(objective("scaled", loss_args={"sign": 1, "scale": 3}).arguments) == {"sign": 1, "scale": 3}
+
+
+def test_losses_of_ones_own_that_have_their_weights_are_added(objective):
+    """`TokenLoss.weighted` of a policy loss was dropped in silence."""
+    columns = {"advantages": jnp.ones((1, 2)), "rollout_logprobs": jnp.zeros((1, 2))}
+    columns["teacher_weights"] = jnp.array([[0.5, 0.0]])
+    given = jnp.array([[-1.0, -2.0]]), jnp.array([[0.5, 0.25]])
+    place = jnp.ones((1, 2), bool), jnp.zeros((1, 2), jnp.int32)
+    mine = objective("with_more")
+    assert mine(ScoredTokens(*given, *place, columns)).weighted.tolist() == [[1.5, 0.75]]
+    assert objective("scaled", loss_args={"sign": 1})(ScoredTokens(*given, *place, columns)).weighted is None
+    taught = replace(mine, distillation=Distillation(1.0, 1.0, 10.0, 0.0, None, 1, "reverse_kl", top_k=2))
+    tokens = DistilledTokens(*given, *place, columns, jnp.full((1, 2), 4.0), jnp.zeros((1, 2)))
+    assert taught(tokens).weighted.tolist() == [[1.5 + 2.0, 0.75]]
+    with pytest.raises(ValueError, match=r"one number per token.*'weighted' has shape"):
+        objective("one_weighted_number")
 
 
 OLD, ROLLOUT = (-1.0, -1.2, -2.0, -1.0), (-1.0, -1.5, -3.5, -0.5)
@@ -298,6 +328,8 @@ def test_an_argument_without_a_default_is_the_key_of_the_update_of_that_name(obj
         ("wants_values", {}, r"got 'values'; they have logprobs, entropy, mask, advantages"),
         ("one_number", {}, r"one number per token, shape \(2, 8\); 'loss' has shape \(\)"),
         ("metric_of_another_shape", {}, r"'short' has shape \(1, 8\)"),
+        ("own_entropy", {}, "names of its own .* got 'entropy', which is logged already"),
+        ("twice", {}, "each once; got 'mine'"),
         ("short_columns", {}, r"float32 of its shape \(2, 8\); 'short' is float32 of shape \(1, 8\)"),
         ("few_inputs", {}, r"failed: TypeError"),
         ("bare", {}, "must return a TokenLoss; it returned"),

@@ -17,6 +17,8 @@ from quatrain.workers.user_code import find_function, own_arguments
 TOKEN_INPUTS = ("completion_mask", "token_rewards", "values")
 """[B, T] bool; both [B, T] float32 and 0 outside the completion mask: rewards of single tokens and a critic's
 values."""
+ROUNDING = 4 * np.finfo(np.float32).eps
+"""Differences of float32 rewards up to this part of their sizes are 0."""
 OF_FUNCTIONS = ("function_rewards", "function_weights")
 """[B, F] float32, the values of each reward function, NaN where it abstained; [F] float32, their weights."""
 INPUTS = ("rewards", "group_ids", *TOKEN_INPUTS, "baseline_rewards", "episode_ids", *OF_FUNCTIONS)
@@ -185,7 +187,10 @@ class AdvantageEstimator:
             rewards = (rewards + of_episode(token_rewards)).astype(np.float32)
         if ("token_rewards" in self.inputs or self._turn_credit) and rewarded.environment_weight:
             by_turn = _turn_rewards(rewarded)
-            rewards = (rewards - of_episode(by_turn)).astype(np.float32)
+            rest = rewards - of_episode(by_turn)
+            # Where the turns earned all of it, rounding would be a reward: an estimator may divide by it.
+            rounding = ROUNDING * (np.abs(rewards) + of_episode(np.abs(by_turn)))
+            rewards = np.where(np.abs(rest) <= rounding, 0, rest).astype(np.float32)
             token_rewards = token_rewards + by_turn
         inputs = {
             "rewards": rewards,

@@ -135,6 +135,8 @@ _fits = must(f"be at most {LARGEST_COUNT}", lambda count: count <= LARGEST_COUNT
 Count = Annotated[int, Field(ge=1), _fits]
 NonNegative = Annotated[int, Field(ge=0), _fits]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, le=0.9999999)]
+"""A decay of a moment. One of 1 in float32 has no correction of its bias: weights would become NaN."""
 Text = Annotated[str, Field(min_length=1)]
 DataSets = Annotated[Text | tuple[Text, ...], BeforeValidator(data_sets)]
 _Mixed = Annotated[MixedSet, WithJsonSchema({"const": "{path: text, weight: number > 0}"})]

@@ -146,6 +146,11 @@ class Config(Section):
         """Prompts of an optimizer step, with a training step split into `update.num_mini_batches` parts."""
         return math.ceil(self.data.batch_size / (self.update.num_mini_batches or 1))
 
+    @property
+    def mini_batches_by_number(self) -> int:
+        """Parts of `size_of_mini_batches` in a training step: `update.num_mini_batches`, or fewer."""
+        return math.ceil(self.data.batch_size / self.size_of_mini_batches)
+
     def optimizer_steps(self, sizes: UpdateConfig | CriticConfig) -> int:
         """Optimizer steps of a training step, of the policy or of the critic."""
         return sizes.epochs * math.ceil(self.data.batch_size / sizes.mini_batch_size)

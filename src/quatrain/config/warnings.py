@@ -83,6 +83,18 @@ WARNINGS: tuple[tuple[Callable[[Config], object], str], ...] = (
         "{c.checkpoint.every_steps}; save checkpoints less often, or lower rollout.max_staleness",
     ),
     (
+        lambda c: c.run.steps is not None and c.run.steps <= c.critic.warmup_steps,
+        "critic.warmup_steps is {c.critic.warmup_steps} and run.steps {c.run.steps}: the policy rests in "
+        "every training step and is not trained; set critic.warmup_steps below run.steps",
+    ),
+    (
+        lambda c: (c.update.num_mini_batches or 0) > c.mini_batches_by_number,
+        "update.num_mini_batches is {c.update.num_mini_batches} and data.batch_size {c.data.batch_size}: "
+        "parts of {c.size_of_mini_batches} prompts (update.mini_batch_size) are {c.mini_batches_by_number}, "
+        "and an epoch has as many optimizer steps; set data.batch_size to a multiple of "
+        "update.num_mini_batches, or update.num_mini_batches to {c.mini_batches_by_number}",
+    ),
+    (
         lambda c: c.update.correction == "none" and not is_default(c, "update.correction_cap"),
         "update.correction_cap has no effect, because update.correction is none",
     ),

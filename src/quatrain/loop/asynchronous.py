@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from quatrain.config.algorithms import takes
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource
 from quatrain.loop.curriculum import Curriculum
@@ -82,7 +83,13 @@ class AsyncRollouts:
         rounds, size = rollout.dynamic_sampling_rounds, config.data.batch_size
         curriculum = Curriculum.of(config, prompts, stages.reward)
         self._stages = stages
-        self._sampler = PromptSampler(prompts, batch_size=size, rounds=rounds, curriculum=curriculum)
+        self._sampler = PromptSampler(
+            prompts,
+            batch_size=size,
+            rounds=rounds,
+            curriculum=curriculum,
+            by_function=takes(config.advantage.estimator, "function_rewards"),
+        )
         self._max_staleness, self._in_flight = rollout.max_staleness, rollout.in_flight
         self._steps, self._barrier_every = steps, config.checkpoint.every_steps
         self._on_stage = on_stage

@@ -14,6 +14,7 @@ import numpy as np
 
 from quatrain.data.prompts import PromptSource
 from quatrain.loop.curriculum import Curriculum
+from quatrain.ops.advantages.gdpo import gdpo
 from quatrain.plan.batch_plan import PictureTokens
 from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch
 from quatrain.types.join import join_groups
@@ -22,6 +23,8 @@ from quatrain.types.pictures import TEXT
 
 STEPS_WITHOUT_SIGNAL = 5
 """Training steps in a row in which dynamic sampling finds no group with signal, after which the run ends."""
+LEAST_SIGNAL = 1e-5
+"""Advantages by `gdpo`, sums of numbers about 1, that are not rounding."""
 
 Sample = Callable[[Sequence[Prompt]], RewardedBatch]
 """Has prompts completed and scored."""
@@ -33,7 +36,8 @@ class NoSignal(RuntimeError):
     def __init__(self, rounds: int, prompts: int):
         super().__init__(
             f"in {STEPS_WITHOUT_SIGNAL} training steps in a row, no two samples of a prompt had different "
-            f"rewards (the last of these steps drew {prompts} prompts in {rounds} rounds); resume with a "
+            "rewards (with advantage.estimator gdpo: an advantage from the values of its functions; the last "
+            f"of these steps drew {prompts} prompts in {rounds} rounds); resume with a "
             "higher rollout.temperature or rollout.dynamic_sampling_rounds, or start another run with easier "
             "or harder prompts, a larger rollout.n or another reward"
         )
@@ -60,13 +64,20 @@ class PromptSampler:
     are drawn again by the next step, and groups without signal are the only ones that are not trained on. If
     the rounds do not suffice, the first groups without signal fill the batch. With a `curriculum`, which has
     one round, the rates of prompts say which stand at the next positions, and change with each batch.
+    `by_function`: advantages come from the values of each reward function, as those of `gdpo`.
     """
 
     def __init__(
-        self, prompts: PromptSource, *, batch_size: int, rounds: int, curriculum: Curriculum | None = None
+        self,
+        prompts: PromptSource,
+        *,
+        batch_size: int,
+        rounds: int,
+        curriculum: Curriculum | None = None,
+        by_function: bool = False,
     ):
         self._prompts, self._batch_size, self._rounds = prompts, batch_size, rounds
-        self._curriculum = curriculum
+        self._curriculum, self._by_function = curriculum, by_function
 
     def next(self, position: PromptPosition) -> tuple[list[Prompt], PromptPosition]:
         """The prompts of the step at `position`, without dynamic sampling, and the next position."""
@@ -122,7 +133,7 @@ class PromptSampler:
             expected = math.ceil(missing * (end - first) / len(signal)) if signal else missing
             count = min(expected, self._batch_size)
             parts.append(sample(self._prompts.take(end, count)))
-            signal += groups_with_signal(parts[-1])
+            signal += groups_with_signal(parts[-1], by_function=self._by_function)
             end += count
         return parts, signal, end
 
@@ -148,13 +159,19 @@ def source_metrics(prompts: Sequence[Prompt], batch: RewardedBatch) -> dict[str,
     return metrics
 
 
-def groups_with_signal(batch: RewardedBatch) -> list[int]:
+def groups_with_signal(batch: RewardedBatch, *, by_function: bool = False) -> list[int]:
     """The ids, in increasing order, of the groups with different rewards, for one role where there are some.
 
     They are those of the samples and of the greedy completion, if there is one. A sample without a reward,
-    because all reward functions abstained, does not count.
+    because all reward functions abstained, does not count. `by_function`: those with an advantage by `gdpo`,
+    which samples of the same sum may have.
     """
     rollouts = batch.rollouts
+    if by_function and batch.function_weights is not None:
+        once = rollouts.episodes.first_rows
+        functions = batch.rewards_per_function[:, once].T, batch.function_weights
+        sums = gdpo(batch.rewards[once], rollouts.compared_ids[once], *functions, scale="none")
+        return np.unique(rollouts.group_ids[once][np.abs(sums) > LEAST_SIGNAL]).tolist()
     _, rows, membership = np.unique(rollouts.compared_ids, return_index=True, return_inverse=True)
     groups = rollouts.group_ids[rows]
     least, most = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)

@@ -28,6 +28,15 @@ from quatrain.workers.user_code import find_function, first_parameter, own_argum
 SQUARES = "behaviour_weight_squares"
 """Mean of the squared weights, of which the learner makes the effective sample size."""
 
+LOGGED = {
+    *("policy_loss", "entropy", "ratio_mean", "ratio_max", "kl", "grad_norm", "learning_rate"),
+    *("behaviour_weight_mean", "behaviour_weight_max", "behaviour_kl", "corrected_fraction", SQUARES),
+    *("effective_sample_fraction", "optimizer_steps", "bad_steps", "skipped_steps", "compilations"),
+    *("masked_sequences", "masked_groups", "dropped_fraction", "router_aux_loss"),
+}
+"""Metrics `update/…` of every loss, which one of the loss's own would replace. Not `sampler_kl`, which `dro`
+logs: it is the same number."""
+
 
 @dataclass(frozen=True)
 class PolicyObjective:
@@ -135,6 +144,8 @@ class PolicyObjective:
         policy = self._policy_loss(tokens)
         if self.correction is not None or self.rejections:
             policy = self._corrected(policy, tokens)
+        if policy.weighted is not None:
+            weighted = policy.weighted if weighted is None else weighted + policy.weighted
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
@@ -173,7 +184,15 @@ class PolicyObjective:
                 f"{self.name} must return a TokenLoss; it returned {type(result).__name__}; "
                 "wrap the token losses: TokenLoss(loss)"
             )
-        for name, values in {"loss": result.loss, **result.means, **result.peaks}.items():
+        logged = [*result.means.items(), *result.peaks.items()]
+        names = [name for name, _ in logged]
+        if taken := [name for name in names if name in LOGGED or names.count(name) > 1]:
+            raise ValueError(
+                f"{self.name} must have names of its own for what it logs, each once; got {taken[0]!r}, "
+                "which is logged already; rename it"
+            )
+        more = [] if result.weighted is None else [("weighted", result.weighted)]
+        for name, values in [("loss", result.loss), *more, *logged]:
             if jnp.shape(values) != tokens.mask.shape:
                 raise ValueError(
                     f"{self.name} must return one number per token, shape {tokens.mask.shape}; "

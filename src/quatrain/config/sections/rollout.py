@@ -70,8 +70,8 @@ class RolloutConfig(Section):
     true."""
     dynamic_sampling_rounds: Count = 1
     """With 2 or more, dynamic sampling (DAPO): a training step draws further prompts, in at most this many
-    rounds, until `data.batch_size` groups have samples with different rewards, and trains on these. 1: the
-    next `data.batch_size` prompts, whatever their rewards."""
+    rounds, until `data.batch_size` groups have samples with different rewards (`gdpo`: advantages other than
+    0), and trains on these. 1: the next `data.batch_size` prompts, whatever their rewards."""
     max_staleness: Annotated[int, MustAgreeOnResume()] = Field(0, ge=0, le=MAX_STALENESS)
     """Training steps by which the weights that sample a batch may be older than those at the start of its
     training step. 0: each batch is sampled after the update before it. With 1 or more, the next batches are

@@ -14,6 +14,7 @@ from quatrain.config.fields import (
     NOT_SET,
     Argument,
     Count,
+    Decay,
     Derived,
     Fraction,
     MustAgreeOnResume,
@@ -81,7 +82,8 @@ class UpdateConfig(Section):
     `update.num_mini_batches` is set."""
     num_mini_batches: Count | None = None
     """Number of parts into which the prompts of a training step are split, each for one optimizer step:
-    `update.mini_batch_size` is then derived as `data.batch_size` / this, rounded up."""
+    `update.mini_batch_size` is then derived as `data.batch_size` / this, rounded up. Where so large parts are
+    fewer (9 prompts in 4 parts are 3 parts of 3), there are as many steps, and a warning."""
     epochs: Count = 1
     """Passes over the sequences of a training step (μ)."""
     micro_batch_size: Count | None = None
@@ -207,12 +209,12 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices and embeddings, not of norms, biases and the numbers of heads
     (sinks, decays of DeltaNet); must be 0 for sgd."""
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """Decay of the first moment; momentum of sgd and of muon, whose authors take 0.95. With 0, sgd and
     adafactor keep no first moment."""
-    beta2: Fraction = 0.999
+    beta2: Decay = 0.999
     """Decay of the second moment (adamw, lion, and where muon takes AdamW)."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, ge=1e-30)
     """Added to the denominator of the update (adamw, and where muon takes AdamW)."""
     state_dtype: Annotated[Literal["float32", "bfloat16"], MustAgreeOnResume()] = "float32"
     """Dtype in which the first moment (momentum of sgd and muon) is stored; the rest is float32."""
