@@ -430,6 +430,13 @@ def test_bounds_that_a_loss_of_verl_reads_are_not_among_what_it_does_not_read(tm
     assert "clip_ratio_high" not in left
 
 
+def test_a_bound_of_cispo_below_1_is_said_to_be_1_here():
+    """Catches TRL's default, 0.2, which became a bound of 1 without a word."""
+    said = "TRL bounds the weight of a token at 0.2"
+    assert said in convert(TRL_ + "loss_type: cispo", "theirs.yaml").text
+    assert said not in convert(TRL_ + "loss_type: cispo\nepsilon_high: 5.0", "theirs.yaml").text
+
+
 def test_a_batch_of_packs_is_said_to_be_no_batch_of_rows(tmp_path):
     """Catches a step of 8 short rows in place of 8 packs of 1024 tokens, without a word."""
     said = "packs of 1024 tokens there, and rows here"

@@ -272,11 +272,14 @@ def _loss(t: Translation) -> None:
     if aggregation:
         t.put("update.loss_aggregation", aggregation, "loss_type", remark=remark)
     args: dict[str, float] = {}
+    of_loss = ""
     if sequence or theirs == "luspo":
         loss, args = "gspo", {"clip_low": low, "clip_high": high}
     elif theirs == "cispo":
         # TRL bounds the ratio itself; ours are distances from 1, and there is no lower bound.
         loss, args = "cispo", {"clip_low": 1.0, "clip_high": max(0.0, high - 1)}
+        if high < 1:
+            of_loss = f"TRL bounds the weight of a token at {high:g}; no bound here is below 1, so it is 1"
     elif theirs == "sapo":
         places = {"tau_pos": ("sapo_temperature_pos", 1.0), "tau_neg": ("sapo_temperature_neg", 1.05)}
         loss, args = "sapo", {name: t.number(*place) for name, place in places.items()}
@@ -292,7 +295,7 @@ def _loss(t: Translation) -> None:
         )
         t.move("update.dual_clip", "delta")
     elif loss:
-        t.put("update.loss", loss, "loss_type", "importance_sampling_level")
+        t.put("update.loss", loss, "loss_type", "importance_sampling_level", remark=of_loss)
         names = (
             ("sapo_temperature_pos", "sapo_temperature_neg")
             if loss == "sapo"
