@@ -82,9 +82,9 @@ def fresh_state():
 
 
 @contextmanager
-def made(tmp_path, *, every=1, steps=100, keep=1, best=None, reference=None):
+def made(tmp_path, *, every=1, steps=100, keep=1, best=None, reference=None, kl_coef=0.5, kl_target=0.1):
     """(checkpoints, their store, their evaluations) of a run in `tmp_path`."""
-    config = Config()
+    config = Config(reward={"kl_coef": kl_coef, "kl_target": kl_target})
     config = config.model_copy(
         update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": every})}
     )
@@ -134,6 +134,26 @@ def test_a_resumed_run_has_the_whole_state_again(tmp_path):
     assert restored.position == PromptPosition(48, 3, (None, 1 / 3, 0.0))
     np.testing.assert_array_equal(reference.value, numbers(40)["w"])
     assert evaluations.restored == (0.5, 4, [4])
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "coef"),
+    [
+        ((0.5, 0.1), (0.5, 0.2), 0.25),  # it goes on adapting
+        ((0.5, 0.1), (0.01, 0.1), 0.01),
+        ((0.5, 0.1), (0.5, None), 0.5),
+        ((0.0, None), (0.5, None), 0.5),
+        ((0.0, None), (0.5, 0.1), 0.5),
+    ],
+)
+def test_another_coefficient_of_the_kl_in_the_reward_counts_after_a_resume(tmp_path, before, now, coef):
+    """That of the checkpoint stayed: the key was listed as changed, and had no effect."""
+    state = replace(trained_state(), reward_kl_coef=0.25 if before[0] else 0.0)
+    with made(tmp_path, kl_coef=before[0], kl_target=before[1]) as (checkpoints, store, _):
+        checkpoints.save(state)
+        store.wait()
+    with made(tmp_path, kl_coef=now[0], kl_target=now[1]) as (checkpoints, _, _):
+        assert checkpoints.restore(fresh_state()).reward_kl_coef == coef
 
 
 @pytest.mark.parametrize(

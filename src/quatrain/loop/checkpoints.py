@@ -56,7 +56,7 @@ class Checkpoints:
         self._arch, self._reference, self._evaluations = arch, reference, evaluations
         self._recorder, self._steps, self._identity = recorder, steps, identity
         self._stop_when, self._rate = stop_when, config.key_of("learning_rate")
-        self._ahead = config.rollout.max_staleness > 0
+        self._ahead, self._reward = config.rollout.max_staleness > 0, config.reward
         self.ended: str | None = None
         """Why the run ends with the newest checkpoint, before the number of its steps; None: it does not."""
         self._failure: SaveFailed | None = None
@@ -187,8 +187,16 @@ class Checkpoints:
             assert self._reference is not None
             self._reference.restore(arrays.pop("reference"))
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
-        counters = {name: host[name] for name in ("step", "bad_steps", "train_step", "reward_kl_coef")}
+        counters = {name: host[name] for name in ("step", "bad_steps", "train_step")}
+        counters["reward_kl_coef"] = self._reward_kl_coef(host)
         return replace(state, **arrays, critic=critic, position=PromptPosition(**host["place"]), **counters)
+
+    def _reward_kl_coef(self, host: dict[str, Any]) -> float:
+        """The coefficient of the KL in the reward: as it has adapted, if it does and began from this one."""
+        own, adapted = self._reward.kl_coef, float(host["reward_kl_coef"])
+        # A checkpoint of an earlier version does not say from which it began, but whether there was one.
+        began = host.get("reward_kl_began", own if adapted else 0.0)
+        return adapted if self._reward.kl_target is not None and began == own else own
 
     def _arrays(self, state: TrainState) -> dict[str, Any]:
         """The arrays of a checkpoint."""
@@ -208,6 +216,7 @@ class Checkpoints:
             "train_step": state.train_step,
             "place": asdict(state.position),
             "reward_kl_coef": state.reward_kl_coef,
+            "reward_kl_began": self._reward.kl_coef,
             "critic": None if state.critic is None else _counts(state.critic),
             **self._identity.to_save(),
             **self._evaluations.to_save(state.train_step),

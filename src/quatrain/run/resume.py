@@ -61,6 +61,7 @@ class _SavedState(Description):
     train_step: Number
     place: _Place
     reward_kl_coef: Annotated[float, Field(ge=0)]
+    reward_kl_began: Annotated[float, Field(ge=0)] = 0.0
     critic: _Counts | None
     config: dict[str, Any]
     num_prompts: Number
