@@ -22,7 +22,7 @@ class Evaluations:
     """Those of a run without evaluation sets, with what they were restored from."""
 
     def __init__(self, best=None):
-        self.best, self.restored = best, None
+        self.best, self.restored, self.changed = best, None, []
 
     def to_save(self, step):
         found = None if self.best is None else self.best.found
@@ -82,7 +82,18 @@ def fresh_state():
 
 
 @contextmanager
-def made(tmp_path, *, every=1, steps=100, keep=1, best=None, reference=None, kl_coef=0.5, kl_target=0.1):
+def made(
+    tmp_path,
+    *,
+    every=1,
+    steps=100,
+    keep=1,
+    best=None,
+    reference=None,
+    stop_when=None,
+    kl_coef=0.5,
+    kl_target=0.1,
+):
     """(checkpoints, their store, their evaluations) of a run in `tmp_path`."""
     config = Config(reward={"kl_coef": kl_coef, "kl_target": kl_target})
     config = config.model_copy(
@@ -106,7 +117,7 @@ def made(tmp_path, *, every=1, steps=100, keep=1, best=None, reference=None, kl_
                 Recorder(),
                 steps=steps,
                 identity=identity,
-                stop_when=StopWhen(config, (), ()),
+                stop_when=stop_when or StopWhen(config, (), ()),
             ),
             store,
             evaluations,
@@ -154,6 +165,23 @@ def test_another_coefficient_of_the_kl_in_the_reward_counts_after_a_resume(tmp_p
         store.wait()
     with made(tmp_path, kl_coef=now[0], kl_target=now[1]) as (checkpoints, _, _):
         assert checkpoints.restore(fresh_state()).reward_kl_coef == coef
+
+
+@pytest.mark.parametrize(("changed", "best"), [([], 0.75), (["data.eval"], None)])
+def test_patience_begins_anew_where_evaluations_have_changed(tmp_path, changed, best):
+    """An easier evaluation set before would end a run that becomes better."""
+    condition = {"metric": "eval/reward", "patience": 2}
+    patient = Config(run={"stop_when": condition}, eval={"every_steps": 1})
+    stop_when = StopWhen(patient, ("eval/reward",), ())
+    stop_when.reached({"eval/reward": 0.75})
+    with made(tmp_path, stop_when=stop_when) as (checkpoints, store, _):
+        checkpoints.save(trained_state())
+        store.wait()
+    stop_when = StopWhen(patient, ("eval/reward",), ())
+    with made(tmp_path, stop_when=stop_when) as (checkpoints, _, evaluations):
+        evaluations.changed = changed
+        checkpoints.restore(fresh_state())
+    assert stop_when.to_save()["best"] == best
 
 
 @pytest.mark.parametrize(

@@ -61,3 +61,15 @@ def test_a_resumed_run_goes_on_with_the_patience_that_is_left():
     resumed.restore(first.to_save())
     assert "eval/loss is 2.4" in resumed.reached({"eval/loss": 2.4})
     assert resumed.reached({"eval/loss": 1.9}) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "same_evaluations", "ends"),
+    [("eval/loss", True, 0), ("eval/loss", False, 2), ("sft/loss", False, 0), ("eval/loss/easy", True, 2)],
+)
+def test_patience_begins_anew_for_values_that_cannot_be_compared(metric, same_evaluations, ends):
+    """Those of another metric, or of other evaluations, were held against the best of the old ones."""
+    first, resumed = _patient("eval/loss" if "easy" in metric else metric, 2), _patient(metric, 2)
+    assert _ended(first, "eval/loss" if "easy" in metric else metric, [0.1, 0.2]) is None
+    resumed.restore(first.to_save(), same_evaluations=same_evaluations)
+    assert _ended(resumed, metric, [2.0, 2.5, 2.4]) == ends

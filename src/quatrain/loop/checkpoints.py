@@ -181,7 +181,7 @@ class Checkpoints:
                 "sampled by newer weights than in a run that was not stopped there"
             )
         if "stop_when" in host:  # a checkpoint of an earlier version has none
-            self._stop_when.restore(host["stop_when"])
+            self._stop_when.restore(host["stop_when"], same_evaluations=not self._evaluations.changed)
         self.ended = host.get("ended")  # as above
         if "reference" in arrays:
             assert self._reference is not None

@@ -111,6 +111,8 @@ class Evaluations:
         """Accuracy of the last evaluation, for progress lines; None also where it was of another kind."""
         self._evaluated: int | None = None
         """The training step that was evaluated last."""
+        self.changed: list[str] = []
+        """In what the evaluations of this run differ from those before the checkpoint that it goes on from."""
 
     def first(self, params: Any) -> None:
         """Evaluate `params` before training, unless `eval.before` is false."""
@@ -201,16 +203,16 @@ class Evaluations:
         """Goes on from the checkpoint of `step`; evaluations of another kind are not compared with later."""
         self.before, self.accuracy = saved["before"], saved["accuracy"]
         self._evaluated = None if saved["evaluation_due"] else step
-        changed = self._changed(saved)
-        if changed:
+        self.changed = self._changed(saved)
+        if self.changed:
             logger.warning(
                 "the evaluations have changed in %s: they are compared neither with that before training nor "
                 "with the best so far",
-                ", ".join(changed),
+                ", ".join(self.changed),
             )
             self.before, self.accuracy = {}, None
         if self.best is not None:
-            self.best.restore(saved.get("best"), step, [] if changed else checkpoints)
+            self.best.restore(saved.get("best"), step, [] if self.changed else checkpoints)
 
     def _what_decides(self) -> dict[str, Any]:
         """What decides whether two evaluations of a run can be compared, as JSON values."""

@@ -29,7 +29,7 @@ class StopWhen:
     """
 
     def __init__(self, config: Config, evaluated: Sequence[str], functions: Sequence[str]):
-        self._condition = config.run.stop_when
+        self._condition, self._evaluated = config.run.stop_when, frozenset(evaluated)
         self._waited: float = 0
         self._best: float | None = None
         self._without_better = 0
@@ -92,8 +92,16 @@ class StopWhen:
 
     def to_save(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run ends with the same step."""
-        return {"best": self._best, "without_better": self._without_better}
+        values = {"best": self._best, "without_better": self._without_better}
+        return {**values, "metric": self._condition.get("metric")}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from what a checkpoint kept."""
-        self._best, self._without_better = saved["best"], saved["without_better"]
+    def restore(self, saved: Mapping[str, Any], *, same_evaluations: bool = True) -> None:
+        """Goes on from what a checkpoint kept of the same metric, if that has not changed its meaning.
+
+        Without `same_evaluations` those before the checkpoint were of another kind than those to come.
+        """
+        metric = self._condition.get("metric")
+        # A checkpoint of an earlier version does not say of which metric its values are.
+        same = saved.get("metric", metric) == metric
+        if same and (same_evaluations or metric not in self._evaluated):
+            self._best, self._without_better = saved["best"], saved["without_better"]

@@ -53,6 +53,7 @@ class _Patience(Description):
 
     best: float | None
     without_better: Number
+    metric: str | None = None
 
 
 class _SavedState(Description):
