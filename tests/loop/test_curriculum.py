@@ -80,6 +80,15 @@ def test_failures_of_the_function_say_nothing_of_a_prompt(tokenizer):
     assert found == (-1.0, None, pytest.approx(-1 / 3), None)
 
 
+def test_faults_of_episodes_say_nothing_of_a_prompt(tokenizer):
+    """Every function has -1 for them: an environment that fails once put an easy prompt below the band."""
+    curriculum = made(tokenizer, a=4)
+    batch = scored(tokenizer, curriculum._prompts.rows([2, 0], 8), [[1, -1, -1], [-1]])
+    reasons = np.array(["environment", "error", "timeout", "error"])
+    batch = replace(batch, rollouts=replace(batch.rollouts, finish_reason=reasons))
+    assert curriculum.learned((), 8, [2, 0], batch) == (None, None, 1.0, None)
+
+
 RATES = (0.0, 0.1, 0.9, 0.91, None, 0.05)
 
 

@@ -15,7 +15,7 @@ from quatrain.config.schema import Config
 from quatrain.config.sections.data import CurriculumValues
 from quatrain.data.prompts import PromptSource
 from quatrain.reward.scorer import RewardScorer
-from quatrain.types.batches import Rates, RewardedBatch
+from quatrain.types.batches import FAULTS, Rates, RewardedBatch
 from quatrain.types.metrics import Metric
 
 
@@ -68,13 +68,14 @@ class Curriculum:
         """The rates after `batch`, whose groups from number `first` on are of the prompts `rows`.
 
         rate + newest * (mean of the group's values - rate), and the mean itself for the first group of a
-        prompt. Samples on which the function abstained or failed do not count; a group of such alone changes
-        nothing.
+        prompt. Samples on which the function abstained or failed, and episodes that a fault ended, which it
+        does not see, do not count; a group of such alone changes nothing.
         """
         known = list(rates) or [None] * len(self._prompts)
         episodes = batch.rollouts.episodes.first_rows
         groups = batch.rollouts.group_ids[episodes]
-        values = batch.judged_by(self._values.reward)[episodes]
+        faults = np.isin(batch.rollouts.finish_reason, FAULTS)
+        values = np.where(faults, np.nan, batch.judged_by(self._values.reward))[episodes]
         for group, row in enumerate(rows, start=first):
             own = values[(groups == group) & ~np.isnan(values)]
             if own.size:
