@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from rollouts import make_rollouts
 
+from quatrain.config.schema import Config
 from quatrain.loop.evaluate import Evaluator, _greedy_metrics, _mean, _sampled_metrics
 from quatrain.reward.functions import format
+from quatrain.reward.scorer import RewardScorer
 from quatrain.types.batches import RewardedBatch
 from quatrain.types.metrics import Metric
 from quatrain.types.rollouts import Sampling
@@ -104,3 +106,20 @@ def test_completions_are_greedy_and_then_sampled_as_the_section_says(evaluator):
     assert sampled == replace(greedy, n=3, temperature=0.6, top_p=0.9)
     evaluator._config.n, evaluator._config.max_new_tokens = 0, 5
     assert evaluator._samplings(SimpleNamespace(sampling=training)) == [replace(greedy, max_new_tokens=5)]
+
+
+@pytest.mark.parametrize("rewards", [{"correct": 1.0}, {"environment": 1.0}])
+@pytest.mark.parametrize(("failure", "accuracy"), [("abstain", [1, NAN]), ("penalise", [1, 0])])
+def test_a_fault_of_an_agent_counts_alike_whether_accuracy_is_a_reward_or_not(
+    monkeypatch, rewards, failure, accuracy
+):
+    """With `abstain`, an accuracy that is no reward counted it as a wrong answer."""
+    config = Config(reward={"functions": rewards}, rollout={"agent": "a.py:a", "agent_failure": failure})
+    scorer = RewardScorer(config.reward, episodes=True, faults_abstain=failure == "abstain")
+    monkeypatch.setattr(Evaluator, "_load_sets", lambda *_: [])
+    evaluator = Evaluator(config, None, scorer)
+    of_episodes = {"messages": [[]] * 2, "environment_reward": [0.0] * 2, "turn_rewards": [[0.0]] * 2}
+    rollouts = make_rollouts(["2", "2"], answer=["2", "2"], **of_episodes)
+    rollouts = replace(rollouts, finish_reason=np.array(["stop", "error"]))
+    np.testing.assert_array_equal(evaluator._right(scorer.score(rollouts))[0], accuracy)
+    evaluator.close()

@@ -112,6 +112,8 @@ class Evaluator:
                 rewards,
                 decide=decided_by_main,
                 episodes=config.rollout.has_episodes,
+                # As of a function that rewards too: what is no reward is no wrong answer.
+                faults_abstain=config.rollout.agent_failure == "abstain",
                 accuracy_beside=scorer,
             )
         self._accuracy = short_names(rewards)[spec]
