@@ -183,6 +183,24 @@ def test_a_budget_of_reward_models_below_the_longest_sequence_is_an_error():
         derived(reward={"functions": {"model:judge": 1.0}, "model_max_tokens_per_device": 512})
 
 
+@pytest.mark.parametrize(("teacher", "budget"), [({"teacher": "initial"}, 256), ({}, 128)])
+def test_the_budget_of_log_probabilities_holds_the_evaluations_that_a_teacher_reads(teacher, budget):
+    """The KL of an evaluation ended the run with an error of the packer, once a completion was so long."""
+    sections = {
+        "data": {"max_prompt_length": 56},
+        "rollout": {"max_new_tokens": 8},
+        "eval": {"max_new_tokens": 200},
+        "update": {"max_tokens_per_device": 64},
+        "distill": teacher,
+    }
+    assert derived(**sections)["logprob.max_tokens_per_device"] == budget
+    if teacher:
+        with pytest.raises(ConfigError, match=r"logprob\.max_tokens_per_device=200 cannot hold one sequence"):
+            derived(**sections, logprob={"max_tokens_per_device": 200})
+    else:
+        derived(**sections, logprob={"max_tokens_per_device": 200})
+
+
 @pytest.mark.parametrize(
     ("estimator", "scale"), [("grpo", "group"), ("reinforce", "batch"), ("rloo", "none"), ("dr_grpo", "none")]
 )

@@ -158,6 +158,8 @@ def _sizes(config: Config) -> dict[str, Any]:
     budget = max(MICRO_BATCH_TOKENS, -(-longest // _devices_of_a_sequence(config)))
     size = _Size(update.micro_batch_size, update.max_tokens_per_device).or_like(_Size(None, budget))
     forward = _Size(logprob.micro_batch_size, logprob.max_tokens_per_device).or_like(size, 2)
+    if forward.tokens and (evaluated := _evaluated_with_teacher(config)):
+        forward = _Size(None, max(forward.tokens, -(-evaluated // _devices_of_a_sequence(config))))
     values: dict[str, Any] = size.by_key("update.") | forward.by_key("logprob.")
     if config.reward.models:
         scored = max((longest for longest, _ in _longest_of_budget(config, "reward")), default=0)
@@ -185,18 +187,36 @@ def _devices_of_a_sequence(config: Config) -> int:
 def _longest_of_budget(config: Config, section: str) -> Iterator[tuple[int, str]]:
     """The longest sequences that a section's token budget must hold, in tokens, and what each is of."""
     given, on_given_data = config.given, config.run.on_given_data
+    added = environment_tokens(config)
+    more = f" + rollout.max_environment_tokens ({added})" if added else ""
     read_by = ("update", "logprob") if on_given_data else ("update",) if given.steps else ()
     if given.max_length and section in read_by:
         name = config.run.task if on_given_data else "sft"
         yield given.max_length, f"{name}.max_length = {given.max_length} tokens"
     if not on_given_data or (section == "reward" and generates(config)):
-        longest, added = _longest_rollout(config), environment_tokens(config)
-        more = f" + rollout.max_environment_tokens ({added})" if added else ""
+        longest = _longest_rollout(config)
         yield (
             longest,
             f"data.max_prompt_length ({config.data.max_prompt_length}) + rollout.max_new_tokens "
             f"({config.rollout.max_new_tokens}){more} = {longest} tokens",
         )
+    if section == "logprob" and (longest := _evaluated_with_teacher(config)):
+        yield (
+            longest,
+            "an evaluation, whose KL to distill.teacher is computed: data.max_prompt_length "
+            f"({config.data.max_prompt_length}) + eval.max_new_tokens ({config.eval.max_new_tokens})"
+            f"{more} = {longest} tokens",
+        )
+
+
+def _evaluated_with_teacher(config: Config) -> int:
+    """Length in tokens of the longest sequence of evaluations that is compared with a teacher.
+
+    0 if that is none, or no longer than those of training.
+    """
+    compared = config.distill.teacher is not None and (config.data.eval_sets or heldout(config))
+    longest = longest_of_run(config)
+    return longest if compared and longest > _longest_rollout(config) else 0
 
 
 def _budgets_hold_a_sequence(config: Config) -> None:
