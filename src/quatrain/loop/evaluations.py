@@ -112,7 +112,7 @@ class Evaluations:
         self._evaluated: int | None = None
         """The training step that was evaluated last."""
         self.changed: list[str] = []
-        """In what the evaluations of this run differ from those before the checkpoint that it goes on from."""
+        """How the evaluations of this run differ from those before the checkpoint that it goes on from."""
 
     def first(self, params: Any) -> None:
         """Evaluate `params` before training, unless `eval.before` is false."""
