@@ -117,7 +117,7 @@ def test_a_recording_that_is_one_token_late_or_early_is_noticed(model, played):
 
 @pytest.mark.parametrize(
     ("most", "sequences", "chance"),
-    [(4, 99, 0.0), (None, 99, 0.2), (None, 3, 0.0), (4, 1.1, 0.1)],
+    [(4, 99, 0.0), (None, 99, 0.2), (None, 3, 0.0), (4, 1.1, 0.5)],
     ids=["refilled", "preempted", "little memory", "all"],
 )
 def test_turns_that_are_kept_refilled_or_computed_again_keep_their_routes(
