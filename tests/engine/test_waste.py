@@ -26,11 +26,11 @@ class ForcedProgram(Program):
 
     wanted: tuple[int, ...] = ()
 
-    def draw(self, token_logits, sampling, steps, sequence_ids, positions):
+    def draw(self, token_logits, sampling, steps, sequence_ids, positions, masks=None):
         last = jnp.asarray(self.wanted, jnp.uint32)[sequence_ids] == positions + 1
         logprobs = jax.nn.log_softmax(token_logits)
         tokens = jnp.where(last, STOP_ID, OTHER_ID)
-        return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+        return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], None
 
 
 @pytest.mark.parametrize("computed_by", ["host", pytest.param("jax", marks=pytest.mark.slow)])
