@@ -454,7 +454,9 @@ for shape, share in ((MeshShape(4, 1, 1), 0.5), (MeshShape(2, 1, 2), 0.5), (Mesh
     asking = Asking(session_of(arch, tokenizer, share, mesh=mesh), placed)
     contexts, each = [words(i, 70) for i in range(8)], []
     for turn in range(4):
-        tickets = [asking.submit([ids], str(i), tokens=10)[0] for i, ids in enumerate(contexts)]
+        # With all words, the uniform of one token is at a bound of two to 1e-7, by which sums round.
+        how = {"tokens": 10, "top_k": 8}
+        tickets = [asking.submit([ids], str(i), **how)[0] for i, ids in enumerate(contexts)]
         completions = asking.finish(tickets)
         each += completions
         contexts = [[*c, *d.tokens, *words(turn, 9)] for c, d in zip(contexts, completions)]
