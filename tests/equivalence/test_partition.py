@@ -424,10 +424,12 @@ def test_each_loss_of_each_token_is_the_same_under_any_partition(make_batch, see
     batch = make_batch(80 + seed, groups=int(rng.integers(2, 6)), holes=bool(seed % 2))
     table = _plain_table(batch)
     logprobs = -rng.exponential(size=table.input_ids.shape)
+    # Weights of sequences differ too, as few as they are: some are corrected, and each rule rejects some.
+    apart = rng.permutation(np.linspace(-0.6, 0.6, len(logprobs)))[:, None]
     columns = {
         "logprobs": logprobs,
         "old_logprobs": logprobs + rng.normal(0, 0.4, logprobs.shape),
-        "rollout_logprobs": logprobs + rng.normal(0, 0.4, logprobs.shape),
+        "rollout_logprobs": logprobs + rng.normal(0, 0.4, logprobs.shape) + apart,
         "ref_logprobs": logprobs + rng.normal(0, 0.4, logprobs.shape),
         "advantages": batch.advantages,
         **_chosen(table, seed),

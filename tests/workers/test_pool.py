@@ -250,9 +250,10 @@ def test_many_threads_may_call_at_once(file):
 
 
 PROGRAM = """
-import pickle, sys
+import pickle, signal, sys
 from quatrain.workers.pool import Pool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
 pool = Pool("function", 1)
 print(pool.submit(sys.argv[1] + ":process", pickle.dumps({}), 5.0).result(), flush=True)
 print(*pool.submit(sys.argv[1] + ":starts_programs", pickle.dumps({}), 5.0).result(), flush=True)
