@@ -149,6 +149,17 @@ def test_programs_run_at_once_without_zombies():
     assert not [line for line in children if line.rpartition(")")[2].split()[0] == "Z" and "(bwrap)" in line]
 
 
+def test_a_process_that_ends_while_it_is_looked_at_has_no_descendants(monkeypatch):
+    """Catches an error of the race, which was the result of the program: `Path.glob` raises it."""
+
+    def ended(path="."):
+        raise FileNotFoundError(path)
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, ended)
+    assert descendants(os.getpid()) == []
+
+
 @needs_bubblewrap
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_program_ends_with_its_run(number):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,9 +24,13 @@ def descendants(root: int) -> list[int]:
     found: list[int] = []
     open_ends = [root]
     while open_ends:
-        for thread in _PROC.glob(f"{open_ends.pop()}/task/[0-9]*/children"):
+        tasks = _PROC / str(open_ends.pop()) / "task"
+        threads: list[str] = []
+        with suppress(OSError):  # it has ended; `Path.glob` would raise where it ends meanwhile
+            threads = os.listdir(tasks)
+        for thread in threads:
             with suppress(OSError):
-                children = [int(number) for number in thread.read_bytes().split()]
+                children = [int(number) for number in (tasks / thread / "children").read_bytes().split()]
                 found += children
                 open_ends += children
     return found
