@@ -207,7 +207,7 @@ class AdvantageEstimator:
         inputs["function_weights"] = rewarded.function_weights
         try:
             if self._turn_credit and by_turn is not None:
-                return self._with_turns(inputs, by_turn, np.isin(rewarded.rollouts.finish_reason, FAULTS))
+                return self._with_turns(inputs, by_turn, rewarded.rollouts.ended_by_fault)
             return self._call(inputs)
         except (Exception, SystemExit) as error:
             read_only = "read-only" in str(error)

@@ -120,11 +120,10 @@ def load_config(
     merged.refuse_redacted(tuple(reads))
     config = merged.resolved((file or QUICKSTART).stem, environ, now or datetime.now(UTC))
     warnings = [*_overridden(from_overrides, from_environment), *_misspelt_variables(environ)]
-    provenance = merged.provenance(config)
+    resolved = Resolved(config, merged.provenance(config), warnings)
     if trains:
-        chosen = {key for key, origin in provenance.items() if origin not in (DEFAULT, DERIVED)}
-        warnings += [*unsuitable, *warnings_about(config, environ, chosen)]
-    return Resolved(config, provenance, warnings)
+        resolved.warnings.extend([*unsuitable, *warnings_about(config, environ, resolved.chose)])
+    return resolved
 
 
 def keys_read_by(command: str) -> list[str]:

@@ -3,7 +3,7 @@
 Data flow: the resolved `Config` -> `warnings_about` -> the log and the output of `quatrain config`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from quatrain.config.algorithms import ESTIMATORS, takes
@@ -131,14 +131,16 @@ ON_GIVEN_DATA: tuple[tuple[Callable[[Config], object], str], ...] = (
 """Those of `quatrain sft`, `dpo` and `rm`, in place of the table above."""
 
 
-def warnings_about(config: Config, environ: Mapping[str, str], chosen: Collection[str] = ()) -> list[str]:
-    """One warning for each setting that is valid but probably not intended; layers have set `chosen`."""
+def warnings_about(
+    config: Config, environ: Mapping[str, str], chose: Callable[[str], bool] = lambda key: False
+) -> list[str]:
+    """One warning for each setting that is valid but probably not intended; `chose` as `Resolved.chose`."""
     table = ON_GIVEN_DATA if config.run.on_given_data else WARNINGS
     warnings = [sentence.format(c=config) for holds, sentence in table if holds(config)]
     steps, epochs = config.key_of("steps"), config.key_of("epochs")
     number, passes = value_at(config, steps), value_at(config, epochs)
     # The default too, where somebody has asked for it: the steps may be those of the quickstart.
-    if number and (epochs in chosen or not is_default(config, epochs)):
+    if number and (chose(epochs) or not is_default(config, epochs)):
         unset = "0" if config.run.on_given_data else "null"
         warnings.append(
             f"{epochs} ({passes:g}) has no effect, because {steps} is {number}; set {steps}={unset} to count "

@@ -15,7 +15,7 @@ from quatrain.config.schema import Config
 from quatrain.config.sections.data import CurriculumValues
 from quatrain.data.prompts import PromptSource
 from quatrain.reward.scorer import RewardScorer
-from quatrain.types.batches import FAULTS, Rates, RewardedBatch
+from quatrain.types.batches import Rates, RewardedBatch
 from quatrain.types.metrics import Metric
 
 
@@ -74,8 +74,8 @@ class Curriculum:
         known = list(rates) or [None] * len(self._prompts)
         episodes = batch.rollouts.episodes.first_rows
         groups = batch.rollouts.group_ids[episodes]
-        faults = np.isin(batch.rollouts.finish_reason, FAULTS)
-        values = np.where(faults, np.nan, batch.judged_by(self._values.reward))[episodes]
+        values = batch.judged_by(self._values.reward)
+        values = np.where(batch.rollouts.ended_by_fault, np.nan, values)[episodes]
         for group, row in enumerate(rows, start=first):
             own = values[(groups == group) & ~np.isnan(values)]
             if own.size:

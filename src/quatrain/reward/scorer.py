@@ -57,7 +57,6 @@ from quatrain.types.batches import (
     ENVIRONMENT,
     ENVIRONMENTS,
     EPISODE_COLUMNS,
-    FAULTS,
     REWARD_ARGUMENTS,
     Prompt,
     PromptText,
@@ -482,7 +481,7 @@ class RewardScorer:
         failed = np.zeros(raw.shape, bool)
         for row, name in zip(failed, self.function_names, strict=True):
             row[[*scores[name].failed]] = True
-        faults = np.isin(rollouts.finish_reason[first_rows], FAULTS)
+        faults = rollouts.ended_by_fault[first_rows]
         raw[:, faults] = self._fault_reward
         metrics = _described(raw, scores, self.function_names)
         rewards, taken = self._totals(raw, rollouts.finish_reason[first_rows] == "length")

@@ -336,6 +336,11 @@ class RolloutBatch:
         return np.array([numbers[each] for each in self.compared], np.int64)
 
     @property
+    def ended_by_fault(self) -> np.ndarray:
+        """[B] bool: the rows of episodes that one of FAULTS ended."""
+        return np.isin(self.finish_reason, FAULTS)
+
+    @property
     def completion_lengths(self) -> np.ndarray:
         """[B] int64: number of completion tokens of each sequence."""
         return self.completion_mask.sum(axis=1)
